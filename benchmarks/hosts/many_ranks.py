@@ -165,7 +165,7 @@ class Client:
     """A rank as the coordinator sees it; one thread plays all of them in turns."""
 
     def __init__(self, number: int, ranks: int, where: tuple[str, int]) -> None:
-        from ringjax.control.handshake import Introduction, Purpose, call
+        from ringjax.control.handshake import HandshakeRequest, Purpose, caller_steps
 
         self.hello = {
             "rank": number,
@@ -179,8 +179,8 @@ class Client:
             "addresses": f"127.0.0.1:{20000 + number}",
             "settings": {f"a setting {i}": 1 << 20 for i in range(8)},
         }
-        introduction = Introduction(JOB, Purpose.RENDEZVOUS, number, -1)
-        self.steps = call(SECRET, introduction)
+        introduction = HandshakeRequest(JOB, Purpose.RENDEZVOUS, number, -1)
+        self.steps = caller_steps(SECRET, introduction)
         self.output, self.wants = next(self.steps)
         self.sock = socket.create_connection(where)
         self.keys: Any = None

@@ -7,20 +7,20 @@ import socket
 import time
 
 from ringjax.control import addresses as address
-from ringjax.control.handshake import LIMIT, Introduction, introduce
-from ringjax.control.sealing import Keys
+from ringjax.control.handshake import HANDSHAKE_TIMEOUT, HandshakeRequest, authenticate
+from ringjax.control.sealed_messages import SessionKeys
 from ringjax.errors import AuthenticationError, StartupError
 
 SERVER_RANK = -1
 
 
-def reach(
+def connect_to_server(
     addresses: str,
     secret: bytes,
-    introduction: Introduction,
+    introduction: HandshakeRequest,
     deadline: float,
     server: str = "coordinator",
-) -> tuple[socket.socket, Keys, str]:
+) -> tuple[socket.socket, SessionKeys, str]:
     """Connects to the first address where a server proves itself; tries each once.
 
     Args:
@@ -39,7 +39,7 @@ def reach(
     candidates = address.parse(addresses)
     # Something else that listens there and says nothing must not use up all the time.
     share = (deadline - time.monotonic()) / (2 * len(candidates))
-    limit = min(LIMIT, max(0.1, share))
+    limit = min(HANDSHAKE_TIMEOUT, max(0.1, share))
     for host, port in candidates:
         where = f"the {server} at {address.show(host, port)}"
         try:
@@ -58,19 +58,19 @@ def reach(
 
 
 def _connect(
-    where: tuple[str, int], secret: bytes, introduction: Introduction, limit: float
-) -> tuple[socket.socket, Keys]:
+    where: tuple[str, int], secret: bytes, introduction: HandshakeRequest, limit: float
+) -> tuple[socket.socket, SessionKeys]:
     sock = socket.create_connection(where, timeout=limit)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return sock, introduce(sock, secret, introduction, limit)
+        return sock, authenticate(sock, secret, introduction, limit)
     except BaseException:
         sock.close()
         raise
 
 
-def watch(sock: socket.socket, seconds: float) -> None:
+def enable_keepalive(sock: socket.socket, seconds: float) -> None:
     """Has the kernel end a TCP connection whose other end is silent for so long."""
     interval = max(int(seconds / 3), 1)
     options = {

@@ -4,7 +4,7 @@ Own variables (ringrun, or set by hand; Horovod's names too) are the strongest, 
 launchers of a table, the innermost first. Traces of several processes that do not tell
 rank and size are an error, because N trainings that each believe to be alone look like
 one that works. Without traces this is a job of one. Reads no settings of ringjax
-(config.py does) and opens no connection (see rendezvous_lookup.py).
+(config.py does) and opens no connection (see rendezvous_discovery.py).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from ringjax.errors import StartupError
 # The numbers that Slurm gives to what is not a step of srun: batch script, interactive
 # shell, and so on. They carry the job's variables but are not rank 0 of N.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MOST = 2**31 - 1  # as for RINGJAX_RANK and RINGJAX_SIZE
+_MAX = 2**31 - 1  # as for RINGJAX_RANK and RINGJAX_SIZE
 
 Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """A process's place in its job.
 
     Attributes:
-        source: who told.
-        one_host: whether all ranks are known to be on this host.
+        launcher: who told.
+        single_host: whether all ranks are known to be on this host.
         identity: the same text on all ranks of this job and on no others, if known.
-        first_host: a name or address of rank 0's host, if known.
-        ports: ports that the engine reserved for this job.
+        rank0_host: a name or address of rank 0's host, if known.
+        port: a port that the engine reserved for this job.
     """
 
     rank: int
     size: int
-    source: str
-    one_host: bool = False
+    launcher: str
+    single_host: bool = False
     identity: str = ""
-    first_host: str = ""
-    ports: tuple[int, ...] = ()
+    rank0_host: str = ""
+    port: int = 0
 
 
-def find(config: Config, environ: Environ = os.environ) -> Place:
+def detect_launch(config: Config, environ: Environ = os.environ) -> LaunchInfo:
     """This process's place.
 
     Raises:
@@ -56,11 +56,11 @@ def find(config: Config, environ: Environ = os.environ) -> Place:
             one this is; the text says what was found and what to set.
     """
     if config.rank is not None and config.size is not None:
-        return _explicit(config, environ)
+        return _from_settings(config, environ)
     try:
         for detect in _DETECTORS:
-            if (place := detect(environ)) is not None:
-                return place
+            if (info := detect(environ)) is not None:
+                return info
     except StartupError:
         if not config.elastic:  # there the coordinator tells rank and size
             raise
@@ -69,33 +69,33 @@ def find(config: Config, environ: Environ = os.environ) -> Place:
             "RINGJAX_RENDEZVOUS is set, but nothing tells this process's rank: set "
             "RINGJAX_RANK and RINGJAX_SIZE, to 0 and 1 for a job of one on purpose"
         )
-    return Place(0, 1, "a job of one", one_host=True)
+    return LaunchInfo(0, 1, "a job of one", single_host=True)
 
 
-def _explicit(config: Config, environ: Environ) -> Place:
+def _from_settings(config: Config, environ: Environ) -> LaunchInfo:
     assert config.rank is not None and config.size is not None
-    first_host = environ.get("MASTER_ADDR", "")
+    rank0_host = environ.get("MASTER_ADDR", "")
     local = config.local_size
-    one_host = local == config.size or (local is None and not first_host)
-    return Place(
+    single_host = local == config.size or (local is None and not rank0_host)
+    return LaunchInfo(
         config.rank,
         config.size,
         "RINGJAX_RANK",
-        one_host=one_host,
+        single_host=single_host,
         identity=f"job {config.job}" if config.job else "",
-        first_host=first_host,
-        ports=_port(environ.get("MASTER_PORT", "")),
+        rank0_host=rank0_host,
+        port=_port(environ.get("MASTER_PORT", "")),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Launcher:
+class _LaunchVariables:
     """The names of the variables by which a launcher tells who a process is.
 
     An empty variable counts as unset.
 
     Attributes:
-        source: the launcher, for the user.
+        launcher: the launcher, for the user.
         rank: this process's number.
         size: how many there are; "": no variable says it.
         local_size: how many of them are on this host.
@@ -110,7 +110,7 @@ class _Launcher:
         instead: a better way than to set variables by hand.
     """
 
-    source: str
+    launcher: str
     rank: str
     size: str = ""
     local_size: str = ""
@@ -124,50 +124,50 @@ class _Launcher:
     identity: tuple[str, ...] = ()
     instead: str = ""
 
-    def place(self, environ: Environ) -> Place | None:
+    def detect(self, environ: Environ) -> LaunchInfo | None:
         """This process's place, if this launcher has started it.
 
         Raises:
             StartupError: it has, but does not tell enough.
         """
-        if not self._counts(environ):
+        if not self._applies(environ):
             return None
-        rank, size = self.standing(environ)
+        rank, size = self.rank_and_size(environ)
         self._check_per_node(environ, size)
         hosts = [_host(environ.get(name, "")) for name in self.hosts]
-        first_host = next(filter(None, hosts), "")
+        rank0_host = next(filter(None, hosts), "")
         if environ.get(self.local_size):
-            one_host = self._number(environ, self.local_size) == size
-        elif size == 1 or first_host:
-            one_host = size == 1 or _is_here(first_host)
+            single_host = self._number(environ, self.local_size) == size
+        elif size == 1 or rank0_host:
+            single_host = size == 1 or _is_this_host(rank0_host)
         else:
-            raise self._refusal(
+            raise self._error(
                 environ,
                 "nothing tells the host of rank 0",
                 "set MASTER_ADDR to it, localhost if it is the only one, or ",
             )
         found = [environ[name] for name in self.identity if environ.get(name)]
-        return Place(
+        return LaunchInfo(
             rank,
             size,
-            self.source,
-            one_host=one_host,
-            identity=" ".join([self.source, *found]) if found else "",
-            first_host=first_host,
-            ports=_port(environ.get(self.port, "")),
+            self.launcher,
+            single_host=single_host,
+            identity=" ".join([self.launcher, *found]) if found else "",
+            rank0_host=rank0_host,
+            port=_port(environ.get(self.port, "")),
         )
 
-    def standing(self, environ: Environ) -> tuple[int, int]:
+    def rank_and_size(self, environ: Environ) -> tuple[int, int]:
         """Rank and size; raises as `place`."""
         if not self.size:
-            raise self._refusal(environ, "nothing tells how many there are")
+            raise self._error(environ, "nothing tells how many there are")
         rank, size = (self._number(environ, name) for name in (self.rank, self.size))
         if rank >= size:
             why = f"{self.rank} is {rank}: expected less than {self.size}, which is"
-            raise self._refusal(environ, f"{why} {size}")
+            raise self._error(environ, f"{why} {size}")
         return rank, size
 
-    def _refusal(self, environ: Environ, why: str, instead: str = "") -> StartupError:
+    def _error(self, environ: Environ, why: str, instead: str = "") -> StartupError:
         """Says what was found, what is wrong with it, and what to set."""
         names = (self.needs, self.rank, self.size, self.local_size, self.per_node)
         found = [
@@ -182,13 +182,13 @@ class _Launcher:
                 f"RINGJAX_RANK to ${self.rank} and RINGJAX_SIZE to how many there are"
             )
         return StartupError(
-            f"{self.source} seems to have started this process as one of several "
+            f"{self.launcher} seems to have started this process as one of several "
             f"({' '.join(found)}), but {why}: {instead}set {ours}, and between hosts "
             f"MASTER_ADDR to the host of rank 0; for a job of one on purpose set "
             f"RINGJAX_RANK=0 and RINGJAX_SIZE=1"
         )
 
-    def _counts(self, environ: Environ) -> bool:
+    def _applies(self, environ: Environ) -> bool:
         if self.needs and not environ.get(self.needs):
             return False
         rank, size = environ.get(self.rank), environ.get(self.size)
@@ -201,11 +201,11 @@ class _Launcher:
     def _number(self, environ: Environ, name: str) -> int:
         text = environ.get(name, "")
         if not text:
-            raise self._refusal(environ, f"{name} is not set")
-        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST))):
-            raise self._refusal(environ, f"{name} is {text!r:.60}: expected a number")
-        if int(text) > _MOST:
-            raise self._refusal(environ, f"{name} is {text}: expected at most {_MOST}")
+            raise self._error(environ, f"{name} is not set")
+        if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+            raise self._error(environ, f"{name} is {text!r:.60}: expected a number")
+        if int(text) > _MAX:
+            raise self._error(environ, f"{name} is {text}: expected at most {_MAX}")
         return int(text)
 
     def _check_per_node(self, environ: Environ, nodes: int) -> None:
@@ -214,19 +214,19 @@ class _Launcher:
         # Words as "auto" stand for a number that nobody has counted yet.
         if text in ("", "1") or (nodes == 1 and text.isalpha()):
             return
-        raise self._refusal(environ, f"{self.per_node} is {text!r:.60} and not 1")
+        raise self._error(environ, f"{self.per_node} is {text!r:.60} and not 1")
 
 
-_OPEN_MPI = _Launcher(
-    source="Open MPI",
+_OPEN_MPI = _LaunchVariables(
+    launcher="Open MPI",
     rank="OMPI_COMM_WORLD_RANK",
     size="OMPI_COMM_WORLD_SIZE",
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     port="MASTER_PORT",
     identity=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
-_TORCHRUN = _Launcher(
-    source="torchrun",
+_TORCHRUN = _LaunchVariables(
+    launcher="torchrun",
     rank="RANK",
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
@@ -234,38 +234,40 @@ _TORCHRUN = _Launcher(
     # The port is in use by torch's own store, so it only tells jobs apart.
     identity=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
 )
-_MPICH = _Launcher(
-    source="MPICH",
+_MPICH = _LaunchVariables(
+    launcher="MPICH",
     rank="PMI_RANK",
     size="PMI_SIZE",
     local_size="MPI_LOCALNRANKS",
     needs="MPI_LOCALNRANKS",  # Slurm's own PMI sets the others, too
     port="MASTER_PORT",
 )
-_JSRUN = _Launcher(
-    source="jsrun",
+_JSRUN = _LaunchVariables(
+    launcher="jsrun",
     rank="JSM_NAMESPACE_RANK",
     size="JSM_NAMESPACE_SIZE",
     local_size="JSM_NAMESPACE_LOCAL_SIZE",
     port="MASTER_PORT",
     identity=("PMIX_NAMESPACE",),
 )
-_PMIX = _Launcher(
-    source="prterun, or another launcher with PMIx,",
+_PMIX = _LaunchVariables(
+    launcher="prterun, or another launcher with PMIx,",
     rank="PMIX_RANK",
     instead="start it by mpirun, or ",
 )
-_SLURM = _Launcher(source="Slurm", rank="SLURM_PROCID", instead="start it by srun, or ")
-_KUBEFLOW_JAX = _Launcher(
-    source="Kubeflow's runtime for JAX",
+_SLURM = _LaunchVariables(
+    launcher="Slurm", rank="SLURM_PROCID", instead="start it by srun, or "
+)
+_KUBEFLOW_JAX = _LaunchVariables(
+    launcher="Kubeflow's runtime for JAX",
     rank="JAX_PROCESS_ID",
     size="JAX_NUM_PROCESSES",
     trace="JAX_COORDINATOR_ADDRESS",
     hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),  # its port is for jax.distributed
     identity=("JAX_COORDINATOR_ADDRESS",),
 )
-_PYTORCH = _Launcher(
-    source="a launcher for PyTorch",
+_PYTORCH = _LaunchVariables(
+    launcher="a launcher for PyTorch",
     rank="RANK",
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
@@ -274,8 +276,8 @@ _PYTORCH = _Launcher(
     port="MASTER_PORT",
     identity=("MASTER_ADDR", "MASTER_PORT"),
 )
-_KUBEFLOW_PYTORCH = _Launcher(
-    source="Kubeflow's runtime for PyTorch",
+_KUBEFLOW_PYTORCH = _LaunchVariables(
+    launcher="Kubeflow's runtime for PyTorch",
     rank="PET_NODE_RANK",
     size="PET_NNODES",
     trace="PET_RDZV_ENDPOINT",
@@ -285,20 +287,20 @@ _KUBEFLOW_PYTORCH = _Launcher(
     identity=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
     instead="start it by torchrun, or ",
 )
-_SKYPILOT = _Launcher(
-    source="SkyPilot",
+_SKYPILOT = _LaunchVariables(
+    launcher="SkyPilot",
     rank="SKYPILOT_NODE_RANK",
     size="SKYPILOT_NUM_NODES",
     hosts=("MASTER_ADDR", "SKYPILOT_NODE_IPS"),
     port="MASTER_PORT",
     identity=("SKYPILOT_TASK_ID",),
 )
-_INDEXED_JOB = _Launcher(
-    source="an Indexed Job of Kubernetes",
+_INDEXED_JOB = _LaunchVariables(
+    launcher="an Indexed Job of Kubernetes",
     rank="JOB_COMPLETION_INDEX",
 )
-_PMI = _Launcher(
-    source="a launcher with PMI",
+_PMI = _LaunchVariables(
+    launcher="a launcher with PMI",
     rank="PMI_RANK",
     size="PMI_SIZE",
     both=True,
@@ -306,14 +308,14 @@ _PMI = _Launcher(
 )
 
 
-def _pmix(environ: Environ) -> Place | None:
+def _pmix(environ: Environ) -> LaunchInfo | None:
     # srun --mpi=pmix sets PMIX_RANK as well, and Slurm's own variables tell enough.
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
         return None
-    return _PMIX.place(environ)
+    return _PMIX.detect(environ)
 
 
-def _slurm(environ: Environ) -> Place | None:
+def _slurm(environ: Environ) -> LaunchInfo | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     tasks = "SLURM_STEP_NUM_TASKS"
     tasks = tasks if environ.get(tasks) else "SLURM_NTASKS"
@@ -321,7 +323,7 @@ def _slurm(environ: Environ) -> Place | None:
         return None
     if not (step.isdecimal() and len(step) <= 10 and int(step) < _FIRST_SPECIAL_STEP):
         return None
-    rank, size = replace(_SLURM, size=tasks).standing(environ)
+    rank, size = replace(_SLURM, size=tasks).rank_and_size(environ)
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     try:
         hosts = hosts_of(nodes)
@@ -330,39 +332,39 @@ def _slurm(environ: Environ) -> Place | None:
     job = environ.get("SLURM_JOB_ID", "0")
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split("-")[0].split(",")[0]
-    return Place(
+    return LaunchInfo(
         rank,
         size,
         "Slurm",
-        one_host=len(hosts) == 1,
+        single_host=len(hosts) == 1,
         identity=f"slurm {job} {step} {restarts}",
-        first_host=environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""),
-        ports=_port(reserved),
+        rank0_host=environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""),
+        port=_port(reserved),
     )
 
 
-def _outside_of_steps(environ: Environ) -> Place | None:
+def _slurm_outside_of_steps(environ: Environ) -> LaunchInfo | None:
     # What is not a step has number 0, and is alone; another number has company.
     if environ.get("SLURM_PROCID", "0") in ("", "0"):
         return None
-    return _SLURM.place(environ)
+    return _SLURM.detect(environ)
 
 
 # The innermost first: mpirun runs within a step of Slurm, torchrun within a pod.
-_DETECTORS: tuple[Callable[[Environ], Place | None], ...] = (
-    _TORCHRUN.place,
-    _OPEN_MPI.place,
-    _MPICH.place,
-    _JSRUN.place,
+_DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
+    _TORCHRUN.detect,
+    _OPEN_MPI.detect,
+    _MPICH.detect,
+    _JSRUN.detect,
     _pmix,
     _slurm,
-    _KUBEFLOW_JAX.place,
-    _PYTORCH.place,
-    _KUBEFLOW_PYTORCH.place,
-    _SKYPILOT.place,
-    _PMI.place,
-    _INDEXED_JOB.place,
-    _outside_of_steps,
+    _KUBEFLOW_JAX.detect,
+    _PYTORCH.detect,
+    _KUBEFLOW_PYTORCH.detect,
+    _SKYPILOT.detect,
+    _PMI.detect,
+    _INDEXED_JOB.detect,
+    _slurm_outside_of_steps,
 )
 
 
@@ -373,10 +375,11 @@ def _host(text: str) -> str:
     return (found[1] or found[2]) if found else first
 
 
-def _is_here(host: str) -> bool:
+def _is_this_host(host: str) -> bool:
     return host == "localhost" or address.is_loopback(host)
 
 
-def _port(text: str) -> tuple[int, ...]:
+def _port(text: str) -> int:
+    """The port in a variable; 0 if it holds none."""
     known = text.isascii() and text.isdecimal() and len(text) <= 5
-    return (int(text),) if known and 0 < int(text) < 65536 else ()
+    return int(text) if known and int(text) < 65536 else 0

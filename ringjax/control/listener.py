@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringjax.control import addresses as address
-from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
-from ringjax.control.sealing import Keys
-from ringjax.control.tls import Offer, offer
+from ringjax.control.acceptor import Acceptor, run_once
+from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
+from ringjax.control.sealed_messages import SessionKeys
+from ringjax.control.tls import TlsOffer, offer_for
 
-_MOST_WAITING = 1 << 16  # connections; only members can cause them
+_MAX_WAITING = 1 << 16  # connections; only members can cause them
 
 
-class Key(NamedTuple):
+class ConnectionKey(NamedTuple):
     """What a connection is; `caller` is a world rank."""
 
     epoch: int
@@ -35,14 +36,14 @@ class Key(NamedTuple):
     caller: int
 
 
-class Arrival(NamedTuple):
+class AcceptedConnection(NamedTuple):
     """A connection that has proved itself, and the key of what flows on it."""
 
     sock: socket.socket
     key: bytes
 
 
-class Reception:
+class LinkListener:
     """Takes the calls of the higher ranks.
 
     Args:
@@ -69,21 +70,21 @@ class Reception:
         failed: Callable[[str], None],
         tls: str = "auto",
     ) -> None:
-        self._tls = offer(tls)
+        self._tls = offer_for(tls)
         self._rank, self._size = rank, size
         self._failed = failed
         self._oldest = 0  # epochs before this one are over
-        self._arrived: dict[Key, Arrival] = {}
+        self._accepted: dict[ConnectionKey, AcceptedConnection] = {}
         self._changed = threading.Condition()
         self._closing = False
         # Random, so that nobody can sit on the name before us.
         name = str(rank) if rank >= 0 else "e"
-        self.door = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
+        self.unix_name = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
         listeners: list[socket.socket] = []
         try:
             local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listeners.append(local)
-            local.bind("\0" + self.door)
+            local.bind("\0" + self.unix_name)
             local.listen(1024)
             for host in hosts:
                 # An interface may have lost its address meanwhile; others will do.
@@ -99,10 +100,10 @@ class Reception:
         self._selector = selectors.DefaultSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, os.eventfd_read)
-        self._door = Door(
+        self._acceptor = Acceptor(
             listeners,
             self._selector,
-            lambda sock: answer(secret, job, self._accepts, self._offer(sock)),
+            lambda sock: callee_steps(secret, job, self._accepts, self._offer(sock)),
             self._admit,
             log,
         )
@@ -115,19 +116,19 @@ class Reception:
         try:
             while not self._closing:
                 # Without guests there is nothing to sweep, so it can sleep long.
-                rest = 0.5 if self._door.busy else 60.0
-                turn(self._selector, rest, self._door.fault)
-                self._door.sweep()
+                rest = 0.5 if self._acceptor.has_pending else 60.0
+                run_once(self._selector, rest, self._acceptor.on_error)
+                self._acceptor.expire()
         except Exception as error:
             if not self._closing:
                 why = f"{type(error).__name__}: {error}"
                 self._failed(f"the listening thread of this rank failed: {why}")
 
-    def _offer(self, sock: socket.socket) -> Offer:
+    def _offer(self, sock: socket.socket) -> TlsOffer:
         """What leaves this host is encrypted, what stays in it is not."""
-        return Offer.NONE if sock.family == socket.AF_UNIX else self._tls
+        return TlsOffer.NONE if sock.family == socket.AF_UNIX else self._tls
 
-    def _accepts(self, introduction: Introduction) -> str:
+    def _accepts(self, introduction: HandshakeRequest) -> str:
         if not introduction.purpose.links:
             return "looks for a server, which is not here"
         if self._rank < 0:
@@ -141,10 +142,14 @@ class Reception:
         return ""
 
     def _admit(
-        self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
+        self,
+        sock: socket.socket,
+        where: str,
+        introduction: HandshakeRequest,
+        keys: SessionKeys,
     ) -> None:
         del where
-        key = Key(
+        key = ConnectionKey(
             introduction.epoch,
             introduction.comm,
             introduction.purpose,
@@ -152,42 +157,42 @@ class Reception:
             introduction.caller,
         )
         with self._changed:
-            old = self._arrived.pop(key, None)  # the caller gave up on it
-            if len(self._arrived) >= _MOST_WAITING or key.epoch < self._oldest:
+            old = self._accepted.pop(key, None)  # the caller gave up on it
+            if len(self._accepted) >= _MAX_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:
-                self._arrived[key] = Arrival(sock, keys.link)
+                self._accepted[key] = AcceptedConnection(sock, keys.link)
             self._changed.notify_all()
         if old is not None:
             old.sock.close()
 
-    def described(self) -> dict[str, Any]:
+    def hello_entries(self) -> dict[str, Any]:
         """Where to call this rank, for its hello."""
-        return {"door": self.door, "addresses": ",".join(self.addresses)}
+        return {"door": self.unix_name, "addresses": ",".join(self.addresses)}
 
-    def take(self, key: Key, seconds: float) -> Arrival | None:
+    def accept(self, key: ConnectionKey, seconds: float) -> AcceptedConnection | None:
         """The connection of that key, once; None if it has not come by then."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._arrived, seconds)
-            return self._arrived.pop(key, None)
+            self._changed.wait_for(lambda: key in self._accepted, seconds)
+            return self._accepted.pop(key, None)
 
-    def holds(self, key: Key) -> bool:
+    def has(self, key: ConnectionKey) -> bool:
         """Whether that connection waits here."""
         with self._changed:
-            return key in self._arrived
+            return key in self._accepted
 
     def discard(self, comm: int) -> None:
         """Closes what waits for a communicator that will not be built."""
         with self._changed:
-            for key in [key for key in self._arrived if key.comm == comm]:
-                self._arrived.pop(key).sock.close()
+            for key in [key for key in self._accepted if key.comm == comm]:
+                self._accepted.pop(key).sock.close()
 
-    def retire(self, epoch: int) -> None:
+    def discard_before(self, epoch: int) -> None:
         """Closes what waits for epochs before this one; nobody calls there any more."""
         with self._changed:
             self._oldest = max(self._oldest, epoch)
-            for key in [key for key in self._arrived if key.epoch < epoch]:
-                self._arrived.pop(key).sock.close()
+            for key in [key for key in self._accepted if key.epoch < epoch]:
+                self._accepted.pop(key).sock.close()
 
     def close(self) -> None:
         """Ends the thread and closes all sockets. May be called twice."""
@@ -196,14 +201,14 @@ class Reception:
         self._closing = True
         os.eventfd_write(self._wakeup, 1)
         self._thread.join(5.0)
-        self.release()
+        self.close_in_child()
 
-    def release(self) -> None:
+    def close_in_child(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""
         self._closing = True
         self._selector.close()
-        self._door.close()
+        self._acceptor.close()
         os.close(self._wakeup)
-        for arrival in self._arrived.values():
-            arrival.sock.close()
-        self._arrived.clear()
+        for accepted in self._accepted.values():
+            accepted.sock.close()
+        self._accepted.clear()

@@ -12,7 +12,7 @@ a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
 ``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
 ``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
 Or ``RJOP`` | a pickle, which is only read where the caller has asked for it. What
-travels is followed by a seal (`Seal`), without which nothing of it is looked at.
+travels is followed by a seal (`ObjectSeal`), without which nothing of it is looked at.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringjax.control.sealing import Seal
+from ringjax.control.sealed_messages import ObjectSeal
 
 MAX_BYTES = 1 << 31
 _PLAIN, _PICKLE = b"RJO1", b"RJOP"
@@ -84,7 +84,7 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
         `allow_pickle` is False. The text says where.
     """
     try:
-        return _Encoder().encode(value)
+        return _ObjectEncoder().encode(value)
     except TypeError:
         if not allow_pickle:
             raise
@@ -109,12 +109,12 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
             "the sender has pickled the object; pass allow_pickle=True here too"
         )
     try:
-        return _Decoder(data).decode()
+        return _ObjectDecoder(data).decode()
     except (KeyError, IndexError, TypeError, RecursionError, OverflowError) as e:
         raise ValueError(f"not an encoded object: {type(e).__name__}: {e}") from None
 
 
-class Message(NamedTuple):
+class ObjectMessage(NamedTuple):
     """An object on its way, or the reason why it cannot be sent, which travels instead.
 
     A message is a head of fixed size and a body: the receivers have to know its size.
@@ -124,12 +124,12 @@ class Message(NamedTuple):
     data: bytes
 
     @classmethod
-    def of(cls, value: Any, seal: Seal, *, allow_pickle: bool) -> Message:
+    def of(cls, value: Any, seal: ObjectSeal, *, allow_pickle: bool) -> ObjectMessage:
         """Never raises: the other ranks already wait for this one."""
         failed = False
         try:
             data = encode(value, allow_pickle=allow_pickle)
-            if len(data) > MAX_BYTES - Seal.SIZE:
+            if len(data) > MAX_BYTES - ObjectSeal.SIZE:
                 raise ValueError(f"it has {len(data)} bytes, more than {MAX_BYTES}")
         except Exception as e:  # a pickle runs the object's own code
             failed = True
@@ -161,7 +161,7 @@ def room(head: np.ndarray[Any, Any]) -> int:
 
 
 def opened(
-    head: np.ndarray[Any, Any], body: bytes, seal: Seal, *, allow_pickle: bool
+    head: np.ndarray[Any, Any], body: bytes, seal: ObjectSeal, *, allow_pickle: bool
 ) -> Any:
     """The object of a message; TypeError with the sender's reason if it had failed."""
     data = seal.checked(bool(head[0]), body[: int(head[1])])
@@ -195,8 +195,10 @@ def broadcast(
       TypeError: the root's object cannot be sent; on every rank.
       ValueError: what came is no object, or a pickle without `allow_pickle`.
     """
-    seal = Seal(secret, what)
-    message = Message.of(obj if is_root else None, seal, allow_pickle=allow_pickle)
+    seal = ObjectSeal(secret, what)
+    message = ObjectMessage.of(
+        obj if is_root else None, seal, allow_pickle=allow_pickle
+    )
     head = np.asarray(move(message.head(), "head"))
     with _blaming(what, root_rank):
         body = message.body(size) if is_root else np.zeros(size(head), np.uint8)
@@ -216,8 +218,8 @@ def allgather(
     allow_pickle: bool,
 ) -> list[Any]:
     """The objects of all ranks. Raises as `broadcast`."""
-    seal = Seal(secret, what)
-    message = Message.of(obj, seal, allow_pickle=allow_pickle)
+    seal = ObjectSeal(secret, what)
+    message = ObjectMessage.of(obj, seal, allow_pickle=allow_pickle)
     heads = np.asarray(move(message.head()[None], "head"))
     data = np.asarray(move(message.body(size), "body")).tobytes()
     senders: list[int | str] = list(ranks)
@@ -248,7 +250,7 @@ def _blaming(what: str, rank: int | str) -> Iterator[None]:
 # -- the bytes -------------------------------------------------------------------------
 
 
-class _Encoder:
+class _ObjectEncoder:
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
 
@@ -329,7 +331,7 @@ class _Encoder:
         return len(self._blobs) - 1
 
 
-class _Decoder:
+class _ObjectDecoder:
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self._blobs: list[memoryview] = []

@@ -20,15 +20,16 @@ from typing import Any
 
 from ringjax import stderr
 from ringjax.control import addresses as address
-from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
-from ringjax.control.sealing import MOST_BYTES, Keys, Message
-from ringjax.control.tls import offer
+from ringjax.control.acceptor import Acceptor, run_once
+from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
+from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, SessionKeys
+from ringjax.control.tls import offer_for
 from ringjax.errors import AuthenticationError
 
-MOST_UNREAD = 4 * MOST_BYTES  # bytes that wait for one peer before it is given up
+MAX_UNREAD = 4 * MAX_BYTES  # bytes that wait for one peer before it is given up
 
 
-class Seat:
+class ServerSession:
     """The server's end of one session.
 
     Attributes:
@@ -37,22 +38,27 @@ class Seat:
     """
 
     def __init__(
-        self, service: Service, sock: socket.socket, caller: int, seen: str, keys: Keys
+        self,
+        service: JobServer,
+        sock: socket.socket,
+        caller: int,
+        seen: str,
+        keys: SessionKeys,
     ) -> None:
         self._service, self.sock = service, sock
         self._sealer = keys.sealer()
-        self._opener = keys.opener(service.most_from_peer)
+        self._opener = keys.opener(service.max_message_bytes)
         self.caller, self.seen = caller, seen
         self._output = bytearray()
         self._ending = False  # close once the output is written
 
-    def send(self, message: Message, *, last: bool = False) -> None:
+    def send(self, message: JsonMessage, *, last: bool = False) -> None:
         """Writes what is possible now, the rest later.
 
         Raises:
             OSError: the connection is gone, or the peer does not read.
         """
-        if len(self._output) > self._service.most_unread:
+        if len(self._output) > self._service.max_unread:
             raise OSError("it does not read what it is sent")
         self._output += self._sealer.seal(message)
         self._ending |= last
@@ -83,7 +89,7 @@ class Seat:
             self._service.drop(self, "it was sent away")
 
 
-class Service(abc.ABC):
+class JobServer(abc.ABC):
     """Serves one job. Subclasses say whom they take and what they answer.
 
     Args:
@@ -104,8 +110,8 @@ class Service(abc.ABC):
     """
 
     name = "service"
-    most_from_peer = 1 << 20  # bytes of one message
-    most_unread = MOST_UNREAD
+    max_message_bytes = 1 << 20  # bytes of one message
+    max_unread = MAX_UNREAD
 
     def __init__(
         self,
@@ -118,11 +124,11 @@ class Service(abc.ABC):
         listeners: Sequence[socket.socket] = (),
         tls: str = "auto",
     ) -> None:
-        offered = offer(tls)
-        self._seats: set[Seat] = set()
-        self._broken: deque[tuple[Seat, str]] = deque()
+        offered = offer_for(tls)
+        self._sessions: set[ServerSession] = set()
+        self._failed_sends: deque[tuple[ServerSession, str]] = deque()
         self._closing = False
-        self._waking = threading.RLock()  # of the eventfd; a signal may wake, too
+        self._wakeup_lock = threading.RLock()  # of the eventfd; a signal may wake, too
         self._thread: threading.Thread | None = None
         doors = list(listeners)
         doors += address.listen_on(
@@ -134,10 +140,10 @@ class Service(abc.ABC):
         self.selector.register(
             self._wakeup, selectors.EVENT_READ, lambda fd: os.eventfd_read(fd)
         )
-        self._door = Door(
+        self._acceptor = Acceptor(
             doors,
             self.selector,
-            lambda sock: answer(secret, job, self._accepts, offered),
+            lambda sock: callee_steps(secret, job, self._accepts, offered),
             self._admit,
             log or self._print,
         )
@@ -145,34 +151,34 @@ class Service(abc.ABC):
     # --- what a subclass says ---
 
     @abc.abstractmethod
-    def refuses(self, caller: int) -> str:
+    def refusal_of(self, caller: int) -> str:
         """Why somebody with this number is not let in; nothing if it is."""
 
-    def take(self, seat: Seat) -> None:  # noqa: B027  (some only wait for messages)
+    def on_connected(self, session: ServerSession) -> None:  # noqa: B027  (some only wait for messages)
         """Somebody has proved itself."""
 
     @abc.abstractmethod
-    def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
+    def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
         """Serves one genuine message."""
 
     @abc.abstractmethod
-    def on_lost(self, seat: Seat, why: str) -> None:
-        """A session has ended; the seat is closed already."""
+    def on_lost(self, session: ServerSession, why: str) -> None:
+        """A session has ended; the session is closed already."""
 
-    def on_turn(self) -> None:  # noqa: B027  (some do nothing between rounds)
+    def after_round(self) -> None:  # noqa: B027  (some do nothing between rounds)
         """Called after each round of the loop."""
 
-    def on_fault(self, seat: Seat, error: Exception) -> None:
+    def on_session_error(self, session: ServerSession, error: Exception) -> None:
         """Called when a session's message could not be served: that session ends."""
         self.on_crash(error)
-        self.drop(seat, f"it could not be served: {type(error).__name__}: {error}")
+        self.drop(session, f"it could not be served: {type(error).__name__}: {error}")
 
     def on_crash(self, error: Exception) -> None:
         """Called when the thread ends because of a fault of its own."""
         stderr.line("".join(traceback.format_exception(error)).rstrip())
 
-    def rest(self) -> float:
-        """The most seconds until `on_turn` is to be called again."""
+    def max_wait(self) -> float:
+        """The most seconds until `after_round` is to be called again."""
         return 0.25
 
     # --- what they need not ---
@@ -186,7 +192,7 @@ class Service(abc.ABC):
 
     def wake(self) -> None:
         """Makes the thread do a round now; from any thread."""
-        with self._waking:
+        with self._wakeup_lock:
             if self._wakeup >= 0:  # it may have ended by itself
                 os.eventfd_write(self._wakeup, 1)
 
@@ -197,82 +203,90 @@ class Service(abc.ABC):
         self._closing = True
         self.wake()
         if self._thread is None:
-            self.release()
+            self.close_in_child()
         elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _serve(self) -> None:
         try:
             while not self._closing:
-                turn(self.selector, self.rest(), self._on_fault)
-                self._door.sweep()
-                self.on_turn()
-                while self._broken:
-                    self.drop(*self._broken.popleft())
+                run_once(self.selector, self.max_wait(), self._on_error)
+                self._acceptor.expire()
+                self.after_round()
+                while self._failed_sends:
+                    self.drop(*self._failed_sends.popleft())
         except Exception as error:
             self.on_crash(error)
         finally:
-            self.release()
+            self.close_in_child()
 
-    def release(self) -> None:
+    def close_in_child(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have."""
         self._closing = True
         self.selector.close()
-        self._door.close()
-        for seat in self._seats:
-            seat.sock.close()
-        self._seats.clear()
+        self._acceptor.close()
+        for session in self._sessions:
+            session.sock.close()
+        self._sessions.clear()
         # A forked child may have been made while another thread had it.
-        held = self._waking.acquire(timeout=1.0)
+        held = self._wakeup_lock.acquire(timeout=1.0)
         if self._wakeup >= 0:
             os.close(self._wakeup)
             self._wakeup = -1
         if held:
-            self._waking.release()
+            self._wakeup_lock.release()
 
-    def _on_fault(self, sock: object, error: Exception) -> None:
-        """Something was wrong with one connection; see `on_fault`."""
-        seat = next((seat for seat in self._seats if seat.sock is sock), None)
-        if seat is None:
-            self._door.fault(sock, error)
+    def _on_error(self, sock: object, error: Exception) -> None:
+        """Something was wrong with one connection; see `on_session_error`."""
+        session = next(
+            (session for session in self._sessions if session.sock is sock), None
+        )
+        if session is None:
+            self._acceptor.on_error(sock, error)
         else:
-            self.on_fault(seat, error)
+            self.on_session_error(session, error)
 
-    def _accepts(self, introduction: Introduction) -> str:
+    def _accepts(self, introduction: HandshakeRequest) -> str:
         if introduction.purpose != Purpose.RENDEZVOUS:
             return f"wants {introduction.purpose.name.lower()} from the {self.name}"
-        return self.refuses(introduction.caller)
+        return self.refusal_of(introduction.caller)
 
     def _admit(
-        self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
+        self,
+        sock: socket.socket,
+        where: str,
+        introduction: HandshakeRequest,
+        keys: SessionKeys,
     ) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        seat = Seat(self, sock, introduction.caller, where, keys)
-        self._seats.add(seat)
-        self.selector.register(sock, selectors.EVENT_READ, seat.turn)
-        self.take(seat)
+        session = ServerSession(self, sock, introduction.caller, where, keys)
+        self._sessions.add(session)
+        self.selector.register(sock, selectors.EVENT_READ, session.turn)
+        self.on_connected(session)
 
-    def send(self, seat: Seat, message: Message, *, last: bool = False) -> None:
+    def send(
+        self, session: ServerSession, message: JsonMessage, *, last: bool = False
+    ) -> None:
         """Sends it, or ends the session once this round of the loop is done.
 
         Not at once: whoever sends is in the middle of something, perhaps of telling
         everybody that another session has ended.
         """
         try:
-            seat.send(message, last=last)
+            session.send(message, last=last)
         except OSError as error:
-            self._broken.append((seat, str(error)))
+            self._failed_sends.append((session, str(error)))
 
-    def drop(self, seat: Seat, why: str) -> None:
+    def drop(self, session: ServerSession, why: str) -> None:
         """Ends a session, if it has not ended yet."""
-        if seat not in self._seats:
+        if session not in self._sessions:
             return
-        self._seats.discard(seat)
-        self.selector.unregister(seat.sock)
-        seat.sock.close()
-        self.on_lost(seat, why)
+        self._sessions.discard(session)
+        self.selector.unregister(session.sock)
+        session.sock.close()
+        self.on_lost(session, why)
 
     def _print(self, text: str) -> None:
         stderr.line(f"[ringjax {self.name}] {text}")

@@ -35,7 +35,7 @@ _SEALED = _HEAD + _RANDOM + 1 + 16  # as a record: its type, and the tag
 Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
-class Offer(enum.IntEnum):
+class TlsOffer(enum.IntEnum):
     """What one end of a connection says about TLS, in the handshake before."""
 
     NONE = 0
@@ -48,29 +48,29 @@ def supported() -> bool:
     return bool(getattr(ssl, "HAS_PSK", False) and ssl.HAS_TLSv1_3)
 
 
-def offer(setting: str) -> Offer:
+def offer_for(setting: str) -> TlsOffer:
     """What a process with this setting of RINGJAX_TLS says.
 
     Raises:
         StartupError: it is required and this Python cannot.
 
     Example:
-        >>> offer("off").name
+        >>> offer_for("off").name
         'NONE'
     """
     if setting == "off":
-        return Offer.NONE
+        return TlsOffer.NONE
     if setting != "required":
-        return Offer.ABLE if supported() else Offer.NONE
+        return TlsOffer.ABLE if supported() else TlsOffer.NONE
     if not supported():
         raise StartupError(
             "RINGJAX_TLS is 'required', but this Python's ssl has no pre-shared keys: "
             "use Python 3.13 or newer, or set RINGJAX_TLS=auto"
         )
-    return Offer.REQUIRED
+    return TlsOffer.REQUIRED
 
 
-def agree(mine: Offer, theirs: Offer, *, link: bool = False) -> bool:
+def agree(mine: TlsOffer, theirs: TlsOffer, *, link: bool = False) -> bool:
     """Whether two ends use TLS; alike on both.
 
     Args:
@@ -80,19 +80,19 @@ def agree(mine: Offer, theirs: Offer, *, link: bool = False) -> bool:
         AuthenticationError: one requires what the other does not have.
 
     Example:
-        >>> agree(Offer.ABLE, Offer.REQUIRED), agree(Offer.ABLE, Offer.NONE)
+        >>> agree(TlsOffer.ABLE, TlsOffer.REQUIRED), agree(TlsOffer.ABLE, TlsOffer.NONE)
         (True, False)
-        >>> agree(Offer.ABLE, Offer.ABLE, link=True)
+        >>> agree(TlsOffer.ABLE, TlsOffer.ABLE, link=True)
         False
     """
-    if Offer.NONE not in (mine, theirs):
-        return not link or Offer.REQUIRED in (mine, theirs)
-    if mine == Offer.REQUIRED:
+    if TlsOffer.NONE not in (mine, theirs):
+        return not link or TlsOffer.REQUIRED in (mine, theirs)
+    if mine == TlsOffer.REQUIRED:
         raise AuthenticationError(
             "has no TLS, and here RINGJAX_TLS=required: it needs Python 3.13 or newer "
             "and must not have RINGJAX_TLS=off"
         )
-    if theirs == Offer.REQUIRED:
+    if theirs == TlsOffer.REQUIRED:
         raise AuthenticationError(
             "requires TLS (RINGJAX_TLS=required), which this end does not have: "
             + ("RINGJAX_TLS=off" if supported() else "it needs Python 3.13 or newer")
@@ -100,7 +100,7 @@ def agree(mine: Offer, theirs: Offer, *, link: bool = False) -> bool:
     return False
 
 
-class Layer:
+class TlsEndpoint:
     """One end of a TLS connection, between plain bytes and records.
 
     Args:

@@ -16,7 +16,7 @@ from ringjax.control import open_files
 from ringjax.doctor.findings import Finding, HostContext, count, fail, ok, warn
 from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
-from ringjax.membership import rendezvous_lookup
+from ringjax.membership import job_credentials
 
 _RANK = 512 << 20  # bytes that a rank of JAX has taken before its model
 _BARE = 96 << 20  # bytes without which Python and numpy do not start
@@ -178,6 +178,6 @@ def temporary_files(host: HostContext) -> Iterator[Finding]:
     else:
         yield ok(f"{free >> 20} MiB free in {where}")
     try:  # as init() does in ranks of torchrun, mpirun or Slurm
-        rendezvous_lookup.private_folder()
+        job_credentials.private_folder()
     except StartupError as error:
         yield warn(str(error), "env -u XDG_RUNTIME_DIR TMPDIR=/dev/shm COMMAND")

@@ -82,8 +82,8 @@ def get_env_rank_and_size() -> tuple[int, int]:
         >>> 0 <= rank < size
         True
     """
-    place = launch_environment.find(Config.from_env())
-    return place.rank, place.size
+    info = launch_environment.detect_launch(Config.from_env())
+    return info.rank, info.size
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:

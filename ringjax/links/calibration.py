@@ -84,7 +84,7 @@ def calibrate(
     guard.daemon = True
     guard.start()
     try:
-        return _calibrate(_Probe(communicator), config, network, before)
+        return _calibrate(_CalibrationProbe(communicator), config, network, before)
     except _native.StatusError as error:
         if error.code == "UNAVAILABLE" and error.rank >= 0:
             raise PeerLost(f"ringjax.init: {error}", error.rank) from error
@@ -95,7 +95,7 @@ def calibrate(
 
 
 def _calibrate(
-    probe: _Probe, config: Config, network: Any, before: Cost | None
+    probe: _CalibrationProbe, config: Config, network: Any, before: Cost | None
 ) -> tuple[Cost, str]:
     communicator, folder, known = probe.communicator, "", before or None
     # Who has been in the job for long knows constants that newcomers do not: until all
@@ -119,7 +119,7 @@ def _calibrate(
     return cost, "remembered" if has_file else "measured"
 
 
-class _Probe:
+class _CalibrationProbe:
     """Calls of one communicator, and rank 0's clock."""
 
     def __init__(self, communicator: _native.Communicator) -> None:
@@ -150,7 +150,7 @@ class _Probe:
 
 
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """How often each constant counts in what `_Probe.seconds` measures, without bytes.
+    """How often each constant counts in a time that `seconds` measures, without bytes.
 
     Each call begins with a barrier, in rounds in which everybody sends a message and
     waits for one; and one more follows the last call.
@@ -168,7 +168,7 @@ def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _measure(probe: _Probe) -> Cost | None:
+def _measure(probe: _CalibrationProbe) -> Cost | None:
     """The constants, on rank 0; None on the others."""
     times = _short(probe)
     remote = len(set(probe.communicator.hosts)) > 1
@@ -186,7 +186,7 @@ def _rounded(name: str, value: float) -> float:
     return float(f"{min(max(value, low), high):.4g}")
 
 
-def _short(probe: _Probe) -> dict[str, float]:
+def _short(probe: _CalibrationProbe) -> dict[str, float]:
     """Seconds of a call that is all latency: of each algorithm and of a barrier."""
     values = array.array("d", [0.0] * _SHORT)
     names = list(probe.coefficients)
@@ -201,7 +201,7 @@ def _short(probe: _Probe) -> dict[str, float]:
     return {name: min(times[name] for times in rounds) for name in names}
 
 
-def _long(probe: _Probe, name: str) -> float:
+def _long(probe: _CalibrationProbe, name: str) -> float:
     """Seconds of one more byte, by a ring: only one link of a host carries it."""
     hosts = list(probe.communicator.hosts)
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}

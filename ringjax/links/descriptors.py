@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass
-class Mesh:
+class LinkDescriptors:
     """Descriptors for `_native.Communicator` and `_native.Heartbeat`, which take them.
 
     Attributes:

@@ -5,7 +5,7 @@ a unix socket whose user is checked. Other pairs, and all that have to do withou
 memory, get several TCP sockets. Every connection is authenticated
 (control/handshake.py). The result is descriptors for the native core; nothing here
 moves tensors. The higher rank of a pair calls, the lower one receives the call in
-`Reception` and makes the memory.
+`LinkListener` and makes the memory.
 """
 
 from __future__ import annotations
@@ -21,30 +21,35 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control import open_files
-from ringjax.control.handshake import LIMIT, Introduction, Purpose, introduce
-from ringjax.control.listener import Key, Reception
+from ringjax.control.handshake import (
+    HANDSHAKE_TIMEOUT,
+    HandshakeRequest,
+    Purpose,
+    authenticate,
+)
+from ringjax.control.listener import ConnectionKey, LinkListener
 from ringjax.control.member import Member, ranks_text
 from ringjax.control.open_files import is_shortage
-from ringjax.control.tls import Offer, offer
+from ringjax.control.tls import TlsOffer, offer_for
 from ringjax.control.unix_peer import peer_pid, peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
-from ringjax.links.descriptors import Mesh as Mesh
-from ringjax.links.pair import Pair, take_early
+from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
+from ringjax.links.pair import PairSetup, take_early
 
 _ATTEMPT = 2.0  # seconds for one attempt to connect
 _GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
 
 
-class Watch(Protocol):
+class LossMonitor(Protocol):
     """Who knows whether it is worth while to go on; asked again and again."""
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why. May raise, too."""
 
 
 @dataclass(frozen=True)
-class Fabric:
+class MeshFactory:
     """What all communicators of an epoch are built from.
 
     Attributes:
@@ -62,15 +67,15 @@ class Fabric:
     job: str
     secret: bytes = field(repr=False)
     config: Config
-    reception: Reception
-    session: Watch
+    listener: LinkListener
+    session: LossMonitor
     shm_bytes: Callable[[int], int]
     segment_bytes: Callable[[int, int], int]
     log: Callable[[str, str], None]
 
     def build(
         self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
-    ) -> Mesh:
+    ) -> LinkDescriptors:
         """Connects this rank with all others of `ranks`; all of them must do it.
 
         Args:
@@ -85,7 +90,7 @@ class Fabric:
             OutOfDescriptors: this rank may not have so many.
         """
         try:
-            work = _Work(self, comm, ranks, what)
+            work = _MeshBuilder(self, comm, ranks, what)
             try:
                 work.call_lower()
                 failpoints.passing("mesh.called")
@@ -106,11 +111,11 @@ class Fabric:
             ) from error
 
 
-class _Work:
+class _MeshBuilder:
     """One building of one communicator, in phases that wait for no chain of ranks."""
 
     def __init__(
-        self, fabric: Fabric, comm: int, ranks: Sequence[int], what: str
+        self, fabric: MeshFactory, comm: int, ranks: Sequence[int], what: str
     ) -> None:
         self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
         self.deadline = time.monotonic() + fabric.config.start_timeout
@@ -118,7 +123,9 @@ class _Work:
         open_files.require(self._descriptors(), f"{what}: rank {fabric.rank}")
         # What all processes of a user have sent and not received counts for each.
         open_files.allow(2 * sum(pair.shared for pair in self.pairs) ** 2)
-        self.mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self.mesh = LinkDescriptors(
+            doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        )
         near = 1 + sum(pair.local for pair in self.pairs)
         self.ring = sizes.ring(fabric.config.ring_bytes, near, fabric.shm_bytes)
         self.size = fabric.shm_bytes(self.ring)
@@ -134,11 +141,11 @@ class _Work:
         tcp = 1 + self.fabric.config.tcp_streams
         return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
-    def _pair(self, rank: int) -> Pair:
+    def _pair(self, rank: int) -> PairSetup:
         hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
         local = hosts[rank] == hosts[me]
         both = all(members[r].hello.get("shm") for r in (rank, me))
-        return Pair(rank, local=local, shm=both)
+        return PairSetup(rank, local=local, shm=both)
 
     # Phase 1: call every lower rank; those that do not answer are called again.
 
@@ -146,7 +153,7 @@ class _Work:
         # From the nearest one down: not all ranks are to call rank 0 at the same time.
         self._reach(self.lower[::-1])
 
-    def _reach(self, pairs: Sequence[Pair]) -> None:
+    def _reach(self, pairs: Sequence[PairSetup]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
         refused_since: dict[int, float] = {}
         why: dict[int, str] = {}
@@ -169,17 +176,17 @@ class _Work:
                 self._check(lambda: {r: why[r] for r in waiting})
                 time.sleep(0.02)
 
-    def _call(self, pair: Pair) -> None:
+    def _call(self, pair: PairSetup) -> None:
         if pair.control is None:
             pair.control = self._connect(pair, Purpose.CONTROL, 0)
         while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
 
-    def _connect(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
+    def _connect(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
         fabric = self.fabric
-        offered = offer(fabric.config.tls)
-        introduction = Introduction(
+        offered = offer_for(fabric.config.tls)
+        introduction = HandshakeRequest(
             fabric.job,
             purpose,
             fabric.rank,
@@ -196,10 +203,10 @@ class _Work:
                 sock = address.connect(where, min(_ATTEMPT, left))
                 if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
                     raise AuthenticationError("it belongs to another user")
-                limit = min(LIMIT, left)
+                limit = min(HANDSHAKE_TIMEOUT, left)
                 inside = sock.family == socket.AF_UNIX
-                said = replace(introduction, tls=Offer.NONE if inside else offered)
-                pair.keys[sock] = introduce(sock, fabric.secret, said, limit).link
+                said = replace(introduction, tls=TlsOffer.NONE if inside else offered)
+                pair.keys[sock] = authenticate(sock, fabric.secret, said, limit).link
                 address.tune(sock, fabric.config.failure_timeout)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
@@ -211,7 +218,9 @@ class _Work:
         errors.sort(key=_is_refusal)
         raise errors[0] if errors else OSError("it gave no address")
 
-    def _candidates(self, pair: Pair, purpose: Purpose) -> list[str | tuple[str, int]]:
+    def _candidates(
+        self, pair: PairSetup, purpose: Purpose
+    ) -> list[str | tuple[str, int]]:
         """Where to call a rank, best first."""
         member = self.fabric.members[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
@@ -230,7 +239,7 @@ class _Work:
 
     def offer_to_higher(self) -> None:
         for pair in self.higher:
-            pair.control = self._arrived(pair, Purpose.CONTROL, 0)
+            pair.control = self._accept(pair, Purpose.CONTROL, 0)
         shared = [pair for pair in self.higher if pair.shared]
         try:
             left = shared_memory.available()
@@ -288,7 +297,7 @@ class _Work:
                     self._fail({pair.rank: "it sent no doorbell"})
                 pair.doorbell = fds[0]
             while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
-                pair.data.append(self._arrived(pair, Purpose.DATA, len(pair.data)))
+                pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
     # Phase 5: if every rank shares memory with every other, all map one shared segment,
     # which the lowest rank makes.
@@ -329,22 +338,21 @@ class _Work:
 
     # What the phases need.
 
-    def _arrived(self, pair: Pair, purpose: Purpose, stream: int) -> socket.socket:
-        key = Key(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
-        reception = self.fabric.reception
-        while (arrival := reception.take(key, 0.1)) is None:
+    def _accept(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
+        key = ConnectionKey(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
+        listener = self.fabric.listener
+        while (accepted := listener.accept(key, 0.1)) is None:
             self._check(
                 lambda: {
                     other.rank: "it did not call"
                     for other in self.higher
                     if other is pair
                     or not (
-                        other.control
-                        or reception.holds(key._replace(caller=other.rank))
+                        other.control or listener.has(key._replace(caller=other.rank))
                     )
                 }
             )
-        sock, pair.keys[arrival.sock] = arrival
+        sock, pair.keys[accepted.sock] = accepted
         try:
             address.tune(sock, self.fabric.config.failure_timeout)
         except OSError as error:
@@ -352,7 +360,7 @@ class _Work:
             raise self._lost(pair, error) from error
         return sock
 
-    def _send(self, pair: Pair, size: int, fds: list[int]) -> None:
+    def _send(self, pair: PairSetup, size: int, fds: list[int]) -> None:
         assert pair.control is not None
         while True:
             try:
@@ -364,7 +372,7 @@ class _Work:
                     raise
             take_early(self.pairs)  # as all do who cannot send
 
-    def _receive(self, pair: Pair, most: int) -> tuple[int, list[int]]:
+    def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
         assert pair.control is not None
         while True:
             try:
@@ -378,12 +386,12 @@ class _Work:
             take_early(self.pairs)  # perhaps that is what it cannot send for
             self._check(lambda: {pair.rank: "it does not answer"})
 
-    def _lost(self, pair: Pair, why: object) -> PeerLost:
+    def _lost(self, pair: PairSetup, why: object) -> PeerLost:
         return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
         """Raises if a rank that is needed has gone, or the time is up."""
-        for rank, why in self.fabric.session.gone().items():
+        for rank, why in self.fabric.session.departed_ranks().items():
             if rank in self.ranks:
                 raise PeerLost(f"{self.what}: rank {rank} {why}", rank)
         if time.monotonic() >= self.deadline:
@@ -403,7 +411,7 @@ class _Work:
             list(missing),
         )
 
-    def result(self, control: bool) -> Mesh:
+    def result(self, control: bool) -> LinkDescriptors:
         mesh, place = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
         for pair in self.pairs:
             peer = place[pair.rank]
@@ -429,7 +437,7 @@ class _Work:
             self.segment = -1
             for link in mesh.links:
                 bells[link[1]] = os.dup(link[5])
-        self.mesh = Mesh()  # now the caller's
+        self.mesh = LinkDescriptors()  # now the caller's
         return mesh
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ringjax.links import shared_memory
 
 
-class Pair:
+class PairSetup:
     """This rank and one other.
 
     Attributes:
@@ -80,7 +80,7 @@ class Pair:
         self._early.clear()
 
 
-def take_early(pairs: Sequence[Pair]) -> None:
+def take_early(pairs: Sequence[PairSetup]) -> None:
     """Takes descriptors that have come, so that they are on their way no longer.
 
     For a rank that cannot send because too many are: if all ranks waited with what they

@@ -15,7 +15,7 @@ import socket
 import struct
 
 from ringjax import failpoints
-from ringjax.control.handshake import LIMIT
+from ringjax.control.handshake import HANDSHAKE_TIMEOUT
 from ringjax.links.memory import available as available
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -59,7 +59,7 @@ def is_sound(fd: int, size: int) -> bool:
 
 def send(sock: socket.socket, size: int, fds: list[int]) -> None:
     """Sends descriptors over a unix socket, with the size of the memory."""
-    sock.settimeout(LIMIT)
+    sock.settimeout(HANDSHAKE_TIMEOUT)
     socket.send_fds(sock, [_MESSAGE.pack(size)], fds)
 
 
@@ -93,7 +93,7 @@ def receive(
             if flags & socket.MSG_CTRUNC:  # mostly because this process has too many
                 os.close(os.dup(sock.fileno()))
             message += piece
-            sock.settimeout(LIMIT)
+            sock.settimeout(HANDSHAKE_TIMEOUT)
         if len(fds) > most:
             raise OSError(f"it sent {len(fds)} descriptors")
     except BaseException:

@@ -13,7 +13,7 @@ Around them:
     client       a rank's end, which speaks to it
     orders       what a rank is told
     connection   the connection between the two, which may outlive the server
-    rendezvous_lookup  how ranks find the coordinator
+    rendezvous_discovery  how ranks find the coordinator
 
 How a rank follows an epoch is in world/recovery.py and world/epoch_sequence.py, one
 level up.

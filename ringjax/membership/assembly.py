@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringjax.control.member import ranks_text
-from ringjax.membership import verdicts
-from ringjax.membership.verdicts import Report
+from ringjax.membership import commit_decision
+from ringjax.membership.commit_decision import CommitReport
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class MembershipConfig:
     """The numbers of a job; those without a word here are explained in `Coordinator`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rules:
         """Those whose groups are complete, in order.
 
         Example:
-            >>> Rules(np=4, min_np=2, max_np=4, group=2).whole([5, 0, 3, 2])
+            >>> MembershipConfig(np=4, min_np=2, max_np=4, group=2).whole([5, 0, 3, 2])
             [2, 3]
         """
         found = set(workers)
@@ -69,7 +69,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RejoinState:
     """What a worker knows that has been greeted before.
 
     Attributes:
@@ -86,7 +86,7 @@ class Memory:
     epoch: int
     members: Mapping[str, Any]
     order: tuple[int, ...]
-    finished: Mapping[int, Report]
+    finished: Mapping[int, CommitReport]
 
     @property
     def age(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Memory:
         return self.decided, self.epoch
 
 
-def read(message: Mapping[str, Any]) -> Memory:
+def read(message: Mapping[str, Any]) -> RejoinState:
     """Takes it from the `rejoin` of a hello.
 
     Raises:
@@ -104,12 +104,12 @@ def read(message: Mapping[str, Any]) -> Memory:
         members = message.get("members") or {}
         order = tuple(int(m["worker"]) for m in members.get("members", ()))
         finished = {
-            order[int(rank)]: verdicts.read({"lines": lines})
+            order[int(rank)]: commit_decision.read({"lines": lines})
             for rank, lines in (message.get("finished") or {}).items()
         }
         term, epoch = int(message.get("term", 0)), int(message["epoch"])
         decided = int(members.get("term", 0))
-        memory = Memory(term, decided, epoch, members, order, finished)
+        memory = RejoinState(term, decided, epoch, members, order, finished)
     except (TypeError, ValueError, OverflowError, LookupError, AttributeError) as error:
         raise ValueError(f"sent no memory of an epoch: {error!r}") from None
     if memory.epoch >= 0 and not order:
@@ -118,14 +118,14 @@ def read(message: Mapping[str, Any]) -> Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartJob:
     """The job begins with these workers."""
 
     workers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeJob:
     """The job goes on as an epoch that its members know.
 
     Attributes:
@@ -136,16 +136,16 @@ class Resume:
         finished: members that have finished -> their last report.
     """
 
-    memory: Memory
+    memory: RejoinState
     term: int
     know: list[int]
     missed: list[int]
     others: list[int]
-    finished: dict[int, Report]
+    finished: dict[int, CommitReport]
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailJob:
     """The job does not come together."""
 
     text: str
@@ -164,20 +164,20 @@ class Assembly:
         resuming: it is known that the job had begun.
 
     Example:
-        >>> assembly = Assembly(Rules(np=3, min_np=2, max_np=3))
+        >>> assembly = Assembly(MembershipConfig(np=3, min_np=2, max_np=3))
         >>> for worker in (4, 2):
         ...     assembly.arrive(worker, None, now=0.0)
         >>> assembly.outcome(now=1.0)
         >>> assembly.outcome(now=120.0)
-        Start(workers=[2, 4])
+        StartJob(workers=[2, 4])
     """
 
-    def __init__(self, rules: Rules, resuming: bool = False) -> None:
+    def __init__(self, rules: MembershipConfig, resuming: bool = False) -> None:
         self._rules, self.resuming = rules, resuming
         self.deadline: float | None = None
         self._expected: set[int] = set()  # processes that have not said hello
         self._new: set[int] = set()
-        self._known: dict[int, Memory] = {}
+        self._known: dict[int, RejoinState] = {}
         self._never: dict[int, str] = {}  # workers that cannot come (back) -> why
         self._patient = False  # the time for all to come back is over
 
@@ -185,7 +185,7 @@ class Assembly:
         """A process was started as this worker."""
         self._expected.add(worker)
 
-    def arrive(self, worker: int, memory: Memory | None, now: float) -> None:
+    def arrive(self, worker: int, memory: RejoinState | None, now: float) -> None:
         """A worker has said hello."""
         self._expected.discard(worker)
         self._never.pop(worker, None)
@@ -221,33 +221,33 @@ class Assembly:
             return f"{ranks_text(absent)} of {size}"
         return names(self._expected) if self._expected else "more ranks"
 
-    def outcome(self, now: float) -> Start | Resume | Fail | None:
+    def outcome(self, now: float) -> StartJob | ResumeJob | FailJob | None:
         """What has come of it; None if it is to be waited for."""
         late = self.deadline is not None and now >= self.deadline
         return self._resume(now, late) if self.resuming else self._start(late)
 
-    def _start(self, late: bool) -> Start | Fail | None:
+    def _start(self, late: bool) -> StartJob | FailJob | None:
         rules = self._rules
         present = rules.whole(self._new)
         here = len(present)
         if here >= rules.np or (late and here >= rules.min_np):
-            return Start(present)
+            return StartJob(present)
         limit = f"within {rules.start_timeout:g} s"
         if rules.stops:
             if self._new and self._never:
                 rank, why = min(self._never.items())
                 wait = "while others wait for it in ringjax.init()"
-                return Fail(f"rank {rank} {why} {wait}")
-            return Fail(f"{self.missing()} did not join {limit}") if late else None
+                return FailJob(f"rank {rank} {why} {wait}")
+            return FailJob(f"{self.missing()} did not join {limit}") if late else None
         absent = f" (not yet here: {names(self._expected)})" if self._expected else ""
         text = f"{here} of at least {rules.min_np} ranks came {limit}{absent}"
-        return Fail(text) if late else None
+        return FailJob(text) if late else None
 
-    def _resume(self, now: float, late: bool) -> Resume | Fail | None:
+    def _resume(self, now: float, late: bool) -> ResumeJob | FailJob | None:
         newest = max(self._known.values(), key=lambda known: known.age, default=None)
         order = newest.order if newest else ()
         here = [worker for worker in order if worker in self._known]
-        finished: dict[int, Report] = {}
+        finished: dict[int, CommitReport] = {}
         for memory in self._known.values():
             if newest is not None and memory.age == newest.age:
                 finished |= memory.finished
@@ -258,7 +258,7 @@ class Assembly:
         if late and not enough:
             limit = self._rules.elastic_timeout
             if self._patient:
-                return Fail(
+                return FailJob(
                     f"most members did not come back to the coordinator in {limit:g} s"
                 )
             self._patient, self.deadline = True, now + limit
@@ -269,7 +269,7 @@ class Assembly:
         missed = [w for w in here if self._known[w].age != newest.age]
         others = sorted(self._known.keys() - set(order))
         term = 1 + max(memory.term for memory in self._known.values())
-        return Resume(newest, term, know, missed, others, finished)
+        return ResumeJob(newest, term, know, missed, others, finished)
 
 
 def misfit(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:

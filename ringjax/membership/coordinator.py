@@ -21,17 +21,17 @@ from typing import Any, Literal
 
 from ringjax import failpoints
 from ringjax.control import open_files
-from ringjax.control.connecting import watch
-from ringjax.control.sealing import MOST_BYTES, Message, encode
-from ringjax.control.server import Seat, Service
+from ringjax.control.connecting import enable_keepalive
+from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, encode
+from ringjax.control.server import JobServer, ServerSession
 from ringjax.errors import AuthenticationError
-from ringjax.membership.assembly import Rules
+from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.exchanges import Exchanges, Replies
-from ringjax.membership.membership import Membership
-from ringjax.membership.outbox import News
+from ringjax.membership.membership import JobMembership
+from ringjax.membership.outbox import LauncherEvent
 
 
-class Coordinator(Service):
+class Coordinator(JobServer):
     """Decides who belongs to a job.
 
     Args:
@@ -87,7 +87,7 @@ class Coordinator(Service):
     """
 
     name = "coordinator"
-    most_from_peer = MOST_BYTES  # a worker that comes back sends the membership
+    max_message_bytes = MAX_BYTES  # a worker that comes back sends the membership
 
     def __init__(
         self,
@@ -110,17 +110,17 @@ class Coordinator(Service):
         tls: str = "auto",
     ) -> None:
         most = np if max_np is None else max_np
-        self._rules = Rules(
+        self._rules = MembershipConfig(
             *(np, min_np if on_loss == "repair" else np, most, start_timeout),
             *(elastic_timeout, failure_timeout),
             group=group,
             on_loss=on_loss,
         )
-        self._membership = Membership(self._rules, resume)
-        self._present: dict[int, Seat] = {}  # workers that have said hello
+        self._membership = JobMembership(self._rules, resume)
+        self._workers: dict[int, ServerSession] = {}  # workers that have said hello
         self._exchanges = Exchanges(0)
-        self._asked: deque[Callable[[float], None]] = deque()  # by other threads
-        self.events: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._calls: deque[Callable[[float], None]] = deque()  # by other threads
+        self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
         # Members need one each, and so do newcomers whose places are still taken; and
         # a door gives a fourth of all to callers that have not proved themselves. The
@@ -135,60 +135,60 @@ class Coordinator(Service):
             listeners=listeners,
             tls=tls,
         )
-        self._bell: int | None = None  # nobody has asked for it
-        self._lock = threading.Lock()  # guards the bell
+        self._wakeup_fd: int | None = None  # nobody has asked for it
+        self._wakeup_fd_lock = threading.Lock()  # guards the bell
 
     # --- the launcher's side ---
 
     @property
     def wakeup(self) -> int:
         """Without a launcher, which alone asks for it, it costs no descriptor."""
-        with self._lock:
-            if self._bell is None:
+        with self._wakeup_fd_lock:
+            if self._wakeup_fd is None:
                 waiting = int(not self.events.empty())
-                self._bell = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            return self._bell
+                self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._wakeup_fd
 
     def clear(self) -> None:
         """Makes `wakeup` unreadable; call it before taking events from the queue."""
-        with self._lock, contextlib.suppress(BlockingIOError):
-            if self._bell is not None and self._bell >= 0:
-                os.eventfd_read(self._bell)
+        with self._wakeup_fd_lock, contextlib.suppress(BlockingIOError):
+            if self._wakeup_fd is not None and self._wakeup_fd >= 0:
+                os.eventfd_read(self._wakeup_fd)
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended. It is no loss if the worker had finished.
 
         `heirs`: if it was the last one, newcomers may begin the job afresh.
         """
-        self._ask(
+        self._call_soon(
             lambda now: self._membership.process_ended(worker, text, now, heirs=heirs)
         )
 
     def finished(self, worker: int) -> None:
         """For a coordinator that was started anew: an earlier one heard so."""
-        self._ask(lambda now: self._membership.finished(worker, now))
+        self._call_soon(lambda now: self._membership.finished(worker, now))
 
     def expected(self, worker: int) -> None:
         """A process was started as this worker; it has not said anything yet."""
-        self._ask(lambda now: self._membership.expected(worker))
+        self._call_soon(lambda now: self._membership.expected(worker))
 
     def ended(self, worker: int) -> None:
         """A worker's process has ended without an error: says so once more.
 
         What was decided about the worker before comes before that event.
         """
-        self._ask(lambda now: self._publish(("ended", worker)))
+        self._call_soon(lambda now: self._publish(("ended", worker)))
 
     def admission(self, max_np: int) -> None:
         """Changes the most members there may be; nobody is sent away for it."""
-        self._ask(lambda now: self._membership.admission(max_np, now))
+        self._call_soon(lambda now: self._membership.admission(max_np, now))
 
     def pulse(self) -> None:
         """Has the thread say that it is not hung."""
-        self._ask(lambda now: self._publish(("pulse",)))
+        self._call_soon(lambda now: self._publish(("pulse",)))
 
-    def _ask(self, what: Callable[[float], None]) -> None:
-        self._asked.append(what)
+    def _call_soon(self, what: Callable[[float], None]) -> None:
+        self._calls.append(what)
         self.wake()
 
     def close(self) -> None:
@@ -196,25 +196,25 @@ class Coordinator(Service):
         super().close()
         self._close_wakeup()
 
-    def release(self) -> None:
+    def close_in_child(self) -> None:
         """Closes all sockets without the thread, which a forked child does not have.
 
         A thread that ends by itself leaves `wakeup` open: the launcher, which waits for
         that descriptor, still has to read why.
         """
-        super().release()
+        super().close_in_child()
         if self._thread is not threading.current_thread():
             self._close_wakeup()
 
     def _close_wakeup(self) -> None:
-        with self._lock:
-            if self._bell is not None and self._bell >= 0:
-                os.close(self._bell)
-            self._bell = -1
+        with self._wakeup_fd_lock:
+            if self._wakeup_fd is not None and self._wakeup_fd >= 0:
+                os.close(self._wakeup_fd)
+            self._wakeup_fd = -1
 
     # --- the workers' side ---
 
-    def refuses(self, caller: int) -> str:
+    def refusal_of(self, caller: int) -> str:
         """Numbers that no launcher gives."""
         if self._rules.stops:
             size = self._rules.np
@@ -222,26 +222,26 @@ class Coordinator(Service):
             return "" if known else f"claims to be rank {caller} of {size}"
         return "" if caller >= 0 else f"claims to be worker {caller}"
 
-    def take(self, seat: Seat) -> None:
+    def on_connected(self, session: ServerSession) -> None:
         """Watches the connection, so that a host which has gone is noticed.
 
         Where nobody repairs the job, a pause of the network must not cost a connection
         that nobody builds up again.
         """
         if not self._rules.stops:
-            watch(seat.sock, self._rules.failure_timeout)
+            enable_keepalive(session.sock, self._rules.failure_timeout)
 
-    def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
+    def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
         """Serves one genuine message of a worker."""
-        now, worker = time.monotonic(), seat.caller
+        now, worker = time.monotonic(), session.caller
         failpoints.passing("coordinator.heard")
         try:
             if message.get("type") == "hello":
-                self._hello(seat, message, now)
-            elif self._present.get(worker) is not seat:
+                self._on_hello(session, message, now)
+            elif self._workers.get(worker) is not session:
                 return
             elif message.get("type") == "exchange":
-                self._exchange(worker, message, now)
+                self._on_exchange(worker, message, now)
             else:
                 self._membership.said(worker, message, now)
         except ValueError as error:
@@ -249,22 +249,24 @@ class Coordinator(Service):
         finally:
             self._deliver()
 
-    def _hello(self, seat: Seat, message: dict[str, Any], now: float) -> None:
+    def _on_hello(
+        self, session: ServerSession, message: dict[str, Any], now: float
+    ) -> None:
         hello, rejoin = message.get("hello"), message.get("rejoin")
         if not isinstance(hello, dict) or not isinstance(rejoin, dict | None):
             raise ValueError("sent no hello")
-        before = self._present.get(seat.caller)
-        if before is seat:
+        before = self._workers.get(session.caller)
+        if before is session:
             raise ValueError("said hello twice")
-        if why := self._membership.second(seat.caller):
-            self.send(seat, {"type": "refused", "text": why}, last=True)
+        if why := self._membership.second(session.caller):
+            self.send(session, {"type": "refused", "text": why}, last=True)
             return
         if before is not None:
             self.drop(before, "it connected again")
-        self._present[seat.caller] = seat
-        self._membership.hello(seat.caller, seat.seen, hello, rejoin, now)
+        self._workers[session.caller] = session
+        self._membership.hello(session.caller, session.seen, hello, rejoin, now)
 
-    def _exchange(self, worker: int, message: dict[str, Any], now: float) -> None:
+    def _on_exchange(self, worker: int, message: dict[str, Any], now: float) -> None:
         rank = self._membership.rank_of(worker)
         if rank >= 0 and message.get("epoch") == self._membership.epoch.number:
             self._reply(self._exchanges.put(rank, message, now))
@@ -276,28 +278,28 @@ class Coordinator(Service):
             for rank in ranks:
                 self._send(epoch.order[rank], text, False)
 
-    def on_lost(self, seat: Seat, why: str) -> None:
+    def on_lost(self, session: ServerSession, why: str) -> None:
         """A worker's connection has ended."""
-        if self._present.get(seat.caller) is seat:
-            del self._present[seat.caller]
-            self._membership.closed(seat.caller, why, time.monotonic())
+        if self._workers.get(session.caller) is session:
+            del self._workers[session.caller]
+            self._membership.closed(session.caller, why, time.monotonic())
             self._deliver()
 
-    def on_turn(self) -> None:
+    def after_round(self) -> None:
         """Does what other threads asked for, and what time has come for."""
         now = time.monotonic()
-        while self._asked:
-            self._asked.popleft()(now)
+        while self._calls:
+            self._calls.popleft()(now)
         deadline = self._membership.deadline()
         if deadline is not None and now >= deadline:
             self._membership.tick(now)
         self._reply(self._exchanges.sweep(now))
         self._deliver()
 
-    def rest(self) -> float:
+    def max_wait(self) -> float:
         """Until the membership has something to do by itself."""
         deadline = self._membership.deadline()
-        if self._asked:
+        if self._calls:
             return 0.0
         if deadline is None:
             return 0.25
@@ -320,17 +322,17 @@ class Coordinator(Service):
             self._send(worker, encoded[1], last)
         # Behind the mail: who hears that an exchange is broken off knows who has gone.
         for event in news:
-            self._note(event)
+            self._update_exchanges(event)
         if formed:
             failpoints.passing("coordinator.told")
 
-    def _publish(self, event: News) -> None:
+    def _publish(self, event: LauncherEvent) -> None:
         self.events.put(event)
-        with self._lock, contextlib.suppress(BlockingIOError):
-            if self._bell is not None and self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        with self._wakeup_fd_lock, contextlib.suppress(BlockingIOError):
+            if self._wakeup_fd is not None and self._wakeup_fd >= 0:
+                os.eventfd_write(self._wakeup_fd, 1)
 
-    def on_fault(self, seat: Seat, error: Exception) -> None:
+    def on_session_error(self, session: ServerSession, error: Exception) -> None:
         """The rules may be in the middle of something, so it is a crash."""
         raise error
 
@@ -339,7 +341,7 @@ class Coordinator(Service):
         super().on_crash(error)
         self._publish(("stop", f"the coordinator failed: {error!r}"))
 
-    def _note(self, event: News) -> None:
+    def _update_exchanges(self, event: LauncherEvent) -> None:
         """Keeps the exchanges with the epoch."""
         epoch = self._membership.epoch
         if event[0] == "members" and event[1] == epoch.number:
@@ -349,10 +351,10 @@ class Coordinator(Service):
             if rank in epoch.lost:
                 self._reply(self._exchanges.remove(rank, epoch.lost[rank]))
 
-    def _send(self, worker: int, message: Message, last: bool) -> None:
-        seat = self._present.get(worker)
-        if seat is None:
+    def _send(self, worker: int, message: JsonMessage, last: bool) -> None:
+        session = self._workers.get(worker)
+        if session is None:
             return
-        self.send(seat, message, last=last)
+        self.send(session, message, last=last)
         if last:
-            del self._present[worker]
+            del self._workers[worker]

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ringjax.membership import verdicts
-from ringjax.membership.verdicts import Report
+from ringjax.membership import commit_decision
+from ringjax.membership.commit_decision import CommitReport
 
 
 class EpochState:
@@ -43,17 +43,17 @@ class EpochState:
         self.alive = set(order)
         self.lost: dict[int, str] = {}
         self.leavers: set[int] = set()
-        self.reports: dict[int, Report] = {}
-        self.pauses: dict[int, Report] = {}
+        self.reports: dict[int, CommitReport] = {}
+        self.pauses: dict[int, CommitReport] = {}
         self.restart = False
         self.announced = (0, 0)
-        self.untold: dict[int, Report | None] = {}
+        self.untold: dict[int, CommitReport | None] = {}
         self.told = -math.inf
-        self._last_words: list[Report] = []  # reports of members that are gone since
+        self._last_words: list[CommitReport] = []  # of lost members
         self._doubts: dict[tuple[int, int], float] = {}  # (accuser, accused) -> since
         self._why: dict[int, str] = {}
 
-    def remove(self, worker: int, why: str, last: Report | None = None) -> None:
+    def remove(self, worker: int, why: str, last: CommitReport | None = None) -> None:
         """A member is gone."""
         self.alive.discard(worker)
         self.lost[self.order.index(worker)] = why
@@ -127,7 +127,9 @@ class EpochState:
             return None
         rank_of = {worker: rank for rank, worker in enumerate(self.order)}
         pairs = ((rank_of[a], rank_of[b]) for a, b in self._doubts)
-        rank = verdicts.culprit(pairs, {rank_of[worker] for worker in self.joiners})
+        rank = commit_decision.culprit(
+            pairs, {rank_of[worker] for worker in self.joiners}
+        )
         assert rank is not None
         worker = self.order[rank]
         accusers = [w for w, accused in self._doubts if accused == worker]
@@ -146,8 +148,8 @@ class EpochState:
         words = self.pauses if kind == "resize" else self.reports
         reports = [words[worker] for worker in survivors]
         ranks = {self.order.index(worker): new for new, worker in enumerate(survivors)}
-        sets, next_set = verdicts.all_sets(reports, ranks)
+        sets, next_set = commit_decision.all_sets(reports, ranks)
         found: Mapping[str, Any] = {}
         if kind != "resize":
-            found = verdicts.decide(reports, self._last_words, kind == "restart")
+            found = commit_decision.decide(reports, self._last_words, kind == "restart")
         return {"verdicts": found, "sets": sets, "next_set": next_set}

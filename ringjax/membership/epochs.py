@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.membership.assembly import Rules
+from ringjax.membership.assembly import MembershipConfig
+from ringjax.membership.commit_decision import CommitReport
 from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.outbox import Outbox
-from ringjax.membership.verdicts import Report
 
 FINISHED = "has finished and left the job"
 WITH_GROUP = "ended with its group"  # why a rank is lost begins so
 
 
 @dataclass(slots=True)
-class Person:
+class WorkerInfo:
     """A worker as all others know it; a newcomer is `ready` to be a member, or not."""
 
     seen: str
@@ -39,13 +39,13 @@ class Epochs:
         epoch: the present one.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: MembershipConfig) -> None:
         self._rules, self._max_np = rules, rules.max_np
         self.phase = "assembly"
         self.epoch = EpochState()
         self._term = 0  # how often a coordinator was started anew
-        self._people: dict[int, Person] = {}  # the members
-        self._newcomers: dict[int, Person] = {}  # workers that are here and no members
+        self._people: dict[int, WorkerInfo] = {}  # the members
+        self._newcomers: dict[int, WorkerInfo] = {}  # connected, no members
         self._left: set[int] = set()  # finished members
         self._blank: set[int] = set()  # members that joined after others had finished
         self._outbox = Outbox()
@@ -228,7 +228,7 @@ class Epochs:
         if self.phase == "waiting" and paused and epoch.leavers >= epoch.alive:
             self._let_leave()
 
-    def _leave(self, worker: int, last: Report | None, now: float) -> None:
+    def _leave(self, worker: int, last: CommitReport | None, now: float) -> None:
         """A member has finished; the others are about to.
 
         Args:
@@ -253,7 +253,7 @@ class Epochs:
         self._conclude(now)
 
     def _depart(
-        self, worker: int, why: str, now: float, last: Report | None = None
+        self, worker: int, why: str, now: float, last: CommitReport | None = None
     ) -> None:
         """A member is gone, and the epoch goes on for the others."""
         epoch = self.epoch

@@ -9,12 +9,12 @@ was declared lost is fenced: it never comes back under its number.
     run -- all members pause --> run (resize), or with too few: waiting
     waiting -- newcomers are ready --> run
 
-A job that stops at its first loss (`Rules.on_loss`) is always in assembly: the others
-are told of losses, and ranks that have left may come together again as another epoch.
+A job that stops at its first loss (`on_loss`) is always in assembly: the others are
+told of losses, and ranks that have left may come together again as another epoch.
 
 What each message holds is written down in client.py, the other end. How a job comes
 together is in assembly.py, what is known of an epoch in epoch_state.py, what reports
-mean in verdicts.py; sockets are in coordinator.py.
+mean in commit_decision.py; sockets are in coordinator.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.membership import assembly, verdicts
-from ringjax.membership.assembly import Assembly, Rules
+from ringjax.membership import assembly, commit_decision
+from ringjax.membership.assembly import Assembly, MembershipConfig
 from ringjax.membership.epoch_state import EpochState
-from ringjax.membership.epochs import FINISHED, Epochs, Person
-from ringjax.membership.outbox import Mail, News
+from ringjax.membership.epochs import FINISHED, Epochs, WorkerInfo
+from ringjax.membership.outbox import LauncherEvent, OutgoingMessage
 
 
-class Membership(Epochs):
+class JobMembership(Epochs):
     """Decides who belongs to a job.
 
     Args:
@@ -41,7 +41,7 @@ class Membership(Epochs):
         epoch: the present one.
 
     Example:
-        >>> job = Membership(Rules(np=2, min_np=1, max_np=2))
+        >>> job = JobMembership(MembershipConfig(np=2, min_np=1, max_np=2))
         >>> for worker in (0, 1):
         ...     job.hello(worker, "127.0.0.1", {}, None, now=0.0)
         >>> job.closed(1, "it died", now=1.0)
@@ -50,14 +50,14 @@ class Membership(Epochs):
         [('members', 0, 'start', {0: 0, 1: 1}), ('members', 1, 'repair', {0: 0})]
     """
 
-    def __init__(self, rules: Rules, resume: bool = False) -> None:
+    def __init__(self, rules: MembershipConfig, resume: bool = False) -> None:
         super().__init__(rules)
         self._here: set[int] = set()  # workers that are connected
         self._asked = False  # somebody was told who is missing
         self._ending: dict[int, tuple[str, float]] = {}  # process ended: why, limit
         self._assembly = Assembly(rules, resume)
 
-    def take(self) -> tuple[list[Mail], list[News]]:
+    def take(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
         """What is to be sent, in order, and what the launcher is to be told."""
         return self._outbox.take()
 
@@ -98,7 +98,7 @@ class Membership(Epochs):
         """
         memory = None if rejoin is None else assembly.read(rejoin)
         member = memory is not None and memory.epoch >= 0
-        person, outbox = Person(seen, hello), self._outbox
+        person, outbox = WorkerInfo(seen, hello), self._outbox
         if self._rules.stops:
             self._come(worker, person, now)
         elif worker in outbox.out:
@@ -123,7 +123,7 @@ class Membership(Epochs):
             self._newcomers[worker] = person
             self._welcome(worker)
 
-    def _come(self, rank: int, person: Person, now: float) -> None:
+    def _come(self, rank: int, person: WorkerInfo, now: float) -> None:
         """A rank of a job that stops at its first loss has come, perhaps again."""
         size = person.hello.get("size")
         if size != self._rules.np:
@@ -172,14 +172,14 @@ class Membership(Epochs):
             self._announce()
             self._leave_while_waiting()
         elif kind == "leave":
-            last = verdicts.read(message)
+            last = commit_decision.read(message)
             self._leave(
                 worker, last if message.get("epoch") == epoch.number else None, now
             )
             self._ending.pop(worker, None)
         elif message.get("epoch") == epoch.number:
             if kind == "pause" and self.phase == "run":
-                epoch.pauses[worker] = verdicts.read(message)
+                epoch.pauses[worker] = commit_decision.read(message)
                 self._resize_if_all_paused(now)
             elif self.phase in ("run", "revoked"):
                 self._stir(worker, str(kind), message, now)
@@ -190,7 +190,7 @@ class Membership(Epochs):
         """What ends the epoch, or helps to end it."""
         epoch = self.epoch
         if kind == "report":
-            report = epoch.reports[worker] = verdicts.read(message)
+            report = epoch.reports[worker] = commit_decision.read(message)
             if self.phase == "run" or (report.restart and not epoch.restart):
                 self._revoke(now, report.restart)
             self._conclude(now)
@@ -310,13 +310,13 @@ class Membership(Epochs):
 
     def _assemble(self, now: float) -> None:
         outcome = self._assembly.outcome(now)
-        if isinstance(outcome, assembly.Start):
+        if isinstance(outcome, assembly.StartJob):
             self._form("start", outcome.workers)
-        elif isinstance(outcome, assembly.Resume):
+        elif isinstance(outcome, assembly.ResumeJob):
             self._resume(outcome, now)
-        elif isinstance(outcome, assembly.Fail) and not self._rules.stops:
+        elif isinstance(outcome, assembly.FailJob) and not self._rules.stops:
             self._stop(outcome.text)
-        elif isinstance(outcome, assembly.Fail):
+        elif isinstance(outcome, assembly.FailJob):
             self._outbox.report("stop", outcome.text)
             for rank in self._newcomers:
                 refusal = {"type": "refused", "text": outcome.text}
@@ -326,7 +326,7 @@ class Membership(Epochs):
             self.phase, self._assembly = "assembly", Assembly(self._rules)
             self._asked = False
 
-    def _resume(self, found: assembly.Resume, now: float) -> None:
+    def _resume(self, found: assembly.ResumeJob, now: float) -> None:
         """Goes on as what the members know."""
         memory = found.memory
         self.phase, self._deadline = "run", None

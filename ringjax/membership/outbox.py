@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-Mail = tuple[int, dict[str, Any], bool]  # worker, message, whether it is the last
-News = tuple[Any, ...]  # for the launcher, see `Coordinator.events`
+OutgoingMessage = tuple[int, dict[str, Any], bool]  # worker, message, last
+LauncherEvent = tuple[Any, ...]  # for the launcher, see `Coordinator.events`
 
 
 class Outbox:
@@ -30,10 +30,10 @@ class Outbox:
     def __init__(self) -> None:
         self.out: dict[int, str] = {}
         self.dismissed: set[int] = set()
-        self._mail: list[Mail] = []
-        self._news: list[News] = []
+        self._mail: list[OutgoingMessage] = []
+        self._news: list[LauncherEvent] = []
 
-    def take(self) -> tuple[list[Mail], list[News]]:
+    def take(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
         """What is to be sent, and what the launcher is to be told."""
         found = self._mail, self._news
         self._mail, self._news = [], []

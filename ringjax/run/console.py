@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from ringjax.control.waiting import writable
+from ringjax.control.polling import wait_writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -326,4 +326,4 @@ def _write_all(target: int, data: bytes) -> None:
         try:
             view = view[os.write(target, view) :]
         except BlockingIOError:
-            writable(target)
+            wait_writable(target)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ringjax import stdout
-from ringjax.control.waiting import readable
+from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.top import table
 from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus
@@ -162,7 +162,7 @@ def _keys() -> Iterator[Callable[[], bool]]:
     before = termios.tcgetattr(sys.stdin)
 
     def quits() -> bool:
-        while readable(sys.stdin, 0.0):
+        while wait_readable(sys.stdin, 0.0):
             typed = os.read(sys.stdin.fileno(), 64)
             if not typed or b"q" in typed or b"Q" in typed:
                 return True

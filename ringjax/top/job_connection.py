@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringjax.control.waiting import readable
+from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import View, from_message
 
@@ -99,7 +99,7 @@ class JobConnection:
         deadline = time.monotonic() + limit
         while True:
             left = deadline - time.monotonic()
-            if not readable(self, None if math.isinf(left) else max(0.0, left)):
+            if not wait_readable(self, None if math.isinf(left) else max(0.0, left)):
                 return None
             try:
                 data = self._sock.recv(_CHUNK)

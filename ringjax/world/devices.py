@@ -185,7 +185,7 @@ class Home(Protocol):
     def disconnect(self, number: int) -> None:
         """Ends it."""
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
 
     def log(self, level: str, text: str) -> None:
@@ -344,7 +344,9 @@ class Devices:
                 options=_options(self._home.config),
             )
         except BaseException as error:  # of some of the devices there are controls
-            gone = {r: why for r, why in self._home.gone().items() if r in ranks}
+            gone = {
+                r: why for r, why in self._home.departed_ranks().items() if r in ranks
+            }
             who = "".join(f"; rank {r} {why}" for r, why in gone.items())
             self._disconnect(number)
             if not isinstance(error, _native.StatusError):

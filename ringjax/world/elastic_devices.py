@@ -68,9 +68,9 @@ class Seat:
         """Ends it."""
         self._epoch.disconnect(number)
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        return self._world.gone()
+        return self._world.departed_ranks()
 
 
 class Alone(Seat):

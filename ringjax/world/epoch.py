@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.member import Member
-from ringjax.links.descriptors import Mesh
-from ringjax.links.mesh import Fabric
+from ringjax.links.descriptors import LinkDescriptors
+from ringjax.links.mesh import MeshFactory
 from ringjax.world.controls import place_of, set_of
 from ringjax.world.coordinates import Standing
 from ringjax.world.lanes import LANE
@@ -47,7 +47,7 @@ class Epoch:
         self,
         config: Config,
         standing: Standing,
-        fabric: Fabric | None = None,
+        fabric: MeshFactory | None = None,
         notify: int = -1,
         whereabouts: Whereabouts | None = None,
     ) -> None:
@@ -61,14 +61,14 @@ class Epoch:
         # What the core holds, by communicator: numbers and inodes of the sockets.
         self._sockets: dict[int, list[tuple[int, int]]] = {}
         self._heartbeat: _native.Heartbeat | None = None
-        self._meshes: dict[int, Mesh] = {}  # connected, and no communicator yet
+        self._meshes: dict[int, LinkDescriptors] = {}  # without communicator yet
 
     def link(
         self,
         number: int,
         ranks: Sequence[int],
         name: str,
-        fabric: Fabric | None = None,
+        fabric: MeshFactory | None = None,
     ) -> None:
         """Connects this rank with the others of `ranks`, who all do it.
 
@@ -77,7 +77,9 @@ class Epoch:
         """
         fabric = fabric or self.fabric
         if fabric is None:
-            mesh = Mesh(doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            mesh = LinkDescriptors(
+                doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            )
         else:
             mesh = fabric.build(number, ranks, name, control=number == 0)
         self._meshes[number] = mesh
@@ -175,7 +177,7 @@ class Epoch:
         number: int,
         ranks: Sequence[int],
         name: str,
-        fabric: Fabric | None = None,
+        fabric: MeshFactory | None = None,
     ) -> Config:
         """As `link`, for messages of a few bytes.
 

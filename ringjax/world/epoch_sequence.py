@@ -15,13 +15,13 @@ from typing import Any
 
 from ringjax import _native, stderr
 from ringjax.config import LOG_LEVELS, Config
-from ringjax.control.listener import Reception
+from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError
-from ringjax.links.mesh import Fabric
-from ringjax.membership.client import CoordinatorClient, Line
-from ringjax.membership.orders import Members
-from ringjax.membership.rendezvous_lookup import Meeting
+from ringjax.links.mesh import MeshFactory
+from ringjax.membership.client import CallProgress, CoordinatorClient
+from ringjax.membership.directives import EpochDirective
+from ringjax.membership.joined_job import JoinedJob
 from ringjax.world import forming, groups
 from ringjax.world.carried_calls import Calls
 from ringjax.world.coordinates import Standing
@@ -76,8 +76,8 @@ class EpochSequence:
         self.group = groups.Group(config.group_size)
         self.device: tuple[Sequence[int], str] | None = None
         self._registry = registry
-        self._meeting: Meeting | None = None
-        self._reception: Reception | None = None
+        self._meeting: JoinedJob | None = None
+        self._listener: LinkListener | None = None
         self._former: forming.Former | None = None
         self._epoch: Epoch | None = None
         self._end: tuple[type[RingjaxError], str] | None = None
@@ -125,9 +125,9 @@ class EpochSequence:
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
             stderr.line(f"[{self._prefix}] {level}: {text}")
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         """The ranks that are known to have gone, and why."""
-        return {} if self.client is None else self.client.gone()
+        return {} if self.client is None else self.client.departed_ranks()
 
     # -- waiting -----------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class EpochSequence:
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
-    def within(self, epoch: Epoch) -> Fabric | None:
+    def within(self, epoch: Epoch) -> MeshFactory | None:
         """Connects ranks of an epoch that is in force, as long as it is."""
         fabric = epoch.fabric
         return None if fabric is None else replace(fabric, session=_Watch(self, epoch))
@@ -212,7 +212,7 @@ class EpochSequence:
             self.changed.notify_all()
         self.stop()
 
-    def halt(self, text: str, rank: int) -> dict[int, Line]:
+    def halt(self, text: str, rank: int) -> dict[int, CallProgress]:
         """Stops all calls of the present epoch and says how far they came."""
         with self.changed:
             epoch = self.epoch
@@ -241,8 +241,8 @@ class EpochSequence:
 
     # -- how the next one begins -------------------------------------------------------
 
-    def link(self, heard: Sequence[Members], watch: Any) -> Epoch:
-        """Connects the members of the last of `heard`; raises as `mesh.Fabric.build`.
+    def link(self, heard: Sequence[EpochDirective], watch: Any) -> Epoch:
+        """Connects the members of the last of `heard`; raises as `MeshFactory.build`.
 
         After a loss only the world's and the replica set's, for which most calls wait;
         but a newcomer has no calls, and nothing that they could wait in.
@@ -267,7 +267,7 @@ class EpochSequence:
             raise
         return epoch
 
-    def install(self, epoch: Epoch, heard: Sequence[Members]) -> None:
+    def install(self, epoch: Epoch, heard: Sequence[EpochDirective]) -> None:
         """Puts it in force; `heard` are all memberships since the present one."""
         members, before = heard[-1], self._epoch
         again = any(m.kind == "restart" for m in heard)
@@ -290,13 +290,13 @@ class EpochSequence:
         if before is not None:
             before.leave()
             before.close()
-        if self._reception is not None:
-            self._reception.retire(epoch.number)
+        if self._listener is not None:
+            self._listener.discard_before(epoch.number)
         if members.lost and members.rank == 0:
             size = epoch.standing.size
             self.log("info", f"going on with {size} ranks: {why}")
 
-    def complete(self, members: Members) -> None:
+    def complete(self, members: EpochDirective) -> None:
         """Connects what `link` has left; raises as it does."""
         assert self._former is not None
         epoch = self.epoch
@@ -309,7 +309,7 @@ class EpochSequence:
                 self.calls.put(epoch, number, Step.nothing(len(ranks)))
             self.changed.notify_all()
 
-    def _remember(self, epoch: Epoch, members: Members) -> None:
+    def _remember(self, epoch: Epoch, members: EpochDirective) -> None:
         self._epoch, self.standing = epoch, epoch.standing
         self.generation = Generation.of(members)
         self.members = members.members
@@ -346,7 +346,9 @@ class EpochSequence:
                     self.calls.put(epoch, each, [Step()])
             self.sets[number] = list(ranks)
 
-    def last_contributors(self, following: Members | None = None) -> tuple[int, ...]:
+    def last_contributors(
+        self, following: EpochDirective | None = None
+    ) -> tuple[int, ...]:
         """Numbers of the processes whose values are in the last call of all ranks.
 
         Args:
@@ -368,6 +370,6 @@ class _Watch:
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         self._world.check_epoch(self._epoch)
-        return self._world.gone()
+        return self._world.departed_ranks()

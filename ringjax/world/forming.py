@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.control.listener import Reception
+from ringjax.control.listener import LinkListener
 from ringjax.links import calibration
-from ringjax.links.mesh import Fabric, Watch
-from ringjax.membership.orders import Members
-from ringjax.membership.rendezvous_lookup import Meeting
+from ringjax.links.mesh import LossMonitor, MeshFactory
+from ringjax.membership.directives import EpochDirective
+from ringjax.membership.joined_job import JoinedJob
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.generation import Wanted
@@ -28,7 +28,7 @@ class Former:
 
     Args:
         meeting: the job and its secret; None: a job of one.
-        reception: where other ranks call, in all epochs.
+        listener: where other ranks call, in all epochs.
         bell: an eventfd for the heartbeats to ring; -1: the job is not elastic.
         whereabouts: answers what the heartbeats are asked.
         log: takes a level and a sentence.
@@ -38,19 +38,21 @@ class Former:
     def __init__(
         self,
         config: Config,
-        meeting: Meeting | None,
-        reception: Reception | None,
+        meeting: JoinedJob | None,
+        listener: LinkListener | None,
         bell: int,
         whereabouts: Whereabouts | None,
         log: Callable[[str, str], None],
         recorder: _native.Recorder,
     ) -> None:
         self._recorder = recorder
-        self._config, self._meeting, self._reception = config, meeting, reception
+        self._config, self._meeting, self._listener = config, meeting, listener
         self._bell, self._log = bell, log
         self._whereabouts = whereabouts
 
-    def form(self, members: Members, watch: Watch, before: Epoch | None) -> Epoch:
+    def form(
+        self, members: EpochDirective, watch: LossMonitor, before: Epoch | None
+    ) -> Epoch:
         """An epoch without any communicator.
 
         Args:
@@ -62,8 +64,8 @@ class Former:
         told = None if config.elastic else config
         standing = Standing.of(members.rank, host_names(members.members), told)
         fabric = None
-        if self._meeting is not None and self._reception is not None:
-            fabric = Fabric(
+        if self._meeting is not None and self._listener is not None:
+            fabric = MeshFactory(
                 rank=members.rank,
                 members=members.members,
                 hosts=standing.hosts,
@@ -71,7 +73,7 @@ class Former:
                 job=self._meeting.job,
                 secret=self._meeting.secret,
                 config=self._patient(members.kind),
-                reception=self._reception,
+                listener=self._listener,
                 session=watch,
                 shm_bytes=_native.shm_bytes,
                 segment_bytes=_native.segment_bytes,
@@ -85,7 +87,7 @@ class Former:
     def connect(
         self,
         epoch: Epoch,
-        members: Members,
+        members: EpochDirective,
         wanted: Sequence[Wanted],
         known: Mapping[int, _native.ResilientComm],
     ) -> None:
@@ -129,7 +131,7 @@ class Former:
         limit = min(config.start_timeout, 2 * config.failure_timeout + 5)
         return replace(config, start_timeout=limit)
 
-    def _calibrate(self, epoch: Epoch, members: Members) -> None:
+    def _calibrate(self, epoch: Epoch, members: EpochDirective) -> None:
         """All ranks need the same constants, and newcomers have none."""
         old = -1 not in members.previous
         if self._config.calibrate == "off" or old or epoch.fabric is None:

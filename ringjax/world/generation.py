@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ringjax.membership.orders import Members
+from ringjax.membership.directives import EpochDirective
 from ringjax.world.groups import REPLICAS, replicas
 from ringjax.world.lanes import LANE
 
@@ -35,7 +35,7 @@ class Generation:
     workers: tuple[int, ...]
 
     @staticmethod
-    def of(members: Members) -> Generation:
+    def of(members: EpochDirective) -> Generation:
         """As the coordinator describes it."""
         return Generation(
             members.epoch,
@@ -80,7 +80,7 @@ class Step:
 Wanted = tuple[int, Sequence[int], str]
 
 
-def numbers(members: Members) -> Iterator[Wanted]:
+def numbers(members: EpochDirective) -> Iterator[Wanted]:
     """The communicators of this rank, the world's first; alike on all of theirs."""
     everybody = range(len(members.members))
     sets = {0: everybody, **{n: members.sets[n] for n in sorted(members.sets)}}
@@ -94,7 +94,9 @@ def numbers(members: Members) -> Iterator[Wanted]:
 
 
 def carried(
-    heard: Sequence[Members], before: Mapping[int, Sequence[int]], known: Set[int]
+    heard: Sequence[EpochDirective],
+    before: Mapping[int, Sequence[int]],
+    known: Set[int],
 ) -> dict[int, list[Step]]:
     """The communicators that go on, by number, and what becomes of their calls.
 
@@ -108,7 +110,7 @@ def carried(
 
 
 def steps(
-    number: int, before: Mapping[int, Sequence[int]], heard: Sequence[Members]
+    number: int, before: Mapping[int, Sequence[int]], heard: Sequence[EpochDirective]
 ) -> list[Step]:
     """What becomes of the calls of a communicator, membership by membership.
 
@@ -134,7 +136,7 @@ def steps(
     return found
 
 
-def _ranks_in(members: Members, number: int) -> list[int]:
+def _ranks_in(members: EpochDirective, number: int) -> list[int]:
     if number == REPLICAS:
         workers = [member.worker for member in members.members]
         return replicas(workers, workers[members.rank], members.group)
@@ -146,7 +148,7 @@ def _at(ranks: Sequence[int], rank: int) -> int:
     return ranks[rank] if rank < len(ranks) else -1
 
 
-def reason(members: Members) -> str:
+def reason(members: EpochDirective) -> str:
     """Why the epoch before has ended, in a sentence."""
     if members.lost:
         return "; ".join(f"rank {r} {why}" for r, why in members.lost.items())

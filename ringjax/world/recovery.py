@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from ringjax import errors, failpoints
-from ringjax.control.waiting import readable
+from ringjax.control.polling import wait_readable
 from ringjax.errors import (
     OutOfDescriptors,
     PeerLost,
@@ -24,16 +24,16 @@ from ringjax.errors import (
     StartupError,
     Unreachable,
 )
-from ringjax.membership.client import CoordinatorClient, Line
-from ringjax.membership.orders import (
-    Dismissed,
-    Fenced,
-    Members,
-    Notice,
-    Order,
+from ringjax.membership.client import CallProgress, CoordinatorClient
+from ringjax.membership.directives import (
+    Directive,
+    Dismiss,
+    EpochDirective,
+    Fence,
+    ResizePending,
     Revoke,
-    Stopped,
-    Update,
+    Stop,
+    UserNotice,
 )
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
@@ -63,14 +63,14 @@ class Recovery:
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._forming = -1  # the epoch whose links are being made
-        self._heard: list[Members] = []  # since the epoch that is in force
-        self._next: Members | None = None  # the newest of them, unless revoked
+        self._heard: list[EpochDirective] = []  # since the epoch that is in force
+        self._next: EpochDirective | None = None  # the newest of them, unless revoked
         self._times = _Times()
         self._thread = threading.Thread(
             target=self._run, name="ringjax-recovery", daemon=True
         )
 
-    def start(self, first: Order | None) -> None:
+    def start(self, first: Directive | None) -> None:
         """Begins, with what this rank was told first."""
         if first is not None:
             self._hear(first)
@@ -117,7 +117,7 @@ class Recovery:
                 os.eventfd_read(fd)
         if self._leaving:
             self._leaving = False
-            self._client.leaving()
+            self._client.request_leave()
         self._listen()
         self._look_for_losses()
         if self._next is not None and not self._closing:
@@ -129,27 +129,27 @@ class Recovery:
         for message in self._client.poll():
             self._hear(message)
 
-    def _hear(self, message: Order) -> None:
+    def _hear(self, message: Directive) -> None:
         home = self._home
         match message:
-            case Members():
+            case EpochDirective():
                 self._times.mark("members")
                 home.announce(0)
                 self._heard.append(message)
                 self._next = message
             case Revoke():
                 self._on_revoke(message)
-            case Update(number=number):
+            case ResizePending(number=number):
                 home.announce(number)
-            case Dismissed(text=text):
+            case Dismiss(text=text):
                 home.dismiss(text)
-            case Fenced(text=text):
+            case Fence(text=text):
                 home.end(
                     errors.Fenced, f"this rank {errors.FENCED}: the others say: {text}"
                 )
-            case Stopped(text=text):
+            case Stop(text=text):
                 home.end(RingjaxError, f"the job was stopped: {text}")
-            case Notice(text=text):
+            case UserNotice(text=text):
                 home.log("warning", text)
 
     def _on_revoke(self, revoke: Revoke) -> None:
@@ -190,7 +190,7 @@ class Recovery:
     def _stop(self, number: int, text: str, rank: int) -> None:
         """Ends what runs in an epoch, and reports how far that came."""
         self._times.start()
-        lines: Mapping[int, Line] = {}
+        lines: Mapping[int, CallProgress] = {}
         epoch = self._home.present
         if epoch is not None and epoch.number == number:
             lines = self._home.halt(text, rank)
@@ -204,7 +204,7 @@ class Recovery:
 
     # -- forming -----------------------------------------------------------------------
 
-    def _form(self, members: Members) -> None:
+    def _form(self, members: EpochDirective) -> None:
         self._forming = members.epoch
         try:
             epoch = self._home.link(tuple(self._heard), self)
@@ -229,7 +229,7 @@ class Recovery:
             self._forming = -1
         os.eventfd_write(self.bell, 1)  # what was lost while it formed
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         """For the links of an epoch: raises if it is over already."""
         self._listen()
         self._look_for_losses()
@@ -240,16 +240,16 @@ class Recovery:
             raise Revoked(f"epoch {self._forming} is over")
         return {}
 
-    def _accuse(self, members: Members, error: PeerLost | StartupError) -> None:
+    def _accuse(self, members: EpochDirective, error: PeerLost | StartupError) -> None:
         """A member cannot be reached: without it, then, unless the others see it."""
         ranks = error.ranks if isinstance(error, Unreachable) else []
         ranks = [error.rank] if isinstance(error, PeerLost) else ranks
         with contextlib.suppress(Revoked):
             deadline = time.monotonic() + _DOUBT
             while time.monotonic() < deadline:
-                self.gone()
+                self.departed_ranks()
                 left = max(0.0, deadline - time.monotonic())
-                readable(self._client, left)
+                wait_readable(self._client, left)
             for rank in ranks:
                 if rank >= 0:
                     self._client.suspect(members.epoch, rank, str(error))

@@ -15,8 +15,8 @@ import time
 from typing import Any, Protocol
 
 from ringjax import _native
+from ringjax.control.polling import wait_readable
 from ringjax.control.unix_peer import peer_uid
-from ringjax.control.waiting import readable
 from ringjax.monitor import sample, sockets
 from ringjax.monitor.sample import Sample
 from ringjax.monitor.stragglers import Waited
@@ -106,7 +106,7 @@ class Teller:
         """Waits for the next look, or for a question; False: it is over."""
         while True:
             pause = min(LOOK, max(0.0, due - time.time())) if self._every else None
-            if not readable(self._socket.fileno(), pause):
+            if not wait_readable(self._socket.fileno(), pause):
                 return True
             data = self._socket.recv(4096)
             if not data:

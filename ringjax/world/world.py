@@ -3,7 +3,7 @@
 It is formed from the settings and the environment, adds and removes communicators of
 process sets, and ends in good order, with a failure, or by being forgotten in a forked
 child. What users call is in runtime/; how a rank finds the others is in
-membership/rendezvous_lookup.py, how one epoch follows another in epoch_sequence.py.
+membership/rendezvous_discovery.py, how one epoch follows another in epoch_sequence.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax import _native
 from ringjax.config import Config, horovod_names
 from ringjax.control import addresses as address
 from ringjax.control import launch_environment
-from ringjax.control.listener import Reception
+from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
 from ringjax.errors import (
     Mismatch,
@@ -28,9 +28,9 @@ from ringjax.errors import (
     StartupError,
     from_status,
 )
-from ringjax.membership.client import Line
-from ringjax.membership.orders import Members, Welcome
-from ringjax.membership.rendezvous_lookup import attend
+from ringjax.membership.client import CallProgress
+from ringjax.membership.directives import EpochDirective, Welcome
+from ringjax.membership.rendezvous_discovery import join_job
 from ringjax.settings import horovod_variables
 from ringjax.settings.misspelt import misspelt
 from ringjax.world import devices, elastic_devices, forming, lanes, record
@@ -86,10 +86,10 @@ class World(EpochSequence):
         self._telling: Reporter | Teller | None = None
         self._recording: Recording | None = None
         self._share: tuple[int, ...] | None = None
-        place = launch_environment.find(config)
-        self._prefix = f"ringjax {place.rank}/{place.size}"
-        self.standing = Standing.provisional(place.rank, place.size, config)
-        if place.rank == 0:
+        launch = launch_environment.detect_launch(config)
+        self._prefix = f"ringjax {launch.rank}/{launch.size}"
+        self.standing = Standing.provisional(launch.rank, launch.size, config)
+        if launch.rank == 0:
             for note in horovod_variables.notes(horovod_names()):
                 self.log("info", note)
             for note in misspelt():
@@ -97,22 +97,22 @@ class World(EpochSequence):
                     self.log("warning", note)
                     _told.add(note)
         try:
-            self._begin(place)
+            self._begin(launch)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, place: launch_environment.Place) -> None:
+    def _begin(self, launch: launch_environment.LaunchInfo) -> None:
         """Joins the job, and its first epoch unless this rank comes later."""
-        config, size = self.config, place.size
+        config, size = self.config, launch.size
         if self.elastic:
             _check(config)
         else:
             self.group.check(size)
-        own = place.rank if config.worker is None else config.worker
-        described = hello(place.rank, size, config) | self.group.offer(own)
+        own = launch.rank if config.worker is None else config.worker
+        described = hello(launch.rank, size, config) | self.group.offer(own)
         if size > 1 or self.elastic:
-            self._meet(place, described)
+            self._meet(launch, described)
             self._whereabouts = Whereabouts(self.log)
         job = "" if self._meeting is None else self._meeting.job
         self.begin_recording(f"{'worker' if self.elastic else 'rank'} {own}", job)
@@ -120,16 +120,16 @@ class World(EpochSequence):
         if self.elastic and self.client is not None:
             self.recovery = Recovery(self, self.client)
         self._former = forming.Former(
-            *(config, self._meeting, self._reception),
+            *(config, self._meeting, self._listener),
             -1 if self.recovery is None else self.recovery.bell,
             *(self._whereabouts, self.log, self.recorder),
         )
         if self.client is None:
             alone = (Member(0, "here", described, 0),)
-            first: Any = Members(0, "start", alone, 0, (-1,), {}, {}, 1, {})
+            first: Any = EpochDirective(0, "start", alone, 0, (-1,), {}, {}, 1, {})
         else:
             first = self.client.first
-        if isinstance(first, Members):
+        if isinstance(first, EpochDirective):
             if not self.elastic:  # groups are a matter of the settings alone
                 first = replace(first, group=config.group_size)
             check_agreement(first.members)
@@ -223,7 +223,9 @@ class World(EpochSequence):
         if self._telling is not None:
             self._telling.close()
 
-    def _meet(self, place: launch_environment.Place, described: dict[str, Any]) -> None:
+    def _meet(
+        self, launch: launch_environment.LaunchInfo, described: dict[str, Any]
+    ) -> None:
         """Joins the job; `described`: what the others shall know about this rank.
 
         Raises:
@@ -233,14 +235,14 @@ class World(EpochSequence):
 
         def open_doors(secret: bytes, job: str) -> dict[str, Any]:
             """For the other ranks, before they can know about them."""
-            if self._reception is not None:
-                self._reception.close()
-            rank, size, one_host = place.rank, place.size, place.one_host
+            if self._listener is not None:
+                self._listener.close()
+            rank, size, one_host = launch.rank, launch.size, launch.single_host
             if config.elastic:  # rank and hosts may be others in the next epoch
                 found = address.parse(config.rendezvous)
                 one_host = all(address.is_loopback(host) for host, _ in found)
                 rank, size = -1, 0
-            self._reception = Reception(
+            self._listener = LinkListener(
                 secret,
                 job,
                 rank=rank,
@@ -250,10 +252,10 @@ class World(EpochSequence):
                 failed=self.broken,
                 tls=config.tls,
             )
-            return self._reception.described()
+            return self._listener.hello_entries()
 
         say = partial(self.log, "warning")
-        self._meeting = attend(place, config, described, open_doors, say)
+        self._meeting = join_job(launch, config, described, open_doors, say)
         self.secret = self._meeting.secret
 
     @property
@@ -452,16 +454,16 @@ class World(EpochSequence):
             epoch.close()
         if self._whereabouts is not None:
             self._whereabouts.close()
-        if self._reception is not None:
-            self._reception.close()
+        if self._listener is not None:
+            self._listener.close()
         self._registry.end()
         if self._meeting is not None:
             self._meeting.close()
             if self.config.worker is not None:
                 _left.add((self.config.job, self.config.worker))
-        self._epoch = self._reception = self._meeting = self.recovery = None
+        self._epoch = self._listener = self._meeting = self.recovery = None
 
-    def _last_lines(self) -> dict[int, Line]:
+    def _last_lines(self) -> dict[int, CallProgress]:
         """How far this rank came, for those that may still be inside the last call."""
         if self.waits or not self.elastic:
             return {}
@@ -484,10 +486,10 @@ class World(EpochSequence):
             self._epoch.abandon()
         if self._whereabouts is not None:
             self._whereabouts.release()
-        if self._reception is not None:
-            self._reception.release()
+        if self._listener is not None:
+            self._listener.close_in_child()
         if self._meeting is not None:
-            self._meeting.release()
+            self._meeting.close_in_child()
         if self.recovery is not None:
             self.recovery.release()
 

@@ -25,7 +25,7 @@ from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
 from benchmarks.hosts.namespaces import Namespaces, address
 from benchmarks.peers.adapter import COLLECTIVES
 from ringjax.config import Config
-from ringjax.control.launch_environment import find
+from ringjax.control.launch_environment import detect_launch
 
 MIB = 1 << 20
 
@@ -163,9 +163,9 @@ def test_ranks_know_their_place() -> None:
     assert (config.cross_rank, config.cross_size) == (1, 3)
     assert config.hostname == "host1"
     assert config.secret_bytes() == bytes.fromhex(secret)
-    place = find(config, env)
-    assert not place.one_host
-    assert place.first_host == layout.ring[0][1] == address(0)
+    info = detect_launch(config, env)
+    assert not info.single_host
+    assert info.rank0_host == layout.ring[0][1] == address(0)
     assert layout.ring == [(0, address(0)), (2, address(1)), (4, address(2))]
 
 
@@ -173,7 +173,7 @@ def test_loopback_is_one_host_without_shared_memory() -> None:
     env = Layout.parse("loopback").environment(1, "0123456789abcdef", "")
     config = Config.from_env(env)
     assert not config.shm
-    assert find(config, env).one_host
+    assert detect_launch(config, env).single_host
 
 
 def test_a_rank_that_fails_ends_the_world_and_shows_its_log(tmp_path: Path) -> None:

@@ -153,11 +153,11 @@ def test_pods_learn_their_place() -> None:
     )
     env = {name: e["value"] for name, e in given.items() if "value" in e}
     env |= {"RINGJAX_RANK": "3", "RINGJAX_SECRET": "ab" * 32}
-    place = launch_environment.find(Config.from_env(env), env)
-    assert (place.rank, place.size) == (3, job["spec"]["completions"])
-    assert not place.one_host
+    info = launch_environment.detect_launch(Config.from_env(env), env)
+    assert (info.rank, info.size) == (3, job["spec"]["completions"])
+    assert not info.single_host
     first = f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert (place.first_host, place.ports) == (first, (29400,))
+    assert (info.rank0_host, info.port) == (first, 29400)
 
 
 # What runs in the pods.

@@ -27,13 +27,18 @@ from ringjax.control import (
     objects,
     slurm,
 )
-from ringjax.control.handshake import Introduction, Purpose, answer, call
-from ringjax.control.sealing import Keys, Opener, Sealer
-from ringjax.control.server import Seat
+from ringjax.control.handshake import (
+    HandshakeRequest,
+    Purpose,
+    callee_steps,
+    caller_steps,
+)
+from ringjax.control.sealed_messages import MessageOpener, MessageSealer, SessionKeys
+from ringjax.control.server import ServerSession
 from ringjax.errors import AuthenticationError, StartupError
 from ringjax.links import cost_file
-from ringjax.membership import membership, rendezvous_lookup
-from ringjax.membership.assembly import Rules
+from ringjax.membership import job_credentials, membership
+from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run.hosts import allocations, slots
 from ringjax.settings import parsers
@@ -44,13 +49,13 @@ SECRET, JOB = b"s" * 32, "0123456789abcdef"
 
 # -- the handshake ---------------------------------------------------------------------
 
-_INTRODUCTION = Introduction(JOB, Purpose.DATA, 2, 1, 3, 4, 5).pack(bytes(32))
+_INTRODUCTION = HandshakeRequest(JOB, Purpose.DATA, 2, 1, 3, 4, 5).pack(bytes(32))
 
 
 def _introduction(data: bytes) -> None:
     message = data.ljust(len(_INTRODUCTION), b"\0")[: len(_INTRODUCTION)]
-    read = Introduction.unpack(message)
-    again = Introduction.unpack(read.pack(bytes(32)))
+    read = HandshakeRequest.unpack(message)
+    again = HandshakeRequest.unpack(read.pack(bytes(32)))
     assert again == read
 
 
@@ -66,20 +71,20 @@ def _drive(steps: Any, data: bytes) -> None:
 
 
 def _callee(data: bytes) -> None:
-    _drive(answer(SECRET, JOB, lambda who: ""), data)
+    _drive(callee_steps(SECRET, JOB, lambda who: ""), data)
 
 
 def _caller(data: bytes) -> None:
-    _drive(call(SECRET, Introduction(JOB, Purpose.DATA, 2, 1)), data)
+    _drive(caller_steps(SECRET, HandshakeRequest(JOB, Purpose.DATA, 2, 1)), data)
 
 
 def _sealed(*messages: dict[str, Any]) -> bytes:
-    sealer = Sealer(b"k" * 32)
+    sealer = MessageSealer(b"k" * 32)
     return b"".join(map(sealer.seal, messages))
 
 
 def _opened(data: bytes) -> None:
-    opener = Opener(b"k" * 32, 1 << 16)
+    opener = MessageOpener(b"k" * 32, 1 << 16)
     for start in range(0, len(data), 7):
         opener.feed(data[start : start + 7])
 
@@ -90,7 +95,7 @@ def _opened_genuine(data: bytes) -> None:
 
     head = struct.pack("!QI", 0, len(data))
     mac = hmac.digest(b"k" * 32, head + data, "sha256")
-    for message in Opener(b"k" * 32).feed(head[8:] + mac + data):
+    for message in MessageOpener(b"k" * 32).feed(head[8:] + mac + data):
         assert isinstance(message, dict)
 
 
@@ -148,10 +153,10 @@ def _cost_seed() -> bytes:
 
 
 def _notice(data: bytes) -> None:
-    notice = object.__new__(rendezvous_lookup.Notice)
+    notice = object.__new__(job_credentials.CredentialsFile)
     notice.path = _written(data, "notice")
     found = notice.read()
-    assert found is None or isinstance(found, rendezvous_lookup.Ticket)
+    assert found is None or isinstance(found, job_credentials.JobCredentials)
 
 
 # -- words of people, launchers and scripts --------------------------------------------
@@ -205,7 +210,7 @@ def _environment(data: bytes) -> dict[str, str]:
 
 def _place(data: bytes) -> None:
     environ = _environment(data)
-    launch_environment.find(Config.from_env(environ), environ)
+    launch_environment.detect_launch(Config.from_env(environ), environ)
 
 
 def _slurm(data: bytes) -> None:
@@ -266,16 +271,17 @@ def _coordinator(data: bytes) -> None:
     server = Coordinator(SECRET, JOB, np=2, on_loss="stop", log=lambda text: None)
     server.selector.close()
     server.selector = _NoSelector()  # type: ignore[assignment]
-    keys = Keys(b"k" * 32, b"k" * 32)
-    seats = [Seat(server, _DeafSocket(), rank, "here", keys) for rank in (0, 1)]  # type: ignore[arg-type]
-    server._seats.update(seats)
+    keys = SessionKeys(b"k" * 32, b"k" * 32)
+    deaf: Any = _DeafSocket()
+    sessions = [ServerSession(server, deaf, rank, "here", keys) for rank in (0, 1)]
+    server._sessions.update(sessions)
     try:
         for _ in range(8):
-            seat = chance.choice(seats)
+            session = chance.choice(sessions)
             message = _as_sent(strange(chance.choice(_SAYINGS), chance))
             with contextlib.suppress(AuthenticationError):  # it is told to go
-                server.on_message(seat, message)
-            server.on_turn()
+                server.on_message(session, message)
+            server.after_round()
     finally:
         server.close()
 
@@ -318,8 +324,8 @@ _MEMBERS_SAY: list[dict[str, Any]] = [
 def _members(data: bytes) -> None:
     """The rules of an elastic job, where worker 1 says anything at any time."""
     chance = _chance(data)
-    rules = Rules(np=3, min_np=1, max_np=4)
-    job, now = membership.Membership(rules), 0.0
+    rules = MembershipConfig(np=3, min_np=1, max_np=4)
+    job, now = membership.JobMembership(rules), 0.0
     for worker in range(3):
         job.hello(worker, "127.0.0.1", {}, None, now)
     for _ in range(24):

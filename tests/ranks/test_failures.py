@@ -371,7 +371,7 @@ import ringjax
 from ringjax import eager, runtime
 
 ringjax.init()
-door = runtime.current("test")._reception.door
+door = runtime.current("test")._listener.unix_name
 for _ in range(3):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\\0" + door)

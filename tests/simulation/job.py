@@ -26,8 +26,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ringjax.membership.assembly import Rules
-from ringjax.membership.membership import Membership
+from ringjax.membership.assembly import MembershipConfig
+from ringjax.membership.membership import JobMembership
 from simulation import wrong_rules
 from simulation.call import Call, Generation, Violation
 from simulation.worker import Connection, Worker
@@ -62,7 +62,7 @@ class Simulation:
         least = rng.randint(1, count)
         most = count + (rng.random() < 0.3)
         np, self.min_np = group * count, group * least
-        self.rules = Rules(np, self.min_np, group * most, group=group)
+        self.rules = MembershipConfig(np, self.min_np, group * most, group=group)
         self.samples = rng.randint(np + 1, 3 * np)
         self.eager = rng.random() < 0.3
         self.raising = 0.02 if rng.random() < 0.2 else 0.0
@@ -70,7 +70,7 @@ class Simulation:
         self.replace = rng.random() < 0.7
         self.hub, self.crashes = 0, 0
         self.finished: set[int] = set()
-        self.membership = Membership(self.rules)
+        self.membership = JobMembership(self.rules)
         self.present: dict[int, Connection] = {}
         self.tick_at: float | None = None
         self.workers: dict[int, Worker] = {}
@@ -134,9 +134,9 @@ class Simulation:
         if (worker := self.choose()) is not None and not worker.leaving:
             worker.leaving = True
             if worker.frozen:
-                worker.deferred.append((worker.client.leaving, ()))
+                worker.deferred.append((worker.client.request_leave, ()))
             else:
-                worker.client.leaving()
+                worker.client.request_leave()
 
     def kill(self, worker: Worker | None = None) -> None:
         worker = worker or self.choose()
@@ -207,7 +207,7 @@ class Simulation:
         self.hub += 1
         self.crashes += 1
         began = self.membership.phase != "assembly" or self.crashes > 1
-        self.membership, self.present = Membership(self.rules, began), {}
+        self.membership, self.present = JobMembership(self.rules, began), {}
         self.tick_at = None
         for number in self.finished:  # the launcher has heard of these
             self.membership.finished(number, self.now)
@@ -278,7 +278,7 @@ class Simulation:
             worker.deferred.append((self.connect, (worker,)))
         elif worker.state not in ("dead", "end"):
             worker.line.connection = Connection(worker.number, self.hub)
-            worker.line.send(worker.client.greeting())
+            worker.line.send(worker.client.hello_message())
 
     def cut_off(self, worker: Worker, connection: Connection) -> None:
         if worker.frozen:
@@ -286,7 +286,7 @@ class Simulation:
         elif worker.line.connection is connection and worker.state != "dead":
             worker.line.connection = None
             with worker.client._changed:
-                worker.client.cut()
+                worker.client.on_disconnected()
             self.at(self.delay(50), self.connect, worker)
 
     def hub_send(self, connection: Connection, message: dict[str, Any]) -> None:

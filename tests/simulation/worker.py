@@ -11,19 +11,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ringjax.membership.client import CoordinatorClient
-from ringjax.membership.orders import (
-    Dismissed,
-    Fenced,
-    Members,
+from ringjax.membership.directives import (
+    Dismiss,
+    EpochDirective,
+    Fence,
+    ResizePending,
     Revoke,
-    Stopped,
-    Update,
+    Stop,
     Welcome,
 )
 from simulation.call import Call, Generation, Key, Violation
 
 if TYPE_CHECKING:
     from simulation.job import Simulation
+
+
+ENDS = {Dismiss: "dismissed", Fence: "fenced", Stop: "stopped"}
 
 
 class Connection:
@@ -40,7 +43,7 @@ class Line:
     """Stands in for `Connection`: hands messages to the simulated network."""
 
     __slots__ = ("connection", "worker", "world")
-    comes_back = True
+    reconnects = True
 
     def __init__(self, world: Simulation, worker: int) -> None:
         self.world, self.worker = world, worker
@@ -69,7 +72,7 @@ class Worker:
         self.state, self.cause = "new", ""
         self.frozen = False
         self.deferred: list[tuple[Any, tuple[Any, ...]]] = []  # until it is thawed
-        self.members: Members | None = None
+        self.members: EpochDirective | None = None
         self.generation: Generation | None = None
         self.call: Call | None = None  # in flight
         self.parked = False  # the operation waits for a generation
@@ -97,33 +100,33 @@ class Worker:
         client = self.client
         with client._changed:
             first = client._first
-            client.hear(message)
-            heard, client._orders = client._orders, []
+            client.on_message(message)
+            heard, client._directives = client._directives, []
         if first is None and client._first is not None:
             heard.insert(0, client._first)
-        if client._farewell:
+        if client._leave_acknowledged:
             self.finish("finished")
         for order in heard:
-            ends = isinstance(order, Dismissed | Fenced | Stopped)
+            ends = isinstance(order, Dismiss | Fence | Stop)
             if self.state == "end" or (self.state == "bye" and not ends):
                 return
             self.obey(order)
 
     def obey(self, order: Any) -> None:
-        if isinstance(order, Members):
+        if isinstance(order, EpochDirective):
             self.on_members(order)
         elif isinstance(order, Revoke):
             self.revoked = True
             self.abort()
             if self.closed:
                 self.report()
-        elif isinstance(order, Update):
+        elif isinstance(order, ResizePending):
             self.pending = order.number
         elif isinstance(order, Welcome):
             self.newcomer = True
             self.world.at(self.world.delay(20), self.warm)
-        elif isinstance(order, Dismissed | Fenced | Stopped):
-            self.finish(type(order).__name__.lower(), order.text)
+        elif isinstance(order, Dismiss | Fence | Stop):
+            self.finish(ENDS[type(order)], order.text)
 
     def warm(self) -> None:
         if self.state == "new":
@@ -133,7 +136,7 @@ class Worker:
         self.state, self.cause, self.call = "end", cause, None
         self.world.ended(self, text)
 
-    def on_members(self, order: Members) -> None:
+    def on_members(self, order: EpochDirective) -> None:
         """Applies the verdict and begins to build the next generation."""
         old, world = self.members, self.world
         if old is not None and order.epoch <= old.epoch:
@@ -163,7 +166,7 @@ class Worker:
     def install_at(self, number: int, build: Generation) -> None:
         self.world.workers[number].install(build)
 
-    def obey_verdict(self, call: Call | None, order: Members) -> None:
+    def obey_verdict(self, call: Call | None, order: EpochDirective) -> None:
         finished, repeats = order.verdicts.get(0, (0, order.kind == "repair"))
         if self.world.wrong == "naive" and call is not None:
             finished, repeats = (call.number if self.call_done else 0), True

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 from ringjax.membership import epochs, membership
+from ringjax.membership.commit_decision import CommitReport
 from ringjax.membership.epoch_state import EpochState
-from ringjax.membership.verdicts import Report
 
 WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty", "own ending")
 
@@ -29,7 +29,7 @@ class Hasty(EpochState):
         return [] if self.reports else super().unreported()
 
     def outcome(self, kind: str) -> dict[str, Any]:
-        some = next(iter(self.reports.values()), Report())
+        some = next(iter(self.reports.values()), CommitReport())
         for worker in self.survivors():
             self.reports.setdefault(worker, some)
         return super().outcome(kind)

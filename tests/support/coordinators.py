@@ -13,10 +13,12 @@ import pytest
 
 from ringjax.control import addresses
 from ringjax.control.connecting import SERVER_RANK
-from ringjax.control.handshake import Introduction, Purpose, introduce
-from ringjax.control.sealing import Sealer
-from ringjax.membership.client import CoordinatorClient, Ticket, join
+from ringjax.control.handshake import HandshakeRequest, Purpose, authenticate
+from ringjax.control.sealed_messages import MessageSealer
+from ringjax.membership.client import CoordinatorClient
 from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 from support.waiting import LONG
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -44,14 +46,14 @@ class Town:
         return coordinator
 
     def join(
-        self, worker: int, secret: bytes = SECRET, patience: Any = None, **hello: Any
+        self, worker: int, secret: bytes = SECRET, warning: Any = None, **hello: Any
     ) -> CoordinatorClient:
         """Joins; a rank of a job that stops at a loss says the size of the job."""
         said = {"size": self.options["np"]} | hello if self.stops else hello
-        more = {} if patience is None else {"patience": patience}
+        more = {} if warning is None else {"warning": warning}
         patient = 0.0 if self.stops else LONG
         client = join(
-            *(Ticket(self.where, secret, JOB), worker, said, LONG),
+            *(JobCredentials(self.where, secret, JOB), worker, said, LONG),
             elastic_timeout=patient,
             **more,
         )
@@ -84,11 +86,11 @@ class Town:
         self.pool.shutdown()
 
 
-def raw(here: Town, worker: int) -> tuple[socket.socket, Sealer]:
+def raw(here: Town, worker: int) -> tuple[socket.socket, MessageSealer]:
     """A worker that knows the secret and nothing else."""
     sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
-    hello = Introduction(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
-    return sock, introduce(sock, SECRET, hello).sealer()
+    hello = HandshakeRequest(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
+    return sock, authenticate(sock, SECRET, hello).sealer()
 
 
 MakeTown = Callable[..., Town]

@@ -10,7 +10,11 @@ MEMBER = """
 import os, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.membership.client import *
+from ringjax.membership.directives import (
+    Dismiss, EpochDirective, Fence, ResizePending, Revoke, Stop, Welcome
+)
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 config = Config.from_env()
 folder = Path(os.environ["FOLDER"])
@@ -23,7 +27,8 @@ def say(text):
 
 def enlist():
     return join(
-        Ticket(config.rendezvous, bytes.fromhex(config.secret), config.job), worker, {},
+        JobCredentials(config.rendezvous, bytes.fromhex(config.secret), config.job),
+        worker, {},
         config.start_timeout, elastic_timeout=config.elastic_timeout,
     )
 
@@ -37,20 +42,20 @@ def follow(job):
                     say("welcome")
                     job.ready()
                     (folder / f"ready {worker}").touch()
-                case Members():
+                case EpochDirective():
                     epoch = order.epoch
                     place = f"{order.rank}/{len(order.members)}"
                     say(f"epoch {epoch} {order.kind}: {place}")
                 case Revoke():
                     job.report(epoch, {})
-                case Update():
+                case ResizePending():
                     job.pause(epoch, order.number)
-                case Dismissed() | Fenced() | Stopped():
+                case Dismiss() | Fence() | Stop():
                     say(type(order).__name__)
-                    sys.exit(0 if isinstance(order, Dismissed) else 3)
+                    sys.exit(0 if isinstance(order, Dismiss) else 3)
         if wants_to_leave:
             wants_to_leave.clear()
-            job.leaving()
+            job.request_leave()
         orders = job.poll(0.02)
     job.leave()
     say("end")

@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 
 from ringjax.control import handshake
-from ringjax.control.handshake import Introduction
-from ringjax.control.sealing import Keys
-from ringjax.control.tls import Offer, supported
+from ringjax.control.handshake import HandshakeRequest
+from ringjax.control.sealed_messages import SessionKeys
+from ringjax.control.tls import TlsOffer, supported
 
 needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
 
 
 def converse(
-    secret: bytes, hello: Introduction, mine: Offer, theirs: Offer
-) -> tuple[Keys, Keys]:
+    secret: bytes, hello: HandshakeRequest, mine: TlsOffer, theirs: TlsOffer
+) -> tuple[SessionKeys, SessionKeys]:
     """Both halves, until both have come to their end and nothing is on its way."""
     steps = (
-        handshake.call(secret, replace(hello, tls=mine)),
-        handshake.answer(secret, hello.job, lambda introduction: "", theirs),
+        handshake.caller_steps(secret, replace(hello, tls=mine)),
+        handshake.callee_steps(secret, hello.job, lambda introduction: "", theirs),
     )
-    inbox, wants, done = [b"", b""], [0, 0], dict[int, Keys]()
+    inbox, wants, done = [b"", b""], [0, 0], dict[int, SessionKeys]()
     for end in (0, 1):
         output, wants[end] = next(steps[end])
         inbox[1 - end] += output

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ringjax.membership.assembly import Rules
-from ringjax.membership.membership import Membership
+from ringjax.membership.assembly import MembershipConfig
+from ringjax.membership.membership import JobMembership
 
 
 class Job:
@@ -16,8 +16,8 @@ class Job:
     def __init__(
         self, np: int, min_np: int = 1, max_np: int = 0, group: int = 1, **more: Any
     ) -> None:
-        self.rules = Rules(np, min_np, max_np or np, group=group)
-        self.membership = Membership(self.rules, **more)
+        self.rules = MembershipConfig(np, min_np, max_np or np, group=group)
+        self.membership = JobMembership(self.rules, **more)
         self.now = 0.0
         self.mail: dict[int, list[dict[str, Any]]] = {}
         self.news: list[tuple[Any, ...]] = []

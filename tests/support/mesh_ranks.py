@@ -1,6 +1,6 @@
 """A world of threads for the tests of meshes: rank r lives on the host hosts[r].
 
-Each has a reception of its own; the native core is not needed.
+Each has a listener of its own; the native core is not needed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from ringjax.config import Config
-from ringjax.control.listener import Reception
-from ringjax.links.mesh import Fabric, Mesh
-from ringjax.membership.client import Ticket, join
+from ringjax.control.listener import LinkListener
+from ringjax.links.mesh import LinkDescriptors, MeshFactory
 from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 RING = 1 << 14
@@ -35,13 +36,13 @@ class Ranks:
         )
         self.coordinator.start()
         self.pool = ThreadPoolExecutor(2 * self.size)
-        self.meshes: list[Mesh] = []
-        self.receptions: list[Reception] = []
+        self.meshes: list[LinkDescriptors] = []
+        self.receptions: list[LinkListener] = []
         futures = [self.pool.submit(self._fabric, rank) for rank in range(self.size)]
         self.fabrics = [future.result() for future in futures]
 
-    def _fabric(self, rank: int) -> Fabric:
-        reception = Reception(
+    def _fabric(self, rank: int) -> MeshFactory:
+        listener = LinkListener(
             SECRET,
             JOB,
             rank=rank,
@@ -51,19 +52,19 @@ class Ranks:
             failed=self.log.append,
             tls=self.config.tls,
         )
-        self.receptions.append(reception)
+        self.receptions.append(listener)
         hello = {
             "rank": rank,
             "size": self.size,
             "hostname": f"host{self.hosts[rank]}",
             "machine": "this",
             "shm": self.config.shm,
-            "door": reception.door,
-            "addresses": ",".join(reception.addresses),
+            "door": listener.unix_name,
+            "addresses": ",".join(listener.addresses),
         }
         where = ",".join(self.coordinator.addresses)
-        client = join(Ticket(where, SECRET, JOB), rank, hello, 10)
-        return Fabric(
+        client = join(JobCredentials(where, SECRET, JOB), rank, hello, 10)
+        return MeshFactory(
             rank=rank,
             members=client.members,
             hosts=self.hosts,
@@ -71,7 +72,7 @@ class Ranks:
             job=JOB,
             secret=SECRET,
             config=self.config,
-            reception=reception,
+            listener=listener,
             session=client,
             shm_bytes=lambda ring: 3 * ring,
             segment_bytes=lambda size, tile: size * tile,
@@ -80,7 +81,7 @@ class Ranks:
 
     def start(
         self, comm: int, ranks: Sequence[int], who: Sequence[int], control: bool
-    ) -> list[Future[Mesh]]:
+    ) -> list[Future[LinkDescriptors]]:
         return [
             self.pool.submit(
                 self.fabrics[rank].build, comm, ranks, "world", control=control
@@ -90,7 +91,7 @@ class Ranks:
 
     def build(
         self, comm: int = 0, ranks: Sequence[int] | None = None, control: bool = True
-    ) -> list[Mesh]:
+    ) -> list[LinkDescriptors]:
         ranks = range(self.size) if ranks is None else ranks
         futures = self.start(comm, ranks, ranks, control)
         meshes = [future.result() for future in futures]
@@ -100,9 +101,9 @@ class Ranks:
     def close(self) -> None:
         for mesh in self.meshes:
             mesh.close()
-        for reception in self.receptions:
-            reception.close()
-            reception.close()  # twice is fine
+        for listener in self.receptions:
+            listener.close()
+            listener.close()  # twice is fine
         for fabric in self.fabrics:
             fabric.session.close()
         self.coordinator.close()

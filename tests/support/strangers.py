@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ringjax.control.handshake import Introduction, Purpose, introduce
+from ringjax.control.handshake import HandshakeRequest, Purpose, authenticate
 from ringjax.errors import AuthenticationError
 from ringjax.monitor.sockets import reach
 from support import leaks
@@ -105,7 +105,7 @@ def _says(text: bytes, *, stays: bool) -> Visit:
 
 
 def _half(door: Door, job: str) -> socket.socket | None:
-    text = Introduction(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40]
+    text = HandshakeRequest(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40]
     return _says(text, stays=True)(door, job)
 
 
@@ -113,14 +113,16 @@ def _with_wrong_secret(door: Door, job: str) -> None:
     """A rank of another job that was given this one's address."""
     for purpose, callee in ((Purpose.RENDEZVOUS, -1), (Purpose.DATA, 0)):
         with connect(door) as sock, contextlib.suppress(AuthenticationError, OSError):
-            introduce(sock, b"w" * 32, Introduction(job, purpose, 1, callee), 2.0)
+            authenticate(
+                sock, b"w" * 32, HandshakeRequest(job, purpose, 1, callee), 2.0
+            )
             raise AssertionError(f"{door} let in a caller with another secret")
 
 
 def _reflecting(door: Door, job: str) -> None:
     """Answers a proof with itself."""
     with connect(door) as sock, contextlib.suppress(OSError):
-        introduction = Introduction(job, Purpose.RENDEZVOUS, 1, -1)
+        introduction = HandshakeRequest(job, Purpose.RENDEZVOUS, 1, -1)
         sock.sendall(introduction.pack(bytes(32)))
         proof = sock.recv(64)
         sock.sendall(proof[32:])

@@ -21,17 +21,19 @@ from support.waiting import LONG, until
 from ringjax import errors
 from ringjax.control import addresses
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
-from ringjax.membership.client import CoordinatorClient, Ticket, join
+from ringjax.membership.client import CoordinatorClient
 from ringjax.membership.coordinator import Coordinator
-from ringjax.membership.orders import (
-    Dismissed,
-    Fenced,
-    Members,
+from ringjax.membership.directives import (
+    Dismiss,
+    EpochDirective,
+    Fence,
+    ResizePending,
     Revoke,
-    Stopped,
-    Update,
+    Stop,
     Welcome,
 )
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 _heard: weakref.WeakKeyDictionary[CoordinatorClient, list[Any]] = (
     weakref.WeakKeyDictionary()
@@ -61,7 +63,7 @@ def test_everybody_learns_about_everybody(
     here = town(size, **options)
     clients = here.pool.map(lambda w: here.join(w, name=f"host{w}"), range(size))
     for rank, client in enumerate(clients):
-        assert isinstance(client.first, Members)
+        assert isinstance(client.first, EpochDirective)
         assert [m.rank for m in client.members] == list(range(size))
         assert [m.worker for m in client.members] == list(range(size))
         names = [m.hello["name"] for m in client.members]
@@ -78,15 +80,15 @@ def test_a_loss(town: MakeTown) -> None:
     one.close()
     for worker in (zero, two):
         revoke = hear(worker, Revoke)
-        assert revoke.lost.keys() == {1} == worker.gone().keys()
+        assert revoke.lost.keys() == {1} == worker.departed_ranks().keys()
         worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
-    members = hear(two, Members)
+    members = hear(two, EpochDirective)
     assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
     assert (members.previous, members.ranks) == ((0, 2), (0, -1, 1))
     assert members.verdicts == {0: (6, True), 3: (2, False)}
     assert (members.sets, members.next_set) == ({1: (0, 1)}, 2)
-    assert hear(zero, Members).rank == 0
-    assert two.gone() == {}
+    assert hear(zero, EpochDirective).rank == 0
+    assert two.departed_ranks() == {}
     assert here.event("fenced")[1] == 1
 
 
@@ -95,15 +97,15 @@ def test_resize(town: MakeTown) -> None:
     zero, one = here.gather(0, 1)
     newcomer = here.join(7)
     assert newcomer.first == Welcome(0, 2, 3, "epoch 0 has 2 members")
-    one.leaving()
+    one.request_leave()
     newcomer.ready()
-    update = hear(zero, Update)
+    update = hear(zero, ResizePending)
     while update.joining < 1 or update.leaving < 1:
-        update = hear(zero, Update)
+        update = hear(zero, ResizePending)
     for worker in (zero, one):
         worker.pause(0, update.number, {4: [0, 1]}, 5)
-    assert isinstance(hear(one, Dismissed), Dismissed)
-    members = hear(newcomer, Members)
+    assert isinstance(hear(one, Dismiss), Dismiss)
+    members = hear(newcomer, EpochDirective)
     assert (members.kind, members.previous, members.rank) == ("resize", (0, -1), 1)
     assert (members.sets, members.next_set) == ({4: (0,)}, 5)
     assert (newcomer.rank, newcomer.size, newcomer.epoch) == (1, 2, 1)
@@ -118,15 +120,15 @@ def test_restart_and_suspicion(town: MakeTown) -> None:
         assert hear(worker, Revoke).restart
         worker.report(0, {0: (3, 4, True)})
     for worker in workers:
-        members = hear(worker, Members)
+        members = hear(worker, EpochDirective)
         assert (members.kind, members.verdicts) == ("restart", {0: (3, False)})
     workers[0].suspect(0, 2, "of the past")
     workers[0].suspect(1, 2, "silent for 5 s")
     for worker in workers[:2]:
         hear(worker, Revoke)
         worker.report(1, {})
-    assert hear(workers[2], Fenced).text == "silent for 5 s (says rank 0)"
-    assert hear(workers[0], Members).previous == (0, 1)
+    assert hear(workers[2], Fence).text == "silent for 5 s (says rank 0)"
+    assert hear(workers[0], EpochDirective).previous == (0, 1)
 
 
 @both
@@ -164,9 +166,9 @@ def test_a_member_that_finishes(town: MakeTown) -> None:
     zero.close()
     with pytest.raises(Stalled, match="vote: rank 0 has finished and left the job"):
         vote.result()
-    assert one.gone() == {0: "has finished and left the job"}
+    assert one.departed_ranks() == {0: "has finished and left the job"}
     late = here.join(5)
-    assert isinstance(late.first, Dismissed)
+    assert isinstance(late.first, Dismiss)
     here.coordinator.process_ended(0, "exit code 0")
     one.leave()
     one.close()
@@ -200,7 +202,7 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
 def test_another_job_is_refused(town: MakeTown) -> None:
     here = town(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
-        join(Ticket(here.where, SECRET, "f" * 16), 0, {}, LONG)
+        join(JobCredentials(here.where, SECRET, "f" * 16), 0, {}, LONG)
     until(lambda: here.log)
     assert "belongs to job ffffffffffffffff" in here.log[0]
 
@@ -213,7 +215,7 @@ def test_nobody_answers(patience: float, who: str) -> None:
         where = addresses.show(*taken.getsockname())
     text = f"{who} could not join its job within 0.3 s"
     with pytest.raises(StartupError, match=text):
-        join(Ticket(where, SECRET, JOB), 4, {}, 0.3, elastic_timeout=patience)
+        join(JobCredentials(where, SECRET, JOB), 4, {}, 0.3, elastic_timeout=patience)
 
 
 @both
@@ -288,7 +290,7 @@ def test_a_member_that_sends_nonsense_is_lost(town: MakeTown) -> None:
 def test_a_member_that_does_not_read_is_lost(
     town: MakeTown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Coordinator, "most_unread", 1 << 20)
+    monkeypatch.setattr(Coordinator, "max_unread", 1 << 20)
     here = town(2)
     sock, sealer = raw(here, 1)
     with sock:
@@ -300,16 +302,16 @@ def test_a_member_that_does_not_read_is_lost(
                 sock.sendall(sealer.seal(message | {"value": "x" * 500_000}))
             with contextlib.suppress(PeerLost):
                 zero.exchange(0, 9.0, "vote")
-            if zero.gone():
+            if zero.departed_ranks():
                 break
-        assert "it does not read" in zero.gone()[1]
+        assert "it does not read" in zero.departed_ranks()[1]
 
 
 def test_a_second_connection_of_a_member_fences_it(town: MakeTown) -> None:
     here = town(2)
     zero, _ = here.gather(0, 1)
     with pytest.raises(errors.Fenced, match="it connected again"):
-        join(Ticket(here.where, SECRET, JOB), 1, {}, LONG, elastic_timeout=LONG)
+        join(JobCredentials(here.where, SECRET, JOB), 1, {}, LONG, elastic_timeout=LONG)
     assert hear(zero, Revoke).lost.keys() == {1}
 
 
@@ -330,12 +332,12 @@ def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
     for worker in workers:
         worker.report(0, {0: (1, 1, True)})
     for worker in workers[:2]:
-        members = hear(worker, Members)  # who was accused has reported, but too late
+        members = hear(worker, EpochDirective)  # the accused has reported too late
         assert (members.epoch, members.verdicts) == (1, {0: (1, True)})
-    assert hear(workers[0], Update).joining == 1
+    assert hear(workers[0], ResizePending).joining == 1
     for worker in workers[:2]:
         worker.pause(1, 1)
-    assert hear(newcomer, Members).previous == (0, 1, -1)
+    assert hear(newcomer, EpochDirective).previous == (0, 1, -1)
 
 
 def test_the_launcher_hears_of_a_fault(
@@ -362,17 +364,21 @@ def test_a_listener_that_the_launcher_keeps() -> None:
         )
         coordinator.start()
         where = addresses.show(*listener.getsockname())
-        worker = join(Ticket(where, SECRET, JOB), 0, {}, LONG, elastic_timeout=LONG)
+        worker = join(
+            JobCredentials(where, SECRET, JOB), 0, {}, LONG, elastic_timeout=LONG
+        )
         worker.close()
         coordinator.close()
 
 
 def test_without_a_coordinator_a_worker_stops(town: MakeTown) -> None:
     here = town(1)
-    worker = join(Ticket(here.where, SECRET, JOB), 0, {}, LONG, elastic_timeout=0.3)
+    worker = join(
+        JobCredentials(here.where, SECRET, JOB), 0, {}, LONG, elastic_timeout=0.3
+    )
     here.workers[0] = worker
     here.coordinator.close()
-    assert hear(worker, Stopped).text == "the coordinator was gone for 0.3 s"
+    assert hear(worker, Stop).text == "the coordinator was gone for 0.3 s"
     with pytest.raises(PeerLost, match="vote: the coordinator was gone"):
         worker.exchange(1, 5.0, "vote")
 

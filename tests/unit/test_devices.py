@@ -91,7 +91,7 @@ class Home:
     def disconnect(self, number: int) -> None:
         self.core.calls.append(("disconnect", number))
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         return self.lost
 
     def log(self, level: str, text: str) -> None:

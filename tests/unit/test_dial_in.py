@@ -22,8 +22,8 @@ from support.fault_proxy import FaultProxy
 from support.ringrun import sh
 from support.waiting import LONG, until
 
-from ringjax.control.connecting import reach
-from ringjax.control.handshake import Introduction, Purpose
+from ringjax.control.connecting import connect_to_server
+from ringjax.control.handshake import HandshakeRequest, Purpose
 from ringjax.run.cli import _JOB
 from ringjax.run.hosts.channel import Message
 
@@ -145,9 +145,11 @@ def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
 
 def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
     """Proves the secret; the function says something and returns the answer."""
-    who = Introduction(_JOB, Purpose.AGENT, 0, -1)
+    who = HandshakeRequest(_JOB, Purpose.AGENT, 0, -1)
     where = f"127.0.0.1:{site.port}"
-    sock, keys, _ = reach(where, site.secret, who, time.monotonic() + LONG, "ringrun")
+    sock, keys, _ = connect_to_server(
+        where, site.secret, who, time.monotonic() + LONG, "ringrun"
+    )
     sealer, opener = keys.sealer(), keys.opener()
 
     def ask(message: Message) -> Message:
@@ -210,9 +212,11 @@ def test_what_agents_may_not_say(site: Site) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(100) == b""
     job.wait_for("does not speak ringjax")
-    who = Introduction(_JOB, Purpose.RENDEZVOUS, 0, -1)
+    who = HandshakeRequest(_JOB, Purpose.RENDEZVOUS, 0, -1)
     with pytest.raises(Exception, match="closed the connection"):
-        reach(f"127.0.0.1:{site.port}", site.secret, who, time.monotonic() + LONG)
+        connect_to_server(
+            f"127.0.0.1:{site.port}", site.secret, who, time.monotonic() + LONG
+        )
     job.kill(signal.SIGTERM)
     assert job.wait() == agent.wait() == 143
 
@@ -263,7 +267,7 @@ def test_sigterm_has_a_host_leave(site: Site) -> None:
     job.wait_for("epoch . resize: 0/1")
     assert agents[1].wait() == 143
     assert len(job.lines("asked to leave: its slot is gone")) == 2
-    assert job.output.count("Dismissed") == 2
+    assert job.output.count("Dismiss") == 2
     site.end()
     assert job.wait() == 0, job.output
     assert agents[0].wait() == 0
@@ -344,7 +348,7 @@ def test_sigterm_has_a_launcher_leave(site: Site) -> None:
     job.kill(signal.SIGTERM)
     assert job.wait() == 143
     assert "the job goes on, and waits for another ringrun" in job.output
-    assert job.output.count("Dismissed") == 1
+    assert job.output.count("Dismiss") == 1
     assert sum(_runs(pid) for pid in pids) == 3
     again = site.listen("-np", "3", "--min-np", "1", "-H", "localhost:1", *site.rank)
     again.wait_for("epoch . resize: ./4", 4, also=agents)

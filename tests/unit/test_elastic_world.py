@@ -15,7 +15,7 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost
-from ringjax.membership.orders import Members
+from ringjax.membership.directives import EpochDirective
 from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
 from ringjax.world.world import World
@@ -27,7 +27,7 @@ class Former:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
 
-    def form(self, members: Members, watch: Any, before: Any) -> Epoch:
+    def form(self, members: EpochDirective, watch: Any, before: Any) -> Epoch:
         fabric: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
         epoch = Epoch(Config(), Standing.of(0, ["here"] * 3), fabric)
         epoch._heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
@@ -54,7 +54,7 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
     )
     world.calls = SimpleNamespace(resilient_comms={})
     everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
-    order = Members(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
+    order = EpochDirective(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
 
     def rung() -> bool:
         with contextlib.suppress(BlockingIOError):

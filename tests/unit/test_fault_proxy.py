@@ -15,8 +15,10 @@ from support.waiting import LONG
 
 from ringjax.control import addresses
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.membership.client import CoordinatorClient, Ticket, join
+from ringjax.membership.client import CoordinatorClient
 from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 # From the caller: introduction, proof; then sealed messages.
@@ -44,7 +46,9 @@ def _join(
     server: Coordinator, proxy: FaultProxy, seconds: float = 3.0
 ) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": "x" * 40}
-    return join(Ticket(addresses.show(*proxy.address), SECRET, JOB), 0, hello, seconds)
+    return join(
+        JobCredentials(addresses.show(*proxy.address), SECRET, JOB), 0, hello, seconds
+    )
 
 
 def _target(server: Coordinator) -> tuple[str, int]:
@@ -89,7 +93,7 @@ def test_a_silent_network_is_given_up_in_time(
     server: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that is less than a handshake may take: else this would never end."""
-    monkeypatch.setattr("ringjax.control.connecting.LIMIT", 3600.0)
+    monkeypatch.setattr("ringjax.control.connecting.HANDSHAKE_TIMEOUT", 3600.0)
     with (
         FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy,
         pytest.raises(StartupError),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringjax.control.member import Member
-from ringjax.membership.orders import Members
+from ringjax.membership.directives import EpochDirective
 from ringjax.world.generation import Generation, Step, numbers, reason, steps
 from ringjax.world.lanes import LANE
 
@@ -17,8 +17,8 @@ def members(
     sets: dict[int, tuple[int, ...]] | None = None,
     verdicts: dict[int, tuple[int, bool]] | None = None,
     lost: dict[int, str] | None = None,
-) -> Members:
-    return Members(
+) -> EpochDirective:
+    return EpochDirective(
         epoch=epoch,
         kind=kind,
         members=tuple(Member(r, "", {}, 10 + r) for r in range(len(previous))),

@@ -1,6 +1,6 @@
 """The handshake: who gets in, who does not, and what strangers cost.
 
-The protocol is tried as a pure state machine first, then through `Door` on sockets.
+The protocol is tried as a pure state machine first, then through `Acceptor` on sockets.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.waiting import LONG, until
 
-from ringjax.control import addresses, handshake
-from ringjax.control.handshake import Door, Introduction, Purpose
-from ringjax.control.sealing import Keys, Opener, Sealer
+from ringjax.control import acceptor, addresses, handshake
+from ringjax.control.acceptor import Acceptor
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.sealed_messages import MessageOpener, MessageSealer, SessionKeys
 from ringjax.errors import AuthenticationError
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-HELLO = Introduction(JOB, Purpose.DATA, caller=3, callee=1, epoch=2, comm=5, stream=1)
+HELLO = HandshakeRequest(
+    JOB, Purpose.DATA, caller=3, callee=1, epoch=2, comm=5, stream=1
+)
 
 
 def answer(
     secret: bytes = SECRET, job: str = JOB, refuses: str = ""
-) -> handshake._Steps:
-    return handshake.answer(secret, job, lambda introduction: refuses)
+) -> handshake.HandshakeSteps:
+    return handshake.callee_steps(secret, job, lambda introduction: refuses)
 
 
 def converse(
-    caller: handshake._Steps,
-    callee: handshake._Steps,
+    caller: handshake.HandshakeSteps,
+    callee: handshake.HandshakeSteps,
     tamper: Callable[[int, bytes], bytes] = lambda number, message: message,
-) -> tuple[tuple[Introduction, Keys], tuple[Introduction, Keys], list[bytes]]:
+) -> tuple[
+    tuple[HandshakeRequest, SessionKeys],
+    tuple[HandshakeRequest, SessionKeys],
+    list[bytes],
+]:
     """Runs both halves against each other; `tamper` may change each message."""
     said, _ = next(caller)
     next(callee)
@@ -59,7 +66,7 @@ def converse(
 
 def test_both_learn_the_introduction_and_fitting_keys() -> None:
     (mine, keys), (theirs, other), transcript = converse(
-        handshake.call(SECRET, HELLO), answer()
+        handshake.caller_steps(SECRET, HELLO), answer()
     )
     assert mine == theirs == HELLO
     assert (keys.send, keys.receive) == (other.receive, other.send)
@@ -69,8 +76,8 @@ def test_both_learn_the_introduction_and_fitting_keys() -> None:
 
 
 def test_every_conversation_is_another_one() -> None:
-    one = converse(handshake.call(SECRET, HELLO), answer())
-    two = converse(handshake.call(SECRET, HELLO), answer())
+    one = converse(handshake.caller_steps(SECRET, HELLO), answer())
+    two = converse(handshake.caller_steps(SECRET, HELLO), answer())
     assert one[0][1] != two[0][1]
     assert not set(one[2]) & set(two[2])
 
@@ -85,7 +92,7 @@ def test_any_changed_byte_is_noticed(number: int, place: int, change: int) -> No
         return bytes(changed)
 
     with pytest.raises(AuthenticationError):
-        converse(handshake.call(SECRET, HELLO), answer(), tamper)
+        converse(handshake.caller_steps(SECRET, HELLO), answer(), tamper)
 
 
 @given(st.binary(min_size=68, max_size=68))
@@ -112,7 +119,7 @@ def test_a_false_introduction(change: dict[str, object], text: str) -> None:
 
 def test_the_wrong_secret_is_refused_by_both_sides() -> None:
     with pytest.raises(AuthenticationError, match="does not know this job's secret"):
-        converse(handshake.call(b"w" * 32, HELLO), answer())
+        converse(handshake.caller_steps(b"w" * 32, HELLO), answer())
     # A caller who goes on in spite of that gets no further.
     callee = answer()
     next(callee)
@@ -123,13 +130,13 @@ def test_the_wrong_secret_is_refused_by_both_sides() -> None:
 
 
 def test_a_recorded_conversation_cannot_be_replayed() -> None:
-    recorded = converse(handshake.call(SECRET, HELLO), answer())[2]
+    recorded = converse(handshake.caller_steps(SECRET, HELLO), answer())[2]
     callee = answer()
     next(callee)
     callee.send(recorded[0])
     with pytest.raises(AuthenticationError):
         callee.send(recorded[2])
-    caller = handshake.call(SECRET, HELLO)
+    caller = handshake.caller_steps(SECRET, HELLO)
     next(caller)
     with pytest.raises(AuthenticationError):
         caller.send(recorded[1])
@@ -154,7 +161,7 @@ def test_a_refusal_comes_before_any_proof() -> None:
 
 
 def test_sealed_messages_arrive_in_any_pieces() -> None:
-    sealer, opener = Sealer(b"k"), Opener(b"k")
+    sealer, opener = MessageSealer(b"k"), MessageOpener(b"k")
     messages = [{"a": 1}, {"b": ["ü", None]}, {}]
     stream = b"".join(map(sealer.seal, messages))
     found = [m for i in range(len(stream)) for m in opener.feed(stream[i : i + 1])]
@@ -163,16 +170,16 @@ def test_sealed_messages_arrive_in_any_pieces() -> None:
 
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_an_altered_sealed_message_is_noticed(place: int, change: int) -> None:
-    sealed = bytearray(Sealer(b"k").seal({"text": "x" * 20}))
+    sealed = bytearray(MessageSealer(b"k").seal({"text": "x" * 20}))
     sealed[place % len(sealed)] ^= change
-    opener = Opener(b"k", most=4096)
+    opener = MessageOpener(b"k", most=4096)
     with contextlib.suppress(AuthenticationError):
         assert opener.feed(bytes(sealed)) == []  # a longer length waits for more
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0)])
 def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) -> None:
-    sealer, opener = Sealer(b"k"), Opener(b"k")
+    sealer, opener = MessageSealer(b"k"), MessageOpener(b"k")
     sealed = [sealer.seal({"n": n}) for n in range(2)]
     with pytest.raises(AuthenticationError, match="altered or replayed"):
         for n in order:
@@ -180,16 +187,16 @@ def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) 
 
 
 def test_a_message_of_the_other_direction_is_noticed() -> None:
-    (_, keys), _, _ = converse(handshake.call(SECRET, HELLO), answer())
+    (_, keys), _, _ = converse(handshake.caller_steps(SECRET, HELLO), answer())
     with pytest.raises(AuthenticationError, match="altered or replayed"):
         keys.opener().feed(keys.sealer().seal({}))
 
 
 def test_an_announced_length_is_not_believed() -> None:
     with pytest.raises(AuthenticationError, match="announces a message of 4294967295"):
-        Opener(b"k").feed(b"\xff" * 36)
+        MessageOpener(b"k").feed(b"\xff" * 36)
     with pytest.raises(ValueError, match="at most 16777216"):
-        Sealer(b"k").seal({"x": "x" * (17 << 20)})
+        MessageSealer(b"k").seal({"x": "x" * (17 << 20)})
 
 
 def test_only_json_objects() -> None:
@@ -197,7 +204,7 @@ def test_only_json_objects() -> None:
         head = len(text).to_bytes(4, "big")
         mac = hmac.digest(b"k", bytes(8) + head + text, "sha256")
         with pytest.raises(AuthenticationError, match="other than a JSON object"):
-            Opener(b"k").feed(head + mac + text)
+            MessageOpener(b"k").feed(head + mac + text)
 
 
 # Through a door.
@@ -208,11 +215,11 @@ class House:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.admitted: list[tuple[socket.socket, Introduction]] = []
+        self.admitted: list[tuple[socket.socket, HandshakeRequest]] = []
         self.log: list[str] = []
         listener = addresses.listen("127.0.0.1")
         self.address = listener.getsockname()
-        self.door = Door(
+        self.door = Acceptor(
             [listener],
             self.selector,
             lambda sock: answer(),
@@ -225,8 +232,8 @@ class House:
 
     def live(self) -> None:
         while not self.ends:
-            handshake.turn(self.selector, 0.01, self.door.fault)
-            self.door.sweep()
+            acceptor.run_once(self.selector, 0.01, self.door.on_error)
+            self.door.expire()
 
     def visit(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=LONG)
@@ -234,7 +241,7 @@ class House:
     def enter(self, secret: bytes = SECRET) -> socket.socket:
         sock = self.visit()
         try:
-            handshake.introduce(sock, secret, HELLO)
+            handshake.authenticate(sock, secret, HELLO)
         except BaseException:
             sock.close()
             raise
@@ -307,21 +314,21 @@ def test_garbage_is_shown_out_and_members_still_come_in(
 def test_slow_strangers_neither_block_nor_stay(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "LIMIT", 3600.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT", 3600.0)
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(house.visit()) for _ in range(20)]
         for sock in slow:
             sock.sendall(HELLO.pack(bytes(32))[:5])
         house.enter().close()
         until(lambda: bool(house.admitted))
-        assert len(house.door._guests) == 20  # none of them had to leave before that
-        monkeypatch.setattr(handshake, "LIMIT", 1.0)
-        for guest in list(house.door._guests.values()):
+        assert len(house.door._pending) == 20  # none of them had to leave before that
+        monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT", 1.0)
+        for guest in list(house.door._pending.values()):
             guest.deadline = time.monotonic()  # its time is up
         for sock in slow:  # each was shown out
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
-    assert not house.door.busy
+    assert not house.door.has_pending
     until(lambda: house.log)
     assert "did not prove itself within 1 s" in house.log[0]
 
@@ -329,7 +336,7 @@ def test_slow_strangers_neither_block_nor_stay(
 def test_the_oldest_gives_way_when_strangers_crowd_the_door(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "MOST_PENDING", 4)
+    monkeypatch.setattr(acceptor, "MAX_PENDING", 4)
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(house.visit()) for _ in range(12)]
         house.enter().close()
@@ -343,7 +350,7 @@ class Rank:
 
     def __init__(self, house: House) -> None:
         self.sock = house.visit()
-        self.steps = handshake.call(SECRET, HELLO)
+        self.steps = handshake.caller_steps(SECRET, HELLO)
         output, self.wants = next(self.steps)
         self.sock.sendall(output)
 
@@ -371,7 +378,7 @@ def test_a_hundred_ranks_may_come_at_once(house: House) -> None:
 def test_strangers_give_way_before_ranks(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "MOST_PENDING", 4)
+    monkeypatch.setattr(acceptor, "MAX_PENDING", 4)
     with contextlib.ExitStack() as stack:
         ranks = [Rank(house) for _ in range(3)]
         crowd = [stack.enter_context(house.visit()) for _ in range(20)]
@@ -385,12 +392,12 @@ def test_strangers_give_way_before_ranks(
 def test_a_rank_that_gives_way_is_told_to_come_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "MOST_PENDING", 2)
+    monkeypatch.setattr(acceptor, "MAX_PENDING", 2)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(house.visit())
-        keep = handshake.call
+        keep = handshake.caller_steps
 
-        def crowded(secret: bytes, hello: Introduction) -> handshake._Steps:
+        def crowded(secret: bytes, hello: HandshakeRequest) -> handshake.HandshakeSteps:
             """Others come between what it says first and what it says then."""
             steps = keep(secret, hello)
             answer = yield next(steps)
@@ -401,9 +408,9 @@ def test_a_rank_that_gives_way_is_told_to_come_again(
             answer = yield steps.send(answer)
             return (yield steps.send(answer))
 
-        monkeypatch.setattr(handshake, "call", crowded)
+        monkeypatch.setattr(handshake, "caller_steps", crowded)
         with pytest.raises(OSError, match=r"too many callers at once|reset|Broken"):
-            handshake.introduce(sock, SECRET, HELLO)
+            handshake.authenticate(sock, SECRET, HELLO)
     until(lambda: house.log)
     assert "gave way to newer connections" in house.log[0]
 
@@ -414,18 +421,18 @@ def test_a_caller_does_not_wait_for_ever() -> None:
         socket.create_connection(silent.getsockname()) as sock,
         pytest.raises(TimeoutError),
     ):
-        handshake.introduce(sock, SECRET, HELLO, limit=0.2)
+        handshake.authenticate(sock, SECRET, HELLO, limit=0.2)
 
 
 def test_the_kernel_tells_the_user_of_a_unix_socket() -> None:
     one, two = socket.socketpair()
     with one, two:
-        assert handshake.peer_uid(one) == os.geteuid()
-        assert handshake._stranger(one) == ""
+        assert acceptor.peer_uid(one) == os.geteuid()
+        assert acceptor._foreign_user(one) == ""
 
 
 def test_another_user_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = socket.socketpair()
-    monkeypatch.setattr(handshake, "peer_uid", lambda sock: 4711)
+    monkeypatch.setattr(acceptor, "peer_uid", lambda sock: 4711)
     with one, two:
-        assert handshake._stranger(one) == "belongs to user 4711"
+        assert acceptor._foreign_user(one) == "belongs to user 4711"

@@ -19,7 +19,10 @@ from support.waiting import LONG, until
 from ringjax.control import addresses
 from ringjax.control.member import ranks_text
 from ringjax.errors import PeerLost, Stalled, StartupError
-from ringjax.membership.client import CoordinatorClient, Patience, Ticket, join
+from ringjax.membership.client import CoordinatorClient
+from ringjax.membership.init_warning import InitWarning
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 
 def come(here: Town, *ranks: int) -> list[Future[CoordinatorClient]]:
@@ -51,8 +54,8 @@ def test_one_rank_that_waits_for_long_says_for_whom(
         here.coordinator.expected(worker)
 
     def wait(rank: int) -> CoordinatorClient:
-        patience = Patience(lambda text: said.append((rank, text)), 1.0, 60.0)
-        return here.join(rank, patience=patience)
+        warning = InitWarning(lambda text: said.append((rank, text)), 1.0, 60.0)
+        return here.join(rank, warning=warning)
 
     first = [here.pool.submit(wait, rank) for rank in (1, 3)]
     until(lambda: said)
@@ -67,9 +70,9 @@ def test_a_rank_that_finds_no_coordinator_says_so() -> None:
     said: list[str] = []
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-    patience = Patience(said.append, 0.2, 0.8)
+    warning = InitWarning(said.append, 0.2, 0.8)
     with pytest.raises(StartupError):
-        join(Ticket(where, SECRET, JOB), 1, {"size": 2}, 0.8, patience=patience)
+        join(JobCredentials(where, SECRET, JOB), 1, {"size": 2}, 0.8, warning=warning)
     assert len(said) == 1
     assert said[0].startswith("has waited 0.2 s in init for the coordinator of its job")
 
@@ -126,7 +129,7 @@ def test_a_rank_that_is_there_already(town: MakeTown) -> None:
     with pytest.raises(
         StartupError, match=r"rank 0 has joined already, from 127.0.0.1"
     ):
-        join(Ticket(here.where, SECRET, JOB), 0, {"size": 2}, LONG)
+        join(JobCredentials(here.where, SECRET, JOB), 0, {"size": 2}, LONG)
     here.join(1)
     first.result()
 
@@ -167,7 +170,13 @@ class Stranger:
 def test_a_patient_rank_waits_for_the_right_server() -> None:
     with Stranger() as stranger:
         with pytest.raises(StartupError, match="within 1 s"):
-            join(Ticket(stranger.where, SECRET, JOB), 0, {"size": 1}, 1.0, patient=True)
+            join(
+                JobCredentials(stranger.where, SECRET, JOB),
+                0,
+                {"size": 1},
+                1.0,
+                retry_unauthenticated=True,
+            )
         assert stranger.visits > 1
 
 
@@ -176,8 +185,8 @@ def test_failures_in_order_of_arrival(town: MakeTown) -> None:
     clients = here.gather(0, 1, 2)
     for rank in (2, 0):
         clients[rank].report_failure(f"ValueError: {rank}")
-        until(lambda r=rank: r in clients[1].gone())
-    assert clients[1].gone()[2] == "failed: ValueError: 2"
+        until(lambda r=rank: r in clients[1].departed_ranks())
+    assert clients[1].departed_ranks()[2] == "failed: ValueError: 2"
     here.event("failure")
     assert [event for event in here.events if event[0] == "failure"] == [
         ("failure", 2, "ValueError: 2"),
@@ -190,9 +199,9 @@ def test_the_others_hear_who_left_and_who_died(town: MakeTown) -> None:
     zero, one, two = here.gather(0, 1, 2)
     zero.leave()
     two.close()
-    until(lambda: one.gone().keys() == {0, 2})
-    assert one.gone()[0] == "has finished and left the job"
-    assert "lost its connection to the coordinator" in one.gone()[2]
+    until(lambda: one.departed_ranks().keys() == {0, 2})
+    assert one.departed_ranks()[0] == "has finished and left the job"
+    assert "lost its connection to the coordinator" in one.departed_ranks()[2]
 
 
 class Light:
@@ -222,9 +231,9 @@ def test_three_hundred_ranks_end_at_once(town: MakeTown, way: str) -> None:
             if way == "leave":
                 rank.say({"type": "leave", "epoch": 0})
             rank.sock.close()  # what it was told is unread, so that sending fails
-    until(lambda: len(rest.gone()) == 300)
+    until(lambda: len(rest.departed_ranks()) == 300)
     rest.close()
-    until(lambda: not here.coordinator._present)  # its thread lives
+    until(lambda: not here.coordinator._workers)  # its thread lives
 
 
 def test_an_exchange_ends_when_a_rank_dies(town: MakeTown) -> None:
@@ -265,7 +274,7 @@ def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
     zero.leave()
     zero.close()
     (again,) = come(here, 0)
-    until(lambda: 0 in one.gone())  # the old epoch still works
+    until(lambda: 0 in one.departed_ranks())  # the old epoch still works
     one.close()
     assert here.join(1).epoch == again.result().epoch == 1
 

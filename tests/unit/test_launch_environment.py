@@ -9,7 +9,7 @@ import pytest
 import ringjax
 from ringjax.config import Config
 from ringjax.control import launch_environment
-from ringjax.control.launch_environment import Place
+from ringjax.control.launch_environment import LaunchInfo
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
@@ -86,13 +86,13 @@ HALF = [
 ]
 
 
-def find(environ: dict[str, str]) -> Place:
-    return launch_environment.find(Config.from_env(environ), environ)
+def find(environ: dict[str, str]) -> LaunchInfo:
+    return launch_environment.detect_launch(Config.from_env(environ), environ)
 
 
 def test_alone() -> None:
-    place = find({})
-    assert (place.rank, place.size, place.source) == (0, 1, "a job of one")
+    info = find({})
+    assert (info.rank, info.size, info.launcher) == (0, 1, "a job of one")
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_alone() -> None:
 def test_engines(
     environ: dict[str, str], rank: int, size: int, source: str, one_host: bool
 ) -> None:
-    place = find(environ)
-    assert (place.rank, place.size, place.source) == (rank, size, source)
-    assert place.one_host == one_host
+    info = find(environ)
+    assert (info.rank, info.size, info.launcher) == (rank, size, source)
+    assert info.single_host == one_host
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_engines(
     ],
 )
 def test_the_innermost_engine_counts(environ: dict[str, str], source: str) -> None:
-    assert find(environ).source == source
+    assert find(environ).launcher == source
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_batch_script_is_not_rank_0_of_n(change: dict[str, str | None]) -> Non
     ],
 )
 def test_stray_variables_mean_nothing(environ: dict[str, str]) -> None:
-    assert find(environ).source == "a job of one"
+    assert find(environ).launcher == "a job of one"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_stray_variables_mean_nothing(environ: dict[str, str]) -> None:
     ],
 )
 def test_a_job_of_one_by_a_launcher(environ: dict[str, str]) -> None:
-    place = find(environ)
-    assert (place.rank, place.size, place.one_host) == (0, 1, True)
+    info = find(environ)
+    assert (info.rank, info.size, info.single_host) == (0, 1, True)
 
 
 def refusal(environ: dict[str, str]) -> str:
@@ -345,8 +345,8 @@ def test_bad_local_sizes(environ: dict[str, str]) -> None:
 )
 def test_hosts_with_and_without_ports(text: str, host: str) -> None:
     environ = KUBEFLOW_JAX | {"JAX_COORDINATOR_ADDRESS": text}
-    assert find(environ).first_host == host
-    assert find(PYTORCH | {"MASTER_ADDR": text}).first_host == host
+    assert find(environ).rank0_host == host
+    assert find(PYTORCH | {"MASTER_ADDR": text}).rank0_host == host
 
 
 def test_a_rendezvous_without_a_rank() -> None:
@@ -378,23 +378,23 @@ def test_what_identifies_a_job() -> None:
 
 
 def test_where_rank_0_is() -> None:
-    assert find(SLURM).first_host == "n1"
-    assert find(SLURM | {"MASTER_ADDR": "head"}).first_host == "head"
-    assert find(SLURM | {"SLURM_STEP_RESV_PORTS": "16900-16901"}).ports == (16900,)
-    assert find(TORCHRUN).ports == ()  # torch's own store sits on MASTER_PORT
-    assert find(SKYPILOT).first_host == "10.0.0.4"
-    assert find(KUBEFLOW_PYTORCH).first_host == "train-node-0-0.train"
-    assert find(KUBEFLOW_PYTORCH).ports == (29400,)
-    assert find(KUBEFLOW_JAX).ports == ()  # jax.distributed sits on it
+    assert find(SLURM).rank0_host == "n1"
+    assert find(SLURM | {"MASTER_ADDR": "head"}).rank0_host == "head"
+    assert find(SLURM | {"SLURM_STEP_RESV_PORTS": "16900-16901"}).port == 16900
+    assert find(TORCHRUN).port == 0  # torch's own store sits on MASTER_PORT
+    assert find(SKYPILOT).rank0_host == "10.0.0.4"
+    assert find(KUBEFLOW_PYTORCH).rank0_host == "train-node-0-0.train"
+    assert find(KUBEFLOW_PYTORCH).port == 29400
+    assert find(KUBEFLOW_JAX).port == 0  # jax.distributed sits on it
     by_hand = {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "2", "MASTER_ADDR": "head"}
-    place = find(by_hand | {"MASTER_PORT": "4000"})
-    assert (place.first_host, place.ports, place.one_host) == ("head", (4000,), False)
+    info = find(by_hand | {"MASTER_PORT": "4000"})
+    assert (info.rank0_host, info.port, info.single_host) == ("head", 4000, False)
 
 
 def test_local_size_tells_whether_there_are_other_hosts() -> None:
     environ = {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "4", "MASTER_ADDR": "head"}
-    assert find(environ | {"RINGJAX_LOCAL_SIZE": "4"}).one_host
-    assert not find(environ | {"RINGJAX_LOCAL_SIZE": "2"}).one_host
+    assert find(environ | {"RINGJAX_LOCAL_SIZE": "4"}).single_host
+    assert not find(environ | {"RINGJAX_LOCAL_SIZE": "2"}).single_host
 
 
 @pytest.mark.parametrize(

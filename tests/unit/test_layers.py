@@ -59,7 +59,7 @@ MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFr
 # read when they start.
 ENVIRONMENT_READERS = {
     *("config.py", "settings/misspelt.py", "run/environ.py", "world/devices.py"),
-    *("control/launch_environment.py", "membership/rendezvous_lookup.py"),
+    *("control/launch_environment.py", "membership/job_credentials.py"),
     "spark/trainers/keras.py",  # says which backend a task's Keras has
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # changes it for a while, if a program asks for that

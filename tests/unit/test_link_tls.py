@@ -18,23 +18,25 @@ from support.mesh_ranks import JOB, SECRET, Ranks, world
 from support.waiting import until
 
 from ringjax import _native
-from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.tls import Offer
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.tls import TlsOffer
 from ringjax.errors import Unreachable
 
 __all__ = ["world"]  # a fixture
 
-HELLO = Introduction(JOB, Purpose.DATA, caller=1, callee=0)
+HELLO = HandshakeRequest(JOB, Purpose.DATA, caller=1, callee=0)
 SENTENCE = "a sentence that nobody else may read"
 HALF = 44  # bytes of a key: for one direction
 
 
 @needs_tls
-@pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
-@pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
-def test_a_link_is_encrypted_if_one_end_requires_it(mine: Offer, theirs: Offer) -> None:
+@pytest.mark.parametrize("mine", [TlsOffer.ABLE, TlsOffer.REQUIRED])
+@pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
+def test_a_link_is_encrypted_if_one_end_requires_it(
+    mine: TlsOffer, theirs: TlsOffer
+) -> None:
     one, other = converse(SECRET, HELLO, mine, theirs)
-    if Offer.REQUIRED not in (mine, theirs):
+    if TlsOffer.REQUIRED not in (mine, theirs):
         assert one.link == other.link == b""
         return
     assert len(one.link) == 2 * HALF
@@ -83,7 +85,7 @@ def test_an_end_that_has_none_is_refused_and_it_is_said_why(
     ranks = world((0, 1), tls="required", start_timeout=1.0)
     fabric = ranks.fabrics[without]
     ranks.fabrics[without] = replace(fabric, config=replace(fabric.config, tls="off"))
-    fabric.reception._tls = Offer.NONE
+    fabric.listener._tls = TlsOffer.NONE
     futures = ranks.start(0, [0, 1], [0, 1], True)
     texts = []
     for future in futures:

@@ -21,10 +21,10 @@ from support.launch import ROOT
 from support.mesh_ranks import Ranks, world
 
 from ringjax.control import open_files
-from ringjax.control.waiting import readable, writable
+from ringjax.control.polling import wait_readable, wait_writable
 from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
-from ringjax.links.pair import Pair, take_early
+from ringjax.links.pair import PairSetup, take_early
 from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
@@ -49,10 +49,10 @@ def test_descriptors_beyond_1024_can_be_waited_for(
     near = os.pipe()
     far = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1100) for fd in near]
     try:
-        assert not readable(far[0], 0.01)
-        assert writable(far[1])
+        assert not wait_readable(far[0], 0.01)
+        assert wait_writable(far[1])
         os.write(far[1], b"x")
-        assert readable(far[0])
+        assert wait_readable(far[0])
     finally:
         for fd in (*near, *far):
             os.close(fd)
@@ -155,7 +155,7 @@ def test_nothing_is_taken_that_is_for_somebody_else() -> None:
     """A quick rank's heartbeat may speak while this one still waits for others."""
     one, two = socket.socketpair()
     with one:
-        pair = Pair(1, local=True, shm=True)
+        pair = PairSetup(1, local=True, shm=True)
         pair.control = two
         shared_memory.send(one, 7, [])
         one.sendall(b"a beat of the heart")

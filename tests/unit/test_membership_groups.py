@@ -8,8 +8,8 @@ import pytest
 from support.membership_job import Job
 
 from ringjax.control.member import Member
-from ringjax.membership import assembly, orders
-from ringjax.membership.orders import Members
+from ringjax.membership import assembly, directives
+from ringjax.membership.directives import EpochDirective
 from ringjax.world import groups
 
 PAIRS: dict[str, Any] = {"group": 2}
@@ -162,8 +162,8 @@ def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> Non
 def test_a_welcome_says_who_the_others_are() -> None:
     mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
     message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}
-    order = orders.read({**message, "mates": mates}, 7)
-    assert isinstance(order, orders.Welcome)
+    order = directives.read({**message, "mates": mates}, 7)
+    assert isinstance(order, directives.Welcome)
     assert [(m.rank, m.seen) for m in order.mates] == [(4, "h"), (5, "g")]
 
 
@@ -173,7 +173,9 @@ def test_groups_of_three() -> None:
     assert found == [[0, 3], [1, 4], [2, 5]] * 2
     everybody = tuple(Member(rank, "", {}, w) for rank, w in enumerate(workers))
     for rank, worker in enumerate(workers):
-        members = Members(0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3)
+        members = EpochDirective(
+            0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3
+        )
         group = groups.Group(3)
         group.meet(members.mates, members.group)
         assert group.renew(workers, worker) == group.replicas == found[rank]
@@ -181,6 +183,6 @@ def test_groups_of_three() -> None:
 
 
 def test_whole_groups() -> None:
-    rules = assembly.Rules(6, 2, 6, group=3)
+    rules = assembly.MembershipConfig(6, 2, 6, group=3)
     assert list(rules.mates(4)) == [3, 4, 5]
     assert rules.whole([0, 1, 3, 4, 5, 8]) == [3, 4, 5]

@@ -1,6 +1,6 @@
 """Links between ranks: the right kind for each pair, real ones, and none left behind.
 
-Ranks are threads with a reception each, except where they must die. The native core is
+Ranks are threads with a listener each, except where they must die. The native core is
 not needed: what it would get is tried with mmap, read and write.
 """
 
@@ -24,22 +24,22 @@ from support.mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
 from support.waiting import LONG, until
 
 from ringjax.control import handshake
-from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.listener import Key
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.listener import ConnectionKey
 from ringjax.errors import AuthenticationError, PeerLost, StartupError
 from ringjax.links import shared_memory
-from ringjax.links.mesh import Fabric, Mesh
+from ringjax.links.mesh import LinkDescriptors, MeshFactory
 from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
 
 
-def link(mesh: Mesh, peer: int) -> tuple[Any, ...]:
+def link(mesh: LinkDescriptors, peer: int) -> tuple[Any, ...]:
     (found,) = [link for link in mesh.links if link[1] == peer]
     return found
 
 
-def check_shared(meshes: list[Mesh], low: int, high: int) -> None:
+def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
     """What one writes the other reads, and each rings the other's doorbell."""
     one, two = link(meshes[low], high), link(meshes[high], low)
     assert (one[0], two[0], one[3], two[3]) == ("shm", "shm", 0, 1)
@@ -113,8 +113,8 @@ def test_communicators_may_be_built_at_different_times(
 ) -> None:
     ranks = world((0, 1, 0))
     early = ranks.start(7, [0, 1, 2], [2], control=False)
-    key = Key(0, 7, Purpose.CONTROL, 0, 2)
-    until(lambda: ranks.fabrics[0].reception.holds(key))
+    key = ConnectionKey(0, 7, Purpose.CONTROL, 0, 2)
+    until(lambda: ranks.fabrics[0].listener.has(key))
     ranks.build(0)  # the call for 7 waits in the receptions of the others
     late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
     meshes = [future.result() for future in (*late, *early)]
@@ -223,13 +223,15 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
         assert error.value.rank == 1
 
 
-# What strangers and impostors find at a reception.
+# What strangers and impostors find at a listener.
 
 
-def _call(fabric: Fabric, introduction: Introduction, secret: bytes = SECRET) -> None:
+def _call(
+    fabric: MeshFactory, introduction: HandshakeRequest, secret: bytes = SECRET
+) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect("\0" + fabric.reception.door)
-        handshake.introduce(sock, secret, introduction)
+        sock.connect("\0" + fabric.listener.unix_name)
+        handshake.authenticate(sock, secret, introduction)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_false_claims_are_refused(
 ) -> None:
     ranks = world((0, 0))
     with pytest.raises(AuthenticationError):
-        _call(ranks.fabrics[0], Introduction(JOB, purpose, caller, callee))
+        _call(ranks.fabrics[0], HandshakeRequest(JOB, purpose, caller, callee))
     ranks.build()
 
 
@@ -258,8 +260,10 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
     futures = ranks.start(0, [0, 1], [0], control=True)
     for _ in range(3):
         with pytest.raises(AuthenticationError):
-            _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0), b"w" * 32)
-        where = ranks.fabrics[0].reception.addresses[0].split(":")
+            _call(
+                ranks.fabrics[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0), b"w" * 32
+            )
+        where = ranks.fabrics[0].listener.addresses[0].split(":")
         with socket.create_connection((where[0], int(where[1]))) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
     futures += ranks.start(0, [0, 1], [1], control=True)
@@ -271,15 +275,15 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
 
 def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
     ranks = world((0, 0))
-    reception = ranks.fabrics[0].reception
+    listener = ranks.fabrics[0].listener
     for comm in (9, 9, 9, 10):  # once the last has come in, the others have
-        _call(ranks.fabrics[0], Introduction(JOB, Purpose.DATA, 1, 0, comm=comm))
-    key = Key(0, 9, Purpose.DATA, 0, 1)
-    arrival = reception.take(key, LONG)
-    assert arrival is not None
-    arrival.sock.close()
-    assert reception.take(key, 0.05) is None
-    assert not reception.holds(key)
+        _call(ranks.fabrics[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0, comm=comm))
+    key = ConnectionKey(0, 9, Purpose.DATA, 0, 1)
+    accepted = listener.accept(key, LONG)
+    assert accepted is not None
+    accepted.sock.close()
+    assert listener.accept(key, 0.05) is None
+    assert not listener.has(key)
 
 
 # With processes.
@@ -287,19 +291,20 @@ def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
 WORKER = """
 import sys, time
 from ringjax.config import Config
-from ringjax.links.mesh import Fabric
-from ringjax.control.listener import Reception
-from ringjax.membership.client import Ticket, join
+from ringjax.links.mesh import MeshFactory
+from ringjax.control.listener import LinkListener
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 rank, where = int(sys.argv[1]), sys.argv[2]
 secret, job = b"s" * 32, sys.argv[4]
-reception = Reception(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print,
+listener = LinkListener(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log=print,
                       failed=print)
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
-         "door": reception.door, "addresses": ",".join(reception.addresses)}
-client = join(Ticket(where, secret, job), rank, hello, 40)
-fabric = Fabric(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
+         "door": listener.unix_name, "addresses": ",".join(listener.addresses)}
+client = join(JobCredentials(where, secret, job), rank, hello, 40)
+fabric = MeshFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
-                reception=reception, session=client, shm_bytes=lambda ring: 2 * ring,
+                listener=listener, session=client, shm_bytes=lambda ring: 2 * ring,
                 segment_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
 mesh = fabric.build(0, [0, 1], "world", control=True)

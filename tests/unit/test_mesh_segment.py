@@ -12,7 +12,7 @@ from support.mesh_ranks import Ranks, world
 
 from ringjax import _native
 from ringjax.links import shared_memory, sizes
-from ringjax.links.mesh import Mesh
+from ringjax.links.mesh import LinkDescriptors
 
 __all__ = ["world"]  # a fixture
 
@@ -22,7 +22,7 @@ def inode(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def segments(meshes: Sequence[Mesh]) -> list[tuple[int, int, list[int]]]:
+def segments(meshes: Sequence[LinkDescriptors]) -> list[tuple[int, int, list[int]]]:
     found = [mesh.segment for mesh in meshes]
     assert None not in found
     return [segment for segment in found if segment is not None]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ringjax.control import objects
-from ringjax.control.sealing import Seal
+from ringjax.control.sealed_messages import ObjectSeal
 
 KEY = b"of the job"
-SEAL = Seal(KEY, "broadcast_object")
+SEAL = ObjectSeal(KEY, "broadcast_object")
 ARRAYS = hnp.arrays(
     st.sampled_from(
         [np.dtype(d) for d in ("?", "i1", "<u8", ">i4", "<f2", "f8", "c16")]
@@ -240,7 +240,7 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_a_message_announces_its_room_and_fits_into_it() -> None:
     for length in (0, 1, 63, 64, 65, 1000):
-        message = objects.Message(False, bytes(length))
+        message = objects.ObjectMessage(False, bytes(length))
         room = objects.room(message.head())
         assert len(message.body()) == room >= max(length, 64)
         assert room & (room - 1) == 0
@@ -249,7 +249,7 @@ def test_a_message_announces_its_room_and_fits_into_it() -> None:
 
 
 def test_a_reason_travels_instead_of_what_cannot_be_sent() -> None:
-    message = objects.Message.of(object(), SEAL, allow_pickle=False)
+    message = objects.ObjectMessage.of(object(), SEAL, allow_pickle=False)
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(TypeError, match="the object is a builtins.object"):
         objects.opened(head, body, SEAL, allow_pickle=False)
@@ -267,7 +267,7 @@ class Burglar:
 def test_what_is_not_genuine_is_not_looked_at(
     value: Any, forger: tuple[bytes, str]
 ) -> None:
-    message = objects.Message.of(value, Seal(*forger), allow_pickle=True)
+    message = objects.ObjectMessage.of(value, ObjectSeal(*forger), allow_pickle=True)
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(ValueError, match="altered on its way"):
         objects.opened(head, body, SEAL, allow_pickle=True)
@@ -275,7 +275,7 @@ def test_what_is_not_genuine_is_not_looked_at(
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_no_byte_can_be_altered(place: int, by: int) -> None:
-    message = objects.Message.of({"w": np.arange(5)}, SEAL, allow_pickle=True)
+    message = objects.ObjectMessage.of({"w": np.arange(5)}, SEAL, allow_pickle=True)
     data = bytearray(message.data)
     data[place % len(data)] ^= by
     with pytest.raises(ValueError, match="altered on its way"):

@@ -27,8 +27,9 @@ from support.waiting import LONG, until
 from ringjax.config import Config
 from ringjax.control import temporary
 from ringjax.errors import LaunchError, StartupError
-from ringjax.membership import rendezvous_lookup
-from ringjax.membership.client import Ticket, join
+from ringjax.membership import job_credentials
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 from ringjax.run import job, run
 from ringjax.world import record
 
@@ -200,11 +201,11 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert temporary.folder() in ("/dev/shm", "")
     monkeypatch.setattr(temporary, "_MEMORY", "/nonexistent")
-    assert temporary.folder() == rendezvous_lookup._of_session() == ""
+    assert temporary.folder() == job_credentials._runtime_folder() == ""
     monkeypatch.setattr(record._native, "Recorder", lambda *given: given)
     assert record.recorder(Config(), "rank 0", "0123456789abcdef")[2] == ""
     with pytest.raises(StartupError, match="set TMPDIR, or MASTER_ADDR"):
-        rendezvous_lookup.private_folder()
+        job_credentials.private_folder()
 
 
 @pytest.mark.parametrize("what", ["absent", "a stranger's", "own"])
@@ -220,14 +221,14 @@ def test_a_runtime_folder(
         stranger = os.stat_result((*found[:4], found.st_uid + 1, *found[5:]))
         before = os.stat
         monkeypatch.setattr(
-            rendezvous_lookup.os,
+            job_credentials.os,
             "stat",
             lambda p: stranger if p == str(place) else before(p),
         )
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     wanted = str(place) if what == "own" else tempfile.gettempdir()
-    assert rendezvous_lookup._of_session() == wanted
-    assert rendezvous_lookup.private_folder() == f"{wanted}/ringjax-{os.geteuid()}"
+    assert job_credentials._runtime_folder() == wanted
+    assert job_credentials.private_folder() == f"{wanted}/ringjax-{os.geteuid()}"
     mode = os.stat(f"{wanted}/ringjax-{os.geteuid()}").st_mode
     assert stat.S_IMODE(mode) == 0o700
 
@@ -319,7 +320,7 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(
     monkeypatch.setattr(socket, "create_connection", connect)
     hello = {"size": 1}
     with pytest.raises(StartupError, match="ip link set lo up"):
-        join(Ticket("127.0.0.1:4000", bytes(32), "00" * 8), 0, hello, LONG)
+        join(JobCredentials("127.0.0.1:4000", bytes(32), "00" * 8), 0, hello, LONG)
     assert len(tried) == 1  # and not again and again, until the start timeout
     with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
-        join(Ticket("192.0.2.1:4000", bytes(32), "00" * 8), 0, hello, 0.1)
+        join(JobCredentials("192.0.2.1:4000", bytes(32), "00" * 8), 0, hello, 0.1)

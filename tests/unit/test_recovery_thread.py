@@ -15,22 +15,22 @@ from support.waiting import LONG, until
 from ringjax import errors
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError, Unreachable
-from ringjax.membership.orders import (
-    Dismissed,
-    Fenced,
-    Members,
-    Order,
+from ringjax.membership.directives import (
+    Directive,
+    Dismiss,
+    EpochDirective,
+    Fence,
+    ResizePending,
     Revoke,
-    Stopped,
-    Update,
+    Stop,
 )
 from ringjax.world.coordinates import Standing
 from ringjax.world.recovery import Recovery
 
 
-def members(epoch: int, size: int = 3, kind: str = "repair") -> Members:
+def members(epoch: int, size: int = 3, kind: str = "repair") -> EpochDirective:
     everybody = tuple(Member(r, "", {}, r) for r in range(size))
-    return Members(epoch, kind, everybody, 0, tuple(range(size)), {}, {}, 1, {})
+    return EpochDirective(epoch, kind, everybody, 0, tuple(range(size)), {}, {}, 1, {})
 
 
 class Line:
@@ -38,17 +38,17 @@ class Line:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._orders: list[Order] = []
+        self._orders: list[Directive] = []
         self.said: list[tuple[Any, ...]] = []
 
-    def hear(self, *orders: Order) -> None:
+    def hear(self, *orders: Directive) -> None:
         self._orders += orders
         os.eventfd_write(self._fd, 1)
 
     def fileno(self) -> int:
         return self._fd
 
-    def poll(self) -> list[Order]:
+    def poll(self) -> list[Directive]:
         found, self._orders = self._orders, []
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
@@ -60,7 +60,7 @@ class Line:
     def suspect(self, epoch: int, rank: int, text: str) -> None:
         self.said.append(("suspect", epoch, rank, text))
 
-    def leaving(self) -> None:
+    def request_leave(self) -> None:
         self.said.append(("leaving",))
 
     def report_failure(self, text: str) -> None:
@@ -99,14 +99,14 @@ class World:
     def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
         return {}, 1, False
 
-    def link(self, heard: Sequence[Members], watch: Any) -> Any:
+    def link(self, heard: Sequence[EpochDirective], watch: Any) -> Any:
         self.linking(watch)
         return Epoch(heard[-1].epoch)
 
-    def complete(self, members: Members) -> None:
+    def complete(self, members: EpochDirective) -> None:
         self.completing()
 
-    def install(self, epoch: Any, heard: Sequence[Members]) -> None:
+    def install(self, epoch: Any, heard: Sequence[EpochDirective]) -> None:
         self.heard = [m.epoch for m in heard]
         self.present = epoch
         self.story.append(("install", epoch.number))
@@ -192,7 +192,7 @@ def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> No
     def linking(watch: Any) -> None:
         began.set()
         while True:  # as links/mesh.py does
-            watch.gone()
+            watch.departed_ranks()
             time.sleep(0.002)
 
     stage.world.linking = linking
@@ -229,7 +229,9 @@ def test_a_link_that_breaks_waits_for_what_the_coordinator_says(stage: Stage) ->
 
 
 def test_the_end_comes_in_three_kinds(stage: Stage) -> None:
-    stage.line.hear(Update(3, 1, 0), Dismissed("bye"), Fenced("silent"), Stopped("few"))
+    stage.line.hear(
+        ResizePending(3, 1, 0), Dismiss("bye"), Fence("silent"), Stop("few")
+    )
     until(lambda: len(stage.world.story) >= 6)
     update, bye, fenced, stopped = stage.world.story[2:]
     assert (update, bye) == (("update", 3), ("dismissed", "bye"))

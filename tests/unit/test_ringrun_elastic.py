@@ -83,7 +83,7 @@ def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
     job = start(3, RUN)
     job.wait_for(0, "epoch 0 start")
     job.kill(2, signal.SIGTERM)
-    job.wait_for(2, "Dismissed")
+    job.wait_for(2, "Dismiss")
     job.wait_for(0, "resize: 0/2")
     wait_for(job, "has left")
     assert finish(job, folder) == 0
@@ -115,7 +115,7 @@ def test_ringrun_is_asked_to_have_all_leave(
         job.wait_for(rank, "epoch 0 start")
     os.kill(job.pid, number)
     assert job.wait() == 143
-    assert all("Dismissed" in job.output(rank) for rank in range(3))
+    assert all("Dismiss" in job.output(rank) for rank in range(3))
     ends = {signal.SIGTERM: "ended by SIGTERM"}
     assert said(job)[-1] == ends.get(number, "every rank has left, as it was asked to")
 

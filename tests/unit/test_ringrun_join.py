@@ -13,7 +13,8 @@ JOIN = """
 import os, select, signal, sys, time
 from pathlib import Path
 from ringjax.config import Config
-from ringjax.membership.client import Ticket, join
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 config = Config.from_env()
 rank = config.rank
@@ -21,7 +22,8 @@ rank = config.rank
 def enter():
     hello, limit = {"size": config.size}, config.start_timeout
     secret = bytes.fromhex(config.secret)
-    return join(Ticket(config.rendezvous, secret, config.job), rank, hello, limit)
+    credentials = JobCredentials(config.rendezvous, secret, config.job)
+    return join(credentials, rank, hello, limit)
 
 """
 
@@ -35,7 +37,7 @@ if rank == 1:
     client.report_failure("ValueError: boom")
     select.select([other], [], [])  # slow to leave
     os._exit(5)
-while 1 not in client.gone():
+while 1 not in client.departed_ranks():
     time.sleep(0.01)
 sys.exit("PeerLost: rank 1 failed: ValueError: boom")
 """

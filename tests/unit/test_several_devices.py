@@ -46,7 +46,7 @@ class Home:
     def disconnect(self, number: int) -> None:
         self.controls = [x for x in self.controls if x[0] != number]
 
-    def gone(self) -> dict[int, str]:
+    def departed_ranks(self) -> dict[int, str]:
         return {}
 
     def log(self, level: str, text: str) -> None:

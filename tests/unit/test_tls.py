@@ -21,14 +21,16 @@ from support.launch import environment
 from support.waiting import LONG, until
 
 from ringjax.control import addresses, handshake, tls
-from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.tls import Layer, Offer, supported
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.tls import TlsEndpoint, TlsOffer, supported
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.membership.client import CoordinatorClient, Ticket, join
+from ringjax.membership.client import CoordinatorClient
 from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-HELLO = Introduction(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
+HELLO = HandshakeRequest(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
 TOKEN = "a sentence that nobody else may read"
 SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
 
@@ -37,18 +39,24 @@ SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
 
 @pytest.mark.parametrize(
     ("mine", "theirs"),
-    [(Offer.NONE, Offer.NONE), (Offer.ABLE, Offer.NONE), (Offer.NONE, Offer.ABLE)],
+    [
+        (TlsOffer.NONE, TlsOffer.NONE),
+        (TlsOffer.ABLE, TlsOffer.NONE),
+        (TlsOffer.NONE, TlsOffer.ABLE),
+    ],
 )
-def test_without_one_of_both_it_stays_in_the_clear(mine: Offer, theirs: Offer) -> None:
+def test_without_one_of_both_it_stays_in_the_clear(
+    mine: TlsOffer, theirs: TlsOffer
+) -> None:
     one, other = converse(SECRET, HELLO, mine, theirs)
     assert one.layer is other.layer is None
     assert other.opener().feed(one.sealer().seal({"a": 1})) == [{"a": 1}]
 
 
 @needs_tls
-@pytest.mark.parametrize("mine", [Offer.ABLE, Offer.REQUIRED])
-@pytest.mark.parametrize("theirs", [Offer.ABLE, Offer.REQUIRED])
-def test_two_that_can_do(mine: Offer, theirs: Offer) -> None:
+@pytest.mark.parametrize("mine", [TlsOffer.ABLE, TlsOffer.REQUIRED])
+@pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
+def test_two_that_can_do(mine: TlsOffer, theirs: TlsOffer) -> None:
     one, other = converse(SECRET, HELLO, mine, theirs)
     assert one.layer is not None and other.layer is not None
     assert one.layer.cipher == other.layer.cipher
@@ -60,18 +68,21 @@ def test_two_that_can_do(mine: Offer, theirs: Offer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs"), [(Offer.REQUIRED, Offer.NONE), (Offer.NONE, Offer.REQUIRED)]
+    ("mine", "theirs"),
+    [(TlsOffer.REQUIRED, TlsOffer.NONE), (TlsOffer.NONE, TlsOffer.REQUIRED)],
 )
-def test_who_requires_it_refuses_and_both_say_why(mine: Offer, theirs: Offer) -> None:
-    caller = handshake.call(SECRET, replace(HELLO, tls=mine))
-    callee = handshake.answer(SECRET, JOB, lambda introduction: "", theirs)
+def test_who_requires_it_refuses_and_both_say_why(
+    mine: TlsOffer, theirs: TlsOffer
+) -> None:
+    caller = handshake.caller_steps(SECRET, replace(HELLO, tls=mine))
+    callee = handshake.callee_steps(SECRET, JOB, lambda introduction: "", theirs)
     next(callee)
     challenge, _ = callee.send(next(caller)[0])
     proof, wants = caller.send(challenge)
     assert not wants  # it says no more, but the callee can believe it
     text = {
-        Offer.REQUIRED: "has no TLS, and here RINGJAX_TLS=required",
-        Offer.NONE: "requires TLS .RINGJAX_TLS=required., which this end does not have",
+        TlsOffer.REQUIRED: "has no TLS, and here RINGJAX_TLS=required",
+        TlsOffer.NONE: "requires TLS .RINGJAX_TLS=required., which this end does not",
     }
     with pytest.raises(AuthenticationError, match=text[mine]):
         caller.send(b"")
@@ -81,23 +92,27 @@ def test_who_requires_it_refuses_and_both_say_why(mine: Offer, theirs: Offer) ->
 
 @pytest.mark.parametrize("flag", [0, 2, 3, 255])
 def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
-    def callee() -> handshake._Steps:
-        steps = handshake.answer(SECRET, JOB, lambda introduction: "", Offer.ABLE)
+    def callee() -> handshake.HandshakeSteps:
+        steps = handshake.callee_steps(
+            SECRET, JOB, lambda introduction: "", TlsOffer.ABLE
+        )
         next(steps)
         return steps
 
-    said = bytearray(next(handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE)))[0])
+    said = bytearray(
+        next(handshake.caller_steps(SECRET, replace(HELLO, tls=TlsOffer.ABLE)))[0]
+    )
     where = 17
-    assert said[where] == Offer.ABLE
+    assert said[where] == TlsOffer.ABLE
     said[where] = flag
-    caller = handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE))
+    caller = handshake.caller_steps(SECRET, replace(HELLO, tls=TlsOffer.ABLE))
     next(caller)
     with pytest.raises(AuthenticationError):  # the caller, as it had said otherwise
         caller.send(callee().send(bytes(said))[0])
-    caller = handshake.call(SECRET, replace(HELLO, tls=Offer.ABLE))
+    caller = handshake.caller_steps(SECRET, replace(HELLO, tls=TlsOffer.ABLE))
     answer = bytearray(callee().send(next(caller)[0])[0])
     where = 32
-    assert answer[where] == Offer.ABLE
+    assert answer[where] == TlsOffer.ABLE
     answer[where] = flag
     with pytest.raises(AuthenticationError, match="does not know this job's secret"):
         caller.send(bytes(answer))
@@ -105,11 +120,16 @@ def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
 
 def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ssl, "HAS_PSK", raising=False)
-    assert (tls.offer("auto"), tls.offer("off")) == (Offer.NONE, Offer.NONE)
+    assert (tls.offer_for("auto"), tls.offer_for("off")) == (
+        TlsOffer.NONE,
+        TlsOffer.NONE,
+    )
     for start in (
-        lambda: tls.offer("required"),
+        lambda: tls.offer_for("required"),
         lambda: Coordinator(SECRET, JOB, np=1, tls="required"),
-        lambda: join(Ticket("127.0.0.1:1", SECRET, JOB), 0, {}, 1, tls="required"),
+        lambda: join(
+            JobCredentials("127.0.0.1:1", SECRET, JOB), 0, {}, 1, tls="required"
+        ),
     ):
         with pytest.raises(StartupError, match="RINGJAX_TLS is 'required', but this"):
             start()
@@ -117,7 +137,10 @@ def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_tls
 def test_keys_that_differ() -> None:
-    client, server = Layer(b"a" * 32, server=False), Layer(b"b" * 32, server=True)
+    client, server = (
+        TlsEndpoint(b"a" * 32, server=False),
+        TlsEndpoint(b"b" * 32, server=True),
+    )
     calling, answering = client.handshake(), server.handshake()
     hello, _ = next(calling)
     next(answering)
@@ -129,7 +152,7 @@ def test_keys_that_differ() -> None:
 @needs_tls
 @pytest.mark.parametrize("head", [b"\x16\x03\x03\xff\xff", b"\x16\x03\x03\0\0"])
 def test_an_announced_length_is_not_believed(head: bytes) -> None:
-    steps = Layer(b"a" * 32, server=True).handshake()
+    steps = TlsEndpoint(b"a" * 32, server=True).handshake()
     next(steps)
     with pytest.raises(AuthenticationError, match="announces a TLS record of"):
         steps.send(head)
@@ -137,7 +160,7 @@ def test_an_announced_length_is_not_believed(head: bytes) -> None:
 
 @needs_tls
 def test_one_thread_may_send_while_another_receives() -> None:
-    one, other = converse(SECRET, HELLO, Offer.ABLE, Offer.ABLE)
+    one, other = converse(SECRET, HELLO, TlsOffer.ABLE, TlsOffer.ABLE)
     sealer, opener, back = one.sealer(), other.opener(), other.sealer()
     stream = b"".join(back.seal({"n": n}) for n in range(300))
     reading, found = one.opener(), []
@@ -173,7 +196,7 @@ def meet(
 ) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": TOKEN}
     where = addresses.show(*proxy.address)
-    return join(Ticket(where, SECRET, JOB), 0, hello, seconds, tls=setting)
+    return join(JobCredentials(where, SECRET, JOB), 0, hello, seconds, tls=setting)
 
 
 def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
@@ -248,7 +271,9 @@ def test_a_server_and_a_rank_of_other_opinions(
     server, log = town
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
-        join(Ticket(server.addresses[0], SECRET, JOB), 0, hello, LONG, tls=other)
+        join(
+            JobCredentials(server.addresses[0], SECRET, JOB), 0, hello, LONG, tls=other
+        )
     until(lambda: log)
     assert "RINGJAX_TLS=required" in log[0]
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from support.launch import ROOT, environment
 from support.waiting import LONG
 
-from ringjax.control.waiting import readable
+from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import Row, View
 from ringjax.top import cli, screen, table
@@ -350,6 +350,6 @@ def _on_its_terminal() -> None:
 def _shown(terminal: int, wanted: bytes) -> bytes:
     text = b""
     while wanted not in text:
-        assert readable(terminal, LONG), text
+        assert wait_readable(terminal, LONG), text
         text += os.read(terminal, 1 << 16)
     return text

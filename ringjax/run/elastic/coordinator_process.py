@@ -24,7 +24,7 @@ from typing import Any
 from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
-from ringjax.control.tls import offer
+from ringjax.control.tls import offer_for
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import LivenessProbe
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
@@ -63,7 +63,7 @@ class CoordinatorProcess:
         note: Callable[[str], None],
         **numbers: Any,
     ) -> None:
-        offer(str(numbers.get("tls", "auto")))  # before there is a process to fail
+        offer_for(str(numbers.get("tls", "auto")))  # before there is a process to fail
         self._note = note
         # One that was there before may be about to end.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)

@@ -24,14 +24,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from ringjax.control import open_files
-from ringjax.control.waiting import readable
+from ringjax.control.polling import wait_readable
 from ringjax.run import environ
 from ringjax.run.hosts import processes, profile_files
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 from ringjax.run.hosts.telemetry_relay import TelemetryRelay
 
 if TYPE_CHECKING:
-    from ringjax.control.sealing import Keys
+    from ringjax.control.sealed_messages import SessionKeys
 
 _CHUNK = 1 << 16
 _BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
@@ -71,7 +71,9 @@ class Agent:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
 
-    def connect(self, reader: int, writer: int, keys: Keys | None = None) -> Channel:
+    def connect(
+        self, reader: int, writer: int, keys: SessionKeys | None = None
+    ) -> Channel:
         """From now on ringrun is at the other end; `keys` if it is a socket's."""
         channel = Channel(
             self._selector, reader, writer, self._obey, lambda: self._cut(), keys
@@ -198,7 +200,7 @@ class Agent:
         """The descriptors that ringrun has sent before this order."""
         while len(self._descriptors) < count:
             assert self._gifts is not None
-            readable(self._gifts)
+            wait_readable(self._gifts)
             self._receive()
         return [self._descriptors.popleft() for _ in range(count)]
 

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringjax.control import addresses
-from ringjax.control.connecting import watch
-from ringjax.control.handshake import Door, Introduction, Purpose, answer, turn
-from ringjax.control.sealing import Keys
-from ringjax.control.tls import offer
+from ringjax.control.acceptor import Acceptor, run_once
+from ringjax.control.connecting import enable_keepalive
+from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
+from ringjax.control.sealed_messages import SessionKeys
+from ringjax.control.tls import offer_for
 from ringjax.run.hosts.agent_handle import AgentHandle
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Channel, Message
@@ -85,11 +86,11 @@ class AgentListener:
         self._guests: dict[str, _Connection] = {}  # by host
         self._slots: dict[str, int] = {}  # of those that do not leave
         self._selector = selectors.EpollSelector()
-        offered = offer(spec.tls)
-        self._door = Door(
+        offered = offer_for(spec.tls)
+        self._acceptor = Acceptor(
             addresses.listen_on(listening.addresses, listening.port, _TAKEN),
             self._selector,
-            lambda sock: answer(
+            lambda sock: callee_steps(
                 listening.secret, listening.job, self._accepts, offered
             ),
             self._admit,
@@ -106,7 +107,7 @@ class AgentListener:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self._door.sweep()
+        self._acceptor.expire()
         for guest in list(self._guests.values()):
             if now - guest.gone > self._listening.silence:
                 self._lose(guest)
@@ -118,22 +119,26 @@ class AgentListener:
     def close(self) -> None:
         """Takes nobody any more; who is here stays."""
         self._selector.close()
-        self._door.close()
+        self._acceptor.close()
 
     def _turn(self) -> None:
-        turn(self._selector, 0.0, self._door.fault)
+        run_once(self._selector, 0.0, self._acceptor.on_error)
 
     @staticmethod
-    def _accepts(introduction: Introduction) -> str:
+    def _accepts(introduction: HandshakeRequest) -> str:
         if introduction.purpose == Purpose.AGENT:
             return ""
         return "is no agent: ranks have an address of their own"
 
     def _admit(
-        self, sock: socket.socket, where: str, introduction: Introduction, keys: Keys
+        self,
+        sock: socket.socket,
+        where: str,
+        introduction: HandshakeRequest,
+        keys: SessionKeys,
     ) -> None:
         del introduction
-        watch(sock, self._listening.silence)
+        enable_keepalive(sock, self._listening.silence)
         guest = _Connection(where)
         descriptor = sock.detach()
         guest.channel = Channel(

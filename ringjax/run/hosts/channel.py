@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ringjax.control.waiting import writable
+from ringjax.control.polling import wait_writable
 from ringjax.errors import AuthenticationError
 
 if TYPE_CHECKING:
-    from ringjax.control.sealing import Keys
+    from ringjax.control.sealed_messages import SessionKeys
 
 Message = dict[str, Any]
 _CHUNK = 1 << 20
@@ -72,7 +72,7 @@ class Channel:
         writer: int,
         on_message: Callable[[Message], None],
         on_close: Callable[[], None],
-        keys: Keys | None = None,
+        keys: SessionKeys | None = None,
     ) -> None:
         self._selector = selector
         self._reader = reader
@@ -118,7 +118,7 @@ class Channel:
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
-            if left <= 0 or not writable(self._writer, left):
+            if left <= 0 or not wait_writable(self._writer, left):
                 return
             self._write()
 

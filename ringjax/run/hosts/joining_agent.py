@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ringjax import stderr
-from ringjax.control.connecting import SERVER_RANK, reach, watch
-from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.sealing import Keys
-from ringjax.control.tls import offer
-from ringjax.control.waiting import writable
+from ringjax.control.connecting import SERVER_RANK, connect_to_server, enable_keepalive
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.polling import wait_writable
+from ringjax.control.sealed_messages import SessionKeys
+from ringjax.control.tls import offer_for
 from ringjax.errors import AuthenticationError
 from ringjax.run.hosts import processes
 from ringjax.run.hosts.agent import Agent
@@ -79,7 +79,7 @@ class JoiningAgent(Agent):
         self._ended: dict[int, int] = {}  # ranks of here -> their exit codes
         self._seats: dict[int, int] = {}  # all of them -> their local rank
         self._leaving = self._bye = False
-        self._found: tuple[socket.socket, Keys, str] | None = None
+        self._found: tuple[socket.socket, SessionKeys, str] | None = None
         self._failure = ""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._bell, selectors.EVENT_READ, self._answered)
@@ -101,14 +101,14 @@ class JoiningAgent(Agent):
 
     def _look(self, pause: float) -> None:
         calling = self._calling
-        tls = offer(calling.tls)
-        who = Introduction(calling.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
+        tls = offer_for(calling.tls)
+        who = HandshakeRequest(calling.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
         say = time.monotonic() + _SOON
         while True:
             time.sleep(pause)  # nobody is there who could tell when to call again
             pause = min(2 * pause or 0.02, _PAUSE)
             try:
-                self._found = reach(
+                self._found = connect_to_server(
                     calling.address, calling.secret, who, self._deadline, "ringrun"
                 )
                 break
@@ -136,7 +136,7 @@ class JoiningAgent(Agent):
         if self._found is None:
             self._give_up(self._failure)
         sock, keys, _ = self._found
-        watch(sock, self._calling.silence)
+        enable_keepalive(sock, self._calling.silence)
         descriptor = sock.detach()
         self.connect(descriptor, os.dup(descriptor), keys).send(self._hello())
 
@@ -247,7 +247,7 @@ class JoiningAgent(Agent):
         descriptor = 2 if stream == "stderr" else 1
         with contextlib.suppress(OSError):
             while data:
-                writable(descriptor)
+                wait_writable(descriptor)
                 data = data[os.write(descriptor, data) :]
 
     # How it ends.

@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringjax.control import addresses as address
-from ringjax.control.connecting import SERVER_RANK, reach
-from ringjax.control.handshake import Introduction, Purpose
-from ringjax.control.server import Seat, Service
-from ringjax.control.tls import offer
+from ringjax.control.connecting import SERVER_RANK, connect_to_server
+from ringjax.control.handshake import HandshakeRequest, Purpose
+from ringjax.control.server import JobServer, ServerSession
+from ringjax.control.tls import offer_for
 from ringjax.errors import StartupError
 
 ServiceAddresses = Mapping[str, Sequence[tuple[str, int]]]
 
 
-class ComputeService(Service):
+class ComputeService(JobServer):
     """Remembers what has been registered, and answers when what is asked for is there.
 
     Args:
@@ -59,7 +59,7 @@ class ComputeService(Service):
         self._where: dict[int, str] = {}
         self._workers: dict[int, set[int]] = {}
         self._over = False
-        self._waiting: list[tuple[Seat, str, int]] = []
+        self._waiting: list[tuple[ServerSession, str, int]] = []
         hosts = address.of_interfaces() if hosts is None else hosts
         super().__init__(key, derive_job_id(key), hosts=hosts, port=0, log=None)
         self.start()
@@ -73,41 +73,41 @@ class ComputeService(Service):
         """Ends it, and with it all who wait for its end."""
         self.close()
 
-    def refuses(self, caller: int) -> str:
+    def refusal_of(self, caller: int) -> str:
         """Whoever knows the key may come."""
         return ""
 
-    def on_message(self, seat: Seat, message: dict[str, Any]) -> None:
+    def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
         """Notes what is told, and answers what can be answered now."""
         ask, number = str(message.get("ask")), message.get("dispatcher", 0)
         if not isinstance(number, int) or not 0 <= number < self._dispatchers:
             text = f"there is no dispatcher {number!r}, there are {self._dispatchers}"
-            seat.send({"error": text}, last=True)
+            session.send({"error": text}, last=True)
             return
         if ask == "dispatcher is":
             known = self._where.setdefault(number, str(message["where"]))
             if known != message["where"]:
                 text = f"dispatcher {number} is registered already, as {known}"
-                seat.send({"error": text}, last=True)
+                session.send({"error": text}, last=True)
                 return
         elif ask == "worker is":
             self._workers.setdefault(number, set()).add(int(message["worker"]))
         elif ask == "shut down":
             self._over = True
-        self._waiting.append((seat, ask, number))
+        self._waiting.append((session, ask, number))
         self._answer()
 
-    def on_lost(self, seat: Seat, why: str) -> None:
+    def on_lost(self, session: ServerSession, why: str) -> None:
         """It waits no more."""
-        self._waiting = [one for one in self._waiting if one[0] is not seat]
+        self._waiting = [one for one in self._waiting if one[0] is not session]
 
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for seat, ask, number in waiting:
+        for session, ask, number in waiting:
             if self._is_so(ask, number):
-                seat.send({"where": self._where.get(number, "")}, last=True)
+                session.send({"where": self._where.get(number, "")}, last=True)
             else:
-                self._waiting.append((seat, ask, number))
+                self._waiting.append((session, ask, number))
 
     def _is_so(self, ask: str, number: int) -> bool:
         if ask == "dispatcher":
@@ -184,15 +184,15 @@ class ComputeClient:
         self, ask: str, dispatcher: int, timeout: float, **more: Any
     ) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        caller = Introduction(
+        caller = HandshakeRequest(
             derive_job_id(self._key),
             Purpose.RENDEZVOUS,
             0,
             SERVER_RANK,
-            tls=offer("auto"),
+            tls=offer_for("auto"),
         )
         reached = max(deadline, time.monotonic() + 5.0)
-        sock, keys, where = reach(
+        sock, keys, where = connect_to_server(
             self._addresses, self._key, caller, reached, ComputeService.name
         )
         with sock:

@@ -1,4 +1,4 @@
-"""Meeting without ringrun: the notice of rank 0, stale notices, ports, secrets."""
+"""JoinedJob without ringrun: the notice of rank 0, stale notices, ports, secrets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from support.waiting import LONG
 
 from ringjax.config import Config
 from ringjax.control import addresses
-from ringjax.control.launch_environment import Place
+from ringjax.control.launch_environment import LaunchInfo
 from ringjax.errors import StartupError
-from ringjax.membership import rendezvous_lookup
-from ringjax.membership.rendezvous_lookup import Meeting, attend
+from ringjax.membership import rendezvous_discovery
+from ringjax.membership.job_credentials import (
+    CredentialsFile,
+    JobCredentials,
+    derive_job_id,
+)
+from ringjax.membership.joined_job import JoinedJob, join
+from ringjax.membership.rendezvous_discovery import join_job
 
 SECRET = "5e" * 32
 
@@ -29,32 +35,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"ringjax-{os.geteuid()}"
 
 
-def here(rank: int, size: int = 2, identity: str = "test 1") -> Place:
-    return Place(rank, size, "a test", one_host=True, identity=identity)
+def here(rank: int, size: int = 2, identity: str = "test 1") -> LaunchInfo:
+    return LaunchInfo(rank, size, "a test", single_host=True, identity=identity)
 
 
-def there(rank: int, size: int = 2, **more: Any) -> Place:
-    place = {"identity": "test 2", "first_host": "127.0.0.1"} | more
-    return Place(rank, size, "a test", **place)
+def there(rank: int, size: int = 2, **more: Any) -> LaunchInfo:
+    info = {"identity": "test 2", "rank0_host": "127.0.0.1"} | more
+    return LaunchInfo(rank, size, "a test", **info)
 
 
-def start(places: Sequence[Place], config: Config) -> list[Future[Meeting]]:
-    pool = ThreadPoolExecutor(len(places))
+def start(infos: Sequence[LaunchInfo], config: Config) -> list[Future[JoinedJob]]:
+    pool = ThreadPoolExecutor(len(infos))
     found = [
         pool.submit(
-            attend,
-            place,
+            join_job,
+            info,
             config,
-            {"rank": place.rank, "size": place.size},
+            {"rank": info.rank, "size": info.size},
             lambda secret, job: {"job": job},
         )
-        for place in places
+        for info in infos
     ]
     pool.shutdown(wait=False)
     return found
 
 
-def check(futures: Sequence[Future[Meeting]]) -> list[Meeting]:
+def check(futures: Sequence[Future[JoinedJob]]) -> list[JoinedJob]:
     meetings = [future.result() for future in futures]
     for found in meetings:
         assert [m.rank for m in found.client.members] == list(range(len(meetings)))
@@ -70,16 +76,16 @@ USUAL = Config(start_timeout=LONG)
 
 def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     (late,) = start([here(1)], USUAL)
-    time.sleep(0.1)  # it looks for the notice before there is one
-    place = here(0)
-    found = rendezvous_lookup.issue(place, USUAL, rendezvous_lookup.Notice(place))
-    ticket, coordinator = found
-    (notice,) = folder.iterdir()
-    assert stat.S_IMODE(notice.stat().st_mode) == 0o600
+    time.sleep(0.1)  # it looks for the file before there is one
+    info = here(0)
+    found = rendezvous_discovery.start_coordinator(info, USUAL, CredentialsFile(info))
+    credentials, coordinator = found
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert ticket.secret.hex() in notice.read_text()
-    assert ticket.addresses.startswith("127.0.0.1:")
-    first = rendezvous_lookup.join(ticket, 0, {"size": 2}, LONG)
+    assert credentials.secret.hex() in file.read_text()
+    assert credentials.addresses.startswith("127.0.0.1:")
+    first = join(credentials, 0, {"size": 2}, LONG)
     late.result().close()
     first.close()
     coordinator.close()
@@ -104,35 +110,35 @@ def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
 def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
     with addresses.listen("127.0.0.1") as dead:
         port = dead.getsockname()[1]
-    notice = Path(rendezvous_lookup.Notice(here(0)).path)
-    notice.write_text(text % (port, SECRET) if "%d" in text else text)
-    notice.chmod(0o600)
+    file = Path(CredentialsFile(here(0)).path)
+    file.write_text(text % (port, SECRET) if "%d" in text else text)
+    file.chmod(0o600)
     (late,) = start([here(1)], USUAL)
     time.sleep(0.1)
     check([*start([here(0)], USUAL), late])
 
 
 def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
-    ticket = rendezvous_lookup.Ticket("127.0.0.1:1", bytes(32), "0123456789abcdef")
-    notice = rendezvous_lookup.Notice(here(0))
-    notice.write(ticket)
-    assert notice.read() == ticket
-    os.chmod(notice.path, 0o622)
-    assert notice.read() is None
-    os.unlink(notice.path)
+    credentials = JobCredentials("127.0.0.1:1", bytes(32), "0123456789abcdef")
+    file = CredentialsFile(here(0))
+    file.write(credentials)
+    assert file.read() == credentials
+    os.chmod(file.path, 0o622)
+    assert file.read() is None
+    os.unlink(file.path)
     (folder / "elsewhere").write_text("{}")
-    os.symlink(folder / "elsewhere", notice.path)
-    assert notice.read() is None
+    os.symlink(folder / "elsewhere", file.path)
+    assert file.read() is None
 
 
 def test_a_folder_that_others_can_use_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        rendezvous_lookup.Notice(here(0))
+        CredentialsFile(here(0))
     folder.rmdir()
     folder.symlink_to(folder.parent)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        rendezvous_lookup.Notice(here(0))
+        CredentialsFile(here(0))
 
 
 def test_rank_0_never_appears(folder: Path) -> None:
@@ -154,8 +160,8 @@ def test_a_rank_that_never_appears_is_named_and_the_notice_goes(folder: Path) ->
 
 
 def test_two_jobs_at_the_same_time(folder: Path) -> None:
-    places = [here(rank, 2, name) for rank in (0, 1) for name in ("one", "two")]
-    futures = start(places, USUAL)
+    infos = [here(rank, 2, name) for rank in (0, 1) for name in ("one", "two")]
+    futures = start(infos, USUAL)
     assert check(futures[::2])[0].job != check(futures[1::2])[0].job
 
 
@@ -170,20 +176,28 @@ def settings(**more: Any) -> Config:
 def test_ranks_of_several_hosts_compute_the_port() -> None:
     found = check(start([there(rank, 3) for rank in (1, 0, 2)], settings()))
     assert found[0].secret == bytes.fromhex(SECRET)
-    assert found[0].job == rendezvous_lookup.job_of("test 2", 3)
+    assert found[0].job == derive_job_id("test 2", 3)
 
 
 def test_a_taken_port_is_passed_over() -> None:
-    places = [there(rank, identity="taken") for rank in (0, 1)]
-    port = rendezvous_lookup._ports(places[0])[0]
+    infos = [there(rank, identity="taken") for rank in (0, 1)]
+    port = rendezvous_discovery._candidate_ports(infos[0])[0]
     with addresses.listen("127.0.0.1", port):
-        check(start(places, settings(start_timeout=10.0)))  # an eighth for each port
+        check(start(infos, settings(start_timeout=10.0)))  # an eighth for each port
 
 
 def test_the_engines_port_comes_first() -> None:
-    assert rendezvous_lookup._ports(there(0, ports=(4000,))) == [4000, 4001, 4002, 4003]
-    assert rendezvous_lookup._ports(there(0, ports=(65535,))) == [65535]
-    assert all(61000 <= port < 65536 for port in rendezvous_lookup._ports(there(0)))
+    assert rendezvous_discovery._candidate_ports(there(0, port=4000)) == [
+        4000,
+        4001,
+        4002,
+        4003,
+    ]
+    assert rendezvous_discovery._candidate_ports(there(0, port=65535)) == [65535]
+    assert all(
+        61000 <= port < 65536
+        for port in rendezvous_discovery._candidate_ports(there(0))
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -197,15 +211,15 @@ def test_without_a_secret_it_says_what_to_set(rank: int) -> None:
 
 
 def test_without_the_host_of_rank_0_it_says_what_to_set() -> None:
-    (future,) = start([there(1, first_host="")], settings())
+    (future,) = start([there(1, rank0_host="")], settings())
     with pytest.raises(StartupError, match="set MASTER_ADDR to the name of its host"):
         future.result()
 
 
 def test_another_secret_is_refused_in_the_end() -> None:
-    places = [there(rank, identity="secrets") for rank in (0, 1)]
-    (zero,) = start(places[:1], settings(start_timeout=3.0))
-    (one,) = start(places[1:], settings(start_timeout=1.5, secret="ab" * 32))
+    infos = [there(rank, identity="secrets") for rank in (0, 1)]
+    (zero,) = start(infos[:1], settings(start_timeout=3.0))
+    (one,) = start(infos[1:], settings(start_timeout=1.5, secret="ab" * 32))
     with pytest.raises(StartupError, match="does not know this job's secret"):
         one.result()
     with pytest.raises(StartupError, match="rank 1 of 2 did not join"):

@@ -14,12 +14,12 @@ from ringjax.control.member import Member
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class EpochDirective:
     """An epoch: who belongs to it, and what becomes of the calls of the one before.
 
-    It voids every `Update` that came before it; a change that still waits is announced
-    again. A worker applies the verdicts of every `Members` that it gets, also if it
-    never came to install the epoch.
+    It voids every earlier `ResizePending`; a change that still waits is announced
+    again. A worker applies the decisions of every `EpochDirective` that it gets, even
+    if it never installed the epoch.
 
     Attributes:
         epoch: its number; they only grow, but not always by one.
@@ -91,7 +91,7 @@ class Revoke:
     """An epoch is over: stop its calls and `report`.
 
     It comes again, with more in `lost`, when further ranks are lost before the next
-    `Members`; one report is enough (another one replaces it).
+    `EpochDirective`; one report is enough (another one replaces it).
 
     Attributes:
         lost: ranks -> why; empty if all are alive and start again.
@@ -104,7 +104,7 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class ResizePending:
     """A change waits: the members agree at a commit on `number` and say `pause`."""
 
     number: int
@@ -113,7 +113,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissed:
+class Dismiss:
     """This worker belongs to the job no more, in good order: it asked for it, or the
     job has finished without needing it.
     """  # noqa: D205
@@ -122,30 +122,39 @@ class Dismissed:
 
 
 @dataclass(frozen=True, slots=True)
-class Fenced:
+class Fence:
     """This worker was declared lost, and must not go on."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class Stop:
     """The whole job ends without success, and why: too few ranks, no coordinator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class UserNotice:
     """Something a user may want to read while nothing happens."""
 
     text: str
 
 
-Order = Members | Welcome | Revoke | Update | Dismissed | Fenced | Stopped | Notice
+Directive = (
+    EpochDirective
+    | Welcome
+    | Revoke
+    | ResizePending
+    | Dismiss
+    | Fence
+    | Stop
+    | UserNotice
+)
 
 
-def read(message: Mapping[str, Any], worker: int) -> Order | None:
+def read(message: Mapping[str, Any], worker: int) -> Directive | None:
     """Takes an order from a message to `worker`.
 
     Returns:
@@ -153,7 +162,7 @@ def read(message: Mapping[str, Any], worker: int) -> Order | None:
 
     Example:
         >>> read({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)
-        Update(number=3, joining=1, leaving=0)
+        ResizePending(number=3, joining=1, leaving=0)
     """
     text = str(message.get("text", ""))
     match message.get("type"):
@@ -174,24 +183,24 @@ def read(message: Mapping[str, Any], worker: int) -> Order | None:
             return Revoke(int(message["epoch"]), lost, bool(message["restart"]))
         case "update":
             number, joining = int(message["number"]), int(message["joining"])
-            return Update(number, joining, int(message["leaving"]))
+            return ResizePending(number, joining, int(message["leaving"]))
         case "dismissed":
-            return Dismissed(text)
+            return Dismiss(text)
         case "fenced":
-            return Fenced(text)
+            return Fence(text)
         case "stopped":
-            return Stopped(text)
+            return Stop(text)
         case "notice":
-            return Notice(text)
+            return UserNotice(text)
     return None
 
 
-def _members(message: Mapping[str, Any], worker: int) -> Members:
+def _members(message: Mapping[str, Any], worker: int) -> EpochDirective:
     members = tuple(
         Member(int(m["rank"]), str(m["seen"]), dict(m["hello"]), int(m["worker"]))
         for m in message["members"]
     )
-    return Members(
+    return EpochDirective(
         epoch=int(message["epoch"]),
         kind=str(message["kind"]),
         members=members,

@@ -1,10 +1,10 @@
-"""What reports and accusations mean; the examples in verdicts.py say most of it."""
+"""Commit decisions; the examples in commit_decision.py say most of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from ringjax.membership.verdicts import Report, all_sets, culprit, decide
+from ringjax.membership.commit_decision import CommitReport, all_sets, culprit, decide
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def test_the_culprit(accusations: list[tuple[int, int]], lost: int | None) -> No
 @pytest.mark.parametrize("restart", [False, True])
 def test_what_is_finished(restart: bool) -> None:
     survivors = [
-        Report({"0": (5, 6, True), "7": (0, 0, True)}),
-        Report({"0": (5, 7, False)}),
+        CommitReport({"0": (5, 6, True), "7": (0, 0, True)}),
+        CommitReport({"0": (5, 7, False)}),
     ]
-    lost = Report({"0": (6, 6, True), "9": (3, 3, True)})
+    lost = CommitReport({"0": (6, 6, True), "9": (3, 3, True)})
     assert decide(survivors, [lost], restart) == {
         "0": (6, False),
         "7": (0, not restart),
@@ -37,5 +37,8 @@ def test_what_is_finished(restart: bool) -> None:
 
 
 def test_a_set_whose_ranks_are_all_lost_stays_known() -> None:
-    reports = [Report(sets={"2": (1,), "10": (0, 1)}, next_set=11), Report()]
+    reports = [
+        CommitReport(sets={"2": (1,), "10": (0, 1)}, next_set=11),
+        CommitReport(),
+    ]
     assert all_sets(reports, {0: 0, 2: 1}) == ({"2": [], "10": [0]}, 11)

@@ -2,7 +2,7 @@
 
 What flows on control connections after the handshake (handshake.py), which gives out
 the keys. The seal alone keeps anything altered, lost, replayed or made up from being
-believed; TLS (tls.py) keeps it from being read. `Seal` is for objects on the links.
+believed; TLS (tls.py) keeps it from being read. `ObjectSeal` is for objects on links.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringjax.control.tls import Layer
+from ringjax.control.tls import TlsEndpoint
 from ringjax.errors import AuthenticationError
 
-MOST_BYTES = 16 << 20  # of one sealed message
+MAX_BYTES = 16 << 20  # of one sealed message
 _MAC = 32
-Message = dict[str, Any] | bytes  # a JSON object, or what `encode` made of it
+JsonMessage = dict[str, Any] | bytes  # a JSON object, or what `encode` made of it
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class SessionKeys:
     """The keys for sealed messages after a handshake, one per direction.
 
     Attributes:
@@ -32,16 +32,16 @@ class Keys:
 
     send: bytes = b""
     receive: bytes = b""
-    layer: Layer | None = None
+    layer: TlsEndpoint | None = None
     link: bytes = field(default=b"", repr=False)
 
-    def sealer(self) -> Sealer:
+    def sealer(self) -> MessageSealer:
         """For what is sent from now on; there must be one only."""
-        return Sealer(self.send, self.layer)
+        return MessageSealer(self.send, self.layer)
 
-    def opener(self, most: int = MOST_BYTES) -> Opener:
+    def opener(self, most: int = MAX_BYTES) -> MessageOpener:
         """For what is received from now on; there must be one only."""
-        return Opener(self.receive, most, self.layer)
+        return MessageOpener(self.receive, most, self.layer)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -49,28 +49,28 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-class Sealer:
+class MessageSealer:
     """Packs JSON messages so that the other end notices any change, loss or replay."""
 
-    def __init__(self, key: bytes, layer: Layer | None = None) -> None:
+    def __init__(self, key: bytes, layer: TlsEndpoint | None = None) -> None:
         self._key, self._count, self._layer = key, 0, layer
 
-    def seal(self, message: Message) -> bytes:
+    def seal(self, message: JsonMessage) -> bytes:
         """Length (4 bytes), HMAC(key, counter, length, text), text; all that in TLS."""
         text = message if isinstance(message, bytes) else encode(message)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"message of {len(text)} bytes, at most {MOST_BYTES}")
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"message of {len(text)} bytes, at most {MAX_BYTES}")
         head = struct.pack("!QI", self._count, len(text))
         self._count += 1
         sealed = head[8:] + hmac.digest(self._key, head + text, "sha256") + text
         return sealed if self._layer is None else self._layer.protect(sealed)
 
 
-class Opener:
+class MessageOpener:
     """Takes bytes as they come, returns the messages that are complete and genuine."""
 
     def __init__(
-        self, key: bytes, most: int = MOST_BYTES, layer: Layer | None = None
+        self, key: bytes, most: int = MAX_BYTES, layer: TlsEndpoint | None = None
     ) -> None:
         self._key, self._count, self._most, self._layer = key, 0, most, layer
         self._buffer = bytearray()
@@ -104,7 +104,7 @@ class Opener:
         return messages
 
 
-class Seal:
+class ObjectSeal:
     """Tells what a rank of this job has sent from what was altered or made up.
 
     Links between hosts may be plain TCP, and a pickle runs code. The seal is an HMAC

@@ -18,7 +18,7 @@ Verdicts = dict[str, tuple[int, bool]]
 
 
 @dataclass(slots=True)
-class Report:
+class CommitReport:
     """How far a worker came in an epoch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Report:
     restart: bool = False
 
 
-def read(message: Mapping[str, Any]) -> Report:
+def read(message: Mapping[str, Any]) -> CommitReport:
     """Takes a report from a worker's message.
 
     Raises:
@@ -57,11 +57,11 @@ def read(message: Mapping[str, Any]) -> Report:
         next_set = int(message.get("next_set") or 0)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ValueError(f"sent no report: {error}") from None
-    return Report(lines, sets, next_set, bool(message.get("restart")))
+    return CommitReport(lines, sets, next_set, bool(message.get("restart")))
 
 
 def decide(
-    survivors: Iterable[Report], others: Iterable[Report], restart: bool
+    survivors: Iterable[CommitReport], others: Iterable[CommitReport], restart: bool
 ) -> Verdicts:
     """The verdict for every communicator that a survivor has.
 
@@ -76,8 +76,8 @@ def decide(
         flight is repeated).
 
     Example:
-        >>> quick = Report({"0": (6, 6, True)})
-        >>> slow = Report({"0": (5, 6, True), "2": (3, 3, False)})
+        >>> quick = CommitReport({"0": (6, 6, True)})
+        >>> slow = CommitReport({"0": (5, 6, True), "2": (3, 3, False)})
         >>> decide([quick, slow], [], restart=False)
         {'0': (6, True), '2': (3, False)}
     """
@@ -105,7 +105,7 @@ def decide(
 
 
 def all_sets(
-    survivors: Iterable[Report], ranks: Mapping[int, int]
+    survivors: Iterable[CommitReport], ranks: Mapping[int, int]
 ) -> tuple[dict[str, list[int]], int]:
     """The process sets that any survivor knows, and the next free number.
 
@@ -116,8 +116,8 @@ def all_sets(
         ranks: old rank -> new rank, of the survivors.
 
     Example:
-        >>> one = Report(sets={"1": (0, 2), "2": (1, 2)}, next_set=3)
-        >>> other = Report(sets={"1": (0, 2)}, next_set=2)  # not yet told of set 2
+        >>> one = CommitReport(sets={"1": (0, 2), "2": (1, 2)}, next_set=3)
+        >>> other = CommitReport(sets={"1": (0, 2)}, next_set=2)
         >>> all_sets([one, other], {0: 0, 2: 1})
         ({'1': [0, 1], '2': [1]}, 3)
     """

@@ -1,0 +1,26 @@
+"""Waits for one descriptor with `poll`; `select` fails for numbers above 1,023."""
+
+from __future__ import annotations
+
+import math
+import select
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+
+def wait_readable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
+    """Whether `fd` becomes readable within `seconds`; None waits without a limit."""
+    return _wait(fd, select.POLLIN, seconds)
+
+
+def wait_writable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
+    """Whether `fd` becomes writable within `seconds`; None waits without a limit."""
+    return _wait(fd, select.POLLOUT, seconds)
+
+
+def _wait(fd: FileDescriptorLike, event: int, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(None if seconds is None else math.ceil(1000 * seconds)))

@@ -1,0 +1,54 @@
+"""The one warning about a long wait in ringjax.init(), while a job comes together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+
+class InitWarning:
+    """Prints one line if a rank waits long for its job to come together.
+
+    Args:
+        warn: shows the line.
+        seconds: how long the rank waits before the line is shown; 0: it is never shown.
+        limit: seconds after which the rank stops waiting. Only the line contains it.
+
+    Example:
+        >>> warning = InitWarning(print, 0.0, 120.0)
+        >>> warning.no_rendezvous("no answer")
+        >>> warning = InitWarning(print, 1e-9, 120.0)
+        >>> warning.missing_ranks("ranks 1, 3 of 4")
+        has waited 1e-09 s in init for ranks 1, 3 of 4; it waits up to 120 s
+    """
+
+    def __init__(
+        self, warn: Callable[[str], None], seconds: float, limit: float
+    ) -> None:
+        self._warn, self._seconds, self._limit = warn, seconds, limit
+        self.due = time.monotonic() + seconds if seconds > 0 else math.inf
+
+    def missing_ranks(self, ranks: str) -> None:
+        """Names the ranks that have not joined.
+
+        Args:
+            ranks: a text such as "ranks 1, 3 of 4". If it is empty, another rank has
+                printed the line for the whole job, so this rank prints none.
+        """
+        if ranks:
+            self._print(f"for {ranks}")
+        self.due = math.inf
+
+    def no_rendezvous(self, why: str) -> None:
+        """Says that the coordinator cannot be reached, if the line is due."""
+        if time.monotonic() >= self.due:
+            self._print(f"for the coordinator of its job ({why})")
+
+    def _print(self, text: str) -> None:
+        self.due = math.inf
+        up_to = f"it waits up to {self._limit:g} s"
+        self._warn(f"has waited {self._seconds:g} s in init {text}; {up_to}")
+
+
+NO_WARNING = InitWarning(lambda text: None, 0.0, 0.0)

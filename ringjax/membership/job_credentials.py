@@ -1,0 +1,190 @@
+"""Job credentials, and the file in which rank 0 publishes them on its host."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+
+from ringjax.control import addresses as address
+from ringjax.control import temporary
+from ringjax.control.launch_environment import LaunchInfo
+from ringjax.errors import StartupError
+
+
+@dataclass(frozen=True)
+class JobCredentials:
+    """What a rank must know to join a job.
+
+    Attributes:
+        addresses: of the coordinator, "host:port,[v6]:port,...".
+        secret: authenticates the ranks and the coordinator to each other.
+        job: the id of the job, 16 hexadecimal digits.
+    """
+
+    addresses: str
+    secret: bytes = field(repr=False)  # keep the secret out of logs and tracebacks
+    job: str
+
+
+def derive_job_id(identity: str, size: int) -> str:
+    """Derives the id of a job from the name that its launcher has given it.
+
+    Two users, or two jobs of different sizes, get different ids for the same name.
+    """
+    text = f"ringjax {os.geteuid()} {size} {identity}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class CredentialsFile:
+    """The file in which rank 0 publishes the job credentials for the ranks of its host.
+
+    The name of the file is derived from the launcher's identity of the job. Without an
+    identity it is derived from the parent process, which the ranks of one job share.
+
+    Attributes:
+        hint: appended to errors if the name depends on the parent process.
+        path: of the file.
+    """
+
+    def __init__(self, info: LaunchInfo) -> None:
+        identity = info.identity or f"parent {_parent_identity()}"
+        self._absent = f"rank 0 of {info.size} ({info.launcher}) has not appeared"
+        self.hint = (
+            ""
+            if info.identity
+            else "; ranks started by different parents need the same RINGJAX_JOB"
+        )
+        self.path = f"{private_folder()}/{derive_job_id(identity, info.size)}.json"
+
+    def write(self, credentials: JobCredentials) -> None:
+        """Publishes the credentials atomically, readable by this user only.
+
+        Raises:
+            StartupError: the file cannot be written.
+        """
+        temporary_path = f"{self.path}.{os.getpid()}.{secrets.token_hex(4)}"
+        text = json.dumps(
+            {
+                "addresses": credentials.addresses,
+                "secret": credentials.secret.hex(),
+                "job": credentials.job,
+            }
+        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            with open(os.open(temporary_path, flags, 0o600), "w") as file:
+                file.write(text)
+            os.rename(temporary_path, self.path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary_path)
+            raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def credentials(self) -> JobCredentials:
+        """Reads the credentials, which a killed job may have left behind.
+
+        Raises:
+            OSError: there is no file that can be trusted.
+        """
+        credentials = self.read()
+        if credentials is None:
+            raise OSError(self._absent)
+        return credentials
+
+    def read(self) -> JobCredentials | None:
+        """Reads the credentials.
+
+        Returns:
+            None if the file does not exist, is malformed, or could have been written by
+            another user.
+        """
+        # O_NONBLOCK: opening a FIFO in the place of the file must not hang.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            fd = os.open(self.path, flags)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+            text = (
+                os.read(fd, 4096) if private and stat.S_ISREG(status.st_mode) else b""
+            )
+        finally:
+            os.close(fd)
+        try:
+            found = json.loads(text)
+            secret, job = bytes.fromhex(found["secret"]), str(found["job"])
+            bytes.fromhex(job)
+            address.parse(found["addresses"])
+            return JobCredentials(found["addresses"], secret, job)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def remove(self) -> None:
+        """Removes the file, so that no later job takes the credentials for its own."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+
+def private_folder() -> str:
+    """Makes the folder of this user in which the credentials files are.
+
+    Raises:
+        StartupError: the folder cannot be made, or another user can write to it.
+    """
+    base = _runtime_folder()
+    if not base:
+        raise StartupError(
+            "there is no folder for temporary files, by which the ranks of this host "
+            "find each other: set TMPDIR, or MASTER_ADDR and MASTER_PORT"
+        )
+    path = os.path.join(base, f"ringjax-{os.geteuid()}")
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise StartupError(f"cannot make {path}: {error.strerror}") from error
+    # The base may be /tmp, where every user can make files: another user may have made
+    # a folder or a symbolic link of this name. lstat does not follow the link.
+    status = os.lstat(path)
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & 0o077
+    ):
+        raise StartupError(f"{path} must be a folder that only this user can use")
+    return path
+
+
+def _runtime_folder() -> str:
+    """XDG_RUNTIME_DIR if this user can write to it, else the temporary folder.
+
+    The variable may name a folder that does not exist here or belongs to another user,
+    after su or sudo and on a node whose job inherits the login node's environment.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    try:
+        own = os.stat(base).st_uid == os.geteuid()
+    except OSError:
+        own = False
+    return base if own and os.access(base, os.W_OK | os.X_OK) else temporary.folder()
+
+
+def _parent_identity() -> str:
+    """Number and start time of the parent process, as the kernel reuses numbers."""
+    pid = os.getppid()
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command, in brackets, may contain brackets and spaces itself: read
+            # the fields behind the last closing bracket.
+            started = file.read().rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        started = ""
+    return f"{pid} {started}"

@@ -1,0 +1,224 @@
+"""Rendezvous discovery: how ranks find the coordinator if ringrun has not started them.
+
+Under mpirun, srun, torchrun and others, rank 0 runs the coordinator in its own process.
+The other ranks need the *job credentials* to join. They get them in one of three ways:
+
+==================  ========================================  =======================
+Ranks are           Addresses and job id                      Secret
+==================  ========================================  =======================
+started by ringrun  RINGJAX_RENDEZVOUS, RINGJAX_JOB           RINGJAX_SECRET[_FILE]
+on one host         credentials file, written by rank 0       credentials file, random
+on several hosts    computed alike by every rank from what    RINGJAX_SECRET[_FILE]
+                    the launcher set (host, port, job id)
+==================  ========================================  =======================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from ringjax.config import Config
+from ringjax.control import addresses as address
+from ringjax.control.launch_environment import LaunchInfo
+from ringjax.errors import StartupError
+from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.init_warning import InitWarning
+from ringjax.membership.job_credentials import (
+    CredentialsFile,
+    JobCredentials,
+    derive_job_id,
+)
+from ringjax.membership.joined_job import JoinedJob, join
+
+# Linux hands out ports up to 60999 by itself (net.ipv4.ip_local_port_range). Above them
+# a port that every rank computes is rarely taken by accident.
+_FIRST_PORT, _PORT_COUNT = 61000, 4500
+_PORT_ATTEMPTS = 4  # neighbouring ports, in case another job uses the first one
+# Appended to the error about a missing secret, by launcher.
+_SECRET_HINTS = {"Slurm": "; or run ringrun in the batch script, which needs none"}
+# Takes the secret and the job id, returns entries for the hello of this rank.
+OpenListener = Callable[[bytes, str], dict[str, Any]]
+
+
+def start_coordinator(
+    info: LaunchInfo, config: Config, file: CredentialsFile | None
+) -> tuple[JobCredentials, Coordinator]:
+    """Starts the coordinator in rank 0, if there is no ringrun.
+
+    Args:
+        info: the rank, the size and the host of this process.
+        config: the settings.
+        file: where to publish the credentials for the other ranks of this host; None if
+            the job spans several hosts.
+
+    Raises:
+        StartupError: no port is free, the credentials file cannot be written, or the
+            job spans hosts and no secret is set.
+    """
+    if file is not None:
+        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
+        hosts, ports = [address.loopback()], [0]
+    else:
+        secret, job = _required_secret(info, config), _job_id(info, config)
+        hosts = address.of_interfaces(config.network_interfaces)
+        ports = _candidate_ports(info)
+    failure: StartupError | None = None
+    for port in ports:
+        try:
+            coordinator = Coordinator(
+                secret,
+                job,
+                np=info.size,
+                on_loss="stop",
+                hosts=hosts,
+                port=port,
+                start_timeout=config.start_timeout,
+                tls=config.tls,
+            )
+        except StartupError as error:
+            failure = error
+            continue
+        credentials = JobCredentials(",".join(coordinator.addresses), secret, job)
+        # The coordinator listens already, so ranks that read the file at once can
+        # connect.
+        try:
+            if file is not None:
+                file.write(credentials)
+        except BaseException:
+            coordinator.close()
+            raise
+        coordinator.start()
+        return credentials, coordinator
+    assert failure is not None
+    raise failure
+
+
+def join_job(
+    info: LaunchInfo,
+    config: Config,
+    hello: dict[str, Any],
+    open_listener: OpenListener,
+    warn: Callable[[str], None] = lambda text: None,
+) -> JoinedJob:
+    """Finds the coordinator of this process's job, joins and waits for all ranks.
+
+    Args:
+        info: the rank, the size and the host of this process.
+        config: the settings.
+        hello: what the other ranks must know about this one.
+        open_listener: opens the socket on which other ranks will connect to this one.
+            It is called before this rank joins, because the hello contains the address
+            of the socket, and again if the credentials change.
+        warn: shows one line if joining takes longer than RINGJAX_STALL_WARNING.
+
+    Returns:
+        The joined job. The caller closes it.
+
+    Raises:
+        StartupError: the job did not come together. The text names the ranks that are
+            missing or the variable to set.
+    """
+    single_host = info.single_host and not config.rendezvous
+    file = CredentialsFile(info) if single_host else None
+    coordinator: Coordinator | None = None
+    credentials: JobCredentials | Callable[[], JobCredentials]
+    if file is not None and info.rank != 0:
+        # The file may be left over from a job that was killed. It looks valid, and only
+        # the attempt to join shows that nobody listens at its address, or that another
+        # job does. So `join` reads the file again before every attempt.
+        credentials = file.credentials
+    elif config.rendezvous or info.rank != 0:
+        credentials = derive_credentials(info, config)
+    else:
+        credentials, coordinator = start_coordinator(info, config, file)
+    opened: dict[JobCredentials, dict[str, Any]] = {}
+
+    def hello_for(credentials: JobCredentials) -> dict[str, Any]:
+        if credentials not in opened:
+            opened.clear()
+            opened[credentials] = open_listener(credentials.secret, credentials.job)
+        return hello | opened[credentials]
+
+    try:
+        client = join(
+            credentials,
+            info.rank if config.worker is None else config.worker,
+            hello_for,
+            config.start_timeout,
+            elastic_timeout=config.elastic_timeout if config.elastic else 0.0,
+            failure_timeout=config.failure_timeout,
+            # A computed port may belong to another program until rank 0 gets it, so
+            # keep trying. The address that ringrun passes is right, so fail at once.
+            retry_unauthenticated=not config.rendezvous,
+            hint="" if file is None else file.hint,
+            tls=config.tls,
+            warning=InitWarning(warn, config.stall_warning, config.start_timeout),
+        )
+    except BaseException:
+        if coordinator is not None:
+            coordinator.close()
+        raise
+    finally:
+        # All ranks have joined, or never will: no later job may find this file.
+        if coordinator is not None and file is not None:
+            # An error of `join` must not be replaced by an error of this removal.
+            with contextlib.suppress(OSError, StartupError):
+                file.remove()
+    [used] = opened
+    return JoinedJob(client, used.secret, used.job, coordinator)
+
+
+def derive_credentials(info: LaunchInfo, config: Config) -> JobCredentials:
+    """Derives the job credentials from the settings and the launcher's variables.
+
+    Under ringrun the settings contain all three. Under another launcher every rank
+    computes the same addresses and job id; the secret is a setting in both cases.
+
+    Raises:
+        StartupError: the secret, the job id or the host of rank 0 is not known.
+    """
+    secret = _required_secret(info, config)
+    if config.rendezvous:
+        if not config.job:
+            raise StartupError("RINGJAX_RENDEZVOUS is set but RINGJAX_JOB is not")
+        return JobCredentials(config.rendezvous, secret, config.job)
+    if not info.rank0_host:
+        raise StartupError(
+            f"{info.launcher} started {info.size} ranks on several hosts and does not "
+            f"tell where rank 0 is: set MASTER_ADDR to the name of its host"
+        )
+    addresses = ",".join(
+        address.show(info.rank0_host, port) for port in _candidate_ports(info)
+    )
+    return JobCredentials(addresses, secret, _job_id(info, config))
+
+
+def _required_secret(info: LaunchInfo, config: Config) -> bytes:
+    try:
+        secret = config.secret_bytes()
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if secret is None:
+        raise StartupError(
+            f"the job has {info.size} ranks ({info.launcher}) but no secret: set "
+            f"RINGJAX_SECRET_FILE to a file that all of them can read and only you "
+            f"(openssl rand -hex 32 > FILE; chmod 600 FILE), or RINGJAX_SECRET to what "
+            f"is in it{_SECRET_HINTS.get(info.launcher, '')}"
+        )
+    return secret
+
+
+def _job_id(info: LaunchInfo, config: Config) -> str:
+    return config.job or derive_job_id(info.identity or info.rank0_host, info.size)
+
+
+def _candidate_ports(info: LaunchInfo) -> list[int]:
+    """The ports on which rank 0 tries to listen and the other ranks try to connect."""
+    first = info.port
+    if not first:
+        number = int(derive_job_id(info.identity, info.size), 16)
+        first = _FIRST_PORT + number % _PORT_COUNT
+    return list(range(first, min(first + _PORT_ATTEMPTS, 65536)))
