@@ -158,7 +158,7 @@ class Bench:
         # So many calls that the clock does not count; the same on all ranks.
         calls = max(1, min(50, (256 << 10) // size))
         size = 0 if self.barrier else count * self.dtype.itemsize
-        copying = Copying(size if self.limit is None and not self.gpu else 0)
+        copying = CopyBenchmark(size if self.limit is None and not self.gpu else 0)
         times, alone = self._times(jnp.asarray(values), calls, copying)
         used = [a for a, n in self._algorithms().items() if n > before.get(a, 0)]
         median = statistics.median(times)
@@ -188,7 +188,7 @@ class Bench:
         return out
 
     def _times(
-        self, x: Any, calls: int, copying: Copying
+        self, x: Any, calls: int, copying: CopyBenchmark
     ) -> tuple[list[float], list[float]]:
         """Seconds of a call on the rank that took longest, and of all ranks together.
 
@@ -244,7 +244,7 @@ class Bench:
         return dict(stats.get("algorithms", {}))
 
 
-class Copying:
+class CopyBenchmark:
     """Copies of `size` bytes from memory to memory of this rank, to compare with.
 
     Attributes:

@@ -167,7 +167,7 @@ def allreduce_grads(
             *(updates, params, extra, state.seq, chosen, communicator, config, name)
         )
         # Of 0 bytes: no two gradients travel together.
-        setting = trials.tried() or config
+        setting = trials.active_setting() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = gradient_allreduce.bucketed_allreduce(
             arrays,
@@ -405,7 +405,7 @@ def should_overlap(
         return False
     if overlap != "auto":
         return overlap
-    setting = trials.tried()
+    setting = trials.active_setting()
     if setting is not None and setting.overlap is not None:
         return setting.overlap
     if communicator is None:

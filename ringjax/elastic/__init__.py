@@ -6,7 +6,7 @@ when ranks come and go, and `Checkpointer` writes to disk. Imports no framework.
 
 from __future__ import annotations
 
-from ringjax.elastic.checkpoint import Checkpointer
+from ringjax.elastic.checkpointer import Checkpointer
 from ringjax.elastic.loop import reset, run, run_fn
 from ringjax.elastic.notifications import (
     HostUpdateResult,

@@ -18,7 +18,7 @@ import numpy as np
 
 from ringjax.control import objects
 from ringjax.elastic import leaves, values
-from ringjax.elastic.checkpoint import synced
+from ringjax.elastic.checkpointer import synced
 
 _PLAIN = "plain.json"
 _ENCODED = "ringjax.objects"  # what JSON cannot say, in the layout of that module

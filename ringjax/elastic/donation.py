@@ -17,7 +17,7 @@ from ringjax.elastic import values
 _log = logging.getLogger("ringjax.elastic")
 
 
-class _Habit(enum.Enum):
+class _DonationHabit(enum.Enum):
     UNKNOWN = enum.auto()
     KEEPS = enum.auto()
     DONATES = enum.auto()
@@ -27,22 +27,24 @@ class Donation:
     """What is known of the attributes of one state."""
 
     def __init__(self) -> None:
-        self._habits: dict[str, _Habit] = {}
+        self._habits: dict[str, _DonationHabit] = {}
         self._seen: dict[str, list[Any]] = {}
 
     def possible(self, name: str) -> bool:
         """Whether the next step may take the memory of this attribute's arrays."""
-        return self._habits.get(name, _Habit.UNKNOWN) is not _Habit.KEEPS
+        return (
+            self._habits.get(name, _DonationHabit.UNKNOWN) is not _DonationHabit.KEEPS
+        )
 
-    def to_be_copied(self, attributes: Mapping[str, Any]) -> set[str]:
+    def names_to_copy(self, attributes: Mapping[str, Any]) -> set[str]:
         """Names of those that a commit must copy now."""
         part = values.jax_part()
         for name, value in attributes.items():
             before, now = self._seen.get(name, []), values.jax_arrays(value)
             if any(part.is_deleted(array) for array in before):
-                self._learn(name, _Habit.DONATES)
+                self._learn(name, _DonationHabit.DONATES)
             elif [*map(id, before)] != [*map(id, now)] and before:
-                self._learn(name, _Habit.KEEPS)
+                self._learn(name, _DonationHabit.KEEPS)
             self._seen[name] = now
         return {name for name in attributes if self.possible(name)}
 
@@ -54,9 +56,12 @@ class Donation:
         """The present arrays say nothing: no step has made them."""
         self._seen = {}
 
-    def _learn(self, name: str, habit: _Habit) -> None:
-        if self._habits.get(name) is _Habit.DONATES or self._habits.get(name) is habit:
+    def _learn(self, name: str, habit: _DonationHabit) -> None:
+        if (
+            self._habits.get(name) is _DonationHabit.DONATES
+            or self._habits.get(name) is habit
+        ):
             return
         self._habits[name] = habit
-        if habit is _Habit.DONATES:
+        if habit is _DonationHabit.DONATES:
             _log.debug("state.%s is donated by the step: each commit copies it", name)

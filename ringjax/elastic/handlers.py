@@ -45,7 +45,9 @@ class StateHandler:
 
     def sync(self) -> None:
         """Loads the state of rank 0's object."""
-        sent = transfer.share({"it": self.state()}, allow_pickle=self.allow_pickle)
+        sent = transfer.broadcast_state(
+            {"it": self.state()}, allow_pickle=self.allow_pickle
+        )
         if sent is not None:
             self.load(sent["it"])
 

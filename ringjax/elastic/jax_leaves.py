@@ -19,7 +19,7 @@ from ringjax.xla import tokens
 Array = np.ndarray[Any, Any]
 
 
-class Node(NamedTuple):
+class JaxNode(NamedTuple):
     """A value that JAX knows how to take apart: a named tuple, and the like.
 
     Attributes:
@@ -33,14 +33,14 @@ class Node(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def node(value: Any) -> Node | None:
+def node(value: Any) -> JaxNode | None:
     """One level of `value`, or None if it is a leaf to JAX."""
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda part: part is not value
     )
     if len(found) == 1 and not found[0][0]:
         return None
-    return Node(
+    return JaxNode(
         [jax.tree_util.keystr(path) for path, _ in found],
         [child for _, child in found],
         lambda children: jax.tree_util.tree_unflatten(treedef, children),

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from ringjax import errors, runtime
-from ringjax.elastic import agreement, failures, transfer, values
-from ringjax.elastic.agreement import Having
-from ringjax.elastic.checkpoint import Checkpointer
+from ringjax.elastic import failures, sync_plan, transfer, values
+from ringjax.elastic.checkpointer import Checkpointer
 from ringjax.elastic.notifications import notification_manager
 from ringjax.elastic.state import State
+from ringjax.elastic.sync_plan import HeldState
 from ringjax.errors import HostsUpdatedInterrupt, PeerLost, RingjaxError
 
 _P = ParamSpec("_P")
@@ -35,7 +35,7 @@ _ONE_WISH = 1.0
 _ATTEMPTS = 3  # restarts without a commit between them, for what is no loss of a rank
 
 
-class _Job(Protocol):
+class _JobLoop(Protocol):
     """How ranks come together, again and again."""
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class _Job(Protocol):
         """Ranks have come or gone."""
 
 
-class _Resetting:
+class _StaticJobLoop:
     """A job whose ranks leave and come back."""
 
     def __init__(
@@ -86,7 +86,7 @@ class _Resetting:
         self._sync = sync
 
 
-class _Elastic:
+class _ElasticJobLoop:
     """A job that the runtime repairs and lets grow."""
 
     def __init__(
@@ -99,7 +99,7 @@ class _Elastic:
         self._state = state
         self._load = load
         self._save = save
-        self._having = Having.COMMITTED
+        self._held = HeldState.COMMITTED
         self._first = True
         # What a reset callback calls together with others finds everybody: a program
         # whose callbacks do that calls the same before `run`, where a rank that joins
@@ -110,7 +110,7 @@ class _Elastic:
         self._commits = -1
         self._joins = runtime.is_newcomer()
         if self._joins:
-            self._having = Having.NOTHING
+            self._held = HeldState.NOTHING
             self._rehearse(warm_up)
 
     def _rehearse(self, warm_up: Callable[[Any], Any] | None) -> None:
@@ -130,30 +130,30 @@ class _Elastic:
                 if self._save is not None and writes:
                     self._save()  # perhaps they have all left
                 raise SystemExit(0)  # this rank was asked to leave, and has left
-        agreed = agreement.agree(self._having)
+        plan = sync_plan.negotiate(self._held)
         resets, self._resets = self._resets, True
         if self._first:
-            self._begin_anew(agreed)
+            self._begin_anew(plan)
         if resets:
             self._state.on_reset()
         else:
             self._state._cut()
-        if agreed.audience.receivers:
-            if runtime.generation().epoch != agreed.epoch:
+        if plan.participants.receivers:
+            if runtime.generation().epoch != plan.epoch:
                 raise PeerLost("a rank was lost just before the state was sent")
-            with transfer.addressed(agreed.audience):
+            with transfer.between(plan.participants):
                 self._state.sync()
-        self._having = Having.CURRENT
+        self._held = HeldState.CURRENT
         self._first = False
 
-    def _begin_anew(self, agreed: agreement.Agreement) -> None:
+    def _begin_anew(self, plan: sync_plan.SyncPlan) -> None:
         """The newest checkpoint at the start of the job, or if it lost its state."""
         found = False
-        if self._load is not None and (agreed.lost or not self._joins):
-            if agreed.share[0] != agreed.audience.source:
+        if self._load is not None and (plan.lost or not self._joins):
+            if plan.share[0] != plan.participants.source:
                 return  # gets it from there, or learns there that it is gone
             found = self._load()
-        if agreed.lost and not found:
+        if plan.lost and not found:
             # Not a failure that another attempt could mend, so no RingjaxError.
             raise RuntimeError(
                 "ringjax.elastic: all ranks that had the training state were lost "
@@ -175,8 +175,8 @@ class _Elastic:
         if part is not None and failures.stale_programs(failure):
             part.forget_programs()
         self._change = 0
-        if self._having is not Having.NOTHING:
-            self._having = Having.COMMITTED
+        if self._held is not HeldState.NOTHING:
+            self._held = HeldState.COMMITTED
         self._state.restore()
 
     def _count(self, failure: RingjaxError) -> None:
@@ -192,7 +192,7 @@ class _Elastic:
 
 
 def _train(
-    func: Callable[..., _R], state: State, job: _Job, args: Any, kwargs: Any
+    func: Callable[..., _R], state: State, job: _JobLoop, args: Any, kwargs: Any
 ) -> _R:
     while True:
         try:
@@ -226,15 +226,21 @@ def _decorated(
         try:
             if not runtime.elastic():
                 return _train(
-                    *(func, state, _Resetting(state, reset, load), args, kwargs)
+                    *(func, state, _StaticJobLoop(state, reset, load), args, kwargs)
                 )
             with _leaving_on_sigterm():
                 return _train(
-                    *(func, state, _Elastic(state, warm_up, load, save), args, kwargs)
+                    *(
+                        func,
+                        state,
+                        _ElasticJobLoop(state, warm_up, load, save),
+                        args,
+                        kwargs,
+                    )
                 )
         finally:
             notification_manager.remove_listener(state)
-            agreement.forget()
+            sync_plan.clear_plan()
             if checkpointer is not None:
                 checkpointer.detach()
 

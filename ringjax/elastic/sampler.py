@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ringjax import runtime
-from ringjax.elastic import agreement
+from ringjax.elastic import sync_plan
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -113,11 +113,11 @@ class ElasticSampler:
             batch_idx: not looked at; Horovod has it.
             batch_size: the same on all ranks.
         """
-        if self.wait is not None and agreement.latest() is not None:
+        if self.wait is not None and sync_plan.current_plan() is not None:
             self.wait()
         start, stop = self._taken, self._taken + batch_size
         self._taken = stop
-        absent = agreement.absent_from_last_call()
+        absent = sync_plan.absent_from_last_call()
         known = len(self._places)
         if absent:
             first, last = min(start, self.num_samples), min(stop, self.num_samples)
@@ -163,7 +163,7 @@ class ElasticSampler:
 
     def reset(self) -> None:
         """Cuts what remains into as many parts as there are ranks now."""
-        agreed = agreement.latest()
+        agreed = sync_plan.current_plan()
         # In an elastic job not what this rank happens to know: all must cut alike.
         self.rank, self.num_replicas = (
             (runtime.rank(), runtime.size()) if agreed is None else agreed.share

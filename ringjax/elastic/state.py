@@ -1,6 +1,6 @@
 """State: what training needs to go on after a failure, kept in memory at each commit.
 
-Not the loop around it, which is `loop.py`, and nothing on disks (`checkpoint.py`).
+Not the loop around it, which is `loop.py`, and nothing on disks (`checkpointer.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ringjax import eager, failpoints, runtime
-from ringjax.elastic import agreement, handlers, transfer, values
+from ringjax.elastic import handlers, sync_plan, transfer, values
 from ringjax.elastic.array_files import ArrayFiles
-from ringjax.elastic.checkpoint import Files
+from ringjax.elastic.checkpointer import CheckpointLayout
 from ringjax.elastic.donation import Donation
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 from ringjax.elastic.notifications import HostUpdateResult
@@ -157,7 +157,7 @@ class State:
         for handler in self._handlers.values():
             handler.save()
         present = self._current()
-        copied = self._donation.to_be_copied(present)
+        copied = self._donation.names_to_copy(present)
         self._saved_state = {
             name: values.kept(value, copied=name in copied)
             for name, value in present.items()
@@ -182,7 +182,9 @@ class State:
                 on both ends.
             PeerLost: a rank is gone.
         """
-        sent = transfer.share(self._to_be_sent(), allow_pickle=self._allow_pickle)
+        sent = transfer.broadcast_state(
+            self._to_be_sent(), allow_pickle=self._allow_pickle
+        )
         for name, handler in self._handlers.items():
             if _is_sent_by_itself(handler):
                 handler.sync()
@@ -200,7 +202,7 @@ class State:
 
     def make_room(self) -> None:
         """Called in a rank that joins, before it does: takes memory for what comes."""
-        transfer.make_room(self._to_be_sent(), allow_pickle=self._allow_pickle)
+        transfer.preallocate(self._to_be_sent(), allow_pickle=self._allow_pickle)
 
     def reset(self) -> None:
         """Adapts to another rank or size, after a reset and before `sync`."""
@@ -227,7 +229,7 @@ class State:
         self._donation.forget()
         self.save()
 
-    def files(self) -> Files:
+    def files(self) -> CheckpointLayout:
         """How a checkpointer writes it."""
         return ArrayFiles()
 
@@ -270,10 +272,10 @@ class State:
             return
         self._wait()
         self._change, epoch = runtime.check_updates()
-        agreed = agreement.latest()
+        plan = sync_plan.current_plan()
         if self._change:
             raise HostsUpdatedInterrupt(skip_sync=False)
-        if agreed is not None and epoch != agreed.epoch:
+        if plan is not None and epoch != plan.epoch:
             # A rank was lost, and the others have gone on: time for new shares.
             raise HostsUpdatedInterrupt(skip_sync=True)
 

@@ -28,30 +28,32 @@ _BYTE = dtypes.NUMBERS["uint8"]
 _BROADCAST = (_native.COLLECTIVES["broadcast"], _native.REDUCE_OPS["Sum"])
 
 
-class Audience(NamedTuple):
+class Participants(NamedTuple):
     """Who sends and who listens, as ranks of the world."""
 
     source: int
     receivers: tuple[int, ...]
 
 
-_audience: ContextVar[Audience | None] = ContextVar("audience", default=None)
+_participants: ContextVar[Participants | None] = ContextVar(
+    "participants", default=None
+)
 
 
 @contextlib.contextmanager
-def addressed(audience: Audience) -> Iterator[None]:
+def between(participants: Participants) -> Iterator[None]:
     """Within it `share` is between these ranks; otherwise from rank 0 to everybody.
 
     In a job of groups: from the first group, to each rank what lies at its place.
     """
-    token = _audience.set(audience)
+    token = _participants.set(participants)
     try:
         yield
     finally:
-        _audience.reset(token)
+        _participants.reset(token)
 
 
-def share(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
+def broadcast_state(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
     """Gives the source's values to the receivers; every rank calls it.
 
     Args:
@@ -70,28 +72,30 @@ def share(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
     if not values:
         return None
     world = runtime.size()
-    audience = _audience.get()
-    if audience is None:
+    participants = _participants.get()
+    if participants is None:
         first, *others = runtime.replica_set().ranks
-        audience = Audience(first, tuple(others))
+        participants = Participants(first, tuple(others))
     rank = runtime.rank()
-    if rank not in audience.receivers and rank != audience.source:
+    if rank not in participants.receivers and rank != participants.source:
         return None
-    if not audience.receivers:
+    if not participants.receivers:
         return None
-    with _carrier(audience, everybody=len(audience.receivers) == world - 1) as carrier:
-        if rank == audience.source:
+    with _open_transfer(
+        participants, everybody=len(participants.receivers) == world - 1
+    ) as carrier:
+        if rank == participants.source:
             _send(values, carrier, rank, allow_pickle)
             return None
-        return _receive(values, carrier, audience.source, allow_pickle)
+        return _receive(values, carrier, participants.source, allow_pickle)
 
 
-def make_room(values: dict[str, Any], *, allow_pickle: bool = False) -> None:
+def preallocate(values: dict[str, Any], *, allow_pickle: bool = False) -> None:
     """Takes the memory for what `share` will bring, if that is like `values`."""
     leaves.make_room(Described.of(values, allow_pickle=allow_pickle).leaves)
 
 
-class _Carrier(Protocol):
+class _Transfer(Protocol):
     def move(self, pieces: Sequence[Array]) -> None:
         """The source's bytes into the same pieces of the others, not at once."""
 
@@ -100,7 +104,7 @@ class _Carrier(Protocol):
 
 
 def _send(
-    values: dict[str, Any], carrier: _Carrier, rank: int, allow_pickle: bool
+    values: dict[str, Any], carrier: _Transfer, rank: int, allow_pickle: bool
 ) -> None:
     try:
         described = Described.of(values, allow_pickle=allow_pickle)
@@ -121,7 +125,7 @@ _ARGUMENTS = (TypeError, ValueError)
 
 
 def _receive(
-    values: dict[str, Any], carrier: _Carrier, source: int, allow_pickle: bool
+    values: dict[str, Any], carrier: _Transfer, source: int, allow_pickle: bool
 ) -> Any:
     plan = _announce(None, carrier, source, is_source=False)
     if "error" in plan:
@@ -136,7 +140,7 @@ def _receive(
     return state.values()
 
 
-def _announce(plan: Any, carrier: _Carrier, source: int, *, is_source: bool) -> Any:
+def _announce(plan: Any, carrier: _Transfer, source: int, *, is_source: bool) -> Any:
     def move(array: Array, _: str) -> Array:
         carrier.move([array.view(np.uint8).reshape(-1)])
         carrier.finish()
@@ -170,19 +174,21 @@ def _pieces(memory: Sequence[Array]) -> Iterator[list[Array]]:
 
 
 @contextlib.contextmanager
-def _carrier(audience: Audience, *, everybody: bool) -> Iterator[_Carrier]:
+def _open_transfer(
+    participants: Participants, *, everybody: bool
+) -> Iterator[_Transfer]:
     if everybody:
-        yield _OverLane(audience.source)
+        yield _LaneTransfer(participants.source)
         return
-    ranks = sorted({audience.source, *audience.receivers})
+    ranks = sorted({participants.source, *participants.receivers})
     try:
         with runtime.private_communicator(ranks) as communicator:
-            yield _OverLinks(communicator, ranks.index(audience.source))
+            yield _LinkTransfer(communicator, ranks.index(participants.source))
     except _native.StatusError as error:
         raise errors.from_status(error) from error
 
 
-class _OverLane:
+class _LaneTransfer:
     """To all ranks, by named operations; some chunks are on their way at a time."""
 
     def __init__(self, source: int) -> None:
@@ -212,7 +218,7 @@ class _OverLane:
             self._handles.pop(0).wait()
 
 
-class _OverLinks:
+class _LinkTransfer:
     """To some ranks, over a communicator that only they have."""
 
     def __init__(self, communicator: _native.Communicator, root: int) -> None:

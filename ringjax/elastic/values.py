@@ -32,7 +32,7 @@ def is_jax(value: Any) -> bool:
 
 
 def node(value: Any) -> Any:
-    """A `jax_leaves.Node` if JAX can take the value apart and this module cannot."""
+    """A `jax_leaves.JaxNode` if JAX can take the value apart and this module cannot."""
     if value is None or isinstance(value, _SCALARS):
         return None
     part = jax_part()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringjax.monitor.picture import SILENT, OfRank, Picture
+from ringjax.monitor.aggregator import SILENT_SECONDS, Aggregator, RankTotals
 from ringjax.monitor.view import View
 
-NOTHING = "ringjax report: no rank has told anything yet"
+NO_SAMPLES = "ringjax report: no rank has told anything yet"
 _MOST_RANKS = 20
 
 
-def block(view: View) -> str:
+def format_report(view: View) -> str:
     """Who waits, who moves data, whom all wait for; a line for each rank."""
     if not view.rows:
-        return NOTHING
-    step = f", {duration(view.step)} a step" if view.step else ""
+        return NO_SAMPLES
+    step = f", {format_duration(view.step)} a step" if view.step else ""
     epoch = f", epoch {view.epoch}" if view.epoch else ""
     lines = [
         f"ringjax report: {view.rate:.3g} calls/s{step}, in {view.seconds:.0f} s"
@@ -28,7 +28,7 @@ def block(view: View) -> str:
             f"{row.rank:4}  {row.host[:12]:12} {row.waits:6.0%} {row.moves:6.0%} "
             f"{row.last_in:8.0%} {row.late_by * 1e3:6.3g} ms  {row.place}"
         )
-        if row.silent > SILENT:
+        if row.silent > SILENT_SECONDS:
             line += f" (no news for {row.silent:.0f} s)"
         if row.rank == view.culprit:
             line += "   <- all wait for it"
@@ -36,49 +36,49 @@ def block(view: View) -> str:
     return "\n".join(_shortened(lines))
 
 
-def summary(picture: Picture, seconds: float, step: float = 0.0) -> str:
+def format_summary(aggregator: Aggregator, seconds: float, step: float = 0.0) -> str:
     """What is worth knowing when the job has ended.
 
     Args:
         seconds: how long it was looked at.
         step: seconds from step to step, lately.
     """
-    if not picture.ranks:
-        return NOTHING
-    share = picture.ranks.get(0, OfRank()).share
+    if not aggregator.ranks:
+        return NO_SAMPLES
+    share = aggregator.ranks.get(0, RankTotals()).share
     if not share.calls:
         return "ringjax summary of rank 0: no calls"
     seconds = max(seconds, 1e-9)
-    steps = f", {duration(step)} a step" if step else ""
-    worst, of_worst = max(picture.ranks.items(), key=lambda item: item[1].lost)
+    steps = f", {format_duration(step)} a step" if step else ""
+    worst, of_worst = max(aggregator.ranks.items(), key=lambda item: item[1].lost)
     lines = [
         f"ringjax summary of rank 0: {share.calls} calls in {seconds:.3g} s{steps}",
         f"  waiting for other ranks {share.waiting / seconds:.1%}",
-        f"  moving data             {share.moving / seconds:.1%}{_rate(picture)}",
+        f"  moving data             {share.moving / seconds:.1%}{_rate(aggregator)}",
         f"  the slowest was rank {worst}: others waited {of_worst.lost:.3g} s for it",
     ]
-    if picture.tuned:
-        lines.append(f"  autotune: {picture.tuned}")
+    if aggregator.tuned:
+        lines.append(f"  autotune: {aggregator.tuned}")
     if share.exposed:
         exposed = f"  exposed                 {share.exposed / seconds:.1%}"
         lines.insert(3, f"{exposed}, what overlapping did not hide")
     return "\n".join(lines)
 
 
-def _rate(picture: Picture) -> str:
+def _rate(aggregator: Aggregator) -> str:
     rates = [
         one.share.bus_bytes / one.share.moving
-        for one in picture.ranks.values()
+        for one in aggregator.ranks.values()
         if one.share.moving > 0 and one.share.bus_bytes
     ]
     return f", busbw {min(rates) / 1e9:.3g} GB/s" if rates else ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Three digits and a unit.
 
     Example:
-        >>> duration(0.03184), duration(1.5), duration(0)
+        >>> format_duration(0.03184), format_duration(1.5), format_duration(0)
         ('31.8 ms', '1.5 s', '0 s')
     """
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringjax.monitor.stragglers import Waited
+from ringjax.monitor.stragglers import WaitRecord
 
 BUCKETS = 26  # of a histogram, as the core's recorder has them
 _MOST_SUMS = 1024
@@ -22,7 +22,7 @@ _MOST = 2.0**63
 
 
 @dataclass(slots=True)
-class Sums:
+class CollectiveSums:
     """Of one collective in one lane of one process set; seconds, bytes, calls."""
 
     calls: int = 0
@@ -33,7 +33,7 @@ class Sums:
     wait: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     move: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
-    def add(self, other: Sums, sign: int = 1) -> None:
+    def add(self, other: CollectiveSums, sign: int = 1) -> None:
         """Adds the other one's numbers, or takes them away."""
         self.calls += sign * other.calls
         self.bytes += sign * other.bytes
@@ -44,7 +44,7 @@ class Sums:
         self.move = [a + sign * b for a, b in zip(self.move, other.move, strict=True)]
 
 
-Key = tuple[str, bool, int]  # collective, of the named lane, process set
+CollectiveKey = tuple[str, bool, int]  # collective, of the named lane, process set
 
 
 @dataclass(slots=True)
@@ -71,19 +71,19 @@ class Sample:
     waiting: float = 0.0
     moving: float = 0.0
     exposed: float = 0.0
-    waits: list[Waited] = field(default_factory=list)
+    waits: list[WaitRecord] = field(default_factory=list)
     part: float = 1.0
     place: str = ""
     tuned: str = ""
     memory: int = 0
     step: float = 0.0
-    sums: dict[Key, Sums] = field(default_factory=dict)
+    sums: dict[CollectiveKey, CollectiveSums] = field(default_factory=dict)
 
     def text(self) -> str:
         """As a line of JSON, without its end.
 
         Example:
-            >>> read(Sample(0, 2, waits=[(True, 7, 15)]).text()).waits
+            >>> parse_sample(Sample(0, 2, waits=[(True, 7, 15)]).text()).waits
             [(True, 7, 15)]
         """
         message = {
@@ -111,10 +111,10 @@ _PLAIN: dict[str, type] = {
 _SUMS = (*_PLAIN, "wait", "move")
 
 
-def sums(totals: list[dict[str, Any]]) -> dict[Key, Sums]:
+def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
     """From what the core's recorder has, see ringjax.stats."""
     return {
-        (one["op"], bool(one["named"]), one["set"]): Sums(
+        (one["op"], bool(one["named"]), one["set"]): CollectiveSums(
             **{name: one[name] for name in _PLAIN},
             wait=list(one["wait_histogram"]),
             move=list(one["move_histogram"]),
@@ -123,14 +123,14 @@ def sums(totals: list[dict[str, Any]]) -> dict[Key, Sums]:
     }
 
 
-def read(text: str) -> Sample:
+def parse_sample(text: str) -> Sample:
     """A sample from what a rank has sent.
 
     Raises:
         ValueError: it is none.
 
     Example:
-        >>> read('{"rank": 3, "size": 2}')
+        >>> parse_sample('{"rank": 3, "size": 2}')
         Traceback (most recent call last):
         ValueError: rank 3 of 2
     """
@@ -179,7 +179,7 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _read_waits(value: Any) -> list[Waited]:
+def _read_waits(value: Any) -> list[WaitRecord]:
     numbers = [_number(each, int) for each in _list(value)]
     if len(numbers) % 3:
         raise ValueError("half a call")
@@ -187,18 +187,18 @@ def _read_waits(value: Any) -> list[Waited]:
     return [(bool(named), sequence, us) for named, sequence, us in triples]
 
 
-def _read_sums(value: Any) -> dict[Key, Sums]:
+def _read_sums(value: Any) -> dict[CollectiveKey, CollectiveSums]:
     if len(_list(value)) > _MOST_SUMS:
         raise ValueError(f"{len(value)} sums")
     return dict(map(_read_one, value))
 
 
-def _read_one(value: Any) -> tuple[Key, Sums]:
+def _read_one(value: Any) -> tuple[CollectiveKey, CollectiveSums]:
     if len(_list(value)) != 3 + len(_SUMS):
         raise ValueError(f"{len(value)} numbers of a collective")
     op, named, number, *plain, wait, move = value
     numbers = zip(_PLAIN.items(), plain, strict=True)
-    one = Sums(
+    one = CollectiveSums(
         **{name: _number(each, kind) for (name, kind), each in numbers},
         wait=_read_histogram(wait),
         move=_read_histogram(move),
@@ -212,11 +212,14 @@ def _read_histogram(value: Any) -> list[int]:
     return [_number(each, int) for each in value]
 
 
-def difference(now: Mapping[Key, Sums], before: Mapping[Key, Sums]) -> dict[Key, Sums]:
+def subtract_sums(
+    now: Mapping[CollectiveKey, CollectiveSums],
+    before: Mapping[CollectiveKey, CollectiveSums],
+) -> dict[CollectiveKey, CollectiveSums]:
     """What has come since; where numbers are smaller, they have begun anew."""
     found = {}
     for key, one in now.items():
-        new = Sums()
+        new = CollectiveSums()
         new.add(one)
         old = before.get(key)
         if old is not None and old.calls <= one.calls and old.bytes <= one.bytes:

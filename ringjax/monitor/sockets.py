@@ -19,22 +19,22 @@ from ringjax.control.unix_peer import peer_uid
 
 HELLO = b"ringjax top 1\n"  # what somebody says first who wants to look
 _NAME = re.compile(r"(\d+)-\d+\.sock")
-_LONGEST = 100  # bytes of a path that may be an address
-_ANSWER = 2.0  # seconds to connect
+_MAX_ADDRESS_BYTES = 100  # bytes of a path that may be an address
+_CONNECT_TIMEOUT = 2.0  # seconds to connect
 
 
-class NoJob(OSError):
+class JobSocketError(OSError):
     """There is no job to connect to, or it is not ours."""
 
 
-def folder() -> Path:
+def socket_folder() -> Path:
     """Where the sockets of this user are; may not be there.
 
     Raises:
         OSError: there is no folder for temporary files.
 
     Example:
-        >>> folder().name.startswith("ringjax-")
+        >>> socket_folder().name.startswith("ringjax-")
         True
     """
     base = temporary.folder()
@@ -43,7 +43,7 @@ def folder() -> Path:
     return Path(base) / f"ringjax-{os.geteuid()}"
 
 
-def _opened(place: Path) -> int:
+def _open_folder(place: Path) -> int:
     """A descriptor of the folder.
 
     Raises:
@@ -63,10 +63,10 @@ def listen() -> tuple[socket.socket, Path]:
     Raises:
         OSError: there is no place for it.
     """
-    place = folder()
+    place = socket_folder()
     with contextlib.suppress(FileExistsError):
         place.mkdir(mode=0o700)
-    fd = _opened(place)
+    fd = _open_folder(place)
     sock = socket.socket(socket.AF_UNIX)
     try:
         for number in range(1000):
@@ -93,30 +93,30 @@ def connect(path: Path) -> socket.socket:
     """A connection with the ringrun behind a socket.
 
     Raises:
-        NoJob: it is not there, or somebody else's.
+        JobSocketError: it is not there, or somebody else's.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
-        fd = _opened(path.parent)
+        fd = _open_folder(path.parent)
         try:
-            reach(sock, _address(path, fd), _ANSWER)
+            connect_within(sock, _address(path, fd), _CONNECT_TIMEOUT)
         finally:
             os.close(fd)
         if (uid := peer_uid(sock)) != os.geteuid():
             raise PermissionError(f"it belongs to user {uid}")
     except OSError as error:
         sock.close()
-        raise NoJob(f"{path}: {error.strerror or error}") from None
+        raise JobSocketError(f"{path}: {error.strerror or error}") from None
     return sock
 
 
 def _address(path: Path, folder: int) -> str:
     """Of a socket; by its folder's descriptor if it is longer than one may be."""
-    short = len(os.fsencode(path)) < _LONGEST
+    short = len(os.fsencode(path)) < _MAX_ADDRESS_BYTES
     return str(path) if short else f"/proc/self/fd/{folder}/{path.name}"
 
 
-def reach(sock: socket.socket, address: str, seconds: float) -> None:
+def connect_within(sock: socket.socket, address: str, seconds: float) -> None:
     """Connects a unix socket within that time, which also is its timeout then.
 
     Raises:
@@ -136,20 +136,20 @@ def reach(sock: socket.socket, address: str, seconds: float) -> None:
 def _is_alive(path: Path) -> bool:
     try:
         connect(path).close()
-    except NoJob:
+    except JobSocketError:
         return False
     return True
 
 
-def jobs() -> dict[int, list[Path]]:
+def find_jobs() -> dict[int, list[Path]]:
     """The sockets of this user's jobs, by ringrun's process id.
 
     Those that a killed ringrun has left are removed.
     """
     found: dict[int, list[Path]] = {}
     with contextlib.suppress(OSError):
-        os.close(_opened(folder()))
-        for path in sorted(folder().iterdir()):
+        os.close(_open_folder(socket_folder()))
+        for path in sorted(socket_folder().iterdir()):
             if (match := _NAME.fullmatch(path.name)) is None:
                 continue
             if _is_alive(path):

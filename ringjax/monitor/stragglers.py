@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # (of the named lane, sequence number, microseconds waited)
-Waited = tuple[bool, int, int]
+WaitRecord = tuple[bool, int, int]
 
-MOST_OPEN = 8192  # calls that some ranks have not told about yet
+MAX_PENDING_CALLS = 8192  # calls that some ranks have not told about yet
 LAST_IN = 0.5  # of the calls, from where on a rank is suspected
 OF_TWO = 2 / 3  # likewise if there are two ranks, of which one always is the last
-COSTS = 0.02  # of the time, likewise
+MIN_COST = 0.02  # of the time, likewise
 ACCIDENTS = 3  # calls that cost most, of each rank
-FEWEST = 8  # calls, to say anything about
+MIN_CALLS = 8  # calls, to say anything about
 
 
-class Judged(NamedTuple):
+class LastArrival(NamedTuple):
     """Of one call: who came last, and how many seconds behind the others."""
 
     last: int
@@ -40,17 +40,17 @@ class Stragglers:
 
     Example:
         >>> seen = Stragglers(2)
-        >>> seen.hear(0, [(False, 7, 5000)])
+        >>> seen.add_waits(0, [(False, 7, 5000)])
         []
-        >>> seen.hear(1, [(False, 7, 10)])
-        [Judged(last=1, behind=0.00499)]
+        >>> seen.add_waits(1, [(False, 7, 10)])
+        [LastArrival(last=1, behind=0.00499)]
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._open: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
 
-    def hear(self, rank: int, waits: Iterable[Waited]) -> list[Judged]:
+    def add_waits(self, rank: int, waits: Iterable[WaitRecord]) -> list[LastArrival]:
         """What one rank tells of its waits; of one call the least counts.
 
         Returns:
@@ -61,23 +61,23 @@ class Stragglers:
             told = self._open.setdefault((named, sequence), {})
             told[rank] = min(us, told.get(rank, us))
             touched[named, sequence] = told
-        # Judged late, so that all operations of a call have been told.
+        # LastArrival late, so that all operations of a call have been told.
         full = [key for key, told in touched.items() if len(told) == self.size]
         judged = [_judge(self._open.pop(key)) for key in full]
-        while len(self._open) > MOST_OPEN:
+        while len(self._open) > MAX_PENDING_CALLS:
             self._open.popitem(last=False)
         return judged
 
 
-def _judge(told: dict[int, int]) -> Judged:
+def _judge(told: dict[int, int]) -> LastArrival:
     last = min(told, key=lambda rank: (told[rank], rank))
     others = sorted(us for rank, us in told.items() if rank != last)
     behind = others[len(others) // 2] - told[last] if others else 0
-    return Judged(last, behind * 1e-6)
+    return LastArrival(last, behind * 1e-6)
 
 
 @dataclass
-class Lateness:
+class RankLateness:
     """Of one rank: in how many calls it came last, and how late it was in these."""
 
     times: int = 0
@@ -95,34 +95,34 @@ class Lateness:
         return ordered[len(ordered) // 2] if ordered else 0.0
 
 
-class Tally:
+class StragglerTally:
     """The judgements of one interval.
 
     Example:
-        >>> seen = Tally(2)
+        >>> seen = StragglerTally(2)
         >>> for call in range(10):
-        ...     seen.add(Judged(1, 0.005))
-        >>> seen.culprit(elapsed=0.1)
+        ...     seen.add(LastArrival(1, 0.005))
+        >>> seen.straggler(elapsed=0.1)
         1
     """
 
     def __init__(self, size: int) -> None:
         self.calls = 0
-        self.late = [Lateness() for _ in range(size)]
+        self.late = [RankLateness() for _ in range(size)]
 
-    def add(self, judged: Judged) -> None:
+    def add(self, judged: LastArrival) -> None:
         """One more call."""
         self.calls += 1
         self.late[judged.last].times += 1
         self.late[judged.last].seconds.append(judged.behind)
 
-    def culprit(self, elapsed: float) -> int | None:
+    def straggler(self, elapsed: float) -> int | None:
         """The rank that all wait for, if there is one.
 
         Args:
             elapsed: seconds in which these calls were made.
         """
-        if self.calls < FEWEST or elapsed <= 0:
+        if self.calls < MIN_CALLS or elapsed <= 0:
             return None
         costs = [late.lost for late in self.late]
         times = [float(late.times) for late in self.late]
@@ -138,4 +138,4 @@ class Tally:
         rank = max(range(len(costs)), key=lambda r: costs[r])
         least = OF_TWO if len(costs) == 2 else LAST_IN
         most = shares[rank] >= least * sum(shares)
-        return rank if most and costs[rank] >= COSTS * elapsed else None
+        return rank if most and costs[rank] >= MIN_COST * elapsed else None

@@ -1,7 +1,7 @@
 """A window of time in numbers that mean something to people, rank by rank.
 
-What `report` prints, ringrun's metrics tell and `ringjax top` shows; see `picture` for
-where it comes from.
+`report` prints it, ringrun's metrics and `ringjax top` show it. `aggregator` collects
+the numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ringjax.monitor import places
-from ringjax.monitor.picture import Picture, Share, Window
+from ringjax.monitor import locations
+from ringjax.monitor.aggregator import Aggregator, Share, Window
 
 
 @dataclass(slots=True)
-class Row:
+class RankRow:
     """One rank.
 
     Attributes:
@@ -59,24 +59,24 @@ class View:
     step: float = 0.0
     busbw: float = 0.0
     culprit: int | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RankRow] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """As plain objects."""
         return asdict(self)
 
 
-def from_message(message: Mapping[str, Any]) -> View:
+def view_from_message(message: Mapping[str, Any]) -> View:
     """What `View.message` has made; of names that are not known, nothing.
 
     Raises:
         ValueError, TypeError: it is none.
 
     Example:
-        >>> from_message(View(2.0, rows=[Row(0, 0)]).message()).rows[0].rank
+        >>> view_from_message(View(2.0, rows=[RankRow(0, 0)]).message()).rows[0].rank
         0
     """
-    rows = [Row(**_known(Row, row)) for row in message.get("rows", [])]
+    rows = [RankRow(**_known(RankRow, row)) for row in message.get("rows", [])]
     return View(**{**_known(View, message), "rows": rows})
 
 
@@ -87,8 +87,10 @@ def _known(kind: type, given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def look(picture: Picture, window: Window, now: float, every: float = 0.0) -> View:
-    """What the picture says about a window that is still open.
+def make_view(
+    aggregator: Aggregator, window: Window, now: float, every: float = 0.0
+) -> View:
+    """What the aggregator says about a window that is still open.
 
     Args:
         every: seconds from one word of a rank to the next one.
@@ -98,8 +100,10 @@ def look(picture: Picture, window: Window, now: float, every: float = 0.0) -> Vi
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
     rates, speeds, steps, parts = [0.0], [], [], [1.0]
-    members = picture.members()
-    apart = places.apart({r: seen.sample.place for r, (_, seen) in members.items()})
+    members = aggregator.members()
+    apart = locations.distinctive_locations(
+        {r: seen.sample.place for r, (_, seen) in members.items()}
+    )
     for rank, (worker, seen) in sorted(members.items()):
         share, spent = window.since(worker, seen)
         sample, late = seen.sample, tally.late[rank]
@@ -109,7 +113,7 @@ def look(picture: Picture, window: Window, now: float, every: float = 0.0) -> Vi
         if sample.step:
             steps.append(sample.step)
         rows.append(
-            Row(
+            RankRow(
                 rank,
                 worker,
                 host=sample.host,
@@ -125,13 +129,13 @@ def look(picture: Picture, window: Window, now: float, every: float = 0.0) -> Vi
         )
     return View(
         seconds,
-        epoch=picture.epoch,
-        size=picture.size,
+        epoch=aggregator.epoch,
+        size=aggregator.size,
         hosts=len({row.host for row in rows}),
         rate=max(rates),
         step=statistics.median(steps) if steps else 0.0,
         busbw=min(filter(None, speeds), default=0.0),
-        culprit=tally.culprit(seconds * min(parts)),
+        culprit=tally.straggler(seconds * min(parts)),
         rows=rows,
     )
 

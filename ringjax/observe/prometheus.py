@@ -46,19 +46,21 @@ class PrometheusCollector:
             yield metric
 
 
-def _families() -> Iterator[metrics.Family]:
-    yield metrics.build(version())
+def _families() -> Iterator[metrics.MetricFamily]:
+    yield metrics.build_info(version())
     if not runtime.is_initialized():
         return
     world = runtime.current("PrometheusCollector")
     standing, recorder = world.standing, world.recorder
     waiting, moving = recorder.busy()
-    yield metrics.one("ranks", "gauge", "Ranks of the job now.", standing.size)
+    yield metrics.single_metric(
+        "ranks", "gauge", "Ranks of the job now.", standing.size
+    )
     about = "Which membership of an elastic job it is."
-    yield metrics.one("epoch", "gauge", about, world.epoch.number)
+    yield metrics.single_metric("epoch", "gauge", about, world.epoch.number)
     spent = {"calls": recorder.count, "wait_seconds": waiting, "move_seconds": moving}
     for name, value in spent.items():
-        family = metrics.of_rank(name)
+        family = metrics.rank_counter(name)
         family.add(value, rank=standing.rank)
         yield family
-    yield from metrics.collectives(sample.sums(recorder.totals()))
+    yield from metrics.collective_metrics(sample.sums(recorder.totals()))

@@ -132,12 +132,14 @@ def merge(directory: Path, share: float = 1.0) -> str:
         share: of the most that is drawn.
 
     Raises:
-        NoProfile: there is nothing.
+        ProfileNotFound: there is nothing.
         OSError: they cannot be written.
     """
     from ringjax.profile import archive, breakdown, parts
 
-    found = breakdown.Merged.of(parts.read(directory, int(share * parts.MOST_CALLS)))
+    found = breakdown.MergedProfile.of(
+        parts.read(directory, int(share * parts.MOST_CALLS))
+    )
     lines = archive.write(directory, found, int(share * archive.MOST_EVENTS))
     return breakdown.text(found, lines)
 
@@ -146,11 +148,11 @@ def show(directory: Path) -> str:
     """The breakdown of the profile in a folder; writes nothing.
 
     Raises:
-        NoProfile: there is nothing.
+        ProfileNotFound: there is nothing.
     """
     from ringjax.profile import breakdown, parts
 
-    return breakdown.text(breakdown.Merged.of(parts.read(directory)))
+    return breakdown.text(breakdown.MergedProfile.of(parts.read(directory)))
 
 
 class _Callable(types.ModuleType):

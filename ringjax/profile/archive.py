@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ringjax.profile import chrome, jax_events, perfetto
-from ringjax.profile.breakdown import Merged
-from ringjax.profile.parts import Part, missing
-from ringjax.profile.rows import Process, processes
+from ringjax.profile.breakdown import MergedProfile
+from ringjax.profile.parts import ProfilePart, missing
+from ringjax.profile.trace import TraceProcess, processes
 
 ARCHIVE, MERGED = "profile.tar", "profile.json.gz"
 OURS = "ringjax.pftrace"
@@ -29,7 +29,7 @@ MOST_EVENTS = 200_000  # of JAX's traces, of all ranks
 
 
 def write(
-    directory: Path, profile: Merged, most_events: int = MOST_EVENTS
+    directory: Path, profile: MergedProfile, most_events: int = MOST_EVENTS
 ) -> list[str]:
     """Writes both files.
 
@@ -71,7 +71,9 @@ def _umask() -> int:
     return mask
 
 
-def _traces(profile: Merged, most: int) -> Iterator[tuple[str, tuple[Part, list[Any]]]]:
+def _traces(
+    profile: MergedProfile, most: int
+) -> Iterator[tuple[str, tuple[ProfilePart, list[Any]]]]:
     """JAX's, by their name in the archive."""
     for part in profile.parts:
         try:
@@ -85,9 +87,9 @@ def _traces(profile: Merged, most: int) -> Iterator[tuple[str, tuple[Part, list[
 
 def _tar(
     file: IO[bytes],
-    profile: Merged,
-    drawn: Iterable[Process],
-    traces: dict[str, tuple[Part, list[Any]]],
+    profile: MergedProfile,
+    drawn: Iterable[TraceProcess],
+    traces: dict[str, tuple[ProfilePart, list[Any]]],
 ) -> None:
     with tarfile.open(fileobj=file, mode="w") as tar:
         _member(tar, "perfetto_manifest.json", _manifest(profile, traces))
@@ -108,7 +110,9 @@ def _member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(about, io.BytesIO(data))
 
 
-def _manifest(profile: Merged, traces: dict[str, tuple[Part, list[Any]]]) -> bytes:
+def _manifest(
+    profile: MergedProfile, traces: dict[str, tuple[ProfilePart, list[Any]]]
+) -> bytes:
     """https://perfetto.dev/docs/reference/perfetto-manifest.
 
     All files have one time base already; "clocks" says that of those without a clock.
@@ -127,7 +131,7 @@ def _manifest(profile: Merged, traces: dict[str, tuple[Part, list[Any]]]) -> byt
     return json.dumps({"perfetto_manifest": manifest}).encode()
 
 
-def _about(profile: Merged) -> dict[str, str]:
+def _about(profile: MergedProfile) -> dict[str, str]:
     error = profile.base.error
     known = "unknown" if error is None else f"{error * 1e6:.3g} us"
     about = {"run": profile.parts[0].run, "clock_error": known}
@@ -138,9 +142,9 @@ def _about(profile: Merged) -> dict[str, str]:
 
 def _json(
     text: IO[str],
-    profile: Merged,
-    drawn: Iterable[Process],
-    traces: dict[str, tuple[Part, list[Any]]],
+    profile: MergedProfile,
+    drawn: Iterable[TraceProcess],
+    traces: dict[str, tuple[ProfilePart, list[Any]]],
 ) -> None:
     about = json.dumps(_about(profile))
     text.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[')

@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from ringjax.monitor.stragglers import COSTS, FEWEST
-from ringjax.profile.clocks import TimeBase
-from ringjax.profile.exchanges import Exchange, Share, boundaries, covered, together
-from ringjax.profile.parts import Part, missing
+from ringjax.monitor.stragglers import MIN_CALLS, MIN_COST
+from ringjax.profile.clocks import CommonClock
+from ringjax.profile.exchanges import (
+    Exchange,
+    RankExchange,
+    boundaries,
+    covered,
+    together,
+)
+from ringjax.profile.parts import ProfilePart, missing
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankBreakdown:
     """One rank's time, in seconds of a mean step; if it has none, of all.
 
     Attributes:
@@ -32,7 +38,7 @@ class Rank:
             in the middle, where it is worth a word; `lost`: and in all, if often.
     """
 
-    part: Part
+    part: ProfilePart
     steps: int
     typical: float
     step: float
@@ -45,27 +51,27 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedProfile:
     """All parts, on one time base.
 
     Raises:
-        NoProfile: from `read`, before it comes to this.
+        ProfileNotFound: from `read`, before it comes to this.
     """
 
-    parts: Sequence[Part]
-    base: TimeBase
+    parts: Sequence[ProfilePart]
+    base: CommonClock
     exchanges: Sequence[Exchange]
 
     @classmethod
-    def of(cls, parts: list[Part]) -> Merged:
+    def of(cls, parts: list[ProfilePart]) -> MergedProfile:
         """Brings them together."""
-        base = TimeBase(parts)
+        base = CommonClock(parts)
         return cls(parts, base, together(parts, base))
 
 
-def ranks(profile: Merged) -> list[Rank]:
+def ranks(profile: MergedProfile) -> list[RankBreakdown]:
     """Of each rank what its time was spent on."""
-    shares: dict[int, list[Share]] = {id(part): [] for part in profile.parts}
+    shares: dict[int, list[RankExchange]] = {id(part): [] for part in profile.parts}
     late: dict[int, list[float]] = {id(part): [] for part in profile.parts}
     sizes = Counter(m.epoch for part in profile.parts for m in part.members)
     judged = 0
@@ -85,8 +91,12 @@ def ranks(profile: Merged) -> list[Rank]:
 
 
 def _rank(
-    part: Part, base: TimeBase, shares: list[Share], late: list[float], judged: int
-) -> Rank:
+    part: ProfilePart,
+    base: CommonClock,
+    shares: list[RankExchange],
+    late: list[float],
+    judged: int,
+) -> RankBreakdown:
     ends = boundaries(part, base)
     steps = max(len(ends) - 1, 0)
     if steps:
@@ -101,8 +111,8 @@ def _rank(
         waits += exposed * behind[0] / all_of_it
         moves += exposed * behind[1] / all_of_it
     each = max(steps, 1)
-    worth = [by for by in late if by >= COSTS * (end - start) / each]
-    return Rank(
+    worth = [by for by in late if by >= MIN_COST * (end - start) / each]
+    return RankBreakdown(
         part,
         steps,
         median(b - a for a, b in pairwise(ends)) if steps else end - start,
@@ -112,18 +122,20 @@ def _rank(
         waits / each,
         len(late) / judged if judged else 0.0,
         median(worth or late or [0.0]),
-        len(worth) * median(worth) if len(worth) >= FEWEST else 0.0,
+        len(worth) * median(worth) if len(worth) >= MIN_CALLS else 0.0,
     )
 
 
-def _spent(shares: Iterable[Share], start: float, end: float) -> tuple[float, float]:
+def _spent(
+    shares: Iterable[RankExchange], start: float, end: float
+) -> tuple[float, float]:
     """Seconds between the two in which some of them waited, and in which some moved."""
     found = list(shares)
     waits = covered(((s.entered, s.entered + s.wait) for s in found), start, end)
     return waits, covered(((s.entered, s.done) for s in found), start, end) - waits
 
 
-def _exposed(part: Part, base: TimeBase, start: float, end: float) -> float:
+def _exposed(part: ProfilePart, base: CommonClock, start: float, end: float) -> float:
     """Seconds in which the program waited for buckets that overlap."""
     known = [(base.seconds(part, when), total) for when, _, total in part.sent]
     after = [bisect_right(known, (when, math.inf)) for when in (start, end)]
@@ -151,7 +163,7 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}"
 
 
-def text(profile: Merged, files: Iterable[str] = ()) -> str:
+def text(profile: MergedProfile, files: Iterable[str] = ()) -> str:
     """What `show` prints: at most 80 columns, beside long names.
 
     Args:
@@ -168,7 +180,7 @@ def text(profile: Merged, files: Iterable[str] = ()) -> str:
     return "\n".join([*lines, *(["", *files] if files else [])])
 
 
-def _head(profile: Merged) -> str:
+def _head(profile: MergedProfile) -> str:
     parts, base = profile.parts, profile.base
     hosts = len({part.host for part in parts})
     end = max((s.done for e in profile.exchanges for s in e.shares), default=0.0)
@@ -185,7 +197,7 @@ def _head(profile: Merged) -> str:
     )
 
 
-def _step(found: Sequence[Rank]) -> str:
+def _step(found: Sequence[RankBreakdown]) -> str:
     """The mean of all ranks."""
     computes, moves, waits = (
         fmean(getattr(rank, name) for rank in found)
@@ -204,7 +216,7 @@ def _step(found: Sequence[Rank]) -> str:
     return f"{what}   {'   '.join(shares)}"
 
 
-def _table(found: Sequence[Rank]) -> list[str]:
+def _table(found: Sequence[RankBreakdown]) -> list[str]:
     lines = [
         f"{'ms a step':10} {'host':10} {'all':>6} {'compute':>7} {'comm':>6} "
         f"{'wait':>6} {'last in':>7} {'late by':>7}"
@@ -225,7 +237,7 @@ def _table(found: Sequence[Rank]) -> list[str]:
     return lines
 
 
-def _kinds(profile: Merged) -> list[str]:
+def _kinds(profile: MergedProfile) -> list[str]:
     """The operations that took longest, of the mean rank."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     algorithms: dict[tuple[str, str, str], Counter[str]] = {}

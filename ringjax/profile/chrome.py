@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ringjax.profile.rows import Process, Slice
+from ringjax.profile.trace import TraceProcess, TraceSlice
 
 Event = dict[str, Any]
 
 
-def events(processes: Iterable[Process]) -> Iterator[Event]:
+def events(processes: Iterable[TraceProcess]) -> Iterator[Event]:
     """All of it. `pid` is the rank; times are microseconds."""
     processes = list(processes)
     arrows = _arrows(processes)
@@ -36,7 +36,7 @@ def events(processes: Iterable[Process]) -> Iterator[Event]:
                 }  # fmt: skip
 
 
-def _arrows(processes: Iterable[Process]) -> dict[int, list[tuple[float, int]]]:
+def _arrows(processes: Iterable[TraceProcess]) -> dict[int, list[tuple[float, int]]]:
     """Of each flow the slices, by beginning and process, in the order of time."""
     found: dict[int, list[tuple[float, int]]] = {}
     for process in processes:
@@ -46,7 +46,9 @@ def _arrows(processes: Iterable[Process]) -> dict[int, list[tuple[float, int]]]:
     return {flow: sorted(places) for flow, places in found.items()}
 
 
-def _arrow(one: Slice, pid: int, tid: int, all_of_it: list[tuple[float, int]]) -> Event:
+def _arrow(
+    one: TraceSlice, pid: int, tid: int, all_of_it: list[tuple[float, int]]
+) -> Event:
     place = all_of_it.index((one.start, pid))
     kind = "s" if place == 0 else "f" if place == len(all_of_it) - 1 else "t"
     return {
@@ -63,7 +65,7 @@ def _meta(pid: int, what: str, tid: int = 0, **arguments: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": arguments}
 
 
-def _slice(one: Slice, pid: int, tid: int) -> Iterator[Event]:
+def _slice(one: TraceSlice, pid: int, tid: int) -> Iterator[Event]:
     place = {"pid": pid, "tid": tid}
     whole = {"ts": _us(one.start), "dur": _us(one.end - one.start)}
     yield {"ph": "X", "name": one.name, **place, **whole, "args": one.arguments}

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from operator import add
 
-from ringjax.profile.parts import Part
+from ringjax.profile.parts import ProfilePart
 
 SPAN = 10.0  # seconds
 ENDS = 1.0  # at both ends many questions are asked at once
 
 
-class Offset:
+class ClockOffset:
     """How far another clock is ahead of one, over time.
 
     Args:
         readings: (when, ahead, trip), in seconds of the one clock.
 
     Example:
-        >>> offset = Offset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
+        >>> offset = ClockOffset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
         >>> round(offset.ahead(30.0), 3), offset.error
         (5.3, 0.1)
     """
@@ -53,7 +53,7 @@ class Offset:
         return low + (high - low) * (when - before) / (after - before)
 
 
-class TimeBase:
+class CommonClock:
     """Of some parts.
 
     Attributes:
@@ -61,7 +61,7 @@ class TimeBase:
             for some clocks only the wall clocks could be compared.
     """
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[ProfilePart]) -> None:
         first = min(parts, key=lambda p: (p.members[0].epoch, p.members[0].rank))
         self._to_first: dict[str, Callable[[float], float]] = {first.clock: float}
         self.error: float | None = 0.0
@@ -86,16 +86,16 @@ class TimeBase:
             self.error = max(errors.values())
         self.zero = min(self._to_first[part.clock](part.began) for part in parts)
 
-    def _add(self, clock: str, offset: Offset, known: str) -> None:
+    def _add(self, clock: str, offset: ClockOffset, known: str) -> None:
         further = self._to_first[known]
         self._to_first[clock] = lambda when: further(when + offset.ahead(when))
 
-    def seconds(self, part: Part, when: float) -> float:
+    def seconds(self, part: ProfilePart, when: float) -> float:
         """On the time base, of a moment on the clock of that part."""
         return self._to_first[part.clock](when) - self.zero
 
 
-def _edges(parts: list[Part]) -> dict[tuple[str, str], Offset]:
+def _edges(parts: list[ProfilePart]) -> dict[tuple[str, str], ClockOffset]:
     clocks = {(m.epoch, m.rank): p.clock for p in parts for m in p.members}
     readings: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for part in parts:
@@ -105,4 +105,4 @@ def _edges(parts: list[Part]) -> dict[tuple[str, str], Offset]:
                 readings.setdefault((part.clock, asked), []).append(
                     (one.when, one.ahead, one.trip)
                 )
-    return {pair: Offset(found) for pair, found in readings.items()}
+    return {pair: ClockOffset(found) for pair, found in readings.items()}

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringjax.profile.clocks import TimeBase
-from ringjax.profile.parts import Call, Part
+from ringjax.profile.clocks import CommonClock
+from ringjax.profile.parts import ProfilePart, RecordedCall
 from ringjax.world.steps import Kind, anchor
 
 # Epoch, process set, lane, number of the call there: the same on all ranks.
@@ -20,7 +20,7 @@ Number = tuple[int, int, str, int]
 
 
 @dataclass(slots=True)
-class Share:
+class RankExchange:
     """What one rank had of an exchange, in seconds of the time base.
 
     Attributes:
@@ -28,8 +28,8 @@ class Share:
         calls: those operations, or the one call.
     """
 
-    part: Part
-    calls: list[Call]
+    part: ProfilePart
+    calls: list[RecordedCall]
     entered: float
     agreed: float | None
     done: float
@@ -60,10 +60,10 @@ class Exchange:
     """One call, on all ranks of which there is a part."""
 
     number: Number
-    shares: list[Share] = field(default_factory=list)
+    shares: list[RankExchange] = field(default_factory=list)
 
     @property
-    def last(self) -> Share:
+    def last(self) -> RankExchange:
         """Of the rank that came last."""
         return min(self.shares, key=lambda share: share.wait)
 
@@ -74,11 +74,11 @@ class Exchange:
         return waits[len(waits) // 2] - waits[0] if len(waits) > 1 else 0.0
 
 
-def together(parts: Sequence[Part], base: TimeBase) -> list[Exchange]:
+def together(parts: Sequence[ProfilePart], base: CommonClock) -> list[Exchange]:
     """All exchanges, in the order in which the first rank came to them."""
     found: dict[Number, Exchange] = {}
     for part in parts:
-        shares: dict[Number, list[Call]] = {}
+        shares: dict[Number, list[RecordedCall]] = {}
         for call in part.calls:
             number = (call.epoch, call.set, call.lane, call.seq)
             shares.setdefault(number, []).append(call)
@@ -88,9 +88,11 @@ def together(parts: Sequence[Part], base: TimeBase) -> list[Exchange]:
     return sorted(found.values(), key=lambda e: min(s.entered for s in e.shares))
 
 
-def _share(part: Part, calls: list[Call], base: TimeBase) -> Share:
+def _share(
+    part: ProfilePart, calls: list[RecordedCall], base: CommonClock
+) -> RankExchange:
     agreed = calls[-1].agreed
-    return Share(
+    return RankExchange(
         part,
         calls,
         base.seconds(part, max(call.entered for call in calls)),
@@ -99,12 +101,12 @@ def _share(part: Part, calls: list[Call], base: TimeBase) -> Share:
     )
 
 
-def kind(call: Call) -> Kind:
+def kind(call: RecordedCall) -> Kind:
     """What calls of two steps have in common."""
     return (call.lane, call.op, call.name, call.bytes, call.set)
 
 
-def boundaries(part: Part, base: TimeBase) -> list[float]:
+def boundaries(part: ProfilePart, base: CommonClock) -> list[float]:
     """The ends of steps: as the program has marked them, else where calls repeat."""
     if part.marks:
         return [base.seconds(part, when) for when in part.marks]
@@ -130,7 +132,7 @@ def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> f
     return seconds
 
 
-def as_mapping(call: Call) -> Mapping[str, Any]:
+def as_mapping(call: RecordedCall) -> Mapping[str, Any]:
     """What viewers show of a call beside its times."""
     shown = {"op": call.op, "seq": call.seq, "epoch": call.epoch, "bytes": call.bytes}
     if call.set:

@@ -14,15 +14,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ringjax.profile.clocks import TimeBase
-from ringjax.profile.parts import Part
+from ringjax.profile.clocks import CommonClock
+from ringjax.profile.parts import ProfilePart
 
 OURS = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
 NOISE = "ThreadpoolListener::"  # three for every task of XLA's, without a length
 PIDS = 1_000_000  # times the rank's number and one, added to jax's own
 
 
-def events(part: Part, base: TimeBase, most: int) -> Iterator[dict[str, Any]]:
+def events(part: ProfilePart, base: CommonClock, most: int) -> Iterator[dict[str, Any]]:
     """Of one rank, so many at most; none if it has no trace of JAX's.
 
     Raises:

@@ -20,12 +20,12 @@ from ringjax.world.profiling import FORMAT, PARTS
 MOST_CALLS = 200_000  # of all ranks, that are read; the last ones
 
 
-class NoProfile(ValueError):
+class ProfileNotFound(ValueError):
     """There is nothing to read."""
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """One call of one rank; of named operations one operation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class RankAssignment:
     """From a moment on this process is that rank of so many."""
 
     epoch: int
@@ -63,7 +63,7 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ClockReading:
     """What the clock of a rank showed: `ahead` of ours, known to half of `trip`."""
 
     rank: int
@@ -74,7 +74,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Part:
+class ProfilePart:
     """What one process has written.
 
     Attributes:
@@ -95,9 +95,9 @@ class Part:
     clock: str
     monotonic: float
     realtime: float
-    members: list[Membership] = field(default_factory=list)
-    calls: deque[Call] = field(default_factory=deque)
-    readings: list[Reading] = field(default_factory=list)
+    members: list[RankAssignment] = field(default_factory=list)
+    calls: deque[RecordedCall] = field(default_factory=deque)
+    readings: list[ClockReading] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
     sent: list[tuple[float, int, float]] = field(default_factory=list)
     lost: int = 0
@@ -126,23 +126,23 @@ class Part:
         return next((m.rank for m in self.members if m.epoch == epoch), None)
 
 
-def read(directory: Path, most_calls: int = MOST_CALLS) -> list[Part]:
+def read(directory: Path, most_calls: int = MOST_CALLS) -> list[ProfilePart]:
     """The parts of the newest profile in a folder, in the order of the ranks.
 
     Args:
         most_calls: of all ranks; of longer ones the last.
 
     Raises:
-        NoProfile: there are none.
+        ProfileNotFound: there are none.
     """
     folder = directory / PARTS
     if not directory.is_dir():
-        raise NoProfile(f"{directory}: there is no such folder")
+        raise ProfileNotFound(f"{directory}: there is no such folder")
     paths = sorted(folder.glob("*.jsonl"))
     each = max(most_calls // max(len(paths), 1), 1)
     found = [part for path in paths if (part := _read(path, each)) and part.members]
     if not found:
-        raise NoProfile(
+        raise ProfileNotFound(
             f"{directory}: no rank has written a profile there; is it the folder of "
             "ringjax.profile or ringrun --profile?"
         )
@@ -159,23 +159,23 @@ def complete(directory: Path, run: str) -> bool:
     return sizes == [len(here)] * len(here) != [] and all(_closed(p) for _, p in here)
 
 
-def _heads(folder: Path, run: str) -> Iterator[Part]:
+def _heads(folder: Path, run: str) -> Iterator[ProfilePart]:
     for path in folder.glob(f"{run}.*.jsonl"):
         if part := _read(path, 1, lines=50):
             yield part
 
 
-def _closed(part: Part) -> bool:
+def _closed(part: ProfilePart) -> bool:
     with open(part.path, "rb") as file:
         file.seek(max(part.path.stat().st_size - 4096, 0))
         last = file.read().splitlines()[-1:]
     return bool(last) and last[0].startswith(b'{"end"')
 
 
-def missing(parts: list[Part]) -> list[str]:
+def missing(parts: list[ProfilePart]) -> list[str]:
     """A sentence for each thing that is not there."""
     said: list[str] = []
-    by_epoch: dict[int, dict[int, Part]] = {}
+    by_epoch: dict[int, dict[int, ProfilePart]] = {}
     sizes: dict[int, int] = {}
     for part in parts:
         for member in part.members:
@@ -202,9 +202,9 @@ def missing(parts: list[Part]) -> list[str]:
     return said
 
 
-def _read(path: Path, most_calls: int, lines: int | None = None) -> Part | None:
+def _read(path: Path, most_calls: int, lines: int | None = None) -> ProfilePart | None:
     """One part; None if it is none, or of another version."""
-    part: Part | None = None
+    part: ProfilePart | None = None
     for value in islice(_values(path), lines):
         if "format" in value:
             if value["format"] != FORMAT:
@@ -216,10 +216,10 @@ def _read(path: Path, most_calls: int, lines: int | None = None) -> Part | None:
     return part
 
 
-def _begun(path: Path, head: dict[str, Any], most_calls: int) -> Part:
+def _begun(path: Path, head: dict[str, Any], most_calls: int) -> ProfilePart:
     names = ("who", "run", "host", "clock", "monotonic", "realtime")
-    calls: deque[Call] = deque(maxlen=most_calls)
-    return Part(path, **{name: head[name] for name in names}, calls=calls)
+    calls: deque[RecordedCall] = deque(maxlen=most_calls)
+    return ProfilePart(path, **{name: head[name] for name in names}, calls=calls)
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:
@@ -236,13 +236,13 @@ def _values(path: Path) -> Iterator[dict[str, Any]]:
                     yield value
 
 
-def _add(part: Part, value: dict[str, Any]) -> None:
+def _add(part: ProfilePart, value: dict[str, Any]) -> None:
     match value:
         case {"op": _}:
             part.skipped += len(part.calls) == part.calls.maxlen
-            part.calls.append(Call(**value))
+            part.calls.append(RecordedCall(**value))
         case {"epoch": epoch, "rank": rank, "size": size, "host": host, "at": at}:
-            member = Membership(epoch, rank, size, host, at)
+            member = RankAssignment(epoch, rank, size, host, at)
             if member not in part.members:
                 part.members.append(member)
                 part.host = host
@@ -253,7 +253,7 @@ def _add(part: Part, value: dict[str, Any]) -> None:
             "ahead": ahead,
             "trip": trip,
         }:
-            part.readings.append(Reading(rank, epoch, when, ahead, trip))
+            part.readings.append(ClockReading(rank, epoch, when, ahead, trip))
         case {"sent": sent, "exposed": exposed, "at": at}:
             part.sent.append((at, sent, exposed))
         case {"lost": lost}:

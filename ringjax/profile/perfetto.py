@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import count
 
-from ringjax.profile.rows import Process, Slice
+from ringjax.profile.trace import TraceProcess, TraceSlice
 
 BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
 SEQUENCE = 1
@@ -66,7 +66,7 @@ def _event(seconds: float, kind: int, track: int, *fields: bytes) -> bytes:
     return _packet(_number(8, max(round(seconds * 1e9), 0)), _bytes(11, event))
 
 
-def packets(processes: Iterable[Process]) -> Iterator[bytes]:
+def packets(processes: Iterable[TraceProcess]) -> Iterator[bytes]:
     """The trace, piece by piece; times are nanoseconds."""
     numbers = count(1)
     for process in processes:
@@ -89,7 +89,7 @@ def packets(processes: Iterable[Process]) -> Iterator[bytes]:
                 yield _event(when, COUNTER, track, double)
 
 
-def _slice(one: Slice, track: int) -> Iterator[bytes]:
+def _slice(one: TraceSlice, track: int) -> Iterator[bytes]:
     fields = [_text(23, one.name)]
     if one.flow:
         fields.append(_varint(47 << 3 | 1) + struct.pack("<Q", one.flow))

@@ -56,21 +56,24 @@ def find(wanted: str | None) -> Path:
     """The socket of the job that is meant.
 
     Raises:
-        NoJob: there is none, or it is not clear which.
+        JobSocketError: there is none, or it is not clear which.
     """
-    known = sockets.jobs()
+    known = sockets.find_jobs()
     if wanted is not None:
         if not wanted.isdecimal():
-            raise sockets.NoJob(f"{wanted!r} is no process id")
+            raise sockets.JobSocketError(f"{wanted!r} is no process id")
         known = {pid: paths for pid, paths in known.items() if pid == int(wanted)}
     if not known:
         which = f"ringrun {wanted}" if wanted else "running job of this user"
-        raise sockets.NoJob(
-            f"no {which} is found here, in {sockets.folder()}; TMPDIR must be ringrun's"
+        raise sockets.JobSocketError(
+            f"no {which} is found here, in {sockets.socket_folder()}; "
+            "TMPDIR must be ringrun's"
         )
     if len(known) > 1:
         pids = ", ".join(map(str, sorted(known)))
-        raise sockets.NoJob(f"several jobs run: {pids}; say which: ringjax top PID")
+        raise sockets.JobSocketError(
+            f"several jobs run: {pids}; say which: ringjax top PID"
+        )
     (paths,) = known.values()
     return paths[-1]
 
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         job = JobConnection(find(options.pid))
-    except sockets.NoJob as error:
+    except sockets.JobSocketError as error:
         sys.stderr.write(f"ringjax top: {error}\n")
         return 1
     try:

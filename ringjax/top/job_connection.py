@@ -13,7 +13,7 @@ from typing import Any
 
 from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
-from ringjax.monitor.view import View, from_message
+from ringjax.monitor.view import View, view_from_message
 
 _LONGEST = 1 << 26  # bytes of a message
 _CHUNK = 1 << 16
@@ -56,7 +56,7 @@ def status(text: bytes) -> JobStatus:
         message = json.loads(text)
         job: dict[str, Any] = message.get("job", {})
         return JobStatus(
-            from_message(message["view"]),
+            view_from_message(message["view"]),
             int(job.get("pid", 0)),
             str(job.get("command", "")),
             bool(job.get("elastic", False)),
@@ -76,7 +76,7 @@ class JobConnection:
         path: ringrun's socket.
 
     Raises:
-        NoJob: it is not there.
+        JobSocketError: it is not there.
     """
 
     def __init__(self, path: Path) -> None:

@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ringjax.monitor.picture import SILENT
-from ringjax.monitor.report import duration
-from ringjax.monitor.view import Row
+from ringjax.monitor.aggregator import SILENT_SECONDS
+from ringjax.monitor.report import format_duration
+from ringjax.monitor.view import RankRow
 from ringjax.top.job_connection import JobStatus
 
 WIDTH = 80
@@ -72,12 +72,12 @@ def age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: RankRow) -> list[str]:
     """A rank, one text for each column."""
-    late = duration(row.late_by) if row.late_by else "-"
+    late = format_duration(row.late_by) if row.late_by else "-"
     speed = f"{row.busbw / 1e9:.3g}" if row.busbw else "-"
     place = row.place.rpartition(" in ")[0] or row.place
-    silent = row.silent > SILENT
+    silent = row.silent > SILENT_SECONDS
     return [
         *(str(row.rank), row.host, share(row.waits), share(row.moves)),
         *(share(row.last_in), late.replace(" ", ""), speed, size(row.memory)),
@@ -85,11 +85,11 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def kind(row: Row, status: JobStatus) -> str:
+def kind(row: RankRow, status: JobStatus) -> str:
     """What is to be said about a rank: that all wait for it, that it is silent."""
     if row.rank == status.view.culprit:
         return LATE
-    return SILENT_RANK if row.silent > SILENT else PLAIN
+    return SILENT_RANK if row.silent > SILENT_SECONDS else PLAIN
 
 
 def head(status: JobStatus) -> list[str]:
@@ -103,7 +103,7 @@ def head(status: JobStatus) -> list[str]:
     parts.append(f"up {age(status.seconds)}")
     rates = [f"{view.rate:.3g} calls/s"]
     if view.step:
-        rates = [f"{1 / view.step:.3g} steps/s ({duration(view.step)})", *rates]
+        rates = [f"{1 / view.step:.3g} steps/s ({format_duration(view.step)})", *rates]
     if rows := view.rows:
         waits = sum(row.waits for row in rows) / len(rows)
         moves = sum(row.moves for row in rows) / len(rows)
@@ -113,7 +113,7 @@ def head(status: JobStatus) -> list[str]:
     return ["   ".join(parts), "  ".join(rates)]
 
 
-def chosen(status: JobStatus, most: int) -> list[Row]:
+def chosen(status: JobStatus, most: int) -> list[RankRow]:
     """So many rows at most: those with something to say first, then by rank."""
     rows = status.view.rows
     if len(rows) <= most:
@@ -129,7 +129,7 @@ def verdict(status: JobStatus) -> str:
             where = f", {row.place}" if row.place else ""
             return (
                 f"all wait for rank {row.rank}: last in {share(row.last_in)} of the "
-                f"calls, {duration(row.late_by)} late{where}"
+                f"calls, {format_duration(row.late_by)} late{where}"
             )
     return ""
 

@@ -333,7 +333,7 @@ class Reducer:
                 self.options.process_set,
             )
         else:
-            self._tuning.took(now - self._ended)
+            self._tuning.record_step(now - self._ended)
         self._ended = now
 
     def check_parameters(self) -> None:

@@ -52,10 +52,10 @@ def autotune(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
             "ringjax.autotune: this function is compiled already; give the function "
             "itself, and what jax.jit was told to ringjax.autotune"
         )
-    return _Autotuned(fun, options)
+    return _AutotunedStep(fun, options)
 
 
-class _Autotuned:
+class _AutotunedStep:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._options = fun, options
@@ -82,7 +82,7 @@ class _Autotuned:
             # JAX keeps traces by function: each setting needs one of its own.
             @functools.wraps(self._fun)
             def step(*args: Any, **kwargs: Any) -> Any:
-                with trials.trying(setting):
+                with trials.use_setting(setting):
                     return self._fun(*args, **kwargs)
 
             self._programs[setting] = jax.jit(step, **self._options)
@@ -103,7 +103,7 @@ class _Autotuned:
         results = self._program(tuning.setting)(*args, **kwargs)
         if not tuning.settled:
             jax.block_until_ready(results)
-            tuning.took(time.perf_counter() - began)
+            tuning.record_step(time.perf_counter() - began)
         if tuning.settled:
             self._settled = self._program(tuning.setting)
             self._programs = {tuning.setting: self._settled}

@@ -47,25 +47,25 @@ def _size(count: int) -> str:
     return f"{count / 2**20:g} MiB"
 
 
-_trying: ContextVar[Setting | None] = ContextVar("ringjax_trying", default=None)
+_active: ContextVar[Setting | None] = ContextVar("ringjax_active", default=None)
 
 
-def tried() -> Setting | None:
+def active_setting() -> Setting | None:
     """The setting that is tried where this is called; None: those of the job hold."""
-    return _trying.get()
+    return _active.get()
 
 
 @contextlib.contextmanager
-def trying(setting: Setting | None) -> Iterator[None]:
+def use_setting(setting: Setting | None) -> Iterator[None]:
     """Within it, `setting` holds."""
-    token = _trying.set(setting)
+    token = _active.set(setting)
     try:
         yield
     finally:
-        _trying.reset(token)
+        _active.reset(token)
 
 
-def around(default: Setting, overlapped: bool | None) -> list[Setting]:
+def candidate_settings(default: Setting, overlapped: bool | None) -> list[Setting]:
     """What to try, the default first.
 
     Args:
@@ -94,8 +94,8 @@ class Trials:
 
     Example:
         >>> few = Trials([Setting(25, 40), Setting(5, 40)], warmup=1, rounds=4)
-        >>> while not few.over:
-        ...     few.took(0.1 if few.setting.bucket_bytes == 25 else 0.08)
+        >>> while not few.finished:
+        ...     few.record_step(0.1 if few.setting.bucket_bytes == 25 else 0.08)
         >>> few.winner(few.times).bucket_bytes
         5
     """
@@ -107,7 +107,7 @@ class Trials:
         self.times: Times = []
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether all has been tried."""
         return self._steps >= (self._warmup + self._rounds) * len(self.settings)
 
@@ -116,7 +116,7 @@ class Trials:
         """Of the next step."""
         return self.settings[self._steps % len(self.settings)]
 
-    def took(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """How long the step took that had `setting`."""
         turn, which = divmod(self._steps, len(self.settings))
         self._steps += 1
@@ -146,13 +146,13 @@ def medians(times: Times) -> list[float]:
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def as_value(setting: Setting) -> list[Any]:
+def to_json(setting: Setting) -> list[Any]:
     """For a file, or another rank."""
     return [setting.bucket_bytes, setting.overlap_memory, setting.overlap]
 
 
-def from_value(value: object) -> Setting | None:
-    """What `as_value` gave; None if it is something else, as of a damaged file."""
+def from_json(value: object) -> Setting | None:
+    """What `to_json` gave; None if it is something else, as of a damaged file."""
     if not isinstance(value, list) or len(value) != 3:
         return None
     bucket, memory, overlap = value

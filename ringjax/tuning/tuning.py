@@ -52,11 +52,11 @@ class Tuning:
         if process_set.size() == 1 or config.elastic:
             return
         communicator = runtime.communicator(process_set, "autotune")
-        settings = trials.around(self.setting, overlapped)
+        settings = trials.candidate_settings(self.setting, overlapped)
         self._what = {
             "step": step,
             "hosts": list(communicator.hosts),
-            "settings": [trials.as_value(one) for one in settings],
+            "settings": [trials.to_json(one) for one in settings],
         }
         if known := self._remembered():
             self.setting = known
@@ -71,12 +71,12 @@ class Tuning:
         """Whether `setting` stays as it is."""
         return self._trials is None
 
-    def took(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """How long the step took that had `setting`. The last of all trials decides."""
         if self._trials is None:
             return
-        self._trials.took(seconds)
-        if self._trials.over:
+        self._trials.record_step(seconds)
+        if self._trials.finished:
             past, self._trials = self._trials, None
             times = self._slowest(past)
             self.setting = past.winner(times)
@@ -93,7 +93,7 @@ class Tuning:
         root = self._set.ranks[0]
         name = f"autotune.{self._name}"
         value = eager.broadcast_object(found, root, name, self._set)
-        return trials.from_value(value)
+        return trials.from_json(value)
 
     def _slowest(self, tried: Trials) -> Times:
         """The times of all steps, of the slowest rank each."""
@@ -104,7 +104,7 @@ class Tuning:
         return times
 
     def _tell(self, tried: Trials, times: Times) -> None:
-        value, log = trials.as_value(self.setting), self._config.autotune_log
+        value, log = trials.to_json(self.setting), self._config.autotune_log
         remembered.write(self._config.cache_folder(), _KIND, self._what, value)
         seconds = trials.medians(times)
         chosen = tried.settings.index(self.setting)
@@ -131,7 +131,7 @@ def _log(
             if file.tell() == 0:
                 rows.writerow(_COLUMNS)
             for i, one in enumerate(tried.settings):
-                values = trials.as_value(one)
+                values = trials.to_json(one)
                 rows.writerow((name, *values, f"{seconds[i] * 1e3:.4g}", i == chosen))
     except OSError as error:
         sys.stderr.write(f"ringjax autotune: {path}: {error.strerror}\n")

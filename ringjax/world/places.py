@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from typing import Any
 
-from ringjax.monitor import places
+from ringjax.monitor import locations
 from ringjax.world.whereabouts import doing
 
 LOOK = 0.05  # seconds between two looks at the program
@@ -38,7 +38,7 @@ class Places:
         spent, self._looked = min(now - self._looked, _MOST), now
         collected, self._collected = min(self._collected, spent), 0.0
         self._seen[doing()] += spent - collected
-        self._seen[places.GARBAGE] += collected
+        self._seen[locations.GARBAGE_COLLECTION] += collected
         if sum(self._seen.values()) >= _KEPT:
             for place in list(self._seen):
                 self._seen[place] /= 2
@@ -47,8 +47,8 @@ class Places:
 
     @property
     def shares(self) -> str:
-        """The places with the largest shares, as `monitor.places.packed`."""
-        return places.packed(self._seen)
+        """The places with the largest shares, as `monitor.locations.pack_shares`."""
+        return locations.pack_shares(self._seen)
 
     def _on_garbage(self, phase: str) -> None:
         now = time.monotonic()

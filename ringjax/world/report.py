@@ -15,9 +15,9 @@ from typing import Protocol
 
 from ringjax import _native
 from ringjax.monitor import report, view
-from ringjax.monitor.picture import Picture, Window
+from ringjax.monitor.aggregator import Aggregator, Window
 from ringjax.monitor.sample import Sample
-from ringjax.monitor.stragglers import Waited
+from ringjax.monitor.stragglers import WaitRecord
 from ringjax.world.epoch import Epoch
 from ringjax.world.places import LOOK, Places
 
@@ -52,7 +52,7 @@ class Reporter:
     ) -> None:
         self._home, self._seconds, self._write = home, seconds, write
         self._places = Places()
-        self._picture: Picture | None = None
+        self._aggregator: Aggregator | None = None
         self._window: Window | None = None
         self._heartbeat: _native.Heartbeat | None = None
         self._epoch: Epoch | None = None
@@ -74,9 +74,11 @@ class Reporter:
     def _run(self) -> None:
         while not self._stop.wait(LOOK):
             self._look()
-        if self._picture is not None and self._is_first():
+        if self._aggregator is not None and self._is_first():
             self._gather()
-            self._write(report.summary(self._picture, time.monotonic() - self._began))
+            self._write(
+                report.format_summary(self._aggregator, time.monotonic() - self._began)
+            )
 
     def _is_first(self) -> bool:
         return self._epoch is not None and self._epoch.standing.rank == 0
@@ -92,26 +94,30 @@ class Reporter:
         if not self._is_first():
             heartbeat.say_where(self._places.shares)
             return
-        assert self._picture is not None and self._window is not None
+        assert self._aggregator is not None and self._window is not None
         self._gather()
         now = time.monotonic()
         if now - self._window.began >= self._seconds:
-            self._write(report.block(view.look(self._picture, self._window, now)))
-            self._picture.renew(self._window, now)
+            self._write(
+                report.format_report(
+                    view.make_view(self._aggregator, self._window, now)
+                )
+            )
+            self._aggregator.restart_window(self._window, now)
 
     def _follow(self, epoch: Epoch, heartbeat: _native.Heartbeat) -> None:
-        """A new epoch: whoever was not the first before begins a picture."""
+        """A new epoch: whoever was not the first before begins an aggregator."""
         self._epoch, self._heartbeat = epoch, heartbeat
         first = self._is_first()
         heartbeat.share_waits(None if first else self._home.recorder)
         self._seen = self._home.recorder.count
-        if first and self._picture is None:
-            self._picture = Picture()
-            self._window = self._picture.open(time.monotonic())
-        if self._picture is not None:
+        if first and self._aggregator is None:
+            self._aggregator = Aggregator()
+            self._window = self._aggregator.open_window(time.monotonic())
+        if self._aggregator is not None:
             present = {self._worker(rank) for rank in range(epoch.standing.size)}
-            for worker in self._picture.seen.keys() - present:
-                self._picture.remove(worker)
+            for worker in self._aggregator.workers.keys() - present:
+                self._aggregator.remove_worker(worker)
 
     def _worker(self, rank: int) -> int:
         """Who that rank is: a number that no other process has, in all epochs."""
@@ -135,10 +141,10 @@ class Reporter:
         calls: int,
         waiting: float,
         moving: float,
-        waits: list[Waited],
+        waits: list[WaitRecord],
         place: str,
     ) -> None:
-        assert self._picture is not None and self._epoch is not None
+        assert self._aggregator is not None and self._epoch is not None
         sample = Sample(
             rank,
             self._epoch.standing.size,
@@ -151,7 +157,7 @@ class Reporter:
             place=place,
             tuned="" if rank else self._home.tuned,
         )
-        self._picture.hear(self._worker(rank), sample, time.monotonic())
+        self._aggregator.add_sample(self._worker(rank), sample, time.monotonic())
 
 
 def to_standard_error(text: str) -> None:

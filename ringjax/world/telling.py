@@ -19,7 +19,7 @@ from ringjax.control.polling import wait_readable
 from ringjax.control.unix_peer import peer_uid
 from ringjax.monitor import sample, sockets
 from ringjax.monitor.sample import Sample
-from ringjax.monitor.stragglers import Waited
+from ringjax.monitor.stragglers import WaitRecord
 from ringjax.world.epoch import Epoch
 from ringjax.world.lanes import LANE
 from ringjax.world.places import LOOK, Places
@@ -81,7 +81,7 @@ class Teller:
 
     def _run(self) -> None:
         with self._socket, contextlib.suppress(OSError):
-            sockets.reach(self._socket, f"\0{self._where}", _GIVE_UP)
+            sockets.connect_within(self._socket, f"\0{self._where}", _GIVE_UP)
             if peer_uid(self._socket) != os.geteuid():
                 return
             self._socket.sendall(f'{{"id":{self._own}}}\n'.encode())
@@ -159,7 +159,7 @@ class Teller:
         )
 
 
-def thinned(waits: list[Waited], most: int = _MOST_WAITS) -> list[Waited]:
+def thinned(waits: list[WaitRecord], most: int = _MOST_WAITS) -> list[WaitRecord]:
     """The same calls on all ranks, however many each has: those of round numbers.
 
     Example:

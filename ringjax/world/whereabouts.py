@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Protocol
 
 from ringjax import config
-from ringjax.monitor.places import EXCHANGING
+from ringjax.monitor.locations import IN_COLLECTIVE
 
 _COMPILERS = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
 _MOST_FRAMES, _MOST_BYTES = 40, 8 << 10  # of a stack that is printed
@@ -157,7 +157,7 @@ def doing() -> str:
     if frame is None:
         return where
     if frame.f_code.co_filename.startswith(_OURS):
-        return where + EXCHANGING
+        return where + IN_COLLECTIVE
     if any(f.f_code.co_filename.endswith(_COMPILERS) for f in _outwards(frame)):
         return f"{where} (compiling)"
     return where

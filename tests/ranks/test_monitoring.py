@@ -332,7 +332,7 @@ def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
         "    from ringjax.monitor import view\n"
         "    def look(*_):\n"
         "        raise ZeroDivisionError('a mistake')\n"
-        "    view.look = look\n"
+        "    view.make_view = look\n"
     )
     path = f"{watched.folder}:{environment('', {})['PYTHONPATH']}"
     watched.start(2, STATIC, "--report", "1", PYTHONPATH=path)

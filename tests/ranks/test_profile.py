@@ -116,7 +116,7 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
         calls = [call for call in part.calls if call.name == "grads"]
         assert len(calls) >= 12
         assert all(call.overlapped for call in calls)
-    first = breakdown.ranks(breakdown.Merged.of(found))[0]
+    first = breakdown.ranks(breakdown.MergedProfile.of(found))[0]
     assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
     assert first.waits > first.moves
 
@@ -134,7 +134,7 @@ def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
         over = bool(eager.allreduce(done, name="done", op=ringjax.Min)[0])
     made.stop()
     if world.rank == 0:
-        for rank in breakdown.ranks(breakdown.Merged.of(parts.read(folder))):
+        for rank in breakdown.ranks(breakdown.MergedProfile.of(parts.read(folder))):
             assert rank.steps == 3
         assert (folder / archive.ARCHIVE).exists()
 
@@ -149,7 +149,7 @@ def test_the_program_may_say_what_a_step_is(world: World, tmp_path: Path) -> Non
                 _step()
             made.step()
     if world.rank == 0:
-        for rank in breakdown.ranks(breakdown.Merged.of(parts.read(folder))):
+        for rank in breakdown.ranks(breakdown.MergedProfile.of(parts.read(folder))):
             assert rank.steps == 3
 
 
@@ -332,7 +332,7 @@ def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
         for reading in part.readings:
             error = reading.ahead + 1000 * part.number
             assert abs(error) <= reading.trip / 2, reading
-    merged = breakdown.Merged.of(found)
+    merged = breakdown.MergedProfile.of(found)
     assert merged.base.error is not None
     trips = [reading.trip for part in found[1:] for reading in part.readings]
     assert merged.base.error <= max(trips) / 2
@@ -374,7 +374,7 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     assert [part.members[-1].rank for part in found] == [0, 0, 1]
     said = parts.missing(found)
     assert said == ["worker 0: its file has no end: it died, or the disk is full"]
-    merged = breakdown.Merged.of(found)
+    merged = breakdown.MergedProfile.of(found)
     sizes: dict[int, set[int]] = {}
     for exchange in merged.exchanges:
         sizes.setdefault(exchange.number[0], set()).add(len(exchange.shares))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ringjax.control.handshake import HandshakeRequest, Purpose, authenticate
 from ringjax.errors import AuthenticationError
-from ringjax.monitor.sockets import reach
+from ringjax.monitor.sockets import connect_within
 from support import leaks
 
 Door = tuple[str, int] | str
@@ -76,7 +76,7 @@ def connect(door: Door, seconds: float = 20.0) -> socket.socket:
         return socket.create_connection(door, timeout=seconds)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        reach(sock, door, seconds)
+        connect_within(sock, door, seconds)
     except BlockingIOError as error:
         sock.close()
         raise TimeoutError(f"the queue of {door!r} was full for {seconds} s") from error

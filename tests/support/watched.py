@@ -122,14 +122,14 @@ class Watched:
 
     def path(self) -> Path:
         """ringrun's socket."""
-        place = self.temporary / sockets.folder().name
+        place = self.temporary / sockets.socket_folder().name
         name = f"{self.job.pid}-0.sock"
 
         def look() -> list[str]:
             """It is there a moment before anybody listens."""
             try:
                 sockets.connect(place / name).close()
-            except sockets.NoJob as error:
+            except sockets.JobSocketError as error:
                 return [str(error)]
             return []
 

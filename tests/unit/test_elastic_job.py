@@ -18,14 +18,14 @@ from ringjax.elastic import (
     Checkpointer,
     ElasticSampler,
     State,
-    agreement,
     jax_leaves,
     loop,
     run,
+    sync_plan,
     transfer,
 )
-from ringjax.elastic.agreement import Agreement, Having
-from ringjax.elastic.transfer import Audience
+from ringjax.elastic.sync_plan import HeldState, SyncPlan
+from ringjax.elastic.transfer import Participants
 
 
 class Runtime:
@@ -38,8 +38,8 @@ class Runtime:
         self.change = 0
         self.newcomer = False
         self.stays = True
-        self.having: list[Having] = []
-        self.audience = Audience(0, (1, 2))
+        self.held: list[HeldState] = []
+        self.participants = Participants(0, (1, 2))
         self.pause_fails = 0
         self.lost = False
         for name in (
@@ -48,10 +48,10 @@ class Runtime:
             *("pause", "restart", "generation", "leave_at_next_pause"),
         ):
             patch.setattr(runtime, name, getattr(self, name), raising=False)
-        patch.setattr(agreement, "agree", self.agree)
-        patch.setattr(agreement, "own_number", lambda: 5)
-        patch.setattr(transfer, "share", self.share)
-        patch.setattr(transfer, "make_room", self.make_room)
+        patch.setattr(sync_plan, "negotiate", self.agree)
+        patch.setattr(sync_plan, "own_number", lambda: 5)
+        patch.setattr(transfer, "broadcast_state", self.share)
+        patch.setattr(transfer, "preallocate", self.make_room)
         patch.setattr(runtime, "rank", lambda: 1)
         patch.setattr(runtime, "size", lambda: 3)
 
@@ -95,11 +95,11 @@ class Runtime:
     def leave_at_next_pause(self) -> None:
         self.pages.append("leave")
 
-    def agree(self, having: Having) -> Agreement:
-        self.having.append(having)
-        audience = self.audience if having else Audience(0, ())
-        agreement._latest = Agreement(self.epoch, (2, 5, 7), audience, self.lost)
-        return agreement._latest
+    def agree(self, held: HeldState) -> SyncPlan:
+        self.held.append(held)
+        participants = self.participants if held else Participants(0, ())
+        sync_plan._current = SyncPlan(self.epoch, (2, 5, 7), participants, self.lost)
+        return sync_plan._current
 
     def make_room(self, values, **_):
         self.pages.append("make room")
@@ -141,9 +141,9 @@ def test_a_loss_that_was_repaired_starts_the_function_again_without_a_rollback(
 
     assert train_with(job, None, repair)(state) == 4
     assert job.pages == ["share", "train 0", "train 2"]
-    assert job.having == [Having.COMMITTED, Having.CURRENT]
+    assert job.held == [HeldState.COMMITTED, HeldState.CURRENT]
     assert sizes == [3]
-    assert agreement.latest() is None
+    assert sync_plan.current_plan() is None
 
 
 def test_an_announced_change_is_waited_for_and_newcomers_get_the_state(
@@ -151,11 +151,11 @@ def test_an_announced_change_is_waited_for_and_newcomers_get_the_state(
 ) -> None:
     def announce() -> None:
         job.change = 7
-        job.audience = Audience(0, (2,))
+        job.participants = Participants(0, (2,))
 
     train_with(job, None, announce)(State(step=0))
     assert job.pages == ["share", "train 0", "pause 7", "train 2"]
-    assert job.having == [Having.COMMITTED, Having.CURRENT]
+    assert job.held == [HeldState.COMMITTED, HeldState.CURRENT]
 
 
 def test_a_dismissed_rank_ends_without_an_error(job: Runtime) -> None:
@@ -176,7 +176,7 @@ def test_a_failure_restarts_all_from_the_last_commit(job: Runtime) -> None:
     assert train_with(job, None, None, fail)(state) == 4
     again = ["restart: shapes", "share", "train 2"]
     assert job.pages == ["share", "train 0", *again]
-    assert job.having == [Having.COMMITTED, Having.COMMITTED]
+    assert job.held == [HeldState.COMMITTED, HeldState.COMMITTED]
 
 
 def test_a_failure_elsewhere_in_the_last_step_is_one_here(job: Runtime) -> None:
@@ -263,7 +263,7 @@ def test_a_newcomer_rehearses_and_keeps_nothing_of_it(job: Runtime) -> None:
     state = State(step=0)
     train(state)
     assert job.pages == ["rehearse", "warm up", "make room", "admit", "share"]
-    assert job.having == [Having.NOTHING]
+    assert job.held == [HeldState.NOTHING]
     assert state.step == 0
 
 
@@ -351,7 +351,7 @@ def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("having", "source", "receivers"),
+    ("held", "source", "receivers"),
     [
         ([1, 1, 1], 0, (1, 2)),
         ([0, 0, 2], 0, (2,)),
@@ -361,11 +361,13 @@ def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
         ([2], 0, ()),
     ],
 )
-def test_who_sends_the_state_to_whom(having, source, receivers) -> None:
-    assert agreement.audience_of(having, [0, 1, 2]) == Audience(source, receivers)
+def test_who_sends_the_state_to_whom(held, source, receivers) -> None:
+    assert sync_plan.choose_participants(held, [0, 1, 2]) == Participants(
+        source, receivers
+    )
     # In groups of two, at the second place.
-    elsewhere = Audience(2 * source + 1, tuple(2 * r + 1 for r in receivers))
-    assert agreement.audience_of(having, [1, 3, 5]) == elsewhere
+    elsewhere = Participants(2 * source + 1, tuple(2 * r + 1 for r in receivers))
+    assert sync_plan.choose_participants(held, [1, 3, 5]) == elsewhere
 
 
 def test_a_state_that_nobody_has_is_not_made_up(
@@ -376,7 +378,7 @@ def test_a_state_that_nobody_has_is_not_made_up(
         train_with(job)(State(step=0))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(State(step=3))
-    job.newcomer, job.audience = True, Audience(1, (0, 2))
+    job.newcomer, job.participants = True, Participants(1, (0, 2))
 
     @run(checkpointer=Checkpointer(tmp_path))
     def train(state: State) -> int:
@@ -408,13 +410,13 @@ def test_rank_0_writes_its_last_commit_when_it_leaves(
 def test_a_loss_before_the_state_is_sent_starts_again_and_uses_up_no_attempts(
     job: Runtime, times: int
 ) -> None:
-    def agree(having: Having) -> Agreement:
-        agreed = job.agree(having)
-        if having and len(job.having) <= times:
+    def agree(held: HeldState) -> SyncPlan:
+        agreed = job.agree(held)
+        if held and len(job.held) <= times:
             job.epoch += 1
         return agreed
 
-    job.patch.setattr(agreement, "agree", agree)
+    job.patch.setattr(sync_plan, "negotiate", agree)
     assert train_with(job)(State(step=0)) == 4
     assert job.pages[times:] == ["share", "train 0"]
     why = "restart: a rank was lost just before"

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 
 from ringjax import runtime
-from ringjax.elastic import ElasticSampler, agreement
-from ringjax.elastic.transfer import Audience
+from ringjax.elastic import ElasticSampler, sync_plan
+from ringjax.elastic.transfer import Participants
 
 
 @dataclass
@@ -51,12 +51,12 @@ class Job:
         self.commit_state = self.ranks[0].sampler.state_dict()
 
     def agree(self, workers) -> None:
-        latest = agreement.Agreement(0, tuple(workers), Audience(0, ()))
-        self.patch.setattr(agreement, "_latest", latest)
+        latest = sync_plan.SyncPlan(0, tuple(workers), Participants(0, ()))
+        self.patch.setattr(sync_plan, "_current", latest)
         self.contributors = latest.workers
 
     def become(self, worker: int) -> None:
-        self.patch.setattr(agreement, "own_number", lambda: worker)
+        self.patch.setattr(sync_plan, "own_number", lambda: worker)
 
     def cut(self, state=None) -> None:
         """All ranks take new shares; with a state, from there."""
@@ -74,7 +74,7 @@ class Job:
         stays = [rank for rank in self.ranks if rank not in lost]
         part = self.ranks if in_result else stays
         self.contributors = tuple(rank.worker for rank in part)
-        place = {w: i for i, w in enumerate(agreement._latest.workers)}
+        place = {w: i for i, w in enumerate(sync_plan._current.workers)}
         remaining = len(stays[0].sampler.remaining_indices)
         for rank in part:
             taken = rank.share[rank.at : rank.at + batch]
@@ -95,7 +95,7 @@ class Job:
         self.commit_state = self.ranks[0].sampler.state_dict()
         self.done += self.pending
         self.pending = []
-        lost = len(agreement._latest.workers) != len(self.ranks)
+        lost = len(sync_plan._current.workers) != len(self.ranks)
         if lost or joining:
             self.meet(joining, None)
 
@@ -183,6 +183,6 @@ def test_the_sampler_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None
     job.ranks[0].sampler.wait = lambda: waited.append(1)
     job.step(2, 9, True)
     assert waited == [1]
-    agreement.forget()
+    sync_plan.clear_plan()
     job.ranks[0].sampler.record_batch(1, 2)
     assert waited == [1]

@@ -89,16 +89,16 @@ def test_a_program_that_begins_to_donate_gets_a_clear_error() -> None:
 
 def test_what_is_known_of_donation() -> None:
     donation, x = Donation(), fresh()
-    assert donation.to_be_copied({"x": x, "n": 1}) == {"x", "n"}
-    assert donation.to_be_copied({"x": x}) == {"x"}  # no step has run
+    assert donation.names_to_copy({"x": x, "n": 1}) == {"x", "n"}
+    assert donation.names_to_copy({"x": x}) == {"x"}  # no step has run
     donation.forget()
     y = STEP(x)
-    assert donation.to_be_copied({"x": y}) == {"x"}  # who knows where it is from
+    assert donation.names_to_copy({"x": y}) == {"x"}  # who knows where it is from
     z = STEP(y)
-    assert donation.to_be_copied({"x": z}) == set()
+    assert donation.names_to_copy({"x": z}) == set()
     w = DONATING(z)
-    assert donation.to_be_copied({"x": w}) == {"x"}
-    assert donation.to_be_copied({"x": STEP(w)}) == {"x"}  # for ever
+    assert donation.names_to_copy({"x": w}) == {"x"}
+    assert donation.names_to_copy({"x": STEP(w)}) == {"x"}  # for ever
 
 
 def test_a_failed_program_is_not_committed() -> None:

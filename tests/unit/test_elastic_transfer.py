@@ -16,7 +16,7 @@ import pytest
 
 from ringjax import _native, errors, runtime
 from ringjax.elastic import leaves, transfer
-from ringjax.elastic.transfer import Audience
+from ringjax.elastic.transfer import Participants
 
 here = threading.local()
 
@@ -45,7 +45,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
         def as_rank(rank: int) -> None:
             here.rank = rank
             try:
-                with transfer.addressed(Audience(3, (1, 4))):
+                with transfer.between(Participants(3, (1, 4))):
                     found[rank] = work(rank)
             except Exception as error:
                 found[rank] = error
@@ -76,7 +76,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def test_newcomers_get_what_the_source_has_and_nobody_else_takes_part(ranks) -> None:
-    found = ranks(lambda rank: transfer.share(state(rank)))
+    found = ranks(lambda rank: transfer.broadcast_state(state(rank)))
     assert [found[rank] for rank in (0, 2, 3)] == [None] * 3
     for rank in (1, 4):
         got, want = found[rank], state(3)
@@ -101,7 +101,7 @@ def test_memory_that_arrives_is_not_copied_again() -> None:
 
 
 def test_room_that_was_made_before_is_used() -> None:
-    transfer.make_room({"x": np.ones(5), "y": np.ones(5), "z": np.ones(6)})
+    transfer.preallocate({"x": np.ones(5), "y": np.ones(5), "z": np.ones(6)})
     leaf = transfer.Described.of({"x": np.ones(5)}, allow_pickle=False).leaves[0]
     rooms = [leaf.memory() for _ in range(3)]
     assert len({room.ctypes.data for room in rooms}) == 3
@@ -111,7 +111,7 @@ def test_room_that_was_made_before_is_used() -> None:
 
 
 def test_what_cannot_be_sent_is_an_error_on_both_ends(ranks) -> None:
-    found = ranks(lambda rank: transfer.share({"f": [object()]}))
+    found = ranks(lambda rank: transfer.broadcast_state({"f": [object()]}))
     assert isinstance(found[3], TypeError) and "state of rank 3" in str(found[3])
     for rank in (1, 4):
         assert isinstance(found[rank], ValueError)
@@ -125,7 +125,7 @@ def test_a_rank_that_goes_is_named(ranks) -> None:
             for number in range(3):
                 ranks.world[number].abort("rank 4 is on fire", 4)
             return None
-        return transfer.share(state(rank))
+        return transfer.broadcast_state(state(rank))
 
     found = ranks(work)
     for rank in (1, 3):
@@ -142,4 +142,4 @@ def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_to_send_needs_no_job() -> None:
-    assert transfer.share({}) is None
+    assert transfer.broadcast_state({}) is None

@@ -22,9 +22,9 @@ from support.waiting import LONG, until
 
 from ringjax.config import Config
 from ringjax.monitor import metrics, view
-from ringjax.monitor.metrics import Family
-from ringjax.monitor.picture import Picture
-from ringjax.monitor.sample import BUCKETS, Sample, Sums
+from ringjax.monitor.aggregator import Aggregator
+from ringjax.monitor.metrics import MetricFamily
+from ringjax.monitor.sample import BUCKETS, CollectiveSums, Sample
 from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
 from ringjax.run.monitor.wanted import MonitorOptions, wanted
 
@@ -32,19 +32,19 @@ BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
 
 def _job(ranks: int = 3) -> str:
-    picture = Picture()
-    window = picture.open(0.0)
+    aggregator = Aggregator()
+    window = aggregator.open_window(0.0)
     counts = [0] * BUCKETS
     counts[0], counts[10], counts[-1] = 2, 5, 1
     for when in (1.0, 2.0):
         for rank in range(ranks):
-            one = Sums(8, 800, 1, 30.5, 0.25, counts, counts)
+            one = CollectiveSums(8, 800, 1, 30.5, 0.25, counts, counts)
             sums = {("allreduce", True, 0): one, ("allgather", False, 40): one}
             host = 'no"de\\a\n'
             told = Sample(rank, ranks, 2, host, 16, 61.0, 0.5, 0.125, sums=sums)
-            picture.hear(rank, told, when)
-    seen = view.look(picture, window, 2.0)
-    return metrics.text(metrics.of_job(picture, seen, "1.2.3"))
+            aggregator.add_sample(rank, told, when)
+    seen = view.make_view(aggregator, window, 2.0)
+    return metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1.2.3"))
 
 
 def test_prometheuss_own_parser_reads_it() -> None:
@@ -85,9 +85,9 @@ def test_names_keep_to_the_conventions() -> None:
 
 
 def test_before_anybody_has_told_anything() -> None:
-    picture = Picture()
-    seen = view.look(picture, picture.open(0.0), 1.0)
-    text = metrics.text(metrics.of_job(picture, seen, "1"))
+    aggregator = Aggregator()
+    seen = view.make_view(aggregator, aggregator.open_window(0.0), 1.0)
+    text = metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1"))
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert families["ringjax_ranks"].samples[0].value == 0
     assert "ringjax_collective_wait_seconds" not in families
@@ -95,9 +95,9 @@ def test_before_anybody_has_told_anything() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, 2**53 + 2.0, 1e-9, 0.1, 1e300, -1.5])
 def test_numbers_are_read_as_they_were(value: float) -> None:
-    family = Family("x", "gauge", "y")
+    family = MetricFamily("x", "gauge", "y")
     family.add(value)
-    (read,) = text_string_to_metric_families(metrics.text([family]))
+    (read,) = text_string_to_metric_families(metrics.format_metrics([family]))
     assert read.samples[0].value == value
 
 
@@ -242,7 +242,7 @@ def _get(url: str, **headers: str) -> tuple[int, str, str]:
 
 def test_metrics_are_served(serve: Serve) -> None:
     url = serve().url
-    assert _get(url) == (200, metrics.TEXT, "ringjax_x 1\n")
+    assert _get(url) == (200, metrics.CONTENT_TYPE, "ringjax_x 1\n")
     assert _get(url.removesuffix("metrics"))[0] == 404
     assert _get(url + "?x=1")[0] == 200
 

@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.monitor import places, report, view
-from ringjax.monitor.picture import OTHER, Picture
-from ringjax.monitor.sample import BUCKETS, Sample, Sums, difference, read
+from ringjax.monitor import locations, report, view
+from ringjax.monitor.aggregator import OTHER_SETS, Aggregator
+from ringjax.monitor.sample import (
+    BUCKETS,
+    CollectiveSums,
+    Sample,
+    parse_sample,
+    subtract_sums,
+)
 from ringjax.world.telling import step, thinned
 
 
@@ -21,7 +27,9 @@ def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
     """A rank that has made so many calls of 1,000 bytes, 1 ms of waiting each."""
     histogram = [0] * BUCKETS
     histogram[9] = calls
-    one = Sums(calls, 1000 * calls, 0, 1e-3 * calls, 1e-4 * calls, histogram, histogram)
+    one = CollectiveSums(
+        calls, 1000 * calls, 0, 1e-3 * calls, 1e-4 * calls, histogram, histogram
+    )
     return Sample(
         rank,
         size,
@@ -38,7 +46,7 @@ def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
 def test_a_sample_survives_the_way() -> None:
     told = of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
     told.memory, told.step, told.exposed = 1 << 40, 0.25, 1e-9
-    heard = read(told.text())
+    heard = parse_sample(told.text())
     assert heard.place == 'a "b"?'  # it is for a terminal
     told.place = heard.place
     assert heard == told
@@ -73,13 +81,13 @@ GOOD = json.loads(of(0, 2, 3, waits=[(True, 5, 90)]).text())
 )
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        read(json.dumps({**GOOD, **change}))
+        parse_sample(json.dumps({**GOOD, **change}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 100_000])
 def test_what_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        read(text)
+        parse_sample(text)
 
 
 @given(
@@ -91,56 +99,58 @@ def test_what_is_no_object_is_refused(text: str) -> None:
 )
 def test_any_value_is_read_or_refused(value: Any, name: str) -> None:
     try:
-        picture = Picture()
-        picture.hear(0, read(json.dumps({**GOOD, name: value})), 1.0)
-        view.look(picture, picture.open(1.0), 2.0)
+        aggregator = Aggregator()
+        aggregator.add_sample(0, parse_sample(json.dumps({**GOOD, name: value})), 1.0)
+        view.make_view(aggregator, aggregator.open_window(1.0), 2.0)
     except ValueError:
         pass
 
 
 def test_sums_never_fall() -> None:
     """A worker is lost, its rank is another one's, a process begins anew."""
-    picture = Picture()
-    picture.hear(0, of(0, 2, 10), 1.0)
-    picture.hear(1, of(1, 2, 10), 1.0)
-    picture.hear(1, of(1, 2, 15), 2.0)
-    picture.remove(0)
-    picture.hear(1, of(0, 1, 20, epoch=1), 3.0)
-    assert picture.sums["allreduce", True, 0].calls == 30
-    assert picture.ranks[0].share.calls == 15 and picture.ranks[1].share.calls == 15
-    picture.hear(1, of(0, 1, 2, epoch=1), 4.0)  # it has called init again
-    assert picture.sums["allreduce", True, 0].calls == 32
-    assert picture.ranks[0].share.calls == 17
-    assert sum(picture.sums["allreduce", True, 0].wait) == 32
+    aggregator = Aggregator()
+    aggregator.add_sample(0, of(0, 2, 10), 1.0)
+    aggregator.add_sample(1, of(1, 2, 10), 1.0)
+    aggregator.add_sample(1, of(1, 2, 15), 2.0)
+    aggregator.remove_worker(0)
+    aggregator.add_sample(1, of(0, 1, 20, epoch=1), 3.0)
+    assert aggregator.sums["allreduce", True, 0].calls == 30
+    assert (
+        aggregator.ranks[0].share.calls == 15 and aggregator.ranks[1].share.calls == 15
+    )
+    aggregator.add_sample(1, of(0, 1, 2, epoch=1), 4.0)  # it has called init again
+    assert aggregator.sums["allreduce", True, 0].calls == 32
+    assert aggregator.ranks[0].share.calls == 17
+    assert sum(aggregator.sums["allreduce", True, 0].wait) == 32
 
 
 def test_what_is_in_a_difference() -> None:
     now, before = of(0, 2, 10).sums, of(0, 2, 4).sums
-    (one,) = difference(now, before).values()
+    (one,) = subtract_sums(now, before).values()
     assert (one.calls, one.bytes, one.wait[9]) == (6, 6000, 6)
-    assert difference(now, now) == {}
+    assert subtract_sums(now, now) == {}
 
 
 def test_process_sets_are_bounded() -> None:
-    picture = Picture()
+    aggregator = Aggregator()
     for number in range(100):
-        sums = {("allreduce", True, number): Sums(calls=1)}
-        picture.hear(0, Sample(0, 1, sums=sums), float(number))
-    assert len(picture.sums) == 33
-    assert picture.sums["allreduce", True, OTHER].calls == 68
+        sums = {("allreduce", True, number): CollectiveSums(calls=1)}
+        aggregator.add_sample(0, Sample(0, 1, sums=sums), float(number))
+    assert len(aggregator.sums) == 33
+    assert aggregator.sums["allreduce", True, OTHER_SETS].calls == 68
 
 
 def test_a_view_of_a_window() -> None:
-    picture = Picture()
+    aggregator = Aggregator()
     for rank in range(3):
-        picture.hear(rank, of(rank, 3, 1000), 10.0)
-    window = picture.open(10.0)
+        aggregator.add_sample(rank, of(rank, 3, 1000), 10.0)
+    window = aggregator.open_window(10.0)
     for rank in range(3):
         waits = [(True, call, 0 if rank == 2 else 9000) for call in range(100)]
         told = of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
         told.tuned = "step: 8 MiB" if rank == 0 else ""
-        picture.hear(rank, told, 11.0)
-    seen = view.look(picture, window, 11.5)
+        aggregator.add_sample(rank, told, 11.0)
+    seen = view.make_view(aggregator, window, 11.5)
     assert [row.rank for row in seen.rows] == [0, 1, 2]
     assert seen.hosts == 2 and seen.culprit == 2
     row = seen.rows[2]
@@ -149,29 +159,29 @@ def test_a_view_of_a_window() -> None:
     assert abs(row.late_by - 0.009) < 1e-9 and abs(row.silent - 0.5) < 1e-9
     # 100 calls of 1,000 bytes, 4/3 of which pass each rank's link, in 10 ms.
     assert abs(seen.busbw / (100_000 * 4 / 3 / 0.01) - 1) < 1e-6
-    assert view.from_message(json.loads(json.dumps(seen.message()))) == seen
-    text = report.block(seen)
+    assert view.view_from_message(json.loads(json.dumps(seen.message()))) == seen
+    text = report.format_report(seen)
     assert "<- all wait for it" in text.splitlines()[-1]
-    summary = report.summary(picture, 1.5)
+    summary = report.format_summary(aggregator, 1.5)
     assert "the slowest was rank 2" in summary and "autotune: step: 8 MiB" in summary
-    assert [what for _, what in picture.events] == ["autotune: step: 8 MiB"]
+    assert [what for _, what in aggregator.events] == ["autotune: step: 8 MiB"]
 
 
 def test_a_rank_that_says_nothing_is_seen() -> None:
-    picture = Picture()
-    window = picture.open(0.0)
-    picture.hear(0, of(0, 2, 1), 1.0)
-    picture.hear(1, of(1, 2, 1), 20.0)
-    text = report.block(view.look(picture, window, 21.0))
+    aggregator = Aggregator()
+    window = aggregator.open_window(0.0)
+    aggregator.add_sample(0, of(0, 2, 1), 1.0)
+    aggregator.add_sample(1, of(1, 2, 1), 20.0)
+    text = report.format_report(view.make_view(aggregator, window, 21.0))
     assert "(no news for 20 s)" in text.splitlines()[2]
     assert "no news" not in text.splitlines()[3]
 
 
 def test_an_older_epoch_says_nothing_about_this_one() -> None:
-    picture = Picture()
-    picture.hear(0, of(0, 2, 1, epoch=4), 1.0)
-    picture.hear(7, of(1, 3, 1, epoch=3), 1.0)
-    assert picture.size == 2 and list(picture.members()) == [0]
+    aggregator = Aggregator()
+    aggregator.add_sample(0, of(0, 2, 1, epoch=4), 1.0)
+    aggregator.add_sample(7, of(1, 3, 1, epoch=3), 1.0)
+    assert aggregator.size == 2 and list(aggregator.members()) == [0]
 
 
 def test_thinning_takes_the_same_calls_everywhere() -> None:
@@ -201,16 +211,16 @@ def test_a_step_is_found_among_calls() -> None:
 
 def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:
     """A quarter of the calls is told, and 3 % of the time goes on a late rank."""
-    picture = Picture()
-    window = picture.open(0.0)
+    aggregator = Aggregator()
+    window = aggregator.open_window(0.0)
     for rank in range(3):
         waits = [(True, 4 * call, 0 if rank == 1 else 300) for call in range(100)]
-        picture.hear(rank, of(rank, 3, 400, waits=waits, part=0.25), 0.1)
-    assert abs(picture.ranks[1].lost - 400 * 300e-6) < 1e-9
-    assert view.look(picture, window, 4.0).culprit == 1
-    for seen in picture.seen.values():
+        aggregator.add_sample(rank, of(rank, 3, 400, waits=waits, part=0.25), 0.1)
+    assert abs(aggregator.ranks[1].lost - 400 * 300e-6) < 1e-9
+    assert view.make_view(aggregator, window, 4.0).culprit == 1
+    for seen in aggregator.workers.values():
         seen.sample.part = 1.0
-    assert view.look(picture, window, 4.0).culprit is None
+    assert view.make_view(aggregator, window, 4.0).culprit is None
 
 
 @given(
@@ -220,7 +230,7 @@ def test_the_place_of_a_rank_is_where_it_is_more_than_the_median(
     spent: list[dict[str, int]],
 ) -> None:
     told = {r: "|".join(f"{n} {p}" for p, n in s.items()) for r, s in enumerate(spent)}
-    found = places.apart(told)
+    found = locations.distinctive_locations(told)
     for rank, mine in enumerate(spent):
         others = [one for r, one in enumerate(spent) if r != rank]
 
@@ -235,8 +245,8 @@ def test_the_place_of_a_rank_is_where_it_is_more_than_the_median(
 
 
 def test_of_many_ranks_news_are_awaited_as_often_as_they_are_asked_for() -> None:
-    picture = Picture()
-    window = picture.open(0.0)
-    picture.hear(0, of(0, 1, 1), 1.0)
-    assert view.look(picture, window, 9.0, every=8.0).rows[0].silent == 0.0
-    assert view.look(picture, window, 20.0, every=8.0).rows[0].silent == 11.0
+    aggregator = Aggregator()
+    window = aggregator.open_window(0.0)
+    aggregator.add_sample(0, of(0, 1, 1), 1.0)
+    assert view.make_view(aggregator, window, 9.0, every=8.0).rows[0].silent == 0.0
+    assert view.make_view(aggregator, window, 20.0, every=8.0).rows[0].silent == 11.0

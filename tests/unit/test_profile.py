@@ -18,7 +18,7 @@ from support.unread import unread
 
 from ringjax.profile import archive, breakdown, merge, parts, show
 from ringjax.profile.__main__ import main
-from ringjax.profile.clocks import TimeBase
+from ringjax.profile.clocks import CommonClock
 from ringjax.world.part_file import PartFile
 
 STEP, MOVE = 0.05, 0.002
@@ -113,7 +113,7 @@ def test_clocks_are_laid_over_each_other_within_the_error_that_is_told(
 ) -> None:
     job(tmp_path, hosts, steps=4000)  # 200 s: the clocks drift by 4 and 6 ms
     found = parts.read(tmp_path)
-    base = TimeBase(found)
+    base = CommonClock(found)
     assert base.error is not None
     assert base.error < 420e-6
     for part in found:
@@ -132,7 +132,7 @@ def test_without_a_reading_the_time_of_day_has_to_do(tmp_path: Path) -> None:
         one.call(1, START, START + 1, START + 2)
         one.end()
     found = parts.read(tmp_path)
-    base = TimeBase(found)
+    base = CommonClock(found)
     assert base.error is None
     ends = [base.seconds(part, part.calls[0].done) for part in found]
     assert ends[0] == pytest.approx(ends[1], abs=1e-3)
@@ -142,7 +142,7 @@ def test_without_a_reading_the_time_of_day_has_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hosts", HOSTS, ids=len)
 def test_where_the_time_went(tmp_path: Path, hosts: list[str]) -> None:
     job(tmp_path, hosts)
-    ranks = breakdown.ranks(breakdown.Merged.of(parts.read(tmp_path)))
+    ranks = breakdown.ranks(breakdown.MergedProfile.of(parts.read(tmp_path)))
     for number, rank in enumerate(ranks):
         waits = 0.001 + (LATE if len(hosts) > 1 and number != 1 else 0.0)
         assert rank.steps == 19
@@ -175,7 +175,7 @@ def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
         when = shown("host-a", at + STEP - 0.001)
         rank.file.say(sent=seq, exposed=seq * 0.008, at=when)
     rank.end()
-    (found,) = breakdown.ranks(breakdown.Merged.of(parts.read(tmp_path)))
+    (found,) = breakdown.ranks(breakdown.MergedProfile.of(parts.read(tmp_path)))
     assert found.steps == 39
     assert found.waits == pytest.approx(0.002, rel=0.05)
     assert found.moves == pytest.approx(0.006, rel=0.05)

@@ -6,16 +6,24 @@ import random
 
 import pytest
 
-from ringjax.monitor.stragglers import FEWEST, MOST_OPEN, Judged, Stragglers, Tally
+from ringjax.monitor.stragglers import (
+    MAX_PENDING_CALLS,
+    MIN_CALLS,
+    LastArrival,
+    Stragglers,
+    StragglerTally,
+)
 
 
-def _told(size: int, calls: int, late: dict[int, int], noise: int = 50) -> Tally:
+def _told(
+    size: int, calls: int, late: dict[int, int], noise: int = 50
+) -> StragglerTally:
     """Of ranks that come up to `noise` microseconds late, some later still."""
-    seen, tally, rng = Stragglers(size), Tally(size), random.Random(7)
+    seen, tally, rng = Stragglers(size), StragglerTally(size), random.Random(7)
     for call in range(calls):
         came = [rng.randrange(noise) + late.get(rank, 0) for rank in range(size)]
         for rank in rng.sample(range(size), size):
-            for judged in seen.hear(rank, [(False, call, max(came) - came[rank])]):
+            for judged in seen.add_waits(rank, [(False, call, max(came) - came[rank])]):
                 tally.add(judged)
     return tally
 
@@ -25,62 +33,64 @@ def test_the_late_rank_is_named(size: int) -> None:
     late = size - 1
     seen = _told(size, 100, {late: 3000})
     assert seen.calls == 100
-    assert seen.culprit(elapsed=100 * 0.03) == late
+    assert seen.straggler(elapsed=100 * 0.03) == late
     assert seen.late[late].times == 100
     assert 0.0028 < seen.late[late].typical < 0.0031
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 64])
 def test_nobody_is_named_among_equals(size: int) -> None:
-    assert _told(size, 1000, {}).culprit(elapsed=1000 * 0.03) is None
+    assert _told(size, 1000, {}).straggler(elapsed=1000 * 0.03) is None
 
 
 def test_a_rank_that_is_always_last_by_next_to_nothing_is_not_named() -> None:
-    assert _told(4, 1000, {2: 60}).culprit(elapsed=1000 * 0.03) is None
+    assert _told(4, 1000, {2: 60}).straggler(elapsed=1000 * 0.03) is None
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_nobody_is_named_among_equals_that_come_at_odd_times(size: int) -> None:
-    assert _told(size, 1000, {}, noise=9000).culprit(elapsed=1000 * 0.03) is None
+    assert _told(size, 1000, {}, noise=9000).straggler(elapsed=1000 * 0.03) is None
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_is_late_for_the_first_of_many_calls_is_named(size: int) -> None:
-    tally, rng = Tally(size), random.Random(7)
+    tally, rng = StragglerTally(size), random.Random(7)
     for call in range(1000):
         if call % 20:
-            tally.add(Judged(rng.randrange(size), rng.random() * 0.0003))
+            tally.add(LastArrival(rng.randrange(size), rng.random() * 0.0003))
         else:
-            tally.add(Judged(1, 0.004))
-    assert tally.culprit(elapsed=50 * 0.05) == 1
+            tally.add(LastArrival(1, 0.004))
+    assert tally.straggler(elapsed=50 * 0.05) == 1
 
 
 def test_a_rank_that_was_late_for_once_is_not_named() -> None:
-    tally, rng = Tally(4), random.Random(7)
+    tally, rng = StragglerTally(4), random.Random(7)
     for call in range(1000):
         last, behind = (2, 2.0) if call == 500 else (rng.randrange(4), 0.0001)
-        tally.add(Judged(last, behind))
-    assert tally.culprit(elapsed=1000 * 0.03) is None
+        tally.add(LastArrival(last, behind))
+    assert tally.straggler(elapsed=1000 * 0.03) is None
 
 
 def test_few_calls_say_nothing() -> None:
-    assert _told(2, FEWEST - 1, {1: 10**6}).culprit(elapsed=1.0) is None
+    assert _told(2, MIN_CALLS - 1, {1: 10**6}).straggler(elapsed=1.0) is None
 
 
 def test_of_several_operations_in_a_call_the_least_wait_counts() -> None:
     seen = Stragglers(2)
-    assert seen.hear(0, [(True, 1, 9000), (True, 1, 5000)]) == []
-    assert seen.hear(1, [(True, 1, 4000), (True, 1, 10)]) == [Judged(1, 0.00499)]
+    assert seen.add_waits(0, [(True, 1, 9000), (True, 1, 5000)]) == []
+    assert seen.add_waits(1, [(True, 1, 4000), (True, 1, 10)]) == [
+        LastArrival(1, 0.00499)
+    ]
 
 
 def test_lanes_have_numbers_of_their_own() -> None:
     seen = Stragglers(2)
-    assert seen.hear(0, [(True, 1, 5)]) == []
-    assert seen.hear(1, [(False, 1, 5)]) == []
+    assert seen.add_waits(0, [(True, 1, 5)]) == []
+    assert seen.add_waits(1, [(False, 1, 5)]) == []
 
 
 def test_what_a_rank_never_tells_is_forgotten() -> None:
     seen = Stragglers(2)
-    seen.hear(0, [(False, call, 1) for call in range(3 * MOST_OPEN)])
-    assert seen.hear(1, [(False, 0, 1)]) == []  # forgotten
-    assert len(seen.hear(1, [(False, 3 * MOST_OPEN - 1, 1)])) == 1
+    seen.add_waits(0, [(False, call, 1) for call in range(3 * MAX_PENDING_CALLS)])
+    assert seen.add_waits(1, [(False, 0, 1)]) == []  # forgotten
+    assert len(seen.add_waits(1, [(False, 3 * MAX_PENDING_CALLS - 1, 1)])) == 1

@@ -24,7 +24,7 @@ from support.waiting import LONG
 
 from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
-from ringjax.monitor.view import Row, View
+from ringjax.monitor.view import RankRow, View
 from ringjax.top import cli, screen, table
 from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, status
 
@@ -33,7 +33,7 @@ RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
 
 def _large(ranks: int = 500) -> JobStatus:
     rows = [
-        Row(
+        RankRow(
             *(rank, rank),
             host=f"a-host-with-a-long-name-{rank}",
             waits=1.0,
@@ -122,7 +122,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     deep = tmp_path / ("deep" * 30)  # longer than an address may be
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    yield sockets.folder()
+    yield sockets.socket_folder()
 
 
 def test_the_socket_is_for_its_user_alone(place: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_folder_that_others_may_enter_is_not_used(place: Path, mode: int) -> N
     place.chmod(mode)
     with pytest.raises(PermissionError):
         sockets.listen()
-    assert sockets.jobs() == {}
+    assert sockets.find_jobs() == {}
 
 
 def test_a_folder_behind_a_link_is_not_used(place: Path, tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_what_a_killed_ringrun_has_left_is_removed(place: Path) -> None:
     ended.wait()
     for name in (f"{ended.pid}-0.sock", "notes.txt"):
         (place / name).touch()
-    assert sockets.jobs() == {}
+    assert sockets.find_jobs() == {}
     assert [path.name for path in place.iterdir()] == ["notes.txt"]
 
 
 def test_which_job_is_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {None: "no running job", "1": "no ringrun 1", "x": "'x' is no process id"}
     for wanted, why in missing.items():
-        with pytest.raises(sockets.NoJob, match=why):
+        with pytest.raises(sockets.JobSocketError, match=why):
             cli.find(wanted)
     with sockets.listen()[0]:
         (path,) = place.iterdir()
@@ -175,7 +175,7 @@ def test_which_job_is_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.chdir(place)
             other.bind("1-0.sock")
             other.listen()
-            with pytest.raises(sockets.NoJob, match="several jobs run: 1, "):
+            with pytest.raises(sockets.JobSocketError, match="several jobs run: 1, "):
                 cli.find(None)
             assert cli.find(str(os.getpid())) == path
 

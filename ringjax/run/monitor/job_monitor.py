@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from ringjax.monitor import metrics, report, view
-from ringjax.monitor.picture import Picture, Window
-from ringjax.monitor.sample import read
+from ringjax.monitor.aggregator import Aggregator, Window
+from ringjax.monitor.sample import parse_sample
 from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.job_spec import JobSpec
@@ -72,8 +72,8 @@ class JobMonitor:
         }
         self.wanted = spec.wanted
         self.broken = False
-        self._lock = threading.Lock()  # guards the picture and its windows
-        self._picture = Picture()
+        self._lock = threading.Lock()  # guards the aggregator and its windows
+        self._aggregator = Aggregator()
         self._recent: list[Window] = []  # of two, the older one is looked through
         self._reported: Window | None = None
         self._ended: set[int] = set()
@@ -120,18 +120,21 @@ class JobMonitor:
     def _adjust(self) -> None:
         """Ranks tell as often as somebody wants to know, and they are not too many."""
         asked = self.wanted.something or bool(self._viewers)
-        every = max(EVERY, self._picture.size / _MOST_A_SECOND) if asked else 0.0
+        every = max(EVERY, self._aggregator.size / _MOST_A_SECOND) if asked else 0.0
         if every == self._every:
             return
         now = time.monotonic()
         with self._lock:
             if asked and not self._recent:
-                self._recent = [self._picture.open(now), self._picture.open(now)]
+                self._recent = [
+                    self._aggregator.open_window(now),
+                    self._aggregator.open_window(now),
+                ]
                 if self.wanted.report:
-                    self._reported = self._picture.open(now)
+                    self._reported = self._aggregator.open_window(now)
             elif not asked:
                 for window in self._recent:
-                    self._picture.close(window)
+                    self._aggregator.close_window(window)
                 self._recent = []
         self._every = every
         self._fleet.monitor(every)
@@ -141,35 +144,35 @@ class JobMonitor:
     @_harmless
     def _told(self, name: int, text: str) -> None:
         try:
-            sample = read(text)
+            sample = parse_sample(text)
         except ValueError:
             return  # of a process of ours that has gone mad
         now = time.monotonic()
         self._began = self._began or now
         with self._lock:
-            self._picture.hear(name, sample, now)
+            self._aggregator.add_sample(name, sample, now)
             if name in self._ended:  # its last words
-                self._picture.remove(name)
+                self._aggregator.remove_worker(name)
         self._step = sample.step or self._step
 
     @_harmless
     def _noted(self, text: str) -> None:
         with self._lock:
-            self._picture.event(text, time.monotonic())
+            self._aggregator.add_event(text, time.monotonic())
 
     @_harmless
     def ended(self, name: int) -> None:
         """A rank's process has ended."""
         with self._lock:
             self._ended.add(name)
-            self._picture.remove(name)
+            self._aggregator.remove_worker(name)
 
     @_harmless
     def changed(self, joined: int, lost: int) -> None:
         """Other workers are members than before: so many more, and so many less."""
         with self._lock:
-            self._picture.joins += joined
-            self._picture.losses += lost
+            self._aggregator.joins += joined
+            self._aggregator.losses += lost
 
     @_harmless
     def tick(self, now: float) -> None:
@@ -182,20 +185,20 @@ class JobMonitor:
         with self._lock:
             if now - self._recent[1].began >= max(_RECENT, 3 * self._every):
                 self._recent.reverse()
-                self._picture.renew(self._recent[1], now)
+                self._aggregator.restart_window(self._recent[1], now)
         if self._reported and now - self._reported.began >= self.wanted.report:
             with self._lock:
                 seen = self._look(self._reported, now)
-                self._picture.renew(self._reported, now)
+                self._aggregator.restart_window(self._reported, now)
             if seen.rows or self._is_late(now):
-                self._console.say(report.block(seen))
+                self._console.say(report.format_report(seen))
         if self._viewers and now - self._shown >= _SHOWN:
             self._shown = now
             message = json.dumps(self._message(now), separators=(",", ":"))
             self._viewers.send(message.encode() + b"\n")
 
     def _look(self, window: Window, now: float) -> view.View:
-        return view.look(self._picture, window, now, self._every)
+        return view.make_view(self._aggregator, window, now, self._every)
 
     def _is_late(self, now: float) -> bool:
         """Whether to say, once, that nothing is heard of any rank."""
@@ -205,10 +208,10 @@ class JobMonitor:
 
     def _message(self, now: float) -> Mapping[str, Any]:
         with self._lock:
-            picture = self._picture
+            aggregator = self._aggregator
             seen = self._look(self._recent[0], now)
-            events = [[now - then, text] for then, text in picture.events[-_EVENTS:]]
-            changes = {"joins": picture.joins, "losses": picture.losses}
+            events = [[now - then, text] for then, text in aggregator.events[-_EVENTS:]]
+            changes = {"joins": aggregator.joins, "losses": aggregator.losses}
         about = {**self._about, **changes, "seconds": now - self._opened}
         return {"job": about, "view": seen.message(), "events": events}
 
@@ -221,8 +224,8 @@ class JobMonitor:
                 return text
             window = self._recent[0] if self._recent else Window(0, {}, now)
             seen = self._look(window, now)
-            families = metrics.of_job(self._picture, seen, package.version())
-            text = metrics.text(families)
+            families = metrics.job_metrics(self._aggregator, seen, package.version())
+            text = metrics.format_metrics(families)
             self._text = now, text
             return text
 
@@ -240,7 +243,9 @@ class JobMonitor:
         """Closes everything, and says how the job was if reports are wanted."""
         if self.wanted.report and self._reported and not self.broken:
             seconds = time.monotonic() - self._began
-            self._console.say(report.summary(self._picture, seconds, self._step))
+            self._console.say(
+                report.format_summary(self._aggregator, seconds, self._step)
+            )
         self._reported = None
         self._shut()
 

@@ -115,7 +115,7 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
         elif not self._may():
             self._answer(401, "a token is needed\n", **{"WWW-Authenticate": "Bearer"})
         else:
-            self._answer(200, self.server.render(), metrics.TEXT)
+            self._answer(200, self.server.render(), metrics.CONTENT_TYPE)
 
     def _may(self) -> bool:
         token = self.server.wanted.token

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringjax import elastic
-from ringjax.elastic.checkpoint import synced
+from ringjax.elastic.checkpointer import synced
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 
 _FILE = "state.pt"

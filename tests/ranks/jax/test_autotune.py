@@ -25,7 +25,7 @@ tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
 traced = []
 
 def step(params, state, x):
-    traced.append(str(trials.tried()))
+    traced.append(str(trials.active_setting()))
     grads = jax.grad(lambda p: sum(jnp.sum(w * x) for w in p.values()))(params)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state

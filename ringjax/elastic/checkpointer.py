@@ -23,7 +23,7 @@ _ABOUT = "about.json"
 _UNFINISHED = ".writing"
 
 
-class Files(Protocol):
+class CheckpointLayout(Protocol):
     """How one kind of state is laid out in a folder."""
 
     def prepared(self, committed: dict[str, Any]) -> Any:
@@ -44,7 +44,7 @@ class Files(Protocol):
         """
 
 
-class Stored(Protocol):
+class CheckpointedState(Protocol):
     """What a checkpointer needs of a state."""
 
     def committed(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Stored(Protocol):
     def adopt(self, committed: dict[str, Any]) -> None:
         """Goes on from there."""
 
-    def files(self) -> Files:
+    def files(self) -> CheckpointLayout:
         """How it is written."""
 
 
@@ -133,7 +133,7 @@ class Checkpointer:
             return sorted(int(name) for name in complete if name.isdecimal())
         return []
 
-    def save(self, state: Stored) -> bool:
+    def save(self, state: CheckpointedState) -> bool:
         """Begins to write what the state's last commit has kept.
 
         Returns:
@@ -160,7 +160,7 @@ class Checkpointer:
         self._thread.start()
         return True
 
-    def load(self, state: Stored) -> int | None:
+    def load(self, state: CheckpointedState) -> int | None:
         """Takes the newest checkpoint that can be read into the state, as committed.
 
         For one rank; `State.sync` or `run` tell the others.
@@ -247,7 +247,7 @@ class Checkpointer:
 
     # -- the thread --------------------------------------------------------------------
 
-    def _write(self, files: Files, number: int, prepared: Any) -> None:
+    def _write(self, files: CheckpointLayout, number: int, prepared: Any) -> None:
         unfinished = self.directory / f".{number}{_UNFINISHED}"
         try:
             self._remove_unfinished()

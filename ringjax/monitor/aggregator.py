@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ringjax.monitor.sample import Key, Sample, Sums, difference
-from ringjax.monitor.stragglers import Judged, Stragglers, Tally
+from ringjax.monitor.sample import CollectiveKey, CollectiveSums, Sample, subtract_sums
+from ringjax.monitor.stragglers import LastArrival, Stragglers, StragglerTally
 from ringjax.ops import bus_factor
 
-OTHER = -1  # stands for all process sets beyond the first _MOST_SETS
+OTHER_SETS = -1  # stands for all process sets beyond the first _MOST_SETS
 _MOST_SETS = 32
 _MOST_EVENTS = 100
-SILENT = 5.0  # seconds without news, from where on it is said
+SILENT_SECONDS = 5.0  # seconds without news, from where on it is said
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class OfRank:
+class RankTotals:
     """What was summed up for one rank, whoever that was.
 
     Attributes:
@@ -88,7 +88,7 @@ class Window:
     """Some time of the job, for shares and for judgements.
 
     Attributes:
-        began: when, on the clock of whoever feeds the picture.
+        began: when, on the clock of whoever feeds the aggregator.
         tally: of its calls.
         base: what each worker had told at its beginning, and when.
     """
@@ -99,7 +99,7 @@ class Window:
     def begin(self, size: int, seen: dict[int, Seen], now: float) -> None:
         """Forgets what was."""
         self.began = now
-        self.tally = Tally(size)
+        self.tally = StragglerTally(size)
         self.base = {w: (one.share, one.when) for w, one in seen.items()}
 
     def since(self, worker: int, seen: Seen) -> tuple[Share, float]:
@@ -108,7 +108,7 @@ class Window:
         return seen.share.since(base), max(seen.when - began, 1e-9)
 
 
-class Picture:
+class Aggregator:
     """Puts together what the ranks tell.
 
     Attributes:
@@ -123,9 +123,9 @@ class Picture:
 
     def __init__(self) -> None:
         self.epoch, self.size = -1, 0
-        self.seen: dict[int, Seen] = {}
-        self.sums: dict[Key, Sums] = {}
-        self.ranks: dict[int, OfRank] = {}
+        self.workers: dict[int, Seen] = {}
+        self.sums: dict[CollectiveKey, CollectiveSums] = {}
+        self.ranks: dict[int, RankTotals] = {}
         self.events: list[tuple[float, str]] = []
         self.joins = self.losses = 0
         self.tuned = ""
@@ -133,29 +133,29 @@ class Picture:
         self._windows: list[Window] = []
         self._sets: list[int] = []
 
-    def hear(self, worker: int, sample: Sample, now: float) -> None:
+    def add_sample(self, worker: int, sample: Sample, now: float) -> None:
         """A worker has told how it is."""
         if sample.epoch > self.epoch:
             self._follow(sample, now)
-        before = self.seen.get(worker)
+        before = self.workers.get(worker)
         share = _share(sample)
-        self.seen[worker] = Seen(sample, share, now)
+        self.workers[worker] = Seen(sample, share, now)
         if sample.rank == 0 and sample.tuned not in ("", self.tuned):
             self.tuned = sample.tuned
-            self.event(f"autotune: {self.tuned}", now)
+            self.add_event(f"autotune: {self.tuned}", now)
         for window in self._windows:
             if worker not in window.base or share.calls < window.base[worker][0].calls:
                 window.base[worker] = share, now
         old = Share() if before is None else before.share
         anew = share.calls < old.calls
-        of_rank = self.ranks.setdefault(sample.rank, OfRank())
+        of_rank = self.ranks.setdefault(sample.rank, RankTotals())
         of_rank.share.add(share if anew else share.since(old))
-        for key, one in difference(
+        for key, one in subtract_sums(
             sample.sums, {} if before is None else before.sample.sums
         ).items():
-            self.sums.setdefault(self._bounded(key), Sums()).add(one)
+            self.sums.setdefault(self._bounded(key), CollectiveSums()).add(one)
         if sample.epoch == self.epoch and sample.rank < self.size:
-            judged = self._stragglers.hear(sample.rank, sample.waits)
+            judged = self._stragglers.add_waits(sample.rank, sample.waits)
             self._judge(judged, sample.part)
 
     def _follow(self, sample: Sample, now: float) -> None:
@@ -163,44 +163,44 @@ class Picture:
         self.epoch, self.size = sample.epoch, sample.size
         self._stragglers = Stragglers(sample.size)
         for window in self._windows:
-            window.begin(sample.size, self.seen, now)
+            window.begin(sample.size, self.workers, now)
 
-    def _judge(self, calls: Iterable[Judged], part: float) -> None:
+    def _judge(self, calls: Iterable[LastArrival], part: float) -> None:
         for judged in calls:
-            of_rank = self.ranks.setdefault(judged.last, OfRank())
+            of_rank = self.ranks.setdefault(judged.last, RankTotals())
             of_rank.last += 1
             of_rank.lost += judged.behind / part
             for window in self._windows:
                 window.tally.add(judged)
 
-    def _bounded(self, key: Key) -> Key:
+    def _bounded(self, key: CollectiveKey) -> CollectiveKey:
         op, named, number = key
         if number not in self._sets:
             if len(self._sets) >= _MOST_SETS:
-                return op, named, OTHER
+                return op, named, OTHER_SETS
             self._sets.append(number)
         return key
 
-    def remove(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """A worker has ended; what it did stays in the sums."""
-        self.seen.pop(worker, None)
+        self.workers.pop(worker, None)
 
-    def event(self, text: str, now: float) -> None:
+    def add_event(self, text: str, now: float) -> None:
         """Something has happened that people want to know."""
         self.events.append((now, text))
         del self.events[:-_MOST_EVENTS]
 
-    def open(self, now: float) -> Window:
+    def open_window(self, now: float) -> Window:
         """A window that begins now, until `close`."""
-        window = Window(self.size, self.seen, now)
+        window = Window(self.size, self.workers, now)
         self._windows.append(window)
         return window
 
-    def renew(self, window: Window, now: float) -> None:
+    def restart_window(self, window: Window, now: float) -> None:
         """A window begins anew."""
-        window.begin(self.size, self.seen, now)
+        window.begin(self.size, self.workers, now)
 
-    def close(self, window: Window) -> None:
+    def close_window(self, window: Window) -> None:
         """It takes note of nothing any more."""
         self._windows.remove(window)
 
@@ -208,6 +208,6 @@ class Picture:
         """Of the present epoch, by rank: the worker, and what was heard of it."""
         return {
             one.sample.rank: (worker, one)
-            for worker, one in sorted(self.seen.items())
+            for worker, one in sorted(self.workers.items())
             if one.sample.epoch == self.epoch and one.sample.rank < self.size
         }

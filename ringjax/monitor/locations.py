@@ -10,20 +10,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-GARBAGE = "garbage collection"
-EXCHANGING = " (exchanging)"  # at the end of a place where the program is in a call
+GARBAGE_COLLECTION = "garbage collection"
+IN_COLLECTIVE = " (exchanging)"  # at the end of a place where the program is in a call
 _MOST_BYTES = 180  # of the heartbeat's room for it
 _BETWEEN = "|"
 
 
-def packed(spent: Mapping[str, float]) -> str:
+def pack_shares(spent: Mapping[str, float]) -> str:
     """The places with the largest shares, in percent, as a short text.
 
     Args:
         spent: seconds by place.
 
     Example:
-        >>> packed({"a.py:3 in load": 1.0, "a.py:7 in step": 3.0, "a.py:9 in f": 0.01})
+        >>> spent = {"a.py:3 in load": 1.0, "a.py:7 in step": 3.0, "a.py:9 in f": 0.01}
+        >>> pack_shares(spent)
         '75 a.py:7 in step|25 a.py:3 in load'
     """
     whole = sum(spent.values())
@@ -36,13 +37,13 @@ def packed(spent: Mapping[str, float]) -> str:
     return _BETWEEN.join(parts)
 
 
-def unpacked(text: str) -> dict[str, float]:
+def unpack_shares(text: str) -> dict[str, float]:
     """Shares by place. What is not of that form is one place.
 
     Example:
-        >>> unpacked("75 a.py:7 in step|25 a.py:3 in load")
+        >>> unpack_shares("75 a.py:7 in step|25 a.py:3 in load")
         {'a.py:7 in step': 0.75, 'a.py:3 in load': 0.25}
-        >>> unpacked("a.py:7 in step")
+        >>> unpack_shares("a.py:7 in step")
         {'a.py:7 in step': 1.0}
     """
     found = {}
@@ -53,22 +54,24 @@ def unpacked(text: str) -> dict[str, float]:
     return found
 
 
-def apart(told: Mapping[int, str]) -> dict[int, str]:
+def distinctive_locations(told: Mapping[int, str]) -> dict[int, str]:
     """The place where each rank is more than is usual; empty: nothing is known.
 
     A rank that all wait for is not late because of the calls where it waits itself.
 
     Args:
-        told: by rank, packed.
+        told: by rank, pack_shares.
 
     Example:
         >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
-        >>> apart({0: usual, 1: "75 a.py:7 in step|25 a.py:3 in load", 2: usual})[1]
+        >>> slow = "75 a.py:7 in step|25 a.py:3 in load"
+        >>> distinctive_locations({0: usual, 1: slow, 2: usual})[1]
         'a.py:3 in load'
-        >>> apart({0: "99 a.py:7 in f", 1: "60 a.py:7 in f|40 a.py:9 (exchanging)"})[1]
+        >>> slow = "60 a.py:7 in f|40 a.py:9 (exchanging)"
+        >>> distinctive_locations({0: "99 a.py:7 in f", 1: slow})[1]
         'a.py:7 in f'
     """
-    shares = {rank: unpacked(text) for rank, text in told.items()}
+    shares = {rank: unpack_shares(text) for rank, text in told.items()}
     of_place: dict[str, list[float]] = {}
     for mine in shares.values():
         for place, share in mine.items():
@@ -78,7 +81,7 @@ def apart(told: Mapping[int, str]) -> dict[int, str]:
 
     def more(place: str, share: float) -> tuple[bool, float]:
         excess = share - _usual(of_place[place], len(told), share)
-        return not place.endswith(EXCHANGING), excess
+        return not place.endswith(IN_COLLECTIVE), excess
 
     return {
         rank: max(mine, key=lambda place: more(place, mine[place]), default="")

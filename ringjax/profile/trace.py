@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ringjax.profile.breakdown import Merged, size
-from ringjax.profile.exchanges import Share, as_mapping, boundaries
-from ringjax.profile.parts import Part
+from ringjax.profile.breakdown import MergedProfile, size
+from ringjax.profile.exchanges import RankExchange, as_mapping, boundaries
+from ringjax.profile.parts import ProfilePart
 
 LANES = {"compiled": "jit lane", "named": "eager lane"}
 MOST_NAMES = 16  # of operations that went together
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TraceSlice:
     """Something with a beginning and an end, in seconds.
 
     Attributes:
@@ -33,19 +33,19 @@ class Slice:
     end: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
     flow: int = 0
-    inner: tuple[Slice, ...] = ()
+    inner: tuple[TraceSlice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """A thread of the picture."""
 
     name: str
-    slices: list[Slice]
+    slices: list[TraceSlice]
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TraceProcess:
     """A process of the picture: one rank.
 
     Attributes:
@@ -54,13 +54,13 @@ class Process:
 
     number: int
     title: str
-    rows: list[Row]
+    rows: list[TraceRow]
     counters: dict[tuple[str, str], list[tuple[float, float]]]
 
 
-def processes(profile: Merged) -> Iterator[Process]:
+def processes(profile: MergedProfile) -> Iterator[TraceProcess]:
     """All ranks."""
-    slices: dict[int, dict[str, list[Slice]]] = {
+    slices: dict[int, dict[str, list[TraceSlice]]] = {
         id(part): {lane: [] for lane in LANES} for part in profile.parts
     }
     for flow, exchange in enumerate(profile.exchanges, 1):
@@ -70,21 +70,21 @@ def processes(profile: Merged) -> Iterator[Process]:
             lane = slices[id(share.part)][exchange.number[2]]
             lane.append(_slice(share, last, joined))
     for part in profile.parts:
-        rows = [Row("step", _steps(profile, part))]
+        rows = [TraceRow("step", _steps(profile, part))]
         for name, found in slices[id(part)].items():
-            rows += [Row(LANES[name], row) for row in apart(found)]
-        yield Process(part.number, part.title, rows, _counters(profile, part))
+            rows += [TraceRow(LANES[name], row) for row in apart(found)]
+        yield TraceProcess(part.number, part.title, rows, _counters(profile, part))
 
 
-def _steps(profile: Merged, part: Part) -> list[Slice]:
+def _steps(profile: MergedProfile, part: ProfilePart) -> list[TraceSlice]:
     ends = boundaries(part, profile.base)
     return [
-        Slice(f"step {number}", start, end)
+        TraceSlice(f"step {number}", start, end)
         for number, (start, end) in enumerate(pairwise(ends))
     ]
 
 
-def _slice(share: Share, last: Share, flow: int) -> Slice:
+def _slice(share: RankExchange, last: RankExchange, flow: int) -> TraceSlice:
     first = share.calls[0]
     name = f"{first.op} {first.name}".strip()
     arguments = dict(as_mapping(first))
@@ -93,13 +93,13 @@ def _slice(share: Share, last: Share, flow: int) -> Slice:
         arguments["bytes"] = share.bytes
         arguments["names"] = ", ".join(c.name for c in share.calls[:MOST_NAMES])
     agreed = share.done if share.agreed is None else share.agreed
-    inner = [Slice(_waited(share, last), share.entered, agreed)]
+    inner = [TraceSlice(_waited(share, last), share.entered, agreed)]
     if share.agreed is not None and share.done > agreed:
-        inner.append(Slice(_moved(share), agreed, share.done))
-    return Slice(name, share.entered, share.done, arguments, flow, tuple(inner))
+        inner.append(TraceSlice(_moved(share), agreed, share.done))
+    return TraceSlice(name, share.entered, share.done, arguments, flow, tuple(inner))
 
 
-def _waited(share: Share, last: Share) -> str:
+def _waited(share: RankExchange, last: RankExchange) -> str:
     if share.agreed is None:
         return "wait, in vain"
     if last is share:
@@ -108,7 +108,7 @@ def _waited(share: Share, last: Share) -> str:
     return f"wait for {last.part.who if rank is None else f'rank {rank}'}"
 
 
-def _moved(share: Share) -> str:
+def _moved(share: RankExchange) -> str:
     algorithm = share.calls[0].algorithm or "move"
     if share.calls[0].device:
         return f"{algorithm} {size(share.bytes)}, on the device"
@@ -116,7 +116,7 @@ def _moved(share: Share) -> str:
 
 
 def _counters(
-    profile: Merged, part: Part
+    profile: MergedProfile, part: ProfilePart
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """What the links carried, between two looks."""
     speeds: list[tuple[float, float]] = []
@@ -127,15 +127,16 @@ def _counters(
     return {("links, sent", "MB/s"): speeds} if speeds else {}
 
 
-def apart(slices: Iterable[Slice]) -> list[list[Slice]]:
+def apart(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
     """So many rows that none has two slices across each other; at least one.
 
     Example:
-        >>> found = apart([Slice("a", 0, 2), Slice("b", 1, 3), Slice("c", 2, 4)])
+        >>> spans = [("a", 0, 2), ("b", 1, 3), ("c", 2, 4)]
+        >>> found = apart([TraceSlice(*span) for span in spans])
         >>> [[s.name for s in row] for row in found]
         [['a', 'c'], ['b']]
     """
-    rows: list[list[Slice]] = [[]]
+    rows: list[list[TraceSlice]] = [[]]
     for one in sorted(slices, key=lambda s: (s.start, s.end)):
         free = (row for row in rows if not row or row[-1].end <= one.start)
         row = next(free, None)

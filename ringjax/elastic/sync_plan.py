@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ringjax import eager, errors, failpoints, runtime
-from ringjax.elastic.transfer import Audience
+from ringjax.elastic.transfer import Participants
 from ringjax.errors import PeerLost
 
 
-class Having(enum.IntEnum):
+class HeldState(enum.IntEnum):
     """What a rank has of the training state."""
 
     CURRENT = 0  # what everybody else has who says this
@@ -27,19 +27,19 @@ class Having(enum.IntEnum):
     NOTHING = 2  # it has just come
 
 
-class Agreement(NamedTuple):
+class SyncPlan(NamedTuple):
     """A result of `agree`.
 
     Attributes:
         epoch: of the membership.
         workers: the numbers of all workers, in the order of the ranks.
-        audience: who sends the state to whom.
+        participants: who sends the state to whom.
         lost: nobody has the state any more: all who had it are gone.
     """
 
     epoch: int
     workers: tuple[int, ...]
-    audience: Audience
+    participants: Participants
     lost: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Agreement(NamedTuple):
         return self.workers.index(own_number()), len(self.workers)
 
 
-_latest: Agreement | None = None
+_current: SyncPlan | None = None
 
 
 def own_number() -> int:
@@ -59,27 +59,27 @@ def own_number() -> int:
     return number
 
 
-def latest() -> Agreement | None:
+def current_plan() -> SyncPlan | None:
     """The last one of this process; None outside of elastic training."""
-    return _latest
+    return _current
 
 
-def forget() -> None:
+def clear_plan() -> None:
     """Training is over."""
-    global _latest
-    _latest = None
+    global _current
+    _current = None
 
 
-def agree(having: Having) -> Agreement:
+def negotiate(held: HeldState) -> SyncPlan:
     """All ranks say what they have; all of them get the same answer.
 
     Raises:
         RingjaxError: it could not be finished.
     """
-    global _latest
+    global _current
     _, epoch = runtime.check_updates()
     failpoints.passing("agreement.halfway")
-    mine = np.array([[own_number(), having]], np.int32)
+    mine = np.array([[own_number(), held]], np.int32)
     rows = np.asarray(eager.allgather(mine, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])
     size, place = runtime.group_size(), runtime.group_rank()
@@ -90,24 +90,25 @@ def agree(having: Having) -> Agreement:
     if len(ranks) != len(groups):
         raise PeerLost("a group has come to its end in part, and cannot start again")
     everyone = list(groups.values())
-    lost = min(everyone) == Having.NOTHING
-    _latest = Agreement(epoch, workers, audience_of(everyone, ranks), lost)
-    return _latest
+    lost = min(everyone) == HeldState.NOTHING
+    _current = SyncPlan(epoch, workers, choose_participants(everyone, ranks), lost)
+    return _current
 
 
-def audience_of(having: Sequence[int], ranks: Sequence[int]) -> Audience:
-    """Who sends the state to whom, if ``ranks[i]`` has ``having[i]``.
+def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participants:
+    """Who sends the state to whom, if ``ranks[i]`` has ``held[i]``.
 
     Example:
-        >>> audience_of([Having.CURRENT, Having.CURRENT, Having.NOTHING], [0, 1, 2])
-        Audience(source=0, receivers=(2,))
-        >>> audience_of([Having.COMMITTED, Having.COMMITTED, Having.NOTHING], [1, 3, 5])
-        Audience(source=1, receivers=(3, 5))
+        >>> current, committed, nothing = HeldState
+        >>> choose_participants([current, current, nothing], [0, 1, 2])
+        Participants(source=0, receivers=(2,))
+        >>> choose_participants([committed, committed, nothing], [1, 3, 5])
+        Participants(source=1, receivers=(3, 5))
     """
-    source = having.index(min(having))
-    current = having[source] == Having.CURRENT
-    needs = [i for i, one in enumerate(having) if not current or one != Having.CURRENT]
-    return Audience(ranks[source], tuple(ranks[i] for i in needs if i != source))
+    source = held.index(min(held))
+    current = held[source] == HeldState.CURRENT
+    needs = [i for i, one in enumerate(held) if not current or one != HeldState.CURRENT]
+    return Participants(ranks[source], tuple(ranks[i] for i in needs if i != source))
 
 
 def absent_from_last_call() -> frozenset[int]:
@@ -115,9 +116,9 @@ def absent_from_last_call() -> frozenset[int]:
 
     Their ranks were lost before it was finished; the others have repeated it.
     """
-    if _latest is None:
+    if _current is None:
         return frozenset()
     present = set(runtime.last_contributors())
     if not present:  # there was no call yet
         return frozenset()
-    return frozenset(i for i, w in enumerate(_latest.workers) if w not in present)
+    return frozenset(i for i, w in enumerate(_current.workers) if w not in present)
