@@ -47,7 +47,7 @@ def times(rows: Sequence[Row]) -> list[Row]:
 
 
 def memory(row: Row) -> Row:
-    """Of what many_ranks.py has found, what the picture shows."""
+    """The columns of a row of many_ranks.py that the picture shows."""
     names = ("init s", "init MiB/rank", "shared MiB", "descriptors")
     return {"ranks": row["ranks"]} | {n: float(f"{row[n]:.4g}") for n in names}
 

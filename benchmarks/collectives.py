@@ -19,7 +19,7 @@ from benchmarks.harness.turns import Case
 from benchmarks.peers.adapter import COLLECTIVES
 from benchmarks.peers.table import MPI, PEERS
 
-# Whose ranks give the very array that the harness has made.
+# Ranks of these peers give the very array that the harness has made.
 FRESH = ["ringjax", *MPI]
 NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
 # ringjax's own over TCP is slower than all that share memory.
@@ -73,7 +73,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """What is to be measured with so many ranks: whole numbers of floats for each."""
+    """The cases for so many ranks; each rank has a whole number of floats."""
     return [
         Case(
             f"{name}, {bytes_text(size)}",
@@ -88,7 +88,7 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
 
 
 def rounds_of(row: Row) -> list[float]:
-    """Of every round the median, in microseconds."""
+    """The median of each round, in microseconds."""
     return [statistics.median(batches) for batches in row["rounds_us"]]
 
 

@@ -56,7 +56,7 @@ def extra(found: Row, donated: bool) -> Row:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the line that fits best, by least squares."""
+    """The slope of the line that fits best, by least squares."""
     x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - x0) ** 2 for x in xs)
     if spread == 0:
@@ -65,7 +65,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def growth(series: Sequence[Row]) -> dict[str, float]:
-    """What 10,000 steps add, without the first tenth, in which caches fill."""
+    """The growth in 10,000 steps, without the first tenth, in which caches fill."""
     kept = series[len(series) // 10 :]
     steps = [float(row["step"]) for row in kept]
     return {name: slope(steps, [row[name] for row in kept]) * PER for name in GROWN}
@@ -99,7 +99,7 @@ def extra_table(rows: Sequence[Row]) -> str:
 
 
 def alone(row: Row, rows: Sequence[Row]) -> float | None:
-    """What jax and malloc take at most for steps on the same arrays without ringjax."""
+    """The memory that jax and malloc take for the same steps without ringjax."""
     donated = VARIANTS[row["variant"]][1]
     for other in rows:
         same = all(other[name] == row[name] for name in ("ranks", "set", "steps"))
@@ -110,7 +110,7 @@ def alone(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def growth_table(rows: Sequence[Row]) -> str:
-    """What 10,000 steps add, by least squares."""
+    """The growth in 10,000 steps, by least squares."""
     rest = list(GROWN)[1:]
     head = [
         "growth in 10,000 steps, the worst rank",

@@ -74,7 +74,7 @@ def trial(kind: str, victim: int) -> tuple[float | None, list[int]]:
             pids = _pids(Path(folder))
             if kind == "competitor":
                 code = "import os\nos.sched_setaffinity(0, {0})\nwhile True: pass"
-                # As many as there are healthy ranks, which share the other core.
+                # One for each healthy rank; the healthy ranks share the other core.
                 words = [sys.executable, "-c", code]
                 hogs = [subprocess.Popen(words) for _ in range(RANKS - 1)]
             return _watch(log, victim, pids[victim] if kind == "pulses" else None)
@@ -107,7 +107,7 @@ def _watch(
     began = time.monotonic()
     named, others = None, []
     while named is None and time.monotonic() - began < LONGEST:
-        time.sleep(0.18)  # of each 200 ms, in which it runs
+        time.sleep(0.18)  # the part of each 200 ms in which the rank runs
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
             time.sleep(0.02)  # and stands still

@@ -1,4 +1,4 @@
-"""What a lost replica costs, next to others: `python -m benchmarks.elastic.losses`.
+"""The cost of a lost replica, next to peers: `python -m benchmarks.elastic.losses`.
 
 Jobs of some replicas train the same model (losses_rank.py), and one process is killed
 at a random moment (kill -9). Peers take turns, a job each in every round. ringrun
@@ -32,12 +32,12 @@ from benchmarks.harness.launchers import PEERS_FOLDER
 
 PROGRAM = Path(__file__).with_name("losses_rank.py")
 PATIENCE = 150.0  # seconds until what does not end, or does not come, is given up
-STEPS = 30  # that all replicas have made together before the next one is killed
+STEPS = 30  # all replicas make so many together before the next one is killed
 
 
 @dataclass
 class Trace:
-    """What a process has said: (monotonic seconds, number, replicas) of its steps."""
+    """The lines of a process: (monotonic seconds, number, replicas) of its steps."""
 
     name: str
     pid: int = 0
@@ -46,7 +46,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Of a file that may be written to."""
+        """Reads a file to which its process may still write."""
         trace = cls(path.stem)
         for line in path.read_text().splitlines(keepends=True):
             match line.split() if line.endswith("\n") else []:
@@ -118,7 +118,7 @@ class Job(ABC):
             )
 
     def traces(self) -> list[Trace]:
-        """Of all processes that there ever were."""
+        """The traces of all processes that the job has had."""
         return [Trace.read(path) for path in self._folder.glob("*.log")]
 
     def together(self, since: float, steps: int = 1) -> list[Trace]:
@@ -218,7 +218,7 @@ class Torchft(Job):
         self._spawn(f"{int(times) + 1}-{rank}")
 
 
-# As torchft's README starts it, and so that it notices as soon as it can: a manager
+# The options of torchft's README, and the shortest that work, because a manager
 # sends a heartbeat every 100 ms.
 USUAL = "--quorum_tick_ms 100 --join_timeout_ms 10000"
 QUICK = "--quorum_tick_ms 10 --join_timeout_ms 100 --heartbeat_timeout_ms 500"

@@ -131,7 +131,7 @@ def jobs(folder: str) -> Iterator[StartJob]:
 
 
 def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:
-    """What a reader wants to know of it."""
+    """The failures, the steps, and how long recoveries took, as text."""
     samples = [1e3 * seconds for seconds in verdict.recoveries]
     lines = [
         f"{failures} failures: {deeds}",

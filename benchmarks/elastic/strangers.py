@@ -1,4 +1,4 @@
-"""What a siege costs a job: `python -m benchmarks.elastic.strangers`.
+"""The cost of a siege for a job: `python -m benchmarks.elastic.strangers`.
 
 Strangers visit every door of a static job, which trains on, in turns with times of
 peace; see tests/support/strangers.py for what they do. They run on this machine, at the
@@ -104,7 +104,7 @@ def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Pope
 
 
 def name_of(pid: int) -> str:
-    """What the job of a rank calls itself; anybody on the host may look."""
+    """The id of a rank's job, which every user of the host may read."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     (found,) = [v for v in variables if v.startswith(b"RINGJAX_JOB=")]
     return found.partition(b"=")[2].decode()

@@ -193,7 +193,7 @@ def _signal(process: subprocess.Popen[bytes], number: int, *, group: bool) -> No
 
 
 def environment(site: Path, dry: bool) -> dict[str, str]:
-    """What every section runs with: the ringjax that was built, then the checkout.
+    """The environment of a section: the ringjax that was built, then the checkout.
 
     Python runs with -P and the checkout stands behind, because its own folder ringjax
     has no native module.

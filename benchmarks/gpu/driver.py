@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-ALIGNMENT = 256  # of every buffer, as XLA's allocator gives them
-# What is not in this dict takes and returns ints only.
+ALIGNMENT = 256  # XLA's allocator aligns every buffer so
+# All other functions take and return ints only.
 _U64, _SIZE, _PTR = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 _FUNCTIONS: dict[str, Sequence[Any]] = {
     "cuInit": (ctypes.c_uint,),

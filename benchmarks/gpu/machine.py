@@ -1,4 +1,4 @@
-"""What a run of check.py was made on: device, clocks, driver, NCCL, jax, device code.
+"""The machine of a run of check.py: device, clocks, driver, NCCL, jax, device code.
 
 Every line is asked for by itself; one that cannot be had is shown as such.
 """

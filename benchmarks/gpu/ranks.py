@@ -336,7 +336,7 @@ def check_loss(report: Report, size: int, work: Path) -> None:
 
 
 def check_psum(report: Report, first: Any, work: Path) -> None:
-    """The same sum by XLA's own collectives."""
+    """Sums the same numbers by XLA's own collectives."""
     theirs = attempt(report, "psum", psum, 2, work / "psum")
     ours = first[0].get("sum beside psum", {}).get("detail") if first else None
     compare_with_psum(report, ours, theirs)

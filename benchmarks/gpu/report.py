@@ -1,4 +1,4 @@
-"""What the sections of check.py hand over: tables, failures, targets; statistics.
+"""The results that a section of check.py hands over: tables, failures, targets.
 
 A report is written after every addition, so that a section which is ended by its time
 limit, or crashes, still shows what it had. Measures nothing itself.

@@ -1,4 +1,4 @@
-"""What every section of check.py begins with: its report, and what ringjax does here.
+"""The beginning of every section of check.py: its report, and ringjax' device path.
 
 A section is `python -m benchmarks.gpu.…`; by itself it prints its tables.
 """

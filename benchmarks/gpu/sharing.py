@@ -25,7 +25,7 @@ NCCL = {
     # A kernel that is loaded late may wait for all that runs, and so for other ranks.
     "CUDA_MODULE_LOADING": "EAGER",
 }
-# What is compared bit for bit must not depend on which algorithm was faster today.
+# Results that are compared bit for bit must not depend on which algorithm was faster.
 _XLA = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 

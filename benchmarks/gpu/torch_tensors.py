@@ -54,7 +54,7 @@ class Rank:
             torch.cuda.set_device(self.device)
 
     def of(self, rank: int, shape: Any, dtype: str = "float32") -> Any:
-        """What a rank has: small numbers, whose sums are exact in every type."""
+        """The tensor of a rank: small numbers, whose sums are exact in every type."""
         torch = self.torch
         drawn = torch.Generator().manual_seed(rank + 1)
         values = torch.randint(0, 5, shape, generator=drawn)

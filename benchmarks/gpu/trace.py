@@ -92,7 +92,7 @@ def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Merges intervals that overlap; the result is in order."""
     out: list[Interval] = []
     for start, end in sorted(intervals):
         if out and start <= out[-1][1]:
@@ -107,7 +107,7 @@ def length(intervals: Sequence[Interval]) -> float:
 
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What lies in both; each without overlaps and in order."""
+    """The time that lies in both lists; each is in order and without overlaps."""
     out, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

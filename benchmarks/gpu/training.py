@@ -1,4 +1,4 @@
-"""What a rank of world.py trains, with digests that ranks and reruns compare.
+"""The training of a rank of world.py, with digests that ranks and reruns compare.
 
 A small network on a batch that all ranks share; the reference is the same training by
 one rank alone. Nothing here knows how many ranks or reruns there are to compare.
@@ -84,7 +84,7 @@ def train(overlap: bool, compression: Any = ringjax.Compression.none) -> str:
 
 
 def normals(rank: int) -> Any:
-    """What rank `rank` gives into the sum that psum forms too."""
+    """The numbers of a rank for the sum that psum forms, too."""
     return np.random.default_rng((11, rank)).normal(size=NORMALS).astype(np.float32)
 
 

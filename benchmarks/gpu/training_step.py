@@ -1,4 +1,4 @@
-"""What the allreduce of one rank adds to a training step, against none and psum.
+"""The time that the allreduce of one rank adds to a step, against none and psum.
 
 With one rank nothing has to be sent: what is left is our own work and what it keeps XLA
 from doing. All variants are compiled first, then take turns. How tensors are fused is a

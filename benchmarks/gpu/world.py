@@ -30,7 +30,7 @@ from ringjax import Average, Compression, Max, Min, Product, Sum, runtime  # noq
 
 INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-REDUCED = (*INTEGERS, *FLOATS)  # what NCCL adds
+REDUCED = (*INTEGERS, *FLOATS)  # types that NCCL adds up
 MOVED = (*REDUCED, "bool", "int16", "uint16", "complex64")
 REDUCE: dict[int, Any] = {
     Sum: np.add,

@@ -1,4 +1,4 @@
-"""Who starts the ranks of a peer, by which Python, and whether it is here.
+"""The launcher and the Python of a peer's ranks, and whether both are here.
 
 Starts nothing; that is worlds.py.
 """

@@ -84,7 +84,7 @@ def forget_peak() -> bool:
 
 
 def counts() -> dict[str, int]:
-    """What must not grow: bytes, and what the kernel keeps for this process."""
+    """Numbers that must not grow: bytes, descriptors, threads, mappings."""
     known = _status()
     return {
         "bytes": known["VmRSS"],
@@ -165,7 +165,7 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     shapes = SETS[plan["set"]][1]()
     if shrink := plan["shrink"]:
-        # As many tensors, fewer bytes: what is forgotten in a call does not ask them.
+        # Memory that a call forgets to free does not depend on the size of tensors.
         shapes = [(max(1, count([shape]) // shrink),) for shape in shapes]
     steps = Steps(shapes)
     found, once = levels(steps, plan["variant"])

@@ -166,7 +166,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """What is to be measured with so many ranks."""
+    """The cases for so many ranks."""
     found = []
     for dtype in options.dtype:
         width = BYTES[dtype]

@@ -1,4 +1,4 @@
-"""What ranks give to a collective, and what they must get: small integers in float32.
+"""The inputs of a collective and its right results: small integers in float32.
 
 Their sums are exact, so that results can be compared bit by bit.
 """
@@ -13,13 +13,13 @@ Array = np.ndarray[Any, Any]
 
 
 def given(name: str, rank: int, size: int, count: int) -> Array:
-    """What a rank gives to a collective; `count` numbers are the whole vector."""
+    """The input of a rank; `count` numbers are the whole vector."""
     own = count // size if name == "allgather" else count
     return _pattern(own) + np.float32(rank)
 
 
 def expected(name: str, rank: int, size: int, count: int) -> Array:
-    """What a rank must get; a broadcast is that of rank 0."""
+    """The right result of a rank; the root of a broadcast is rank 0."""
     pattern, ranks = _pattern(count), np.arange(size, dtype=np.float32)
     mine = slice(rank * (count // size), (rank + 1) * (count // size))
     if name == "broadcast":

@@ -12,7 +12,7 @@ Lines = dict[str, list[tuple[int, float]]]
 
 
 def missing() -> str | None:
-    """What to do before plots can be drawn; None if they can."""
+    """The text of an error if plots cannot be drawn, else None."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
     return None

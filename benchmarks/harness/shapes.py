@@ -55,7 +55,7 @@ def transformer(layers: int = 100, width: int = 1024) -> Shapes:
 
 
 def narrow_transformer() -> Shapes:
-    """The same 1,204 tensors, 128 wide: 26.4 million numbers, about ResNet-50's."""
+    """1,204 tensors that are 128 wide: 26.4 million numbers, about ResNet-50's."""
     return transformer(width=128)
 
 
@@ -70,7 +70,7 @@ def count(shapes: Sequence[Sequence[int]]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-# What --sets may name: the name for people, and the shapes.
+# The sets that --sets may name, each with a title and its shapes.
 SETS: dict[str, tuple[str, Callable[[], Shapes]]] = {
     "resnet50": ("ResNet-50", resnet50),
     "vgg16": ("VGG-16", vgg16),

@@ -21,12 +21,12 @@ from benchmarks.harness.worlds import World, WorldError
 BURST = 0.005  # seconds: calls of one batch, where one call takes less
 BATCHES = 3, 25
 BYTES = {"float32": 4, "bfloat16": 2}
-COPIES = 2  # of its tensors that a variant holds: input and result, or one and buckets
+COPIES = 2  # a variant holds its tensors twice: input and result, or input and buckets
 
 
 @dataclass(frozen=True)
 class Case:
-    """What every variant is asked to do.
+    """The work that every variant is asked to do.
 
     Attributes:
       title: for people.
@@ -107,7 +107,7 @@ class Variant:
         ]
 
     def row(self, case: Case, ranks: int) -> dict[str, Any]:
-        """What is reported of this variant alone."""
+        """The numbers of this variant alone."""
         times = sorted(t * 1e6 for batches in self.rounds for t in batches)
         tenth = len(times) // 10
         median = statistics.median(times)

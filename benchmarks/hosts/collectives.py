@@ -36,7 +36,7 @@ class HostsError(RuntimeError):
 
 
 def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
-    """What rank 0 of a world has measured.
+    """Runs a world; returns the results of its rank 0.
 
     Raises:
       HostsError: a rank has failed, or they took too long.
@@ -330,12 +330,12 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _congestion_control() -> str:
-    """What TCP uses unless a socket asks for another; namespaces inherit it."""
+    """The algorithm that TCP uses by default; namespaces inherit it."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def _end(number: int, frame: object) -> None:
-    """As Ctrl-C, so that everything that was made is removed."""
+    """Ends the program as Ctrl-C does, so that the network is removed."""
     del frame
     raise SystemExit(128 + number)
 

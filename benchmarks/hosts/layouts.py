@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.hosts.namespaces import address
 
 LOOPBACK = "loopback"
-PORT = 29400  # of the rendezvous; every host has all ports to itself
+PORT = 29400  # the port of the rendezvous; every host has all ports to itself
 _UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What a link carries in one direction, headers included."""
+        """The rate of a link in one direction, headers included."""
         if self.rate is None:
             return None
         return float(self.rate[:-4]) * _UNITS[self.rate[-4:]] / 8
@@ -107,7 +107,7 @@ class Layout:
         return ring, least
 
     def environment(self, rank: int, job: str, secret: str) -> dict[str, str]:
-        """What makes a process `rank`, besides this process's environment."""
+        """The variables that make a process `rank`, besides those of this process."""
         host, local = divmod(rank, self.ranks)
         place: dict[str, object] = {"RANK": rank, "SIZE": self.size, "JOB": job}
         place["CALIBRATE"] = "always"  # all these networks have the same names

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-BURST, QUEUE = "128kb", "20ms"  # of the token buckets
+BURST, QUEUE = "128kb", "20ms"  # the size and the longest wait of a token bucket
 END = 10.0  # seconds for what is ended to be gone
 # The subnet of the hosts. Each process has its own: the kernel routes a subnet to one
 # bridge, and tests that run at once have a bridge each.
@@ -162,7 +162,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _quiet(command: list[str]) -> str:
-    """What a command prints; whether it succeeds is not asked."""
+    """The output of a command, which may fail."""
     return _call(command).stdout
 
 

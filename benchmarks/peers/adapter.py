@@ -1,4 +1,4 @@
-"""What an adapter for a library must offer, and what it is given. Holds none.
+"""The interface of an adapter for a library, and the types that it is given.
 
 Adapters call their library as its users would; when and how often: harness/worker.py.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Shapes = Sequence[tuple[int, ...]]
-# What a case can be; the names of the variants for it are attributes of a peer.
+# The kinds of cases. A peer has an attribute for each: the names of its variants.
 KINDS = ("arrays", "models", "streams", "trainings", "collectives")
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
 # Blocks until the result is there. If it has a method repeat(calls), that is timed
@@ -66,7 +66,7 @@ class Peer(Protocol):
         raise ValueError(f"no {name} of {given.size} numbers into {out.size}")
 
     def local(self, result: Any) -> Array:
-        """What a collective has returned to this rank."""
+        """The result of a collective on this rank, as numpy."""
         return np.asarray(result)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.harness.shapes import BATCH, LAYERS, WIDTH
 from benchmarks.peers.adapter import Operation, Peer
 
-STEPS = 5  # of one `fit`, whose own work is shared by so many steps
+STEPS = 5  # one `fit` makes so many steps, which share its own work
 
 
 class Fit:
@@ -29,7 +29,7 @@ class Fit:
         )
 
     def seconds(self, calls: int) -> float:
-        """What so many steps take."""
+        """The time of so many steps."""
         start = time.perf_counter()
         for _ in range(calls):
             self()

@@ -37,7 +37,8 @@ VARIANTS = {
     "vector copies, 512 KiB tiles": (512 << 10, _VECTOR),
 }
 
-# Of the other collectives: the same, and which way. What is read is added up in pieces.
+# The variants of the other collectives: the tile, the copy, and the way to move data.
+# Data that a rank reads from another rank is added up in pieces.
 _IN_TILES, _READ, _READ_AND_WRITE = range(3)  # limit_collectives.h
 MOVES = {
     "512 KiB tiles": (512 << 10, _MEMCPY, _IN_TILES),
@@ -45,7 +46,7 @@ MOVES = {
     "512 KiB tiles, streamed out": (512 << 10, _STREAMED, _IN_TILES),
     "read": (128 << 10, _MEMCPY, _READ),
     "read, streamed out": (128 << 10, _STREAMED, _READ),
-    "read and written": (0, _MEMCPY, _READ_AND_WRITE),  # of a broadcast
+    "read and written": (0, _MEMCPY, _READ_AND_WRITE),  # for a broadcast only
 }
 _MOVED = COLLECTIVES[1:]  # in the order of limit_collectives.h
 
@@ -179,7 +180,7 @@ class Move(Native):
 
 
 def variants(can_read: bool) -> tuple[str, ...]:
-    """Of all collectives: its name, a colon, and how, as in VARIANTS or MOVES."""
+    """The variants of all collectives: name, colon, key of VARIANTS or MOVES."""
     names = [f"allreduce: {how}" for how in VARIANTS]
     for name in _MOVED:
         for how, (_, copying, way) in MOVES.items():
@@ -192,7 +193,7 @@ def variants(can_read: bool) -> tuple[str, ...]:
 
 
 class Limit(Peer):
-    """What the memory allows, with a rank on each core in turn. Not a library."""
+    """The speed that the memory allows, without a library; ranks are bound to cores."""
 
     arrays = models = tuple(VARIANTS)
     streams = ("1 stream", "2 streams")

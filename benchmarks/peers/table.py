@@ -78,5 +78,5 @@ PEERS = {
     "mpich": Entry(Mpi4py, ("mpi4py",), "mpich"),
     "mpi4jax": Entry(Mpi4jax, ("mpi4jax", "mpi4py"), "mpirun"),
 }
-# What the others are held against where there is no limit.
+# The peers with which the others are compared if there is no limit.
 MPI = ("mpi4py", "mpich")

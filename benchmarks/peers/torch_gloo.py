@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
-BUCKET_BYTES = 25 << 20  # what DistributedDataParallel takes
+BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
 class TorchGloo(Peer):
