@@ -1,9 +1,10 @@
 """Named operations on arrays of any framework, outside of compiled programs.
 
-Ranks submit their tensors by name, in any order and from any thread; the core finds out
-which ones all ranks have submitted and runs them together. The framework does not
-matter: a JAX array on one rank and a PyTorch tensor on another, even one that came
-through `ringjax.torch`, meet if their names do. Imports no framework.
+Each rank submits its tensors by name, in any order and from any thread. The core runs
+an operation when all ranks have submitted it. The ranks may use different frameworks: a
+JAX array on one rank and a PyTorch tensor on another are one operation if they have the
+same name, also if one of them came through `ringjax.torch`. This package imports no
+framework.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Element types: the names that numpy, JAX and PyTorch share, and the core's numbers.
 
-Here and not with the arrays, since every framework's adapter needs them and none of the
-frameworks is imported. Not the types on the wire, which are in compression.py.
+The adapters of all frameworks use this module, so it imports no framework. Wire dtypes
+are in `compression.py`.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ _SHORT = {
 }
 
 NUMBERS = {name: _native.DTYPES[short] for name, short in _SHORT.items()}
-"""The core's number of each element type that can be sent, by its name."""
+"""The core's number of each element type that can be sent."""

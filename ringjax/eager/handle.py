@@ -1,6 +1,6 @@
-"""The handle of an eager operation: polls it, and waits for its result.
+"""Handle of an eager operation: polls the operation, and waits for its result.
 
-An operation is submitted in `lane.py`.
+`lane.py` submits operations.
 """
 
 from __future__ import annotations
@@ -10,57 +10,57 @@ from typing import Any
 
 from ringjax import _native, errors
 
-# How a finished operation becomes the caller's result.
-Finish = Callable[[Any], Any]
-
-
-def _finished(_: Any) -> None:
-    """The result, the second time."""
+# Makes the caller's result from the native work of an operation that has ended.
+Finish = Callable[[_native.Work], Any]
 
 
 class Handle:
-    """An operation under way. Give it to `poll` and `synchronize`.
+    """An operation in progress, for `poll` and `synchronize`.
 
-    The operation goes on, and keeps what it needs, also if its handle is forgotten.
+    If a program drops the handle, the operation continues, and its tensors stay alive
+    until it ends.
     """
 
     __slots__ = ("_finish", "_work")
 
-    def __init__(self, work: Any, finish: Finish) -> None:
-        self._work: Any = work
-        self._finish = finish
+    def __init__(self, work: _native.Work, finish: Finish) -> None:
+        self._work: _native.Work | None = work
+        self._finish: Finish | None = finish
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
-        return self._work is None or bool(self._work.done)
+        """Returns True if `wait` would return at once."""
+        return self._work is None or self._work.done
 
     def wait(self) -> Any:
-        """The result. A handle gives it once; after that it is None.
+        """Waits until the operation has ended.
+
+        Returns:
+            The result. A second call returns None: the handle keeps no result.
 
         Raises:
-            Mismatch: the ranks do not agree about the operation. On every rank.
-            Stalled: some ranks have not submitted it in time.
-            PeerLost: a rank is gone.
+            Mismatch: the ranks do not agree about the operation. All ranks raise it.
+            Stalled: some ranks have not submitted the operation in time.
+            PeerLost: a rank is lost.
         """
-        work = self._work
-        if work is None:
+        work, finish = self._work, self._finish
+        if work is None or finish is None:
             return None
         try:
             work.wait()
         except _native.StatusError as error:
             self._work = None
             raise errors.from_status(error) from None
-        self._work = None
-        # What finishes it refers to the tensors: whoever keeps the handle does not.
-        finish, self._finish = self._finish, _finished
+        # `finish` refers to the tensors. A program may keep the handle for long, so
+        # drop both references before the result is made.
+        self._work = self._finish = None
         return finish(work)
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the operation has ended, so that `synchronize` returns at once.
+    """Returns True if the operation has ended, so `synchronize` would return at once.
 
     Raises:
-        ValueError: `handle` is not one.
+        ValueError: `handle` is not a handle.
     """
     if not isinstance(handle, Handle):
         raise ValueError(f"poll: {handle!r} is not the handle of an operation")
@@ -68,10 +68,11 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Waits for the operation and returns its result, as `Handle.wait`.
+    """Waits for the operation and returns its result, as `Handle.wait` does.
 
     Returns:
-        The result; None for a handle that has given it before, and for what is none.
+        The result; None if the handle has returned its result before, or if `handle`
+        is not a handle.
 
     Raises: as `Handle.wait`.
     """

@@ -1,8 +1,8 @@
-"""The door to the eager lanes: submit a named operation, get a handle.
+"""Submission of named operations to the eager lanes.
 
-For what runs line by line, in an order that may differ from rank to rank; compiled
-programs do not come here. Knows addresses, dtypes and shapes, and no framework: how an
-array becomes those is in arrays.py, and in the adapter packages.
+Eager operations may be submitted in a different order on each rank; compiled programs
+use another lane. This module knows addresses, dtypes and shapes, but no framework:
+`operands.py` and the adapter packages turn arrays into those.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsFloat, TypedDict, Unpack
 
 from ringjax import _native, errors, runtime
 from ringjax.eager.handle import Finish, Handle
@@ -24,25 +24,28 @@ TensorRef = tuple[int, int, tuple[int, ...]]
 COLLECTIVES = _native.COLLECTIVES
 _DTYPE_NAMES = {number: name for name, number in _native.DTYPES.items()}
 _global = runtime.global_process_set
-_unnamed: dict[tuple[int | None, str], Iterator[int]] = {}
-runtime.on_init(_unnamed.clear)
-runtime.on_fresh_start(_unnamed.clear)  # a newcomer has not numbered any
+# The counter of each process set and operation: operations without a name get numbers.
+_counters: dict[tuple[int | None, str], Iterator[int]] = {}
+runtime.on_init(_counters.clear)
+# A rank that joins an elastic job counts from 1. All other ranks restart, too.
+runtime.on_fresh_start(_counters.clear)
 
 
 class LaneOptions(TypedDict, total=False):
-    """What else an operation may say of itself.
+    """Optional properties of an operation.
 
     Attributes:
         reduce_op: a number of `ringjax.ops.ReduceOp`.
         prescale: multiplies each rank's tensor before the reduction.
         postscale: multiplies the result.
         root: the sender's rank within the process set.
-        splits: for alltoall, rows for each rank, tensor by tensor; empty: equal parts.
-        cuda: the addresses are on a device.
-        stream: a stream there.
-        waits: the caller waits for it at once, so its thread may do the lane's work.
-        rooms: the bytes at each of `outs`, for allgather and alltoall: a result of
-            another size is in memory of the core.
+        splits: for alltoall: rows for each rank, tensor by tensor; empty: equal parts.
+        cuda: True if the addresses are on a CUDA device.
+        stream: a stream of that device.
+        waits: True if the caller waits for the operation at once. The caller's thread
+            may then do the work of the lane.
+        rooms: for allgather and alltoall: the bytes at each address of `outs`. A result
+            of another size is put into memory of the core.
     """
 
     reduce_op: int
@@ -66,39 +69,43 @@ def submit(
     outs: Sequence[int],
     finish: Finish,
     process_set: runtime.ProcessSet = _global,
+    *,
     keep: object = None,
-    **call: Unpack[LaneOptions],
+    **options: Unpack[LaneOptions],
 ) -> Handle:
-    """Submits an operation; it begins when all ranks of the set have submitted it.
+    """Submits an operation, which begins when all ranks of the set have submitted it.
 
     Args:
-        op: a collective's name, as in `_native.COLLECTIVES`.
-        name: what the operation is called on all ranks; None gives it a number, which
-            fits if all ranks submit their unnamed ones in the same order.
-        ins: the tensors. Several are one operation.
-        outs: where the results go; empty for barrier, and for allgather and alltoall
-            if their results are to be in memory of the core.
+        op: the name of a collective, a key of `_native.COLLECTIVES`.
+        name: the name of the operation, equal on all ranks. None: a number, which is
+            equal on all ranks if they submit their unnamed operations in one order.
+        ins: the tensors. Several tensors are one operation.
+        outs: the addresses of the results. Empty for barrier, and for an allgather or
+            alltoall whose results the core allocates.
         finish: makes the caller's result from the native work.
-        keep: what must live until the operation has ended.
+        process_set: the ranks that take part; this rank must be one of them.
+        keep: an object that the lane keeps alive until the operation has ended.
+        **options: see `LaneOptions`.
 
     Raises:
-        NotInitialized, PeerLost: as everywhere.
-        InvalidArgument: the core refuses it, or one of this name is under way.
+        NotInitialized: before ringjax.init().
+        PeerLost: a rank is lost.
+        InvalidArgument: the core refuses the operation, or another operation of this
+            name is in progress.
         TypeError, ValueError: `name` or `process_set` is wrong.
     """
     lane = runtime.lane(process_set, op)
     name = check_name(op, name) or next_name(op, process_set)
     try:
-        alone = len(ins) > 1 and not runtime.config().group_fusion
         work = lane.submit(
             COLLECTIVES[op],
             name,
             ins,
             outs,
             keep=keep,
-            alone=alone,
+            alone=len(ins) > 1 and not runtime.config().group_fusion,
             timeout=process_set.limit(),
-            **call,
+            **options,
         )
     except _native.StatusError as error:
         raise errors.from_status(error) from None
@@ -112,22 +119,32 @@ def run(
     out: int,
     process_set: runtime.ProcessSet,
     keep: object,
-    **call: Unpack[LaneOptions],
+    **options: Unpack[LaneOptions],
 ) -> None:
-    """`submit` and `wait` for one tensor of this host, in one call of the core.
+    """Submits an operation on one host tensor and waits for it, by one native call.
 
-    Args, Raises: as `submit`, and `Handle.wait`. Of `call`, what allreduce, broadcast
-    and reducescatter need.
+    For allreduce, broadcast and reducescatter. A handle, and the objects that belong to
+    it, would take longer than a short operation.
+
+    Args:
+        **options: of these, `reduce_op`, `root`, `prescale` and `postscale` are used.
+
+    Other arguments: as `submit`.
+
+    Raises: as `submit` and `Handle.wait`.
     """
     lane = runtime.lane(process_set, op)
     name = check_name(op, name) or next_name(op, process_set)
     try:
         lane.run_at(
-            *(COLLECTIVES[op], name, ref, out),
-            call.get("reduce_op", 1),
-            call.get("root", 0),
-            call.get("prescale", 1.0),
-            call.get("postscale", 1.0),
+            COLLECTIVES[op],
+            name,
+            ref,
+            out,
+            options.get("reduce_op", 1),
+            options.get("root", 0),
+            options.get("prescale", 1.0),
+            options.get("postscale", 1.0),
             process_set.limit(),
             keep,
         )
@@ -137,34 +154,36 @@ def run(
 
 @contextlib.contextmanager
 def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
-    """Within it, what is submitted waits for the rest, and travels with it.
+    """Sends all operations that the block submits in one round of negotiation.
 
-    Fewer rounds and larger messages. Whoever waits for an operation in the block, or a
-    round that another rank begins, takes along what there is.
+    Fewer rounds and larger messages. The submitted operations begin earlier if a thread
+    waits for one of them inside the block, or if another rank begins a round.
     """
-    native = runtime.lane(process_set, "together")
-    native.hold()
+    lane = runtime.lane(process_set, "submission_group")
+    lane.hold()
     try:
         yield
     finally:
-        native.release()
+        lane.release()
 
 
 def join(process_set: runtime.ProcessSet = _global) -> int:
-    """Says that this rank has no more to submit, and waits until all ranks say so.
+    """Reports that this rank submits no more, and waits until all ranks report that.
 
-    Until then it takes part in what the others submit: with zeros (or what else does
-    not change the result) in reductions, with no rows in allgather and alltoall. After
-    it, operations without a name are numbered from the beginning.
+    Meanwhile this rank takes part in the operations of the other ranks: it contributes
+    zeros (or the value that does not change the result) to reductions, and no rows to
+    allgather and alltoall. After `join`, operations without a name are numbered from
+    the beginning.
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.
 
     Returns:
-        The rank that was the last to join, its number in the world.
+        The world rank of the rank that joined last.
 
     Raises:
-        NotInitialized, PeerLost: as everywhere.
+        NotInitialized: before ringjax.init().
+        PeerLost: a rank is lost.
 
     Example:
         >>> import ringjax
@@ -178,36 +197,43 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
     except _native.StatusError as error:
         raise errors.from_status(error) from None
     last: int = Handle(work, operator.attrgetter("last_joined")).wait()
-    # The ranks have come here by different ways; from now on they go in step again.
-    for key in [k for k in _unnamed if k[0] == process_set.process_set_id]:
-        _unnamed.pop(key, None)
+    # The ranks have submitted different numbers of unnamed operations before they
+    # joined, so their counters differ. Restart all of them.
+    for key in [k for k in _counters if k[0] == process_set.process_set_id]:
+        _counters.pop(key, None)
     return process_set.ranks[last]
 
 
-def check_name(op: str, name: Any) -> str | None:
-    """What an operation is to be called, or None."""
-    if name and not isinstance(name, str):
+def check_name(op: str, name: object) -> str | None:
+    """Returns `name`, or None if it is empty.
+
+    Raises:
+        TypeError: `name` is not a str.
+    """
+    if not name:
+        return None
+    if not isinstance(name, str):
         raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
-    return name or None
+    return name
 
 
 def next_name(op: str, process_set: runtime.ProcessSet) -> str:
-    """The name of an operation without one: the same on ranks in the same order."""
+    """Returns the next name for an operation that the program gives no name."""
     return f"noname.{next_number(op, process_set)}"
 
 
-def next_number(what: str, process_set: runtime.ProcessSet) -> int:
-    """1, 2, 3, …, and from 1 again wherever all ranks begin anew, or have joined."""
-    key = (process_set.process_set_id, what)
-    counter = _unnamed.get(key) or _unnamed.setdefault(key, itertools.count(1))
-    return next(counter)
+def next_number(counter: str, process_set: runtime.ProcessSet) -> int:
+    """Returns 1, 2, 3, …; starts at 1 again after an init, a restart or a `join`."""
+    key = (process_set.process_set_id, counter)
+    numbers = _counters.get(key) or _counters.setdefault(key, itertools.count(1))
+    return next(numbers)
 
 
 # -- arguments -------------------------------------------------------------------------
 
 
 def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
-    """How errors name an operation: ``ringjax.allreduce 'grad' (f32[8,128])``."""
+    """Returns an operation as errors name it: ``ringjax.allreduce 'grad' (f32[8])``."""
     shapes = [
         f"{_DTYPE_NAMES[dtype]}[{','.join(map(str, shape))}]"
         for _, dtype, shape in refs
@@ -216,8 +242,8 @@ def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
     return f"ringjax.{op}{label}" + (f" ({', '.join(shapes)})" if shapes else "")
 
 
-def root_in_set(op: str, root_rank: Any, process_set: runtime.ProcessSet) -> int:
-    """The place of world rank `root_rank` among the members of the process set."""
+def root_in_set(op: str, root_rank: object, process_set: runtime.ProcessSet) -> int:
+    """Returns the rank within the process set of world rank `root_rank`."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(f"ringjax.{op}: root_rank must be an int, got {root_rank!r}")
     rank = operator.index(root_rank)
@@ -232,21 +258,18 @@ def root_in_set(op: str, root_rank: Any, process_set: runtime.ProcessSet) -> int
 def scattered_shape(
     op: str, name: str | None, ref: TensorRef, process_set: runtime.ProcessSet
 ) -> tuple[int, ...]:
-    """The shape of this rank's part in a reducescatter of `ref`."""
-    return own_shape(op, require_rows(op, name, ref)[2], process_set)
+    """Returns the shape of this rank's result in a reducescatter of `ref`.
 
-
-def own_shape(
-    op: str, shape: tuple[int, ...], process_set: runtime.ProcessSet
-) -> tuple[int, ...]:
-    """As `scattered_shape`, for a tensor of this shape, which has rows."""
-    native = runtime.lane(process_set, op)
-    rows, more = divmod(shape[0], native.size)
-    return (rows + (native.rank < more), *shape[1:])
+    If the rows cannot be divided evenly, the first ranks have one row more.
+    """
+    rows, *row = require_rows(op, name, ref)[2]
+    lane = runtime.lane(process_set, op)
+    each, more = divmod(rows, lane.size)
+    return (each + (lane.rank < more), *row)
 
 
 def require_rows(op: str, name: str | None, ref: TensorRef) -> TensorRef:
-    """Refuses a tensor without dimensions."""
+    """Returns `ref`; raises ValueError for a tensor without dimensions."""
     if not ref[2]:
         raise ValueError(
             f"{title(op, name, [ref])}: a tensor without dimensions has no rows"
@@ -255,7 +278,11 @@ def require_rows(op: str, name: str | None, ref: TensorRef) -> TensorRef:
 
 
 def parse_splits(op: str, name: str | None, splits: Any) -> list[int]:
-    """Rows for each rank, from a list, a tuple, an array or a tensor of integers."""
+    """Returns the rows for each rank as a list.
+
+    Args:
+        splits: a list, a tuple, an array or a tensor of integers.
+    """
     given = splits.tolist() if hasattr(splits, "tolist") else splits
     if not isinstance(given, list | tuple) or not all(type(n) is int for n in given):
         raise ValueError(
@@ -265,16 +292,18 @@ def parse_splits(op: str, name: str | None, splits: Any) -> list[int]:
     return list(given)
 
 
-def op_or_average(average: bool | None, op: Any, stacklevel: int = 2) -> Any:
-    """What to reduce by, from Horovod's former argument `average` and its present one.
+def op_or_average(
+    average: bool | None, op: int | None, stacklevel: int = 2
+) -> ReduceOp | int:
+    """Returns the reduction that Horovod's arguments `average` and `op` mean.
 
     Args:
-        average: True is Average, False is Sum, None: not given.
-        op: None: not given; with neither it is Average.
-        stacklevel: as `warnings.warn`, seen from the caller.
+        average: Horovod's former argument. True: Average; False: Sum; None: not given.
+        op: None: not given. Without both arguments the reduction is Average.
+        stacklevel: as in `warnings.warn`, counted from the caller.
 
     Raises:
-        ValueError: both are given.
+        ValueError: both arguments are given.
 
     Example:
         >>> op_or_average(None, None).name
@@ -289,9 +318,13 @@ def op_or_average(average: bool | None, op: Any, stacklevel: int = 2) -> Any:
     return Average if average else Sum
 
 
-def reduce_op(op: str, value: Any) -> int:
-    """The number of a reduction; whether it fits the dtype, the core knows."""
-    if type(value) is ReduceOp:  # as usual: what follows is slow in a short call
+def reduce_op(op: str, value: object) -> int:
+    """Returns the number of a reduction.
+
+    The core checks that the reduction is defined for the dtype.
+    """
+    # The usual case comes first: the other checks would be slow in a short call.
+    if type(value) is ReduceOp:
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 5:
         return int(value)
@@ -301,8 +334,8 @@ def reduce_op(op: str, value: Any) -> int:
     )
 
 
-def as_float(op: str, argument: str, value: Any) -> float:
-    """A scaling factor."""
+def as_float(op: str, argument: str, value: SupportsFloat | str) -> float:
+    """Returns a scaling factor as a float; raises TypeError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

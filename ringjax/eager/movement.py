@@ -1,57 +1,57 @@
-"""Named operations that move arrays of any framework, and the one that only waits."""
+"""Named operations that move arrays of any framework, and the barrier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
-from ringjax.eager.operands import to_operand
+from ringjax.eager.operands import AnyArray, to_operand
 from ringjax.eager.operations import (
+    Outs,
+    Pick,
     as_list,
     first,
     operands,
+    run_if_plain,
     submit,
-    submit_rows,
-    try_blocking,
+    submit_ragged,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
 
-_global = global_process_set
-
 
 def allgather_async(
-    tensor: Any,
+    tensor: AnyArray,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
 ) -> Handle:
-    """`allgather` that returns a handle at once."""
-    return _gather([tensor], name, process_set, as_list(out), first)
+    """Submits an `allgather` and returns its handle at once."""
+    return _allgather([tensor], name, process_set, as_list(out), first)
 
 
 def allgather(
-    tensor: Any,
+    tensor: AnyArray,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
-) -> Any:
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
+) -> AnyArray:
     """Returns the rows of all ranks' tensors, in the order of the ranks.
 
     Args:
-        tensor: as for `allreduce`, but not 0-d. The number of rows may differ from rank
-            to rank, the other dimensions may not.
-        name: what the operation is called on all ranks.
+        tensor: as for `allreduce`, with at least one dimension. The number of rows may
+            differ between ranks; all other dimensions must be equal.
+        name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
-        out: where the result goes, as for `allreduce`, with as many rows as all ranks
-            have together. It must not share memory with `tensor`.
+        out: receives the result, as for `allreduce`. It must have as many rows as all
+            ranks have together, and must not share memory with `tensor`.
 
-    Raises: as `allreduce`; ValueError also if `out` has other rows than the result.
+    Raises: as `allreduce`; ValueError also if `out` has another number of rows than the
+        result.
 
     Example:
         >>> import numpy as np, ringjax
@@ -60,31 +60,35 @@ def allgather(
         [7]
     """
     if out is not None:
-        result = try_blocking("allgather", tensor, out, name, process_set)
+        result = run_if_plain("allgather", tensor, out, name, process_set)
         if result is not None:
             return result
-    return _gather([tensor], name, process_set, as_list(out), first, waits=True).wait()
+    outs = as_list(out)
+    return _allgather([tensor], name, process_set, outs, first, waits=True).wait()
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """`grouped_allgather` that returns a handle at once."""
-    return _gather(tensors, name, process_set, out, list)
+    """Submits a `grouped_allgather` and returns its handle at once."""
+    return _allgather(tensors, name, process_set, out, list)
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
-) -> list[Any]:
-    """`allgather` of several tensors as one operation; returns a list.
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
+) -> list[AnyArray]:
+    """Gathers several tensors as one operation; see `allgather`.
+
+    Returns:
+        The list of the gathered tensors.
 
     Example:
         >>> import ringjax
@@ -92,57 +96,61 @@ def grouped_allgather(
         >>> [x.tolist() for x in ringjax.eager.grouped_allgather([b"a", b"bc"])]
         [[97], [98, 99]]
     """
-    handle = _gather(tensors, name, process_set, out, list, waits=True)
-    result: list[Any] = handle.wait()
+    handle = _allgather(tensors, name, process_set, out, list, waits=True)
+    result: list[AnyArray] = handle.wait()
     return result
 
 
-def _gather(
-    tensors: Sequence[Any],
+def _allgather(
+    tensors: Sequence[AnyArray],
     name: str | None,
     process_set: ProcessSet,
-    outs: Sequence[Any] | None,
-    result: Callable[[list[Any]], Any],
+    outs: Outs,
+    pick: Pick,
+    *,
     waits: bool = False,
 ) -> Handle:
-    given = operands("allgather", name, tensors)
-    return submit_rows(
-        *("allgather", name, given, outs, process_set),
-        lambda made, _: result(made),
+    return submit_ragged(
+        "allgather",
+        name,
+        operands("allgather", name, tensors),
+        outs,
+        process_set,
+        pick=lambda made, _: pick(made),
         waits=waits,
     )
 
 
 def broadcast_async(
-    tensor: Any,
+    tensor: AnyArray,
     root_rank: int,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
 ) -> Handle:
-    """`broadcast` that returns a handle at once."""
+    """Submits a `broadcast` and returns its handle at once."""
     root = lane.root_in_set("broadcast", root_rank, process_set)
-    return _cast(tensor, root, name, process_set, out)
+    return _broadcast(tensor, root, name, process_set, out)
 
 
 def broadcast(
-    tensor: Any,
+    tensor: AnyArray,
     root_rank: int,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
-) -> Any:
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
+) -> AnyArray:
     """Returns the root's `tensor` on every rank.
 
     Args:
-        tensor: the same dtype and shape on all ranks, also where the values do not
-            matter.
-        root_rank: the sender's rank in the world, also when a process set is given.
-        name: what the operation is called on all ranks.
+        tensor: as for `allreduce`. Only the values of the root are sent, but all ranks
+            must pass the same dtype and shape.
+        root_rank: the sender's rank in the world, also if a process set is given.
+        name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
-        out: where the result goes, as for `allreduce`; maybe `tensor` itself.
+        out: receives the result, as for `allreduce`. It may be `tensor` itself.
 
     Raises: as `allreduce`.
 
@@ -153,83 +161,71 @@ def broadcast(
         [0, 1, 2]
     """
     root = lane.root_in_set("broadcast", root_rank, process_set)
-    result = try_blocking("broadcast", tensor, out, name, process_set, root=root)
+    result = run_if_plain("broadcast", tensor, out, name, process_set, root=root)
     if result is not None:
         return result
-    return _cast(tensor, root, name, process_set, out, waits=True).wait()
+    return _broadcast(tensor, root, name, process_set, out, waits=True).wait()
 
 
-def _cast(
-    tensor: Any,
+def _broadcast(
+    tensor: AnyArray,
     root: int,
     name: str | None,
     process_set: ProcessSet,
-    out: Any,
+    out: AnyArray,
+    *,
     waits: bool = False,
 ) -> Handle:
-    given = [to_operand("broadcast", name, tensor)]
+    given = to_operand("broadcast", name, tensor)
     return submit(
-        *("broadcast", name, given, [given[0].array.shape]),
-        *(as_list(out), process_set, first),
+        "broadcast",
+        name,
+        [given],
+        [given.array.shape],
+        as_list(out),
+        process_set,
+        pick=first,
         root=root,
         waits=waits,
     )
 
 
 def alltoall_async(
-    tensor: Any,
-    splits: Any = None,
+    tensor: AnyArray,
+    splits: AnyArray = None,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
 ) -> Handle:
-    """`alltoall` that returns a handle at once."""
-    return _exchange(tensor, splits, name, process_set, out)
-
-
-def _exchange(
-    tensor: Any,
-    splits: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    out: Any,
-    waits: bool = False,
-) -> Handle:
-    def result(made: list[Any], received: list[list[int]]) -> Any:
-        return made[0] if splits is None else (made[0], np.array(received[0], np.int32))
-
-    return submit_rows(
-        *("alltoall", name, operands("alltoall", name, [tensor])),
-        *(as_list(out), process_set, result),
-        splits=[] if splits is None else lane.parse_splits("alltoall", name, splits),
-        waits=waits,
-    )
+    """Submits an `alltoall` and returns its handle at once."""
+    return _alltoall(tensor, splits, name, process_set, out)
 
 
 def alltoall(
-    tensor: Any,
-    splits: Any = None,
+    tensor: AnyArray,
+    splits: AnyArray = None,
     *,
     name: str | None = None,
-    process_set: ProcessSet = _global,
-    out: Any = None,
-) -> Any:
-    """Sends a part of the rows to each rank, and returns the rows for this one.
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
+) -> AnyArray:
+    """Sends a part of the rows to each rank, and returns the rows for this rank.
 
     Args:
         tensor: as for `allgather`.
-        splits: how many rows go to each rank, in the order of the ranks; None: all the
-            same.
-        name: what the operation is called on all ranks.
+        splits: the number of rows for each rank, in the order of the ranks. None: the
+            same number for each rank.
+        name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
-        out: where the result goes, as for `allgather`.
+        out: receives the result, as for `allgather`.
 
     Returns:
-        The rows that came, in the order of the ranks; with `splits` also, as int32, how
-        many came from each.
+        The received rows, in the order of the ranks. With `splits`, a pair: the rows,
+        and an int32 array with the number of rows from each rank.
 
-    Raises: as `allreduce`; ValueError also for splits that do not fit the rows.
+    Raises: as `allreduce`; ValueError also if the sum of `splits` is not the number of
+        rows.
 
     Example:
         >>> import numpy as np, ringjax
@@ -238,16 +234,45 @@ def alltoall(
         [0, 1, 2]
     """
     if out is not None and splits is None:
-        result = try_blocking("alltoall", tensor, out, name, process_set)
+        result = run_if_plain("alltoall", tensor, out, name, process_set)
         if result is not None:
             return result
-    return _exchange(tensor, splits, name, process_set, out, waits=True).wait()
+    return _alltoall(tensor, splits, name, process_set, out, waits=True).wait()
 
 
-def barrier(*, name: str | None = None, process_set: ProcessSet = _global) -> None:
-    """Waits until all ranks of the process set have come here.
+def _alltoall(
+    tensor: AnyArray,
+    splits: AnyArray,
+    name: str | None,
+    process_set: ProcessSet,
+    out: AnyArray,
+    *,
+    waits: bool = False,
+) -> Handle:
+    def pick(made: list[AnyArray], received: list[list[int]]) -> AnyArray:
+        return made[0] if splits is None else (made[0], np.array(received[0], np.int32))
 
-    Raises: NotInitialized, Stalled, PeerLost.
+    return submit_ragged(
+        "alltoall",
+        name,
+        operands("alltoall", name, [tensor]),
+        as_list(out),
+        process_set,
+        pick=pick,
+        splits=[] if splits is None else lane.parse_splits("alltoall", name, splits),
+        waits=waits,
+    )
+
+
+def barrier(
+    *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Waits until all ranks of the process set have called `barrier`.
+
+    Raises:
+        NotInitialized: before ringjax.init().
+        Stalled: a rank has not called it in time.
+        PeerLost: a rank is lost.
 
     Example:
         >>> import ringjax
@@ -255,7 +280,10 @@ def barrier(*, name: str | None = None, process_set: ProcessSet = _global) -> No
         >>> ringjax.eager.barrier()
     """
     lane.submit(
-        *("barrier", name, [], []),
+        "barrier",
+        name,
+        [],
+        [],
         finish=lambda _: None,
         process_set=process_set,
         waits=True,

@@ -1,12 +1,14 @@
-"""Python objects from rank to rank over the eager lane.
+"""Exchange of Python objects between ranks over the eager lane.
 
-How they become bytes, and why not as pickles, is in `ringjax.control.objects`. The
-functions of the same names in `ringjax.sync` mean the same and use JAX's lane.
+`ringjax.control.objects` encodes objects without pickle. `ringjax.sync` has functions
+of the same names and meanings that use the jit lane.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from ringjax import runtime
 from ringjax.control import objects
@@ -17,7 +19,7 @@ _global = runtime.global_process_set
 
 
 def broadcast_object(
-    obj: Any,
+    obj: object,
     root_rank: int = 0,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
@@ -27,18 +29,21 @@ def broadcast_object(
     """Returns a copy of the root's object on every rank.
 
     Args:
-        obj: None, numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays,
-            nested as you like. Only the root's is looked at.
+        obj: None, a number, a string, bytes, a numpy array, or lists, tuples, dicts and
+            sets of these, nested to any depth. Ranks other than the root may pass any
+            object.
         root_rank: the sender's rank in the world.
-        name: what the operation is called on all ranks.
+        name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
-        allow_pickle: on all ranks: send what else it is as a pickle. Reading a pickle
-            runs code that the sender chose.
+        allow_pickle: True, on all ranks: send objects of other types as pickles.
+            Reading a pickle runs code that the sender chose.
 
     Raises:
-        NotInitialized, PeerLost: as everywhere.
-        TypeError: the root's object cannot be sent; raised on every rank.
-        ValueError: the root has sent a pickle, and this rank does not allow that.
+        NotInitialized: before ringjax.init().
+        PeerLost: a rank is lost.
+        TypeError: the root's object cannot be sent. All ranks raise it.
+        ValueError: the root has sent a pickle, but this rank has not set
+            `allow_pickle`.
 
     Example:
         >>> import ringjax
@@ -46,33 +51,36 @@ def broadcast_object(
         >>> ringjax.eager.broadcast_object({"lr": 1e-3, "layers": [64, 64]})
         {'lr': 0.001, 'layers': [64, 64]}
     """
-    what = "broadcast_object"
-    native = runtime.lane(process_set, what)
-    root = lane.root_in_set(what, root_rank, process_set)
+    function = "broadcast_object"
+    native = runtime.lane(process_set, function)
+    root = lane.root_in_set(function, root_rank, process_set)
 
-    def move(array: Any, part: str) -> Any:
-        called = f"{name or what}.{part}"
-        return broadcast(array, root_rank, name=called, process_set=process_set)
+    def move(array: np.ndarray[Any, Any], part: str) -> Any:
+        step = f"{name or function}.{part}"
+        return broadcast(array, root_rank, name=step, process_set=process_set)
 
     return objects.broadcast(
-        *(what, obj, move, objects.length),
+        function,
+        obj,
+        move,
+        objects.length,
         is_root=native.rank == root,
         root_rank=root_rank,
-        secret=runtime.current(what).secret,
+        secret=runtime.current(function).secret,
         allow_pickle=allow_pickle,
     )
 
 
 def broadcast_pickled(
-    obj: Any, root_rank: int, name: str | None, process_set: runtime.ProcessSet
+    obj: object, root_rank: int, name: str | None, process_set: runtime.ProcessSet
 ) -> Any:
-    """Horovod's `broadcast_object`: any object, and the root keeps its own."""
+    """Horovod's `broadcast_object`: sends any object; the root returns its own."""
     sent = broadcast_object(obj, root_rank, name, process_set, allow_pickle=True)
     return obj if runtime.rank() == root_rank else sent
 
 
 def allgather_object(
-    obj: Any,
+    obj: object,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
     *,
@@ -88,15 +96,19 @@ def allgather_object(
         >>> ringjax.eager.allgather_object("ready") == ["ready"] * ringjax.size()
         True
     """
-    what = "allgather_object"
+    function = "allgather_object"
 
-    def move(array: Any, part: str) -> Any:
-        called = f"{name or what}.{part}"
-        return allgather(array, name=called, process_set=process_set)
+    def move(array: np.ndarray[Any, Any], part: str) -> Any:
+        return allgather(
+            array, name=f"{name or function}.{part}", process_set=process_set
+        )
 
     return objects.allgather(
-        *(what, obj, move, objects.length),
+        function,
+        obj,
+        move,
+        objects.length,
         ranks=process_set.ranks,
-        secret=runtime.current(what).secret,
+        secret=runtime.current(function).secret,
         allow_pickle=allow_pickle,
     )

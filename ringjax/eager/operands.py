@@ -1,7 +1,8 @@
-"""Arrays of any framework as memory, and results in the framework they came from.
+"""Arrays of any framework as memory of this host, and results in their framework.
 
-Looks at frameworks that the program has imported already and imports none. Not for the
-adapters, which know their own tensors better and work in place.
+This module imports no framework: an argument can belong only to a framework that the
+program has imported. The adapters do not use it, because they work in place on tensors
+of their own framework.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,44 +19,47 @@ from ringjax.eager.dtypes import NUMBERS
 from ringjax.eager.lane import TensorRef, title
 
 Array = np.ndarray[Any, Any]
+AnyArray = Any
+"""An array of numpy, JAX or PyTorch, a number, or an object with a buffer or DLPack."""
 
 
 class Operand(NamedTuple):
-    """An argument as memory of this process, and the way back.
+    """An argument as memory of this process.
 
     Attributes:
-        array: contiguous; where numpy lacks the dtype, another one of the same size.
-        dtype: the core's number.
-        restore: makes the caller's kind of an array like `array`.
+        array: contiguous. If numpy lacks the dtype, an array of another dtype of the
+            same size.
+        dtype: the core's number of the dtype.
+        restore: converts an array like `array` into the caller's type of array.
     """
 
     array: Array
     dtype: int
-    restore: Callable[[Array], Any]
+    restore: Callable[[Array], object]
 
     @property
     def ref(self) -> TensorRef:
-        """What the lane wants to know."""
+        """The tensor as `lane.submit` needs it."""
         return self.array.ctypes.data, self.dtype, self.array.shape
 
     def new_array(self, shape: tuple[int, ...]) -> Array:
-        """New memory for a result."""
+        """Allocates memory for a result of this shape."""
         return np.empty(shape, self.array.dtype)
 
-    def from_core_memory(self, memory: Any, rows: int) -> Any:
-        """The caller's kind of `rows` rows in memory of the core."""
+    def from_core_memory(self, memory: Any, rows: int) -> object:
+        """Returns `rows` rows in memory of the core as the caller's type of array."""
         shape = (rows, *self.array.shape[1:])
         if not math.prod(shape):
             return self.restore(self.new_array(shape))
         return self.restore(np.frombuffer(memory, self.array.dtype).reshape(shape))
 
 
-def to_operand(op: str, name: str | None, value: Any) -> Operand:
-    """Any array on this side.
+def to_operand(op: str, name: str | None, value: AnyArray) -> Operand:
+    """Converts an argument; `value` is an array of any framework, or a number.
 
     Raises:
-        TypeError: it is none, or its dtype is unknown to the core.
-        ValueError: it is spread over several devices.
+        TypeError: `value` is not an array, or the core does not know its dtype.
+        ValueError: `value` is spread over several devices.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -81,23 +86,29 @@ def to_operand(op: str, name: str | None, value: Any) -> Operand:
 
 
 def output_array(
-    op: str, name: str | None, out: Any, given: Operand, shape: tuple[int | None, ...]
+    op: str,
+    name: str | None,
+    out: AnyArray,
+    given: Operand,
+    shape: tuple[int | None, ...],
 ) -> Array:
-    """The memory of `out`, where a result like `given` is to go.
+    """Checks an argument `out` and returns its memory as a numpy array.
 
     Args:
-        shape: of the result; None: only the ranks together know.
+        out: the array or tensor for the result.
+        given: the argument from which the result is made.
+        shape: the shape of the result. None: a dimension that this rank does not know.
 
     Raises:
-        TypeError: it is no array of numpy, and no tensor of PyTorch on the CPU.
-        ValueError: the result does not fit, or not in one piece, or `out` is read-only
-            or shares memory with the argument.
+        TypeError: `out` is neither a numpy array nor a PyTorch tensor on the CPU.
+        ValueError: `out` has another dtype or shape than the result, is not contiguous,
+            is read-only, or shares memory with the argument.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor) and out.device.type == "cpu":
-        halves = out.dtype == torch.bfloat16
+        plain = out.detach()
         array: Array = (
-            out.detach().view(torch.int16) if halves else out.detach()
+            plain.view(torch.int16) if out.dtype == torch.bfloat16 else plain
         ).numpy()
     elif isinstance(out, np.ndarray):
         array = out
@@ -106,7 +117,7 @@ def output_array(
             f"{title(op, name)}: out must be a numpy array, or a PyTorch tensor on the "
             f"CPU, got {type(out).__name__}"
         )
-    if array.dtype != given.array.dtype or not _fits(array.shape, shape):
+    if array.dtype != given.array.dtype or not _matches(array.shape, shape):
         expected = ",".join("*" if n is None else str(n) for n in shape)
         raise ValueError(
             f"{title(op, name, [given.ref])}: out is {array.dtype.name}"
@@ -118,15 +129,15 @@ def output_array(
             f"{title(op, name)}: out must be contiguous and writeable, "
             f"got strides {array.strides} and writeable={array.flags.writeable}"
         )
-    same = op in ("allreduce", "broadcast") and array.ctypes.data == given.ref[0]
-    if not same and np.may_share_memory(array, given.array):
+    in_place = op in ("allreduce", "broadcast") and array.ctypes.data == given.ref[0]
+    if not in_place and np.may_share_memory(array, given.array):
         raise ValueError(f"{title(op, name)}: out shares memory with the tensor")
     return array
 
 
-def _fits(have: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(have) == len(wanted) and all(
-        want in (None, n) for n, want in zip(have, wanted, strict=True)
+def _matches(shape: tuple[int, ...], pattern: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(pattern) and all(
+        expected in (None, n) for n, expected in zip(shape, pattern, strict=True)
     )
 
 
@@ -139,15 +150,15 @@ def _dtype_number(op: str, name: str | None, dtype: str) -> int:
 
 
 def _from_numpy(
-    op: str, name: str | None, array: Array, restore: Callable[[Array], Any]
+    op: str, name: str | None, array: Array, restore: Callable[[Array], object]
 ) -> Operand:
     number = _dtype_number(op, name, array.dtype.name)
     native = array.dtype.newbyteorder("=")
-    # Not ascontiguousarray, which makes 0-d arrays 1-d.
+    # np.ascontiguousarray would turn a 0-d array into a 1-d array.
     return Operand(np.asarray(array, native, order="C"), number, restore)
 
 
-def _from_jax(op: str, name: str | None, value: Any, jax: Any) -> Operand:
+def _from_jax(op: str, name: str | None, value: AnyArray, jax: ModuleType) -> Operand:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{title(op, name)} runs outside of jit only, this is inside")
     devices = value.devices()
@@ -157,13 +168,16 @@ def _from_jax(op: str, name: str | None, value: Any, jax: Any) -> Operand:
             "expected an array on one device"
         )
     (device,) = devices
-    # Waits until the array is ready; its memory is only read.
+    # np.asarray waits until the array is computed. On CPUs the result shares memory
+    # with the JAX array, which is immutable: the core only reads it.
     return _from_numpy(
         op, name, np.asarray(value), lambda out: jax.device_put(out, device)
     )
 
 
-def _from_torch(op: str, name: str | None, value: Any, torch: Any) -> Operand:
+def _from_torch(
+    op: str, name: str | None, value: AnyArray, torch: ModuleType
+) -> Operand:
     number = _dtype_number(op, name, str(value.dtype).removeprefix("torch."))
     device = value.device
     tensor = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
@@ -171,7 +185,7 @@ def _from_torch(op: str, name: str | None, value: Any, torch: Any) -> Operand:
         return Operand(
             tensor.numpy(), number, lambda out: torch.from_numpy(out).to(device)
         )
-    # numpy has no bfloat16 of its own.
+    # numpy has no bfloat16: pass the bits as int16.
     return Operand(
         tensor.view(torch.int16).numpy(),
         number,

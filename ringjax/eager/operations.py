@@ -1,38 +1,40 @@
-"""How operations on arrays run: arguments become memory, and memory results.
+"""Execution of eager operations: arguments become memory, and memory becomes results.
 
-The public functions are in reductions.py and movement.py. The argument checks that need
-no other rank and no knowledge of the framework are the core's (`CheckSubmission`); the
-ranks' agreement is negotiation's.
+The public functions are in `reductions.py` and `movement.py`. The core checks the
+properties that one rank can check (`CheckSubmission`), and negotiation checks that the
+ranks agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from ringjax import _native, errors, runtime
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
-from ringjax.eager.operands import Array, Operand, output_array, to_operand
+from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
 
-Outs = Sequence[Any] | None
+Outs = Sequence[AnyArray] | None
+# Makes the result of an operation from the results of its tensors.
+Pick = Callable[[list[AnyArray]], AnyArray]
 
 
-def first(results: list[Any]) -> Any:
-    """The result of an operation on one array."""
+def first(results: list[AnyArray]) -> AnyArray:
+    """Returns the result of an operation on one array."""
     return results[0]
 
 
-def as_list(out: Any) -> Outs:
-    """Where the result of an operation on one array goes; None: into new memory."""
+def as_list(out: AnyArray) -> Outs:
+    """Returns the argument `out` of an operation on one array as a list, or None."""
     return None if out is None else [out]
 
 
-def operands(op: str, name: str | None, tensors: Sequence[Any]) -> list[Operand]:
-    """The arguments of a grouped operation as memory."""
+def operands(op: str, name: str | None, tensors: Sequence[AnyArray]) -> list[Operand]:
+    """Converts the arguments of a grouped operation."""
     if not isinstance(tensors, list | tuple) or not tensors:
         raise ValueError(
             f"{lane.title(op, name)}: expected a list or tuple of tensors, not empty"
@@ -40,39 +42,41 @@ def operands(op: str, name: str | None, tensors: Sequence[Any]) -> list[Operand]
     return [to_operand(op, name, tensor) for tensor in tensors]
 
 
-def try_blocking(
+def run_if_plain(
     op: str,
-    tensor: Any,
-    out: Any,
+    tensor: AnyArray,
+    out: AnyArray,
     name: str | None,
     process_set: runtime.ProcessSet,
-    shape: tuple[int, ...] | None = None,
+    *,
     reduce_op: int = 1,
     prescale: float = 1.0,
     postscale: float = 1.0,
     root: int = 0,
 ) -> Array | None:
-    """Runs an operation on one plain numpy array from its beginning to its end.
+    """Runs an operation on a contiguous numpy array from submission to result.
 
-    That is one call of the core: a short operation takes less time than a handle, and
-    what belongs to it, would.
-
-    Args:
-        shape: of a new result, unless it is the tensor's; the core checks `out`.
+    This is one native call. A handle, and the objects that belong to it, would take
+    longer than a short operation.
 
     Returns:
-        The result; None: nothing has happened, since this is not for such operands.
+        The result. None if nothing has been submitted, because `tensor` or `out` is not
+        such an array: the caller then submits the operation.
     """
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
-    called = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
+    # Taking a number uses it up, so the core calls next_name only if it submits.
+    given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
-        out = np.empty(tensor.shape if shape is None else shape, tensor.dtype)
+        shape = tensor.shape
+        if op == "reducescatter" and shape:
+            shape = lane.scattered_shape(op, name, (0, 0, shape), process_set)
+        out = np.empty(shape, tensor.dtype)
     try:
-        taken = native.run_plain(
+        submitted = native.run_plain(
             lane.COLLECTIVES[op],
-            called,
+            given,
             tensor,
             out,
             reduce_op,
@@ -83,67 +87,84 @@ def try_blocking(
         )
     except _native.StatusError as error:
         raise errors.from_status(error) from None
-    return out if taken else None
+    return out if submitted else None
 
 
-def reduce_blocking(
-    op: str,
-    tensor: Any,
+def run_reduction(
+    collective: str,
+    tensor: AnyArray,
+    op: int,
+    *,
     name: str | None,
-    reduce_op: int,
     prescale: float,
     postscale: float,
     process_set: runtime.ProcessSet,
-    out: Any,
-) -> Any:
-    """An allreduce or reducescatter of one tensor, and its result."""
-    kind = lane.reduce_op(op, reduce_op)
+    out: AnyArray,
+) -> AnyArray:
+    """Runs an allreduce or reducescatter of one tensor and returns its result."""
+    number = lane.reduce_op(collective, op)
     if type(prescale) is not float or type(postscale) is not float:
-        prescale = lane.as_float(op, "prescale_factor", prescale)
-        postscale = lane.as_float(op, "postscale_factor", postscale)
-    shape = None
-    new = out is None and type(tensor) is np.ndarray
-    if new and op == "reducescatter" and tensor.ndim:
-        shape = lane.own_shape(op, tensor.shape, process_set)
-    result = try_blocking(
-        op, tensor, out, name, process_set, shape, kind, prescale, postscale
+        prescale = lane.as_float(collective, "prescale_factor", prescale)
+        postscale = lane.as_float(collective, "postscale_factor", postscale)
+    result = run_if_plain(
+        collective,
+        tensor,
+        out,
+        name,
+        process_set,
+        reduce_op=number,
+        prescale=prescale,
+        postscale=postscale,
     )
     if result is not None:
         return result
-    return reduce(
-        *(op, [tensor], name, kind, prescale, postscale, process_set, first),
+    return submit_reduction(
+        collective,
+        [tensor],
+        number,
+        name=name,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
         outs=as_list(out),
+        pick=first,
         waits=True,
     ).wait()
 
 
-def reduce(
-    op: str,
-    tensors: Sequence[Any],
+def submit_reduction(
+    collective: str,
+    tensors: Sequence[AnyArray],
+    op: int,
+    *,
     name: str | None,
-    reduce_op: int,
     prescale: float,
     postscale: float,
     process_set: runtime.ProcessSet,
-    result: Callable[[list[Any]], Any],
     outs: Outs,
-    *,
+    pick: Pick = list,
     waits: bool = False,
 ) -> Handle:
     """Submits an allreduce or reducescatter."""
-    runtime.lane(process_set, op)  # not initialised, or not a member
-    given = operands(op, name, tensors)
+    runtime.lane(process_set, collective)  # raises before init, and for other ranks
+    given = operands(collective, name, tensors)
     shapes = [
-        lane.scattered_shape(op, name, g.ref, process_set)
-        if op == "reducescatter"
+        lane.scattered_shape(collective, name, g.ref, process_set)
+        if collective == "reducescatter"
         else g.array.shape
         for g in given
     ]
     return submit(
-        *(op, name, given, shapes, outs, process_set, result),
-        reduce_op=lane.reduce_op(op, reduce_op),
-        prescale=lane.as_float(op, "prescale_factor", prescale),
-        postscale=lane.as_float(op, "postscale_factor", postscale),
+        collective,
+        name,
+        given,
+        shapes,
+        outs,
+        process_set,
+        pick=pick,
+        reduce_op=lane.reduce_op(collective, op),
+        prescale=lane.as_float(collective, "prescale_factor", prescale),
+        postscale=lane.as_float(collective, "postscale_factor", postscale),
         waits=waits,
     )
 
@@ -155,73 +176,85 @@ def submit(
     shapes: Sequence[tuple[int, ...]],
     outs: Outs,
     process_set: runtime.ProcessSet,
-    result: Callable[[list[Any]], Any],
-    **call: Any,
+    *,
+    pick: Pick,
+    **options: Unpack[lane.LaneOptions],
 ) -> Handle:
-    """Submits what has results of known shapes, into `outs` or new memory."""
-    places = _output_arrays(op, name, given, shapes, outs)
-    if places is None:
-        places = [g.new_array(shape) for g, shape in zip(given, shapes, strict=True)]
+    """Submits an operation whose results have known shapes.
 
-    def finish(_: Any) -> Any:
+    Args:
+        outs: the arrays for the results. None: new memory.
+    """
+    memory = _output_arrays(op, name, given, shapes, outs)
+    if memory is None:
+        memory = [g.new_array(shape) for g, shape in zip(given, shapes, strict=True)]
+
+    def finish(_: _native.Work) -> AnyArray:
         if outs is not None:
-            return result(list(outs))
-        return result([g.restore(p) for g, p in zip(given, places, strict=True)])
+            return pick(list(outs))
+        return pick([g.restore(m) for g, m in zip(given, memory, strict=True)])
 
     return lane.submit(
         op,
         name,
         [g.ref for g in given],
-        [p.ctypes.data for p in places],
-        finish=finish,
-        process_set=process_set,
-        keep=([g.array for g in given], places),
-        **call,
+        [m.ctypes.data for m in memory],
+        finish,
+        process_set,
+        keep=([g.array for g in given], memory),
+        **options,
     )
 
 
-def submit_rows(
+def submit_ragged(
     op: str,
     name: str | None,
     given: list[Operand],
     outs: Outs,
     process_set: runtime.ProcessSet,
-    result: Callable[[list[Any], list[list[int]]], Any],
-    **call: Any,
+    *,
+    pick: Callable[[list[AnyArray], list[list[int]]], AnyArray],
+    splits: Sequence[int] = (),
+    waits: bool = False,
 ) -> Handle:
-    """Submits an allgather or alltoall, whose results are as long as the ranks make it.
+    """Submits an allgather or alltoall: all ranks together determine the rows.
 
     Args:
-        result: makes the caller's result from the arrays, and the rows that came from
-            each rank for each of them.
+        outs: the arrays for the results. None: memory of the core.
+        pick: makes the caller's result from the arrays and, for each array, the number
+            of rows from each rank.
     """
     refs = [lane.require_rows(op, name, g.ref) for g in given]
     shapes = [(None, *g.array.shape[1:]) for g in given]
-    places = _output_arrays(op, name, given, shapes, outs)
+    memory = _output_arrays(op, name, given, shapes, outs) or []
 
-    def finish(work: Any) -> Any:
+    def finish(work: _native.Work) -> AnyArray:
         received = [list(work.received(i)) for i in range(len(given))]
         if outs is None:
             made = [
-                g.from_core_memory(work.output(i), sum(received[i]))
-                for i, g in enumerate(given)
+                g.from_core_memory(work.output(i), sum(rows))
+                for i, (g, rows) in enumerate(zip(given, received, strict=True))
             ]
-            return result(made, received)
+            return pick(made, received)
         for out, rows in zip(outs, received, strict=True):
             if len(out) != sum(rows):
                 raise ValueError(
                     f"{lane.title(op, name, refs)}: out has {len(out)} rows, and the "
                     f"result {sum(rows)}"
                 )
-        return result(list(outs), received)
+        return pick(list(outs), received)
 
     return lane.submit(
-        *(op, name, refs, [p.ctypes.data for p in places or []]),
-        finish=finish,
-        process_set=process_set,
-        keep=([g.array for g in given], places),
-        rooms=[p.nbytes for p in places or []],
-        **call,
+        op,
+        name,
+        refs,
+        [m.ctypes.data for m in memory],
+        finish,
+        process_set,
+        keep=([g.array for g in given], memory),
+        rooms=[m.nbytes for m in memory],
+        splits=splits,
+        waits=waits,
     )
 
 

@@ -1,7 +1,9 @@
-"""Now and then, a look whether all ranks have the same parameters; if not, a warning.
+"""Periodic comparison of parameters between ranks, outside of XLA's programs.
 
-For optimizers that run line by line, and for graphs of TensorFlow; of steps that XLA
-compiles it is `ringjax.xla.parameter_check`. The native core compares in both cases.
+Used by optimizers that run eagerly and by graphs of TensorFlow.
+`xla/parameter_check.py` compares in steps that XLA compiles. In both cases the native
+core decides when a comparison is due, compares hashes and writes the text of the
+warning.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from ringjax.eager import lane, reductions
 from ringjax.ops import ReduceOp
 
 AFTER_FIRST_STEP = 1
-"""The first step to look at where Horovod's programs broadcast after step 0."""
+"""The first step to compare in Horovod's programs, which broadcast after step 0."""
 
-_warned: set[tuple[int | None, str]] = set()
-runtime.on_init(_warned.clear)
+# The process sets and counters whose last comparison has found a difference.
+_differing: set[tuple[int | None, str]] = set()
+runtime.on_init(_differing.clear)
 _numbers: dict[int, int] = {}
 _fresh = itertools.count()
 
@@ -34,19 +36,24 @@ def check(
     whose: str = "",
     first: int = 0,
 ) -> None:
-    """To be called in every step, by all ranks; mostly it only counts.
+    """Compares parameters between ranks if a comparison is due.
+
+    All ranks call it in every step. Most calls only count the step.
 
     Args:
-        title: of whose parameters, alike on all ranks.
-        memory: gives name, address and bytes of each, in an order that all ranks have;
-            each lives until the next one is asked for.
+        title: names the parameters in the warning; equal on all ranks.
+        memory: returns the name, the address and the bytes of each parameter, in the
+            same order on all ranks. A parameter needs to live only until the next one
+            is read.
         process_set: the ranks that take part; this rank must be one of them.
-        whose: what steps are counted by, of this rank alone, see `identity_key`; else
-            it is the title.
-        first: the first step to look at.
+        whose: the key of the counter of steps on this rank, see `identity_key`. Empty:
+            the title is the key.
+        first: the first step to compare.
 
     Raises:
-        PeerLost, Stalled: as everywhere. Not if the parameters differ.
+        PeerLost: a rank is lost.
+        Stalled: a rank has not called it in time. Parameters that differ are a warning,
+            not an error.
     """
     whose = whose or title
     step = due_step(whose, process_set, first)
@@ -60,16 +67,19 @@ def check(
 
 
 def due_step(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
-    """Counts a step, and returns its number if it is one to look at, else -1.
+    """Counts a step.
 
     Args: as `check`.
+
+    Returns:
+        The number of the step if a comparison is due, else -1.
     """
     every = runtime.config().check_parameters
     if not every:
         return -1
     step = lane.next_number(f"check {whose}", process_set) - 1
-    wanted = step >= first and _native.compares_at(step - first, every)
-    return step if wanted and process_set.size() > 1 else -1
+    due = step >= first and _native.compares_at(step - first, every)
+    return step if due and process_set.size() > 1 else -1
 
 
 def compare(
@@ -80,17 +90,17 @@ def compare(
     process_set: runtime.ProcessSet,
     whose: str,
 ) -> None:
-    """Compares hashes with those of the other ranks; the first of them warns.
+    """Compares hashes with the other ranks; the first rank prints the warning.
 
     Args:
-        step: for the warning, as are the names.
-        names: of what was hashed.
-        hashes: as many.
+        step: the number of the step, for the warning.
+        names: the names of the parameters, for the warning.
+        hashes: the hash of each parameter.
 
     Other arguments, Raises: as `check`.
     """
 
-    def greatest(numbers: list[int]) -> list[int]:
+    def maximum(numbers: list[int]) -> list[int]:
         found: list[int] = reductions.allreduce(
             np.array(numbers, np.uint64),
             ReduceOp.Max,
@@ -100,24 +110,24 @@ def compare(
         return found
 
     ranks = process_set.ranks
-    place = ranks.index(runtime.rank())
+    rank = ranks.index(runtime.rank())
     lines = "\n".join(name.replace("\n", " ") for name in names)
-    found = _native.difference(hashes, lines, ranks, place, greatest)
+    found = _native.difference(hashes, lines, ranks, rank, maximum)
     key = process_set.process_set_id, whose
-    # Said once, until they have been alike again.
-    if found and place == 0 and key not in _warned:
+    # Warn once, not at each comparison, until the parameters have been equal again.
+    if found and rank == 0 and key not in _differing:
         stderr.line(
             f"[ringjax {ranks[0]}/{len(ranks)}] warning: the ranks' parameters differ "
             f"at step {step} of the optimizer: {found}"
         )
-    (_warned.add if found else _warned.discard)(key)
+    (_differing.add if found else _differing.discard)(key)
 
 
-def identity_key(objects: Iterable[Any]) -> str:
-    """A text for these very objects, in this order; it does not keep them alive.
+def identity_key(objects: Iterable[object]) -> str:
+    """Returns a text that stands for these objects, in this order.
 
-    For programs that make their tapes anew in every step, and for optimizers and models
-    that have the same name, each of which has steps of its own.
+    Programs create a new tape in each step, and several optimizers or models may have
+    one name; each of them has its own count of steps. The objects are not kept alive.
 
     Example:
         >>> one, other = {1}, {1}
@@ -128,9 +138,10 @@ def identity_key(objects: Iterable[Any]) -> str:
     """
     numbers = []
     for each in objects:
-        where = id(each)
-        if where not in _numbers:
-            _numbers[where] = next(_fresh)
-            weakref.finalize(each, _numbers.pop, where, None).atexit = False
-        numbers.append(_numbers[where])
+        # An id may be reused after its object has died: a number of ours is not.
+        address = id(each)
+        if address not in _numbers:
+            _numbers[address] = next(_fresh)
+            weakref.finalize(each, _numbers.pop, address, None).atexit = False
+        numbers.append(_numbers[address])
     return f"{hash(tuple(numbers)):x}"

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ringjax.eager.handle import Handle
-from ringjax.eager.operations import as_list, first, reduce, reduce_blocking
+from ringjax.eager.operands import AnyArray
+from ringjax.eager.operations import as_list, first, run_reduction, submit_reduction
 from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
-_global = global_process_set
-
 
 def allreduce_async(
-    tensor: Any,
+    tensor: AnyArray,
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
 ) -> Handle:
-    """`allreduce` that returns a handle at once.
+    """Submits an `allreduce` and returns its handle at once.
 
     Example:
         >>> import ringjax
@@ -32,49 +30,58 @@ def allreduce_async(
         >>> ringjax.eager.synchronize(handle)
         2.0
     """
-    return reduce(
-        *("allreduce", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first, as_list(out)),
+    return submit_reduction(
+        "allreduce",
+        [tensor],
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=as_list(out),
+        pick=first,
     )
 
 
 def allreduce(
-    tensor: Any,
+    tensor: AnyArray,
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Any = None,
-) -> Any:
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
+) -> AnyArray:
     """Reduces `tensor` over all ranks that submit an allreduce of this name.
 
     Args:
-        tensor: an array of numpy, JAX or PyTorch, a number, or anything else in the
-            memory of this host with ``__dlpack__`` or a buffer. Not modified. The ranks
-            need not use the same framework, but the same dtype and shape.
+        tensor: an array of numpy, JAX or PyTorch, a number, or any object in the memory
+            of this host with ``__dlpack__`` or a buffer. It is not modified. All ranks
+            must pass the same dtype and shape; their frameworks may differ.
         op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
-            toward zero; for bool, Sum and Max are "or", Min and Product are "and".
-            Sums of integers wrap around in their own dtype, as in NumPy, also those
-            that Average then divides: widen what may not fit.
-        name: what the operation is called on all ranks. Ranks may submit their names
-            in any order. None gives it a number, in the order of the calls.
+            toward zero. For bool, Sum and Max mean "or", Min and Product mean "and".
+            Sums of integers wrap around in their dtype, as in NumPy, also if Average
+            divides them afterwards: convert `tensor` to a wider dtype if sums may not
+            fit.
+        name: the name of the operation, equal on all ranks. Each rank may submit its
+            names in any order. None: a number, in the order of the calls.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be one of them.
-        out: where the result goes: a numpy array, or a PyTorch tensor on the CPU, of
-            the dtype and shape of the result, contiguous; maybe `tensor` itself. New
-            memory costs more time than the operation where it is large.
+        out: receives the result: a contiguous numpy array, or a PyTorch tensor on the
+            CPU, of the dtype and shape of the result. It may be `tensor` itself. For a
+            large result, new memory costs more time than the operation.
 
     Returns:
-        The reduced tensor, in the framework of `tensor`; `out` if that is given.
+        The reduced tensor, of the framework of `tensor`; `out` if it is given.
 
     Raises:
         NotInitialized: before ringjax.init().
-        TypeError, ValueError: a bad argument; nothing was sent.
-        Mismatch: the ranks disagree; all of them get this, and go on.
-        Stalled, PeerLost: a rank does not come, or is gone.
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        Mismatch: the ranks disagree. All ranks raise it, and the job continues.
+        Stalled: a rank has not submitted the operation in time.
+        PeerLost: a rank is lost.
 
     Example:
         >>> import numpy as np, ringjax
@@ -82,42 +89,62 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    return reduce_blocking(
-        *("allreduce", tensor, name, op, prescale_factor, postscale_factor),
-        *(process_set, out),
+    return run_reduction(
+        "allreduce",
+        tensor,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        out=out,
     )
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """`grouped_allreduce` that returns a handle at once."""
-    return reduce(
-        *("allreduce", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list, out),
+    """Submits a `grouped_allreduce` and returns its handle at once."""
+    return submit_reduction(
+        "allreduce",
+        tensors,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=out,
     )
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
-) -> list[Any]:
-    """`allreduce` of several tensors as one operation; returns a list.
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
+) -> list[AnyArray]:
+    """Reduces several tensors as one operation; see `allreduce`.
 
-    They become ready together, and may differ in dtype and shape.
+    Args:
+        tensors: a list or tuple of tensors, which may differ in dtype and shape. They
+            are reduced together.
+        out: one array for each tensor.
+
+    Other arguments, Raises: as `allreduce`.
+
+    Returns:
+        The list of the reduced tensors.
 
     Example:
         >>> import ringjax
@@ -125,48 +152,65 @@ def grouped_allreduce(
         >>> ringjax.eager.grouped_allreduce([1.0, 2], ringjax.Max)
         [1.0, 2]
     """
-    result: list[Any] = reduce(
-        *("allreduce", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list, out),
+    result: list[AnyArray] = submit_reduction(
+        "allreduce",
+        tensors,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=out,
         waits=True,
     ).wait()
     return result
 
 
 def reducescatter_async(
-    tensor: Any,
+    tensor: AnyArray,
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
 ) -> Handle:
-    """`reducescatter` that returns a handle at once."""
-    return reduce(
-        *("reducescatter", [tensor], name, op, prescale_factor, postscale_factor),
-        *(process_set, first, as_list(out)),
+    """Submits a `reducescatter` and returns its handle at once."""
+    return submit_reduction(
+        "reducescatter",
+        [tensor],
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=as_list(out),
+        pick=first,
     )
 
 
 def reducescatter(
-    tensor: Any,
+    tensor: AnyArray,
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Any = None,
-) -> Any:
-    """Reduces `tensor` as `allreduce`, but each rank gets only its share of the rows.
+    process_set: ProcessSet = global_process_set,
+    out: AnyArray = None,
+) -> AnyArray:
+    """Reduces `tensor` as `allreduce` does; each rank receives its share of the rows.
 
-    Args, Raises: as `allreduce`; the tensor is not 0-d, and `out` not a part of it.
+    Args:
+        tensor: as for `allreduce`, with at least one dimension.
+        out: as for `allreduce`; it must not share memory with `tensor`.
+
+    Other arguments, Raises: as `allreduce`.
 
     Returns:
-        Rows of the result in the order of the ranks; if they cannot be divided evenly,
-        the first ranks have one more.
+        This rank's rows of the result. The rows are divided in the order of the ranks;
+        if they cannot be divided evenly, the first ranks receive one row more.
 
     Example:
         >>> import numpy as np, ringjax
@@ -174,43 +218,67 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    return reduce_blocking(
-        *("reducescatter", tensor, name, op, prescale_factor, postscale_factor),
-        *(process_set, out),
+    return run_reduction(
+        "reducescatter",
+        tensor,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        out=out,
     )
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """`grouped_reducescatter` that returns a handle at once."""
-    return reduce(
-        *("reducescatter", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list, out),
+    """Submits a `grouped_reducescatter` and returns its handle at once."""
+    return submit_reduction(
+        "reducescatter",
+        tensors,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=out,
     )
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[AnyArray],
     op: int = ReduceOp.Average,
     *,
     name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = _global,
-    out: Sequence[Any] | None = None,
-) -> list[Any]:
-    """`reducescatter` of several tensors as one operation; returns a list."""
-    result: list[Any] = reduce(
-        *("reducescatter", tensors, name, op, prescale_factor, postscale_factor),
-        *(process_set, list, out),
+    process_set: ProcessSet = global_process_set,
+    out: Sequence[AnyArray] | None = None,
+) -> list[AnyArray]:
+    """Runs `reducescatter` on several tensors as one operation.
+
+    Arguments, Raises: as `grouped_allreduce`; see `reducescatter` for the tensors.
+
+    Returns:
+        The list of this rank's rows of each reduced tensor.
+    """
+    result: list[AnyArray] = submit_reduction(
+        "reducescatter",
+        tensors,
+        op,
+        name=name,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        outs=out,
         waits=True,
     ).wait()
     return result

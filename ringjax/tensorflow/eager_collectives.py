@@ -59,7 +59,7 @@ def _run(
         [memory.address_of(out) for out in outs],
         finish_with_work,
         process_set,
-        (arrays, outs),
+        keep=(arrays, outs),
         **(arguments | lane.WAITS),
     ).wait()
     received: list[list[int]] = []

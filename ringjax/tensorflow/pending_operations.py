@@ -91,7 +91,7 @@ class PendingOperation:
                 [address for address, _, _ in outs],
                 finish_with_work,
                 process_set,
-                (inputs, self._outs),
+                keep=(inputs, self._outs),
                 **arguments,
             )
 

@@ -73,7 +73,7 @@ def submit_elementwise(
         [out.data_ptr() for out in outs],
         finish,
         process_set,
-        (held, outs),
+        keep=(held, outs),
         **(call | where if where else call),
     )
 
@@ -154,7 +154,7 @@ def submit_ragged(
         [],
         finish,
         process_set,
-        held,
+        keep=held,
         **(where | {"splits": splits, "waits": waits}),
     )
 
