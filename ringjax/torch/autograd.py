@@ -1,25 +1,24 @@
-"""One autograd function for all collectives: what runs forward brings its rule back.
+"""Makes collectives differentiable: one autograd function serves all of them.
 
-The rules themselves stand beside the operations in operations.py, those of broadcast
-and alltoall in movement.py.
+Each collective brings its own backward function; see operations.py and movement.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-# From the gradients of the outputs to those of the inputs.
+# Computes the gradients of the inputs from the gradients of the outputs.
 Backward = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-# From the inputs to the outputs and their rule.
+# Runs a collective on the inputs; returns the outputs and their backward function.
 Forward = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Backward]]
 
 
 def needs_graph(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of them is part of the graph, or a leaf of it."""
+    """Whether autograd has to record an operation on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if getattr(tensor, "requires_grad", False):
@@ -28,21 +27,29 @@ def needs_graph(tensors: Sequence[Tensor]) -> bool:
 
 
 def apply_function(run: Forward, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of `run`, as part of the graph if an input is."""
+    """Runs a collective, as a node of the autograd graph if an input needs one."""
     if needs_graph(tensors):
         outputs = _AutogradFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return tuple(outputs)
     return tuple(run(tensors)[0])
 
 
+class _Context(FunctionCtx):
+    run_backward: Backward
+
+
 class _AutogradFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Forward, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, ctx.rule = run(tensors)
-        counts = [out for out in outputs if not out.dtype.is_floating_point]
-        ctx.mark_non_differentiable(*(out for out in counts if not out.is_complex()))
+    def forward(ctx: _Context, run: Forward, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, ctx.run_backward = run(tensors)
+        integers = [
+            out
+            for out in outputs
+            if not out.dtype.is_floating_point and not out.is_complex()
+        ]
+        ctx.mark_non_differentiable(*integers)
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.rule(gradients))
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.run_backward(gradients))

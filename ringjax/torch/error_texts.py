@@ -1,7 +1,4 @@
-"""Texts of the errors that reducer.py raises, each with what to write instead.
-
-Texts only: when an error is raised is decided in reducer.py.
-"""
+"""The texts of the errors that reducer.py raises; each text names the remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Gradients of one or several parameters under way, as one named operation.
+"""Gradients in flight: one named operation that reduces one or several gradients.
 
-How they are submitted and what becomes of their results; when, is in reducer.py.
+`submit_gradients` starts the operation; `InFlightReduction.receive` waits for it and
+writes the results back. reducer.py decides when either is called.
 """
 
 from __future__ import annotations
@@ -8,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from ringjax.errors import RingjaxError
 from ringjax.ops import Average, ReduceOp
 from ringjax.torch import mpi_ops
+from ringjax.torch.compression import Compressor
 from ringjax.world.process_set import ProcessSet
 
 
 @dataclass
 class AllreduceOptions:
-    """The arguments of `DistributedOptimizer` that say how gradients travel."""
+    """The arguments of `DistributedOptimizer` that say how gradients are reduced."""
 
-    compression: Any
+    compression: type[Compressor]
     backward_passes_per_step: int
     op: ReduceOp
     gradient_predivide_factor: float
@@ -31,30 +34,37 @@ class AllreduceOptions:
 
 
 class InFlightGradient(NamedTuple):
-    """A gradient that was submitted, as it was then."""
+    """A gradient at the time of its submission.
+
+    Attributes:
+        parameter: the parameter that has the gradient.
+        gradient: `parameter.grad` at that time.
+        version: PyTorch's counter of in-place changes of `gradient` at that time.
+        context: what the compression needs to decompress the result.
+    """
 
     parameter: Tensor
     gradient: Tensor
     version: int
-    context: Any  # of the compression
+    context: torch.dtype | None
 
     def is_changed(self) -> bool:
-        """Whether somebody has changed or replaced it since."""
+        """Whether the program has changed or replaced the gradient since then."""
         gradient = self.gradient
         return self.parameter.grad is not gradient or gradient._version != self.version
 
 
 class InFlightReduction(NamedTuple):
-    """A submission: how to wait for it, and what became of its gradients."""
+    """A submitted operation: the function that waits for it, and its gradients."""
 
-    wait: Callable[[], Any]
+    wait: Callable[[], Sequence[Tensor]]
     sent: list[InFlightGradient]
 
-    def receive(self, compression: Any) -> None:
-        """Waits, and gives the parameters their reduced gradients.
+    def receive(self, compression: type[Compressor]) -> None:
+        """Waits for the operation and stores the reduced gradients in `.grad`.
 
         Raises:
-            RingjaxError: it has failed.
+            RingjaxError: the operation has failed.
         """
         outputs = self.wait()
         for (p, gradient, _, context), output in zip(self.sent, outputs, strict=True):
@@ -74,39 +84,39 @@ def submit_gradients(
     unit: Sequence[Tensor],
     gradients: Sequence[Tensor],
     name: str,
-    how: AllreduceOptions,
+    options: AllreduceOptions,
 ) -> InFlightReduction:
-    """Submits the gradients of these parameters as one operation.
+    """Submits the gradients of the parameters in `unit` as one operation.
 
     Raises:
-        RingjaxError: it cannot be submitted.
+        RingjaxError: the operation cannot be submitted.
     """
-    options: dict[str, Any] = {"name": name, "op": how.op}
-    options["process_set"] = how.process_set
-    if gradients[0].is_sparse and len(unit) == 1 and not how.sparse_as_dense:
-        handle = mpi_ops.sparse_allreduce_async(gradients[0], **options)
+    call: dict[str, Any] = {"name": name, "op": options.op}
+    call["process_set"] = options.process_set
+    if gradients[0].is_sparse and len(unit) == 1 and not options.sparse_as_dense:
+        wait = mpi_ops.sparse_allreduce_async(gradients[0], **call)
         alone = InFlightGradient(unit[0], gradients[0], gradients[0]._version, None)
-        return InFlightReduction(lambda: [handle()], [alone])
+        return InFlightReduction(lambda: [wait()], [alone])
     sent, packed = [], []
     for p, gradient in zip(unit, gradients, strict=True):
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        tensor, context = how.compression.compress(dense)
+        tensor, context = options.compression.compress(dense)
         packed.append(tensor)
         sent.append(InFlightGradient(p, gradient, gradient._version, context))
-    if how.op == Average:  # the core divides by the size after the sum
-        options["prescale_factor"] = 1.0 / how.gradient_predivide_factor
-        options["postscale_factor"] = how.gradient_predivide_factor
+    if options.op == Average:  # the core divides by the size after the sum
+        call["prescale_factor"] = 1.0 / options.gradient_predivide_factor
+        call["postscale_factor"] = options.gradient_predivide_factor
     if len(unit) == 1:
-        one = mpi_ops.allreduce_async_(packed[0], **options)
-        return InFlightReduction(lambda: [mpi_ops.synchronize(one)], sent)
-    group = mpi_ops.grouped_allreduce_async_(packed, **options)
-    return InFlightReduction(lambda: mpi_ops.synchronize(group), sent)
+        single = mpi_ops.allreduce_async_(packed[0], **call)
+        return InFlightReduction(lambda: [mpi_ops.synchronize(single)], sent)
+    grouped = mpi_ops.grouped_allreduce_async_(packed, **call)
+    return InFlightReduction(lambda: mpi_ops.synchronize(grouped), sent)
 
 
 def failed_reduction(error: RingjaxError) -> InFlightReduction:
-    """Returns a flight whose `wait` raises `error`."""
-    return InFlightReduction(partial(_fail, error), [])
+    """Returns a reduction without gradients, of which `wait` raises `error`."""
+    return InFlightReduction(partial(_raise, error), [])
 
 
-def _fail(error: RingjaxError) -> Any:
+def _raise(error: RingjaxError) -> NoReturn:
     raise error

@@ -1,8 +1,10 @@
 """DistributedOptimizer: any PyTorch optimizer, on gradients reduced over all ranks.
 
-Behaviour, names and errors are Horovod's. How gradients travel is in reducer.py.
-Adasum as in Maleki et al., "Scaling Distributed Training with Adaptive Summation"
-(2020), applied to how far a local step of each rank moves the parameters.
+Behaviour, names and errors are Horovod's; reducer.py reduces the gradients.
+
+References:
+    S. Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020. Adasum
+    combines the changes that the ranks' local steps make to the parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +21,15 @@ from torch import Tensor
 from ringjax.errors import RingjaxError
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.torch import mpi_ops
-from ringjax.torch.compression import Compression
+from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.in_flight import AllreduceOptions
-from ringjax.torch.parameters import Unit
+from ringjax.torch.parameters import ParamGroups, Unit
 from ringjax.torch.reducer import Reducer
 from ringjax.world.process_set import ProcessSet, global_process_set
+
+# The result of a closure: mostly a tensor, though PyTorch's annotations say float.
+Loss: TypeAlias = Any
+Closure: TypeAlias = Callable[[], Loss]
 
 _PASSES = "backward_passes_per_step must be > 0"
 _ZEROED = (
@@ -43,79 +49,83 @@ _TWICE = (
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What comes before an optimizer's own class; see `DistributedOptimizer`.
+    """The base class that stands before the class of the plain optimizer.
 
-    It takes over an optimizer that exists, so `__init__` is not called.
+    `_distributed` makes the object from an existing optimizer, so no `__init__` runs.
+
+    Attributes:
+        plain_class: the class of the plain optimizer.
     """
 
-    plain_class: type[torch.optim.Optimizer]  # the optimizer's own
+    plain_class: type[torch.optim.Optimizer]
     _reducer: Reducer
     _synchronized = False
     _should_synchronize = True
-    _is_scaled = False  # GradScaler.step has begun, after gradients were reduced
+    _is_scaled = False  # GradScaler.step has begun, and gradients are reduced already
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters and options, as the optimizer's own.
+    def param_groups(self) -> ParamGroups:
+        """The `param_groups` of the plain optimizer.
 
         Raises:
             RuntimeError: see `Reducer.check_scaler`.
         """
         if (reducer := vars(self).get("_reducer")) is not None:
             reducer.check_scaler()
-        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        groups: ParamGroups = vars(self)["param_groups"]
         return groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: ParamGroups) -> None:
         vars(self)["param_groups"] = groups
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step asks it before it looks at the gradients, so they are reduced
-        # here. It may find infinities then, on all ranks, and make no step.
+        # GradScaler.step reads this property before it searches the gradients for
+        # infinities. The gradients are reduced here, so all ranks find the same
+        # infinities, and all or none of them make the step.
         if self._should_synchronize and self.op != Adasum:
-            self._collect()
+            self._reduce_gradients()
             self._is_scaled = True
         return bool(vars(self).get("_step_supports_amp_scaling"))
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        # Horovod's: scripts look here for the name of a parameter.
+        # Horovod's attribute; scripts read the names of parameters from it.
         return self._reducer.name_of
 
     @property
     def op(self) -> ReduceOp:
-        """How gradients are reduced."""
+        """The reduction of the gradients: Average, Sum or Adasum."""
         return self._reducer.options.op
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that take part."""
+        """The ranks that reduce gradients together."""
         return self._reducer.options.process_set
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes there are before each step."""
+        """The number of backward passes before each step."""
         return self._reducer.options.backward_passes_per_step
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Waits until all gradients are reduced; submits those that backward did not.
+        """Waits until all gradients are reduced.
 
-        Before gradients are clipped or changed, where the ranks' losses do not all use
-        the same parameters (else they are reduced when backward returns). Put `step`
-        into `skip_synchronize` then.
+        Call it before you clip or change gradients if the losses of the ranks may use
+        different parameters, and put `step` into `skip_synchronize`. If all losses use
+        all parameters, the gradients are reduced already when backward returns.
 
         Raises:
-            Mismatch, PeerLost, Stalled: the first failure, after all have ended. The
-                optimizer can go on.
+            Mismatch, PeerLost, Stalled: the first failure, after all operations have
+                ended. The optimizer can go on.
         """
-        self._collect()
+        self._reduce_gradients()
         self._synchronized = True
 
     @torch.no_grad()
-    def _collect(self) -> None:
+    def _reduce_gradients(self) -> None:
         if self._reducer.is_alone():
             return
         failure = None
@@ -123,16 +133,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.synchronize(self.param_groups)
         except RingjaxError:
             raise
-        except RuntimeError as error:  # of this rank alone
+        except RuntimeError as error:  # an error of this rank, not of a collective
             failure = error
-        # Here and not in `step`, which a rank may leave out: all ranks come here.
+        # The check is a collective. It is here and not in `step` because all ranks call
+        # this method, even after an error, whereas a rank may leave a step out.
         self._reducer.check_parameters()
         if failure is not None:
             raise failure
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, `step` takes the gradients as they are.
+        """Context manager in which `step` does not reduce gradients.
 
         Example:
             >>> import torch, ringjax.torch as hvd
@@ -152,11 +163,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronizes, then makes a step of the optimizer.
+    def step(self, closure: Closure | None = None) -> Loss:
+        """Reduces the gradients, then makes a step of the optimizer.
 
-        With a closure, the gradients that it computes are reduced, every time that the
-        optimizer calls it.
+        With a closure, the gradients are reduced after each call of the closure.
         """
         if self._should_synchronize and not self._is_scaled:
             if self._synchronized and not self._reducer.begun:
@@ -174,26 +184,29 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.stepped = True
         return loss
 
-    # Else unpickling would wrap it, and the user's hooks on steps would run twice.
+    # PyTorch wraps `step` when it unpickles an optimizer, unless `hooked` is set. The
+    # plain class has a wrapped `step` already: the user's hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _reducing(self, closure: Closure) -> Closure:
+        """Returns a closure that reduces the gradients, and for LBFGS the loss."""
         done = self._reducer.begun
-        if done:  # the closure may begin with zero_grad
+        if done:  # the closure may begin with zero_grad, so reduce before it
             self.synchronize()
 
-        def reduced() -> Any:
+        def reducing_closure() -> Loss:
             nonlocal done
             loss = closure()
             if self._reducer.begun or not done:
                 self.synchronize()
                 done = True
-            return self._loss_of_all(loss)
+            return self._reduce_loss(loss)
 
-        return reduced
+        return reducing_closure
 
-    def _loss_of_all(self, loss: Any) -> Any:
-        """LBFGS decides by the loss how often to call the closure: all ranks alike."""
+    def _reduce_loss(self, loss: Loss) -> Loss:
+        # LBFGS decides by the loss how often to call the closure. The closure reduces
+        # gradients, so all ranks must decide alike and need the same loss.
         if not isinstance(self, torch.optim.LBFGS) or self._reducer.is_alone():
             return loss
         losses = mpi_ops.allgather(
@@ -201,16 +214,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             name=f"the loss of {self._reducer.title}",
             process_set=self.process_set,
         )
-        if bool((losses == losses[0]).all()):  # the closure has reduced it already
+        if bool((losses == losses[0]).all()):  # the closure has reduced the loss
             return loss
         return losses.mean() if self.op == Average else losses.sum()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Calls the optimizer's own `zero_grad`, also on gradients that are reduced.
+        """Calls `zero_grad` of the plain optimizer.
 
         Raises:
-            AssertionError: some gradients are on their way, or a backward pass of
-                several is missing.
+            AssertionError: some gradients are in flight, or backward has run less than
+                `backward_passes_per_step` times.
         """
         if self._reducer.begun and not self._reducer.all_reduced:
             raise AssertionError(_ZEROED)
@@ -219,41 +232,43 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes there are before each step, from now on."""
+        """Sets the number of backward passes before each step."""
         if passes <= 0:
             raise ValueError(_PASSES)
         self._reducer.options.backward_passes_per_step = passes
         self._reducer.reset()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own. Gradients that are under way are forgotten."""
+        """Loads a state as the plain optimizer does; drops gradients in flight."""
         self._reducer.reset()
         self._synchronized, self._should_synchronize = False, True
         self._is_scaled = False
         super().load_state_dict(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own; all ranks add the same."""
+        """Adds a group as the plain optimizer does. All ranks add the same group."""
         super().add_param_group(param_group)
         self._reducer.add_parameters(self.param_groups)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        mine = [p for group in self.param_groups for p in group["params"]]
-        names = [(self._reducer.name_of[p], p) for p in mine]
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., _DistributedOptimizer], tuple[object, ...]]:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        names = [(self._reducer.name_of[p], p) for p in parameters]
         options, groups = self._reducer.options, self._reducer.groups()
-        everyone = options.process_set is global_process_set
+        is_global = options.process_set is global_process_set
         plain = super().__getstate__()
-        return _rebuild, (self.plain_class, plain, names, groups, options, everyone)
+        return _rebuild, (self.plain_class, plain, names, groups, options, is_global)
 
 
 class _AdasumOptimizer(_DistributedOptimizer):
-    """Combines local steps: the hooks only count, and `step` does all the rest."""
+    """Combines the local steps of the ranks in `step`; its hooks only count passes."""
 
     def synchronize(self) -> None:
-        """Does nothing: there is something to reduce only within `step`."""
+        """Does nothing, because `step` reduces changes and not gradients."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Not possible.
+        """Refuses, because `step` cannot leave the reduction out.
 
         Raises:
             AssertionError: always.
@@ -263,8 +278,8 @@ class _AdasumOptimizer(_DistributedOptimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a local step, and combines all ranks' steps into one."""
+    def step(self, closure: Closure | None = None) -> Loss:
+        """Makes a local step, and combines the steps of all ranks into one step."""
         plain_step = super(_DistributedOptimizer, self).step
         if self._reducer.is_alone():
             return plain_step(closure)
@@ -274,22 +289,22 @@ class _AdasumOptimizer(_DistributedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reducer.add_parameters(self.param_groups)
-        how = self._reducer.options
+        options = self._reducer.options
         starts = {p: p.clone() for p in self._reducer.parameters}
         plain_step()
         sent = []
         for p, start in starts.items():
-            delta, context = how.compression.compress(p - start)
-            p.copy_(start)  # where it stays, should a rank be lost
+            delta, context = options.compression.compress(p - start)
+            p.copy_(start)  # the value that the parameter keeps if a rank is lost
             name = self._reducer.name_of[p]
             handle = mpi_ops.allreduce_async_(
-                delta, name=name, op=Adasum, process_set=how.process_set
+                delta, name=name, op=Adasum, process_set=options.process_set
             )
             sent.append((p, handle, context))
         self._reducer.reset()
         deltas = [mpi_ops.synchronize(handle) for _, handle, _ in sent]
         for (p, _, context), delta in zip(sent, deltas, strict=True):
-            p.add_(how.compression.decompress(delta, context))
+            p.add_(options.compression.decompress(delta, context))
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -300,34 +315,39 @@ def _distributed(
     named_parameters: Iterable[tuple[str, Tensor]] | None,
     groups: Sequence[Sequence[Tensor]] | int | None,
     options: AllreduceOptions,
-) -> Any:
-    """An object with the state of `optimizer`, of a subclass of its class."""
-    base = type(optimizer)
-    kind = _AdasumOptimizer if options.op == Adasum else _DistributedOptimizer
-    about = {"__module__": __name__, "__doc__": base.__doc__, "plain_class": base}
-    made: Any = type(base.__name__, (kind, base), about)
-    result = made.__new__(made)
-    # Not what would hide our methods: a scheduler has put a `step` of its own there.
-    ours = vars(_DistributedOptimizer)
+) -> _DistributedOptimizer:
+    """Returns an object of a new subclass that shares the state of `optimizer`."""
+    plain_class = type(optimizer)
+    base = _AdasumOptimizer if options.op == Adasum else _DistributedOptimizer
+    namespace = {
+        "__module__": __name__,
+        "__doc__": plain_class.__doc__,
+        "plain_class": plain_class,
+    }
+    subclass: Any = type(plain_class.__name__, (base, plain_class), namespace)
+    result: _DistributedOptimizer = subclass.__new__(subclass)
+    # A scheduler puts a wrapped `step` into the object that it gets. Such attributes
+    # would hide the methods of `_DistributedOptimizer`, so they are not copied.
+    methods = vars(_DistributedOptimizer)
     state = vars(optimizer).items()
-    vars(result).update((k, v) for k, v in state if not callable(ours.get(k)))
-    groups_of_it = optimizer.param_groups
-    result._reducer = Reducer(groups_of_it, named_parameters, groups, options)
+    vars(result).update((k, v) for k, v in state if not callable(methods.get(k)))
+    params = optimizer.param_groups
+    result._reducer = Reducer(params, named_parameters, groups, options)
     return result
 
 
 def _rebuild(
-    base: type[torch.optim.Optimizer],
+    plain_class: type[torch.optim.Optimizer],
     plain: dict[str, Any],
     names: list[tuple[str, Tensor]],
     groups: list[Unit],
     options: AllreduceOptions,
-    everyone: bool,
-) -> Any:
-    """A pickled or copied optimizer, with hooks on parameters of its own."""
-    optimizer = base.__new__(base)
+    is_global: bool,
+) -> _DistributedOptimizer:
+    """Rebuilds a pickled or copied optimizer, with hooks on its own parameters."""
+    optimizer = plain_class.__new__(plain_class)
     optimizer.__setstate__(plain)
-    if everyone:  # not a copy of this set
+    if is_global:  # the process set itself, not the copy of it in `options`
         options = dataclasses.replace(options, process_set=global_process_set)
     return _distributed(optimizer, names, groups, options)
 
@@ -335,7 +355,7 @@ def _rebuild(
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -343,33 +363,35 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     groups: Sequence[Sequence[Tensor]] | int | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> _DistributedOptimizer:
     """Returns the optimizer with a `step` that first reduces gradients over all ranks.
 
-    Gradients travel while backward runs. Every rank takes part with every parameter
-    that requires a gradient: with zeros if its graph did not use it.
+    The gradients are reduced while backward runs. Every rank takes part with every
+    parameter that requires a gradient. If the graph of a rank does not use a parameter,
+    the rank contributes zeros.
 
     Args:
-        optimizer: any PyTorch optimizer. It shares parameters and state with the
-            result, whose class is a subclass of its class.
-        named_parameters: usually `model.named_parameters()`; the names under which
-            gradients travel, unique and the same on all ranks.
-        compression: what gradients travel as, see `Compression`.
-        backward_passes_per_step: how many times backward runs before `step`; gradients
-            add up locally until then.
-        op: Average, Sum, or Adasum. Adasum combines what the optimizer's local steps
-            change, so each rank uses the learning rate of a single process.
-        gradient_predivide_factor: with Average: gradients are divided by it before the
-            sum, and multiplied by it and divided by the size after.
-        num_groups: Horovod's former name of an integer for `groups`.
-        groups: into how many operations to put all gradients, or the lists of
-            parameters that are put into one each.
-        sparse_as_dense: sparse gradients travel as dense ones.
-        process_set: the ranks that take part. On others the result is like `optimizer`.
+        optimizer: any PyTorch optimizer. The result shares its parameters and its
+            state, and is an instance of its class.
+        named_parameters: usually `model.named_parameters()`. The gradients are reduced
+            under these names, which are unique and the same on all ranks.
+        compression: the form in which gradients are sent, see `Compression`.
+        backward_passes_per_step: the number of times that backward runs before `step`;
+            gradients add up locally until then.
+        op: Average, Sum, or Adasum. Adasum combines the changes of the ranks' local
+            steps, so each rank uses the learning rate of a single process.
+        gradient_predivide_factor: only with Average. Gradients are divided by this
+            factor before the sum; the sum is multiplied by it and divided by the size.
+        num_groups: Horovod's former name of `groups`, if that is an integer.
+        groups: the number of operations into which all gradients are put, or lists of
+            parameters, each of which becomes one operation.
+        sparse_as_dense: whether sparse gradients are sent as dense tensors.
+        process_set: the ranks that take part. On other ranks the result behaves like
+            `optimizer`.
 
     Raises:
-        ValueError: a bad argument; the text is Horovod's where Horovod has one.
-        TypeError: it is a DistributedOptimizer already.
+        ValueError: a bad argument. Texts are Horovod's, if Horovod has a text.
+        TypeError: `optimizer` is a DistributedOptimizer already.
 
     Example:
         >>> import torch, ringjax.torch as hvd

@@ -1,26 +1,28 @@
-"""The parameters of a distributed optimizer: their names, and which travel together.
+"""The parameters of an optimizer: their names, and which are reduced together.
 
-Horovod's checks and texts. Knows no optimizer; how gradients travel is in reducer.py.
+The checks and their error texts are Horovod's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from ringjax.horovod.functions import split_list
 
-# Parameters whose gradients are one operation: one, or a group.
+# `param_groups` of an optimizer: each group has its parameters and its options.
+ParamGroups: TypeAlias = list[dict[str, Any]]
+# The parameters whose gradients one operation reduces: a single one, or a group.
 Unit = tuple[Tensor, ...]
 
 
 def parameter_names(
-    param_groups: list[dict[str, Any]],
+    param_groups: ParamGroups,
     named_parameters: Iterable[tuple[str, Tensor]] | None,
 ) -> dict[Tensor, str]:
-    """The name of every parameter of an optimizer.
+    """Returns the name of every parameter of an optimizer.
 
     Raises:
         ValueError: `named_parameters` is no list of pairs, has a name twice, or lacks a
@@ -61,43 +63,47 @@ def parameter_names(
 
 
 def parameter_units(
-    param_groups: list[dict[str, Any]],
+    param_groups: ParamGroups,
     groups: Sequence[Sequence[Tensor]] | int | None,
     name_of: dict[Tensor, str],
-    agreed: Callable[[list[str]], list[str]],
+    broadcast_names: Callable[[list[str]], list[str]],
 ) -> list[Unit]:
-    """What the user wants to be one operation each; other parameters travel alone.
+    """Returns the groups of parameters that the user wants to be reduced together.
+
+    Parameters in none of these groups are reduced one by one. Parameters that require
+    no gradient are left out of the groups.
 
     Args:
-        param_groups: of the optimizer; only those that require gradients count.
-        groups: None, lists of parameters, or into how many units to cut all of them.
+        param_groups: the `param_groups` of the optimizer.
+        groups: None, lists of parameters, or the number of groups.
         name_of: the name of every parameter.
-        agreed: gives all ranks the same list of names, where their orders differ.
+        broadcast_names: returns the names of the first rank. With a number of groups,
+            all ranks must cut the same list, but their orders may differ.
 
     Raises:
         ValueError: `groups` is something else, or has a parameter twice.
     """
     if groups is None:
         return []
-    everyone = [p for group in param_groups for p in group["params"]]
-    trainable = [p for p in everyone if p.requires_grad]
+    trainable = [
+        p for group in param_groups for p in group["params"] if p.requires_grad
+    ]
     if isinstance(groups, list | tuple):
         members = [p for group in groups for p in group]
         if not all(isinstance(p, Tensor) for p in members):
             raise ValueError("groups must consist of torch.Tensor.")
         if len(set(members)) < len(members):
             raise ValueError("A parameter can only appear once in groups.")
-        mine = set(trainable)
-        wanted = [tuple(p for p in group if p in mine) for group in groups]
+        known = set(trainable)
+        units = [tuple(p for p in group if p in known) for group in groups]
     else:
         if isinstance(groups, bool) or not isinstance(groups, int) or groups <= 0:
             raise ValueError(
                 "groups should be a non-negative integer or a list of list of "
                 "torch.Tensor."
             )
-        place = {
-            name: i for i, name in enumerate(agreed([name_of[p] for p in trainable]))
-        }
-        trainable.sort(key=lambda p: place.get(name_of[p], len(place)))
-        wanted = [tuple(part) for part in split_list(trainable, groups)]
-    return [unit for unit in wanted if unit]
+        names = broadcast_names([name_of[p] for p in trainable])
+        index = {name: i for i, name in enumerate(names)}
+        trainable.sort(key=lambda p: index.get(name_of[p], len(index)))
+        units = [tuple(part) for part in split_list(trainable, groups)]
+    return [unit for unit in units if unit]

@@ -1,8 +1,9 @@
-"""Which gradients all ranks have sent, and which gradients no rank has.
+"""Finds out which gradients all ranks have sent, and which gradients no rank has.
 
 A rank does not see how far the backward passes of other ranks have come. In a round,
-each rank says of every parameter whether the rank has sent its gradient and whether it
-has a gradient at all; the sums over the ranks are the answer that all of them get.
+each rank contributes two flags for every parameter: whether the rank has sent its
+gradient, and whether it has a gradient at all. An allreduce adds the flags up, so all
+ranks get the same result.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class Readiness(NamedTuple):
         everywhere: for each parameter, whether all ranks have sent its gradient.
         anywhere: for each parameter, whether some rank has a gradient.
         final: whether all ranks are about to make a step.
-        apart: whether some ranks have made a step since the gradients before, and
-            others have not.
+        steps_differ: whether some ranks have made a step since the last gradients were
+            reduced, and other ranks have not.
     """
 
     everywhere: list[bool]
     anywhere: list[bool]
     final: bool
-    apart: bool
+    steps_differ: bool
 
 
 def submit_round(
@@ -42,35 +43,36 @@ def submit_round(
     stepped: bool | None,
     process_set: ProcessSet,
 ) -> Callable[[], Readiness]:
-    """Submits a round, and returns what waits for its answer.
+    """Submits a round, and returns a function that waits for its result.
 
     Args:
-        name: of the round, on all ranks.
-        sent: for each parameter, in an order that all ranks have, whether this rank has
-            sent its gradient.
-        present: likewise, whether this rank has a gradient.
+        name: the name of the round, the same on all ranks.
+        sent: for each parameter, whether this rank has sent its gradient. All ranks
+            list the parameters in the same order.
+        present: for each parameter, whether this rank has a gradient.
         final: whether this rank is about to make a step.
-        stepped: whether it has made one since the gradients before; None if there were
-            none.
+        stepped: whether this rank has made a step since the last gradients were
+            reduced; None if no gradients were reduced before.
         process_set: the ranks that take part.
 
     Raises:
-        RingjaxError: as `allreduce`, here or from what is returned.
+        RingjaxError: as `allreduce`; the returned function raises it, too.
     """
-    # A rank that has joined adds zeros, so the ranks that ask are counted, too.
+    # The ranks of the round are counted by an element of their own: a rank that has
+    # called `join` adds zeros, so the size of the process set would be too large.
     state = (1, final, stepped is True, stepped is False)
     counts = torch.tensor([*sent, *present, *state], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(
         counts, name=name, op=Sum, process_set=process_set
     )
 
-    def answer() -> Readiness:
-        *found, ranks, finals, made, left_out = mpi_ops.synchronize(handle).tolist()
+    def wait() -> Readiness:
+        *flags, ranks, finals, made, skipped = mpi_ops.synchronize(handle).tolist()
         return Readiness(
-            [count == ranks for count in found[: len(sent)]],
-            [count > 0 for count in found[len(sent) :]],
-            finals == ranks,
-            made > 0 and left_out > 0,
+            everywhere=[count == ranks for count in flags[: len(sent)]],
+            anywhere=[count > 0 for count in flags[len(sent) :]],
+            final=finals == ranks,
+            steps_differ=made > 0 and skipped > 0,
         )
 
-    return answer
+    return wait

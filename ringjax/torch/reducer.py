@@ -1,12 +1,16 @@
-"""Gradients on their way: hooks submit them while backward runs.
+"""Reducer: reduces the gradients of one optimizer while backward runs.
 
-At the end of a backward pass the ranks tell each other which gradients they have sent
-(readiness.py), and wait for those that all ranks have sent: what a program then does to
-`.grad`, it does to the reduced gradient. `collect` sends and waits for the rest.
+Like the Reducer of PyTorch's DDP, with names in place of an order:
 
-The state of one step of a DistributedOptimizer. Not here: what the user calls and when
-(optimizer.py), names and groups (parameters.py), how a named tensor is reduced
-(reductions.py and the eager lane).
+1. A hook on each parameter puts its gradient into a bucket, and submits full buckets.
+2. When backward ends, the ranks exchange which gradients they have sent (readiness.py),
+   and wait for the gradients that all ranks have sent. A program that clips or scales
+   `.grad` after backward therefore changes the reduced gradient.
+3. `synchronize`, before a step, submits the gradients that are missing, because another
+   rank may have used other parameters, and waits for all gradients.
+
+Neighbours: optimizer.py has the public methods, parameters.py the names and groups,
+in_flight.py the operations.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ringjax import runtime
 from ringjax.eager import lane, parameter_check
@@ -35,23 +40,33 @@ from ringjax.torch.in_flight import (
     failed_reduction,
     submit_gradients,
 )
-from ringjax.torch.parameters import Unit, parameter_names, parameter_units
+from ringjax.torch.parameters import (
+    ParamGroups,
+    Unit,
+    parameter_names,
+    parameter_units,
+)
 from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 
-# The first bucket of a step is no larger, so that communication begins early.
+T = TypeVar("T")
+# Waits for a round; returns the parameters in the order of the flags, and the result.
+Round = Callable[[], tuple[list[Tensor], Readiness]]
+
+# Bytes of the first bucket of a step, so that communication begins early.
 _FIRST_BUCKET = 1 << 20
 
-# The optimizers between a backward pass and their step, and all of them.
-_in_step: weakref.WeakSet[Reducer] = weakref.WeakSet()
+# All reducers, and the reducers that are between a backward pass and their step.
 _all: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_in_step: weakref.WeakSet[Reducer] = weakref.WeakSet()
 runtime.on_init(_in_step.clear)
 
 
 def _forget_steps() -> None:
-    """Forgets the steps: all ranks go back to a commit, or another rank joins them."""
-    for gradients in list(_all):
-        gradients.stepped = None
+    # After a reset all ranks go back to a commit, and a rank may have joined that made
+    # none of the steps before. Their flags `stepped` would differ without a reason.
+    for reducer in list(_all):
+        reducer.stepped = None
 
 
 runtime.on_init(_forget_steps)
@@ -59,39 +74,40 @@ runtime.on_fresh_start(_forget_steps)
 
 
 class Reducer:
-    """The gradients of an optimizer's parameters.
+    """Reduces the gradients of an optimizer's parameters.
 
     Attributes:
-        options: how they travel.
-        name_of: their names.
-        begun: whether backward has run since the last `collect` or `forget`.
+        options: how the gradients are reduced.
+        name_of: the names of the parameters.
+        begun: whether backward has run since the last `synchronize` or `reset`.
         all_reduced: whether all gradients are reduced on all ranks.
-        stepped: whether a step was made since the last `collect`; None: there was none.
+        stepped: whether the optimizer has made a step since the last `synchronize`;
+            None if there was no `synchronize`.
 
     Raises:
-        ValueError: a bad argument, see `parameters`.
+        ValueError: a bad argument, see `parameter_names` and `parameter_units`.
     """
 
     def __init__(
         self,
-        param_groups: list[dict[str, Any]],
+        param_groups: ParamGroups,
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         groups: Sequence[Sequence[Tensor]] | int | None,
         options: AllreduceOptions,
     ) -> None:
         self.options = options
         self.name_of = parameter_names(param_groups, named_parameters)
-        self._lock = threading.RLock()  # hooks run in the threads of backward
+        self._lock = threading.RLock()  # backward runs the hooks in its own threads
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
-        self._removers: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._tuning: Tuning | None = None
-        self._ended = 0.0  # the last step, by `time.monotonic`
+        self._step_ended = 0.0  # by `time.monotonic`
         self.stepped: bool | None = None
         _all.add(self)
-        self._first_name = ""  # of the parameters, in the order of the alphabet
-        self._order: list[Tensor] = []  # of all of them, likewise; when it is needed
-        weakref.finalize(self, _remove, self._removers)
+        self._first_name = ""  # the first name of a parameter in the alphabet
+        self._sorted: list[Tensor] = []  # the parameters by name; empty: sort again
+        weakref.finalize(self, _remove_hooks, self._hooks)
         self.reset()
         units = parameter_units(
             param_groups, groups, self.name_of, self._broadcast_names
@@ -101,24 +117,24 @@ class Reducer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those whose gradients travel."""
+        """The parameters that require gradients."""
         return list(self._passes_left)
 
     @property
     def title(self) -> str:
-        """The name of the optimizer in warnings and operations, alike on all ranks."""
+        """The name of the optimizer in warnings and operations, equal on all ranks."""
         return f"the optimizer of {self._first_name}"
 
     def groups(self) -> list[Unit]:
-        """The parameters that are submitted as one, if they are several."""
+        """The groups of several parameters that one operation reduces."""
         return [unit for unit in dict.fromkeys(self._unit_of.values()) if unit[1:]]
 
     def is_alone(self) -> bool:
-        """Whether this rank has nobody to reduce gradients with."""
+        """Whether there is no other rank to reduce gradients with."""
         return mpi_ops.size() == 1 or not self.options.process_set.included()
 
-    def add_parameters(self, param_groups: list[dict[str, Any]]) -> None:
-        """Attends to parameters that are new, or require gradients only now."""
+    def add_parameters(self, param_groups: ParamGroups) -> None:
+        """Puts hooks on new parameters, and on those that need gradients only now."""
         for i, group in enumerate(param_groups):
             for j, p in enumerate(group["params"]):
                 if p in self._passes_left or not p.requires_grad:
@@ -127,56 +143,50 @@ class Reducer:
                 self._unit_of.setdefault(p, (p,))
                 self._passes_left[p] = self.options.backward_passes_per_step
                 self.all_reduced = False
-                self._order = []
+                self._sorted = []
                 name = self.name_of[p]
                 self._first_name = min(self._first_name or name, name)
-                hook = _hook(weakref.ref(self))
-                self._removers.append(p.register_post_accumulate_grad_hook(hook))
+                hook = partial(_call, weakref.ref(self), "on_gradient_ready")
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def reset(self) -> None:
-        """Begins a step. What is under way ends by itself, and nobody waits for it."""
+        """Begins a step. Operations in flight go on, but nothing waits for them."""
         with self._lock:
             self._in_flight: dict[Unit, InFlightReduction] = {}
             self._bucket: list[Unit] = []
             self._bucket_bytes = 0
-            self._launched: set[Unit] = set()  # in the bucket, under way or reduced
+            self._launched: set[Unit] = set()  # in the bucket, in flight or reduced
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
-            self._present_anywhere: set[Tensor] = (
-                set()
-            )  # some rank has a gradient of it
-            self._unsent: list[
-                InFlightGradient
-            ] = []  # not sent, since their groups lack others
+            self._present_anywhere: set[Tensor] = set()  # some rank has a gradient
+            # Gradients of groups of which other gradients are still missing.
+            self._unsent: list[InFlightGradient] = []
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
-            self._tasks: set[int] = set()  # backward passes that run
+            self._tasks: set[int] = set()  # autograd's ids of running backward passes
             self.begun = self.all_reduced = False
             passes = self.options.backward_passes_per_step
             self._passes_left = dict.fromkeys(self._passes_left, passes)
             _in_step.discard(self)
 
-    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
-        """Waits until all gradients are reduced; submits those that no hook has.
+    def synchronize(self, param_groups: ParamGroups) -> None:
+        """Submits the gradients that no hook has submitted, and waits for all.
 
-        A parameter that has no gradient on any rank keeps none.
+        A parameter that has no gradient on any rank gets none.
 
         Raises:
-            RingjaxError: the first failure, after all have ended.
-            RuntimeError: a gradient was changed while it was under way.
+            RingjaxError: the first failure, after all operations have ended.
+            RuntimeError: the program has changed a gradient that was in flight.
         """
         with self._lock:
             try:
-                flights = list(self._in_flight.values())
-                sent = [each for flight in flights for each in flight.sent]
+                sent = [g for r in self._in_flight.values() for g in r.sent]
                 unreduced = [*sent, *self._unsent]
-                changed = [each.parameter for each in unreduced if each.is_changed()]
+                changed = [g.parameter for g in unreduced if g.is_changed()]
                 self.add_parameters(param_groups)
                 if self._failure is None:
-                    self._record_failure(self._finish)
-                for flight in self._in_flight.values():
-                    self._record_failure(
-                        partial(flight.receive, self.options.compression)
-                    )
+                    self._attempt(self._send_missing)
+                for reduction in self._in_flight.values():
+                    self._receive(reduction)
                 failure = self._failure
                 self.stepped = None if failure else False
             finally:
@@ -190,14 +200,14 @@ class Reducer:
         if runtime.config().autotune and not self.is_alone():
             self._tune()
 
-    def _finish(self) -> None:
-        """Sends what some rank has sent, and this rank has not."""
-        answer = None
-        while not self.all_reduced and not (answer and answer.final):
-            order, answer = self._submit_round(final=True)()
-            self._finish_common(order, answer)
-        if answer is not None:
-            pairs = zip(order, answer.anywhere, strict=True)
+    def _send_missing(self) -> None:
+        """Submits the gradients that another rank has and this rank has not sent."""
+        readiness = None
+        while not self.all_reduced and not (readiness and readiness.final):
+            order, readiness = self._submit_round(final=True)()
+            self._receive_common(order, readiness)
+        if readiness is not None:
+            pairs = zip(order, readiness.anywhere, strict=True)
             self._present_anywhere = {p for p, found in pairs if found}
             units = dict.fromkeys(self._unit_of[p] for p in order)
             self._bucket = [
@@ -208,25 +218,27 @@ class Reducer:
             ]
             self._send_bucket()
 
-    def _record_failure(self, action: Callable[[], Any]) -> Any:
-        """Returns what `action` does; None after a failure, which `collect` raises."""
+    def _receive(self, reduction: InFlightReduction) -> None:
+        self._attempt(partial(reduction.receive, self.options.compression))
+
+    def _attempt(self, action: Callable[[], T]) -> T | None:
+        """Runs `action`. Keeps its failure for `synchronize`, and returns None then."""
         try:
             return action()
         except RingjaxError as error:
             self._failure = self._failure or error
             return None
 
-    def _submit_round(
-        self, final: bool
-    ) -> Callable[[], tuple[list[Tensor], Readiness]]:
-        """Sends the bucket, and submits a round of which the answer is returned later.
+    def _submit_round(self, final: bool) -> Round:
+        """Sends the bucket and submits a round; returns a function that waits for it.
 
-        Every rank submits as many rounds as all others, whose passes may be fewer: a
-        rank about to step goes on until all are, or until all gradients are reduced.
+        All ranks must submit equally many rounds, but may make different numbers of
+        backward passes. So a rank that is about to step submits further rounds until
+        all ranks are about to step, or until all gradients are reduced.
         """
         self._rounds += 1
-        order = self._ordered_parameters()
-        sent = present = [True] * len(order)  # as usual
+        order = self._sorted_parameters()
+        sent = present = [True] * len(order)
         if not self._has_launched_all():
             sent = [self._unit_of[p] in self._launched for p in order]
             pairs = zip(sent, order, strict=True)
@@ -235,32 +247,32 @@ class Reducer:
         with lane.submission_group(self.options.process_set):
             self._send_bucket()
             ranks = self.options.process_set
-            answer = submit_round(name, sent, present, final, self.stepped, ranks)
-        return lambda: (order, answer())
+            wait = submit_round(name, sent, present, final, self.stepped, ranks)
+        return lambda: (order, wait())
 
-    def _ordered_parameters(self) -> list[Tensor]:
-        """The parameters by name: the ranks may have them in other orders."""
-        if not self._order:
-            self._order = sorted(self._passes_left, key=self.name_of.__getitem__)
-        return self._order
+    def _sorted_parameters(self) -> list[Tensor]:
+        """The parameters by name, because their order may differ between ranks."""
+        if not self._sorted:
+            self._sorted = sorted(self._passes_left, key=self.name_of.__getitem__)
+        return self._sorted
 
     def _has_launched_all(self) -> bool:
         return sum(map(len, self._launched)) == len(self._passes_left)
 
-    def _finish_common(self, order: list[Tensor], answer: Readiness) -> None:
+    def _receive_common(self, order: list[Tensor], readiness: Readiness) -> None:
         """Waits for the gradients that all ranks have sent."""
-        if answer.apart:
+        if readiness.steps_differ:
             self._failure = self._failure or Mismatch(error_texts.STEPS_DIFFER)
-        pairs = zip(order, answer.everywhere, strict=True)
-        here = {p for p, all_sent in pairs if all_sent}
-        for unit in [unit for unit in self._in_flight if here.issuperset(unit)]:
-            flight = self._in_flight.pop(unit)
-            self._record_failure(partial(flight.receive, self.options.compression))
+        pairs = zip(order, readiness.everywhere, strict=True)
+        common = {p for p, sent in pairs if sent}
+        for unit in [unit for unit in self._in_flight if common.issuperset(unit)]:
+            self._receive(self._in_flight.pop(unit))
             for p in unit:
                 if p.grad is not None:
                     self._reduced[p] = weakref.ref(p.grad)
-        # Answers to rounds of several threads may be taken in another order.
-        self.all_reduced = self.all_reduced or len(here) == len(self._passes_left)
+        # Once true it stays true: threads that run backward at the same time may
+        # process the results of their rounds in another order than they submitted them.
+        self.all_reduced = self.all_reduced or len(common) == len(self._passes_left)
 
     def _await_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -271,12 +283,10 @@ class Reducer:
             )
 
     def _on_end_of_backward(self, task: int) -> None:
-        """Submits a round; `_finish_round` waits when other optimizers have, too.
-
-        Not at the end of a reentrant pass, of a checkpoint, within another pass.
-        """
         with self._lock:
             self._tasks.discard(task)
+            # A current node means that this pass runs within a node of another pass, as
+            # reentrant checkpointing does. The outer pass has a callback of its own.
             if not self.begun or torch._C._current_autograd_node() is not None:
                 return
             self._backwards += 1
@@ -290,66 +300,63 @@ class Reducer:
                     if not left and p.grad is not None
                     if self._unit_of[p] not in self._launched
                 ]
-            answer = self._record_failure(partial(self._submit_round, final=False))
-        if answer is not None:
-            _queue_callback(partial(self._finish_round, answer))
+            wait = self._attempt(partial(self._submit_round, final=False))
+        if wait is not None:
+            # A second callback, which runs after this callback of all other reducers.
+            # If a reducer waited here, a rank on which another reducer comes first
+            # would wait for that one, and both ranks would wait for ever.
+            _queue_callback(partial(self._finish_round, wait))
 
-    def _finish_round(
-        self, answer: Callable[[], tuple[list[Tensor], Readiness]]
-    ) -> None:
-        found = self._record_failure(
-            answer
-        )  # without the lock: other backward passes may go on
+    def _finish_round(self, wait: Round) -> None:
+        found = self._attempt(wait)  # without the lock: other backward passes may run
         if found is not None:
             with self._lock:
-                self._finish_common(*found)
+                self._receive_common(*found)
 
     def check_scaler(self) -> None:
-        """To be called when somebody looks at the parameters, between two steps.
+        """Refuses `GradScaler.unscale_` while gradients are in flight.
+
+        `unscale_` divides gradients in place without a new version of the tensors, so
+        `InFlightGradient.is_changed` cannot see the change. But `unscale_` first reads
+        `param_groups`, whose getter calls this method. So the frame above the getter
+        belongs to the reader.
 
         Raises:
-            RuntimeError: it is `GradScaler.unscale_`, which divides gradients without
-                a trace, and some are under way.
+            RuntimeError: `GradScaler` is the reader, and gradients are in flight.
         """
-        waiting = [*self._in_flight, *(each[:1] for each in self._unsent)]
-        if waiting:
+        in_flight = [p for unit in self._in_flight for p in unit]
+        in_flight += [g.parameter for g in self._unsent]
+        if in_flight:
             reader = sys._getframe(2).f_globals.get("__name__")
             if reader == torch.amp.GradScaler.__module__:
-                raise RuntimeError(
-                    error_texts.GRADIENT_CHANGED.format(
-                        name=self.name_of[waiting[0][0]]
-                    )
-                )
+                name = self.name_of[in_flight[0]]
+                raise RuntimeError(error_texts.GRADIENT_CHANGED.format(name=name))
 
     def _tune(self) -> None:
-        """At the end of a step: how long it took, and what the next one is to try."""
+        """Reports the duration of a step to the autotuner, which sets the next one."""
         now = time.monotonic()
         if self._tuning is None:
-            bytes_of = [self.name_of[p] + str(p.nbytes) for p in self._passes_left]
-            self._tuning = Tuning(
-                self.title,
-                ["torch", *sorted(bytes_of)],
-                None,
-                self.options.process_set,
-            )
+            sizes = [self.name_of[p] + str(p.nbytes) for p in self._passes_left]
+            key = ["torch", *sorted(sizes)]
+            self._tuning = Tuning(self.title, key, None, self.options.process_set)
         else:
-            self._tuning.record_step(now - self._ended)
-        self._ended = now
+            self._tuning.record_step(now - self._step_ended)
+        self._step_ended = now
 
     def check_parameters(self) -> None:
-        """In some steps, looks whether all ranks have the same; a warning if not."""
+        """Compares the parameters of all ranks in some steps; warns if they differ."""
         if not self._passes_left or not mpi_ops.is_initialized() or self.is_alone():
             return
 
         def memory() -> Iterator[tuple[str, int, int]]:
-            for p in self._ordered_parameters():
-                here = p.detach().cpu().contiguous()  # the parameter itself, mostly
-                yield self.name_of[p], here.data_ptr(), here.nbytes
+            for p in self._sorted_parameters():
+                on_host = p.detach().cpu().contiguous()  # mostly no copy
+                yield self.name_of[p], on_host.data_ptr(), on_host.nbytes
 
         parameter_check.check(self.title, memory, self.options.process_set)
 
     def _broadcast_names(self, names: list[str]) -> list[str]:
-        """The order of the names on the first rank that takes part."""
+        """Returns the names in the order of the first rank of the process set."""
         if not mpi_ops.is_initialized() or self.is_alone():
             return names
         ranks = self.options.process_set
@@ -358,28 +365,29 @@ class Reducer:
         return order
 
     def on_gradient_ready(self, p: Tensor) -> None:
-        """Backward has added to the gradient of `p`.
+        """Hook of a parameter: backward has added to its gradient.
 
         Raises:
-            AssertionError: more often than it was to.
+            AssertionError: backward has run more than `backward_passes_per_step` times.
+            RuntimeError: the gradient is part of a graph.
+            ValueError: another optimizer has a parameter of the same name.
         """
         with self._lock:
             if not self.begun and (not mpi_ops.is_initialized() or self.is_alone()):
                 return
             assert p.grad is not None
+            name = self.name_of[p]
             if p.grad.requires_grad:
-                raise RuntimeError(
-                    error_texts.GRADIENT_HAS_GRAPH.format(name=self.name_of[p])
-                )
+                raise RuntimeError(error_texts.GRADIENT_HAS_GRAPH.format(name=name))
+            # If `.grad` is another object now, the module's zero_grad, which does not
+            # call the zero_grad of this optimizer, has dropped the reduced gradient.
             if p in self._reduced and self._reduced[p]() is not p.grad:
-                self.reset()  # the module's zero_grad has dropped what was reduced
+                self.reset()
             left = self._passes_left[p] - 1
             if left < 0:
                 passes = self.options.backward_passes_per_step
-                text = error_texts.TOO_MANY_BACKWARDS.format(
-                    name=self.name_of[p], passes=passes
-                )
-                raise AssertionError(text)
+                text = error_texts.TOO_MANY_BACKWARDS
+                raise AssertionError(text.format(name=name, passes=passes))
             if not self.begun:
                 self._begin_step()
             self._passes_left[p] = left
@@ -391,25 +399,27 @@ class Reducer:
             self._await_end_of_backward()
 
     def _begin_step(self) -> None:
-        mine = set(self.name_of.values())
+        # Operations have the names of their parameters, so two optimizers with a common
+        # name must not have gradients in flight at the same time.
+        names = set(self.name_of.values())
         for other in _in_step:
-            if twice := mine.intersection(other.name_of.values()):
-                raise ValueError(error_texts.DUPLICATE_NAME.format(name=min(twice)))
+            if common := names.intersection(other.name_of.values()):
+                raise ValueError(error_texts.DUPLICATE_NAME.format(name=min(common)))
         self.begun = True
         _in_step.add(self)
 
     def _launch(self, unit: Unit) -> None:
-        """Puts the gradients of a unit into the bucket, and sends it when it is full.
+        """Puts the gradients of a unit into the bucket; sends the bucket if it is full.
 
-        Submissions have names, so the buckets of the ranks need not be alike.
+        Submissions have names, so other ranks may have other buckets.
         """
         first = not self._launched
         self._launched.add(unit)
         self._bucket.append(unit)
         self._bucket_bytes += sum(p.nbytes for p in unit)
-        how = self._tuning.setting if self._tuning else runtime.config()
-        room = how.bucket_bytes
-        if self._bucket_bytes >= (min(room, _FIRST_BUCKET) if first else room):
+        tuned = self._tuning.setting if self._tuning else runtime.config()
+        full = tuned.bucket_bytes
+        if self._bucket_bytes >= (min(full, _FIRST_BUCKET) if first else full):
             self._send_bucket()
 
     def _send_bucket(self) -> None:
@@ -419,21 +429,20 @@ class Reducer:
         try:
             with lane.submission_group(self.options.process_set):
                 for unit in bucket:
-                    self._in_flight[unit] = self._try_to_send(unit)
+                    self._in_flight[unit] = self._submit(unit)
         except RingjaxError as error:
             self._in_flight.update(dict.fromkeys(bucket, failed_reduction(error)))
 
-    def _try_to_send(self, unit: Unit) -> InFlightReduction:
+    def _submit(self, unit: Unit) -> InFlightReduction:
         gradients = [self._gradient(p) for p in unit]
         try:
-            return submit_gradients(
-                unit, gradients, self.name_of[unit[0]], self.options
-            )
+            name = self.name_of[unit[0]]
+            return submit_gradients(unit, gradients, name, self.options)
         except RingjaxError as error:
             return failed_reduction(error)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        """The gradient; zeros if this rank has none, since other ranks may have one."""
+        """Returns the gradient, or zeros for other ranks that may have a gradient."""
         if p.grad is not None:
             if p.grad.is_sparse:
                 self._sparse_dims[p] = p.grad.sparse_dim()
@@ -444,32 +453,24 @@ class Reducer:
             indices = torch.empty((dims, 0), dtype=torch.int64, device=p.device)
             entries = indices, p.new_empty((0, *p.shape[dims:]))
             zeros = torch.sparse_coo_tensor(*entries, p.shape, check_invariants=False)
-        # A frozen one, and one without a gradient in a group, take part for the others.
+        # Zeros become the gradient only if another rank has one. A frozen parameter, or
+        # one that is reduced only for the sake of its group, keeps no gradient.
         if p.requires_grad and p in self._present_anywhere:
             p.grad = zeros
         return zeros
 
 
-def _queue_callback(action: Callable[[], Any]) -> None:
-    """Has autograd call it at the end of the backward pass that runs."""
+def _queue_callback(action: Callable[[], None]) -> None:
+    """Has autograd call `action` at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
-def _call(owner: weakref.ref[Reducer], method: str, *arguments: Any) -> None:
-    if (gradients := owner()) is not None:
-        getattr(gradients, method)(*arguments)
+def _call(owner: weakref.ref[Reducer], method: str, *arguments: object) -> None:
+    """Calls a method of a reducer that may be gone: parameters outlive optimizers."""
+    if (reducer := owner()) is not None:
+        getattr(reducer, method)(*arguments)
 
 
-def _hook(owner: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the optimizer alive; parameters may outlive it."""
-
-    def hook(p: Tensor) -> None:
-        if (gradients := owner()) is not None:
-            gradients.on_gradient_ready(p)
-
-    return hook
-
-
-def _remove(removers: list[Any]) -> None:
-    for remover in removers:
-        remover.remove()
+def _remove_hooks(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
