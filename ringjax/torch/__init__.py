@@ -1,14 +1,14 @@
-"""Horovod's PyTorch API: `import ringjax.torch as hvd`, and a script runs as it is.
+"""Horovod's PyTorch API: after `import ringjax.torch as hvd`, a script runs unchanged.
 
-Every name that `horovod.torch` 0.28 has, in the modules where it has them. Pure Python
-over `ringjax.eager`; nothing here is compiled against PyTorch, so any version from 2.4
-on fits. `init`, `rank` and the like are ringjax's own.
+The package has all names of `horovod.torch` 0.28, in the same modules. Nothing in it is
+compiled against PyTorch, so it works with any version from 2.4 on.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.torch.compression import Compression as Compression
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 _refuse_groups("ringjax.torch")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     if name == "elastic":
         return importlib.import_module("ringjax.torch.elastic")
     raise AttributeError(f"module 'ringjax.torch' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Compression of gradients around an allreduce, with Horovod's names; bf16 is ours.
+"""Compression of gradients for an allreduce: Horovod's classes, and `bf16`.
 
-Only casts; statistics and sums are the core's, which adds 16-bit floats up in float32.
+The compressors only cast tensors. The core adds 16-bit floats up in float32.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class Compressor:
-    """What `compression=` accepts: a way there and a way back."""
+    """Base class of what the argument `compression` accepts."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Returns what travels, and what `decompress` has to know."""
+        """Returns the tensor to send, and the context that `decompress` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """Undoes `compress`."""
+        """Returns the reduced tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
@@ -28,11 +28,11 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends floats as float16: 11 significant bits, up to 65504."""
+    """Sends floats as float16: 11 significant bits, magnitudes up to 65504."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Casts floats, leaves everything else."""
+        """Casts floats, and leaves tensors of other dtypes as they are."""
         return _cast(tensor, torch.float16)
 
 
@@ -41,12 +41,12 @@ class BF16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """Casts floats, leaves everything else."""
+        """Casts floats, and leaves tensors of other dtypes as they are."""
         return _cast(tensor, torch.bfloat16)
 
 
 class Compression:
-    """The compressions that there are.
+    """The compressors that ringjax provides.
 
     Example:
         >>> import torch

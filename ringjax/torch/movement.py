@@ -1,12 +1,11 @@
-"""Horovod's operations that move PyTorch tensors, and those that only wait.
+"""Horovod's operations that move PyTorch tensors, and its `join` and `barrier`.
 
-allgather, broadcast, alltoall; join and barrier. How they run is in operations.py.
+allgather, broadcast and alltoall; operations.py runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +13,13 @@ from torch import Tensor
 from ringjax import runtime
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
-from ringjax.ops import Average
 from ringjax.torch.autograd import Backward, apply_function
-from ringjax.torch.compression import Compression
 from ringjax.torch.operations import (
-    differentiable_allgather,
-    differentiable_allreduce,
+    allgather_tensors,
+    allreduce_mean,
     first_result,
-    reduction_arguments,
-    run_elementwise,
-    submit_elementwise,
+    run,
+    submit,
     submit_ragged,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
@@ -35,7 +31,9 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allgather` that returns a handle at once; not differentiable."""
-    return submit_ragged("allgather", [tensor], name, process_set, lambda r: r[0][0])
+    return submit_ragged(
+        "allgather", [tensor], name, process_set, pick=lambda results: results[0][0]
+    )
 
 
 def allgather(
@@ -45,8 +43,8 @@ def allgather(
 ) -> Tensor:
     """Returns the rows of all ranks' tensors, in the order of the ranks.
 
-    Args, Raises: as `allreduce`. The tensor is not 0-d, and the number of its rows may
-    differ from rank to rank.
+    Args, Raises: as `allreduce`. The tensor is not 0-d. The number of its rows may
+    differ between ranks.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -54,10 +52,9 @@ def allgather(
         >>> hvd.allgather(torch.tensor([7])).tolist()
         [7]
 
-    Derivatives: this rank's rows of the average of all ranks' gradients, as Horovod has
-    it.
+    Derivatives: this rank's rows of the average of all ranks' gradients, as in Horovod.
     """
-    return differentiable_allgather([tensor], name, process_set)[0]
+    return allgather_tensors([tensor], name, process_set)[0]
 
 
 def grouped_allgather_async(
@@ -65,9 +62,13 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allgather_async` of several tensors as one operation; gives a tuple."""
+    """`allgather_async` of several tensors in one operation; its result is a tuple."""
     return submit_ragged(
-        "allgather", tensors, name, process_set, lambda r: tuple(out for out, _ in r)
+        "allgather",
+        tensors,
+        name,
+        process_set,
+        pick=lambda r: tuple(out for out, _ in r),
     )
 
 
@@ -76,8 +77,8 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """`allgather` of several tensors as one operation; returns a tuple."""
-    return differentiable_allgather(tensors, name, process_set)
+    """`allgather` of several tensors in one operation; returns a tuple."""
+    return allgather_tensors(tensors, name, process_set)
 
 
 def broadcast_async(
@@ -87,10 +88,8 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`broadcast` that returns a handle at once; not differentiable."""
-    call = _from(root_rank, process_set)
-    return submit_elementwise(
-        "broadcast", [tensor], name, process_set, first_result, call
-    )
+    options = _root_options(root_rank, process_set)
+    return submit("broadcast", [tensor], name, process_set, options, pick=first_result)
 
 
 def broadcast_async_(
@@ -99,10 +98,19 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`broadcast_` that returns a handle at once; leave the tensor alone until then."""
-    call = _from(root_rank, process_set)
-    return submit_elementwise(
-        "broadcast", [tensor], name, process_set, first_result, call, True
+    """`broadcast_` that returns a handle at once; not differentiable.
+
+    Do not use the tensor before `synchronize` has returned.
+    """
+    options = _root_options(root_rank, process_set)
+    return submit(
+        "broadcast",
+        [tensor],
+        name,
+        process_set,
+        options,
+        pick=first_result,
+        in_place=True,
     )
 
 
@@ -113,8 +121,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`broadcast` into `tensor` itself, which is returned; not differentiable."""
-    call = _from(root_rank, process_set)
-    return run_elementwise("broadcast", [tensor], name, process_set, call, True)[0]
+    options = _root_options(root_rank, process_set)
+    return run("broadcast", [tensor], name, process_set, options, in_place=True)[0]
 
 
 def broadcast(
@@ -125,7 +133,7 @@ def broadcast(
 ) -> Tensor:
     """Returns the tensor of `root_rank`, a rank of the world, on every rank.
 
-    Args, Raises: as `allreduce`; ValueError also if the root is not in the set.
+    Args, Raises: as `allreduce`. ValueError also if the root is not in the process set.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -133,75 +141,75 @@ def broadcast(
         >>> hvd.broadcast(torch.arange(3), root_rank=0).tolist()
         [0, 1, 2]
 
-    Derivatives: on the root the average of all ranks' gradients, as Horovod has it,
-    elsewhere zero.
+    Derivatives: on the root the average of all ranks' gradients, as in Horovod, and
+    zero on other ranks.
     """
 
-    def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-        call = reduction_arguments(None, Average, 1.0, 1.0)
-        (mean,) = differentiable_allreduce(
-            gradients, None, Compression.none, call, process_set
-        )
+    def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        (mean,) = allreduce_mean(gradients, process_set)
         return [mean if runtime.rank() == root_rank else torch.zeros_like(mean)]
 
-    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
-        call = _from(root_rank, process_set)
-        return run_elementwise("broadcast", tensors, name, process_set, call), rule
+    def forward(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        options = _root_options(root_rank, process_set)
+        return run("broadcast", tensors, name, process_set, options), backward
 
-    return apply_function(run, [tensor])[0]
+    return apply_function(forward, [tensor])[0]
 
 
 def alltoall_async(
     tensor: Tensor,
-    splits: Any = None,
+    splits: Sequence[int] | Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`alltoall` that returns a handle at once; not differentiable.
 
-    The handle gives the rows and how many came from each rank, also without `splits`.
+    The result is a pair of the rows and the numbers of rows that came from each rank,
+    also without `splits`.
     """
     return _exchange(tensor, splits, name, process_set)
 
 
 def _exchange(
     tensor: Tensor,
-    splits: Any,
+    splits: Sequence[int] | Tensor | None,
     name: str | None,
     process_set: ProcessSet,
     waits: bool = False,
 ) -> Handle:
     rows = [] if splits is None else lane.parse_splits("alltoall", name, splits)
-    where = splits.device if isinstance(splits, Tensor) else "cpu"
+    device = splits.device if isinstance(splits, Tensor) else "cpu"
 
     def pick(results: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
         ((out, received),) = results
-        return out, torch.tensor(received, dtype=torch.int32, device=where)
+        return out, torch.tensor(received, dtype=torch.int32, device=device)
 
-    return submit_ragged("alltoall", [tensor], name, process_set, pick, rows, waits)
+    return submit_ragged(
+        "alltoall", [tensor], name, process_set, pick=pick, splits=rows, waits=waits
+    )
 
 
 def alltoall(
     tensor: Tensor,
-    splits: Any = None,
+    splits: Sequence[int] | Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Sends a part of the rows to each rank, and returns the rows for this one.
+    """Sends a part of the rows to each rank, and returns the rows for this rank.
 
     Args:
-        tensor: not 0-d; the same dtype and the same dimensions but the first on all
-            ranks.
-        splits: how many rows go to each rank, a list or tensor of integers; None: all
-            the same.
-        name: what the operation is called on all ranks.
+        tensor: a tensor that is not 0-d. On all ranks it has the same dtype and, but
+            for the first, the same dimensions.
+        splits: the numbers of rows that go to each rank, as a list or tensor of
+            integers; None: equal parts.
+        name: the name of the operation, the same on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
 
     Returns:
-        The rows that came, in the order of the ranks; with `splits` also, as int32, how
-        many came from each. Derivatives go the way back.
+        The received rows, in the order of the ranks. With `splits`, a pair of these
+        rows and an int32 tensor of the numbers of rows that came from each rank.
 
-    Raises: as `allreduce`; ValueError also for splits that do not fit the rows.
+    Raises: as `allreduce`. ValueError also for splits that do not fit the rows.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -209,27 +217,32 @@ def alltoall(
         >>> rows, received = hvd.alltoall(torch.arange(3), splits=[3])
         >>> rows.tolist(), received.tolist()
         ([0, 1, 2], [3])
+
+    Derivatives: the gradients of the received rows go back to the ranks that sent them.
     """
 
-    def run(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+    def forward(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         handle = _exchange(tensors[0], splits, name, process_set, waits=True)
         out, received = handle.wait()
         back = received.tolist()
-        return (out, received), lambda gradients: [
-            alltoall(gradients[0], back, process_set=process_set)[0]
-        ]
 
-    out, received = apply_function(run, [tensor])
+        def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+            return [alltoall(gradients[0], back, process_set=process_set)[0]]
+
+        return (out, received), backward
+
+    out, received = apply_function(forward, [tensor])
     return out if splits is None else (out, received)
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and waits until all ranks say so.
+    """Announces that this rank has no more data, and waits until all ranks have joined.
 
-    Until then it takes part in what the others submit, with zeros or no rows.
+    Meanwhile this rank takes part in the operations of other ranks, with zeros in
+    reductions and without rows in allgather and alltoall.
 
     Args:
-        device: accepted for Horovod's sake.
+        device: accepted and ignored; Horovod has this argument.
 
     Returns:
         The rank that was the last to join.
@@ -248,18 +261,22 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks of the set have come here.
+    """Waits until all ranks of the process set have called `barrier`.
 
     Raises:
-        HorovodInternalError: a rank does not come, or is gone.
+        HorovodInternalError: a rank has not called it in time, or is gone.
     """
-    lane.submit(
-        *("barrier", None, [], []),
+    handle = lane.submit(
+        "barrier",
+        name=None,
+        ins=[],
+        outs=[],
         finish=lambda _: None,
         process_set=process_set,
         waits=True,
-    ).wait()
+    )
+    handle.wait()
 
 
-def _from(root_rank: int, process_set: ProcessSet) -> lane.LaneOptions:
+def _root_options(root_rank: int, process_set: ProcessSet) -> lane.LaneOptions:
     return {"root": lane.root_in_set("broadcast", root_rank, process_set)}

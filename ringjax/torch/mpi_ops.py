@@ -1,7 +1,4 @@
-"""Horovod's module of operations: every name it has, handed on. No MPI is used.
-
-The operations are in reductions.py and movement.py, the rest is ringjax's own.
-"""
+"""Horovod's module path of the operations; it only imports them. No MPI is used."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""How operations on tensors run: submitted, finished, differentiated.
+"""Submits, finishes and differentiates operations on PyTorch tensors.
 
-The public functions, which say what is reduced or moved, are in reductions.py and
-movement.py. Derivatives are operations again, so the rules that several of them share
-are here.
+reductions.py and movement.py have Horovod's public functions. Here are the parts that
+these functions share, and the backward functions, which are operations themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringjax import _native
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
 from ringjax.ops import Average, Sum
@@ -23,14 +22,14 @@ from ringjax.world.process_set import ProcessSet
 
 
 def first_result(results: Sequence[Tensor]) -> Tensor:
-    """The result of an operation on one tensor."""
+    """Returns the result of an operation on a single tensor."""
     return results[0]
 
 
-def reduction_arguments(
+def reduction_options(
     average: bool | None, op: int | None, prescale: float, postscale: float
 ) -> lane.LaneOptions:
-    """What a reduction says of itself."""
+    """Checks the arguments of a reduction and returns them in the form of the lane."""
     op = lane.op_or_average(average, op, stacklevel=3)
     if type(prescale) is not float or type(postscale) is not float:
         prescale = lane.as_float("allreduce", "prescale_factor", prescale)
@@ -39,42 +38,53 @@ def reduction_arguments(
     return {"reduce_op": number, "prescale": prescale, "postscale": postscale}
 
 
-def submit_elementwise(
+def submit(
     op: str,
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    pick: Callable[[Sequence[Tensor]], Any],
-    call: lane.LaneOptions,
+    options: lane.LaneOptions,
+    *,
+    pick: Callable[[Sequence[Tensor]], object],
     in_place: bool = False,
 ) -> Handle:
-    """Submits what writes its results into memory of PyTorch."""
+    """Submits an operation whose results have known shapes, in memory of PyTorch.
+
+    Args:
+        op: the name of the collective.
+        tensors: the tensors that one operation sends.
+        name: the name of the operation, or None.
+        process_set: the ranks that take part.
+        options: further arguments of the lane.
+        pick: makes the result of the handle from the output tensors.
+        in_place: whether the results replace the tensors.
+    """
     tensors = list(tensors)
-    pieces, held, where = prepare(op, name, tensors)
+    refs, held, on_device = prepare(op, name, tensors)
     outs = held
     if not in_place:
-        pairs = zip(held, pieces, strict=True)
+        pairs = zip(held, refs, strict=True)
         outs = [_new_output(op, name, *pair, process_set) for pair in pairs]
 
-    def finish(ticket: Any) -> Any:
-        if where:
-            wait_on_stream(ticket, held[0])
+    def finish(work: _native.Work) -> object:
+        if on_device:
+            wait_on_stream(work, held[0])
         if not in_place:
             return pick(outs)
         for tensor, memory in zip(tensors, held, strict=True):
-            if memory is not tensor:  # it was not contiguous
+            if memory is not tensor:  # the tensor was not contiguous
                 tensor.detach().copy_(memory)
         return pick(tensors)
 
     return lane.submit(
         op,
         name,
-        pieces,
+        refs,
         [out.data_ptr() for out in outs],
         finish,
         process_set,
         keep=(held, outs),
-        **(call | where if where else call),
+        **(options | on_device if on_device else options),
     )
 
 
@@ -82,43 +92,48 @@ def _new_output(
     op: str,
     name: str | None,
     tensor: Tensor,
-    piece: lane.TensorRef,
+    ref: lane.TensorRef,
     process_set: ProcessSet,
 ) -> Tensor:
-    """Memory for the result of one tensor."""
     if op == "reducescatter":
-        return tensor.new_empty(lane.scattered_shape(op, name, piece, process_set))
+        return tensor.new_empty(lane.scattered_shape(op, name, ref, process_set))
     return torch.empty_like(tensor)
 
 
-def run_elementwise(
+def run(
     op: str,
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    call: lane.LaneOptions,
+    options: lane.LaneOptions,
+    *,
     in_place: bool = False,
 ) -> Sequence[Tensor]:
-    """Submits an elementwise operation and waits for its results."""
+    """Runs an operation as `submit` does, and returns its results."""
+    # A single tensor on the host, the most frequent call, takes one call of the core
+    # and needs no handle.
     if len(tensors) == 1:
         tensor = tensors[0]
-        pieces, held, where = prepare(op, name, tensors)
-        if not where:
+        refs, held, on_device = prepare(op, name, tensors)
+        if not on_device:
             source = out = held[0]
             if not in_place:
-                out = _new_output(op, name, source, pieces[0], process_set)
-            lane.run(
-                *(op, name, pieces[0], out.data_ptr(), process_set, (source, out)),
-                **call,
-            )
+                out = _new_output(op, name, source, refs[0], process_set)
+            address, keep = out.data_ptr(), (source, out)
+            lane.run(op, name, refs[0], address, process_set, keep, **options)
             if not in_place:
                 return [out]
-            if source is not tensor:  # it was not contiguous
+            if source is not tensor:  # the tensor was not contiguous
                 tensor.detach().copy_(source)
             return tensors
-    now = call | lane.WAITS
-    results: Sequence[Tensor] = submit_elementwise(
-        op, tensors, name, process_set, tuple, now, in_place
+    results: Sequence[Tensor] = submit(
+        op,
+        tensors,
+        name,
+        process_set,
+        options | lane.WAITS,
+        pick=tuple,
+        in_place=in_place,
     ).wait()
     return results
 
@@ -128,112 +143,132 @@ def submit_ragged(
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    pick: Callable[[list[tuple[Tensor, list[int]]]], Any],
+    *,
+    pick: Callable[[list[tuple[Tensor, list[int]]]], object],
     splits: Sequence[int] = (),
     waits: bool = False,
 ) -> Handle:
-    """Submits what finds out while it runs how many rows its results have."""
-    pieces, held, where = prepare(op, name, tensors)
-    for piece in pieces:
-        lane.require_rows(op, name, piece)
+    """Submits an operation whose results have as many rows as the other ranks send.
 
-    def finish(ticket: Any) -> Any:
-        if where:
-            wait_on_stream(ticket, held[0])
+    Args:
+        op: the name of the collective.
+        tensors: the tensors that one operation sends; none is 0-d.
+        name: the name of the operation, or None.
+        process_set: the ranks that take part.
+        pick: makes the result of the handle from pairs of an output tensor and the
+            numbers of rows that each rank has sent.
+        splits: for alltoall, the rows for each rank; empty: equal parts.
+        waits: whether the caller waits for the handle at once.
+    """
+    refs, held, on_device = prepare(op, name, tensors)
+    for ref in refs:
+        lane.require_rows(op, name, ref)
+
+    def finish(work: _native.Work) -> object:
+        if on_device:
+            wait_on_stream(work, held[0])
         results = []
         for i, tensor in enumerate(held):
-            received = list(ticket.received(i))
-            rows = rows_from_memory(ticket.output(i), sum(received), tensor)
+            received = list(work.received(i))
+            rows = rows_from_memory(work.output(i), sum(received), tensor)
             results.append((rows, received))
         return pick(results)
 
     return lane.submit(
         op,
         name,
-        pieces,
+        refs,
         [],
         finish,
         process_set,
         keep=held,
-        **(where | {"splits": splits, "waits": waits}),
+        **(on_device | {"splits": splits, "waits": waits}),
     )
 
 
-def _compressed(
-    tensors: Sequence[Tensor], compression: type[Compressor], run: Forward
+def _apply_compressed(
+    tensors: Sequence[Tensor], compression: type[Compressor], forward: Forward
 ) -> list[Tensor]:
     packed = [compression.compress(tensor) for tensor in tensors]
-    outs = apply_function(run, [tensor for tensor, _ in packed])
+    outs = apply_function(forward, [tensor for tensor, _ in packed])
     return [
         compression.decompress(out, context)
         for out, (_, context) in zip(outs, packed, strict=True)
     ]
 
 
-def differentiable_allreduce(
+def allreduce_tensors(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
-    call: lane.LaneOptions,
+    options: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
-    """A differentiable allreduce of `tensors` as one operation."""
+    """Allreduces `tensors` in one operation. Backward allreduces the gradients."""
     if compression is Compression.none and not needs_graph(tensors):
-        return list(run_elementwise("allreduce", tensors, name, process_set, call))
+        return list(run("allreduce", tensors, name, process_set, options))
 
-    def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-        return differentiable_allreduce(
-            gradients, None, Compression.none, call, process_set
+    def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        return allreduce_tensors(
+            gradients, None, Compression.none, options, process_set
         )
 
-    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
-        return run_elementwise("allreduce", packed, name, process_set, call), rule
+    def forward(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        outs = run("allreduce", packed, name, process_set, options)
+        return outs, backward
 
-    return _compressed(tensors, compression, run)
+    return _apply_compressed(tensors, compression, forward)
 
 
-def differentiable_reducescatter(
+def allreduce_mean(
+    gradients: Sequence[Tensor], process_set: ProcessSet
+) -> list[Tensor]:
+    """Averages gradients over the ranks, as the backward function of Horovod does."""
+    options = reduction_options(None, Average, 1.0, 1.0)
+    return allreduce_tensors(gradients, None, Compression.none, options, process_set)
+
+
+def reducescatter_tensors(
     tensors: Sequence[Tensor],
     name: str | None,
     compression: type[Compressor],
-    call: lane.LaneOptions,
+    options: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
-    """A differentiable reducescatter of `tensors` as one operation."""
+    """Reduces and scatters `tensors` in one operation. Backward allgathers."""
 
-    def rule(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        scale = call["prescale"] * call["postscale"]
-        scale *= process_set.size() if call["reduce_op"] == Sum else 1
-        return differentiable_allgather(
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        scale = options["prescale"] * options["postscale"]
+        scale *= process_set.size() if options["reduce_op"] == Sum else 1
+        return allgather_tensors(
             [scale * gradient for gradient in gradients], None, process_set
         )
 
-    def run(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
-        return run_elementwise("reducescatter", packed, name, process_set, call), rule
+    def forward(packed: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+        outs = run("reducescatter", packed, name, process_set, options)
+        return outs, backward
 
-    return _compressed(tensors, compression, run)
+    return _apply_compressed(tensors, compression, forward)
 
 
-def differentiable_allgather(
+def allgather_tensors(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
-    """A differentiable allgather of `tensors` as one operation."""
+    """Allgathers `tensors` in one operation. Backward averages the gradients."""
 
-    def run(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
+    def forward(inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         results = submit_ragged(
-            *("allgather", given, name, process_set, list), waits=True
+            "allgather", inputs, name, process_set, pick=list, waits=True
         ).wait()
-        me = process_set.rank()
-        places = [(sum(rows[:me]), rows[me]) for _, rows in results]
+        rank = process_set.rank()
+        # The first row and the number of rows that this rank has in each output.
+        own_rows = [(sum(rows[:rank]), rows[rank]) for _, rows in results]
 
-        def rule(gradients: Sequence[Tensor]) -> list[Tensor]:
-            call = reduction_arguments(None, Average, 1.0, 1.0)
-            means = differentiable_allreduce(
-                gradients, None, Compression.none, call, process_set
-            )
-            pairs = zip(means, places, strict=True)
+        def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+            means = allreduce_mean(gradients, process_set)
+            pairs = zip(means, own_rows, strict=True)
             return [mean.narrow(0, start, rows) for mean, (start, rows) in pairs]
 
-        return [out for out, _ in results], rule
+        return [out for out, _ in results], backward
 
-    return apply_function(run, tensors)
+    return apply_function(forward, tensors)

@@ -1,7 +1,7 @@
 """Horovod's reductions of PyTorch tensors: allreduce and reducescatter in all variants.
 
-Differences to Horovod 0.28: tensors need not be contiguous; bool, bfloat16 and complex
-numbers work; handles are objects. How they run is in operations.py.
+Differences to Horovod 0.28: tensors need not be contiguous, the dtypes bool, bfloat16
+and complex work, and handles are objects. operations.py runs the operations.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ringjax.eager.handle import Handle
 from ringjax.ops import Average, Sum
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (
-    differentiable_allreduce,
-    differentiable_reducescatter,
+    allreduce_tensors,
     first_result,
-    reduction_arguments,
-    run_elementwise,
-    submit_elementwise,
+    reducescatter_tensors,
+    reduction_options,
+    run,
+    submit,
     submit_ragged,
 )
 from ringjax.world.process_set import ProcessSet, global_process_set
@@ -37,10 +37,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce` that returns a handle at once; not differentiable."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return submit_elementwise(
-        "allreduce", [tensor], name, process_set, first_result, call
-    )
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return submit("allreduce", [tensor], name, process_set, options, pick=first_result)
 
 
 def allreduce_async_(
@@ -52,10 +50,19 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_` that returns a handle at once; leave the tensor alone until then."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return submit_elementwise(
-        "allreduce", [tensor], name, process_set, first_result, call, True
+    """`allreduce_` that returns a handle at once; not differentiable.
+
+    Do not use the tensor before `synchronize` has returned.
+    """
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return submit(
+        "allreduce",
+        [tensor],
+        name,
+        process_set,
+        options,
+        pick=first_result,
+        in_place=True,
     )
 
 
@@ -69,8 +76,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce` into `tensor` itself, which is returned; not differentiable."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return run_elementwise("allreduce", [tensor], name, process_set, call, True)[0]
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return run("allreduce", [tensor], name, process_set, options, in_place=True)[0]
 
 
 def allreduce(
@@ -88,18 +95,19 @@ def allreduce(
     Args:
         tensor: of the same dtype and shape on all ranks.
         average: deprecated; True is op=Average, False is op=Sum.
-        name: what the operation is called on all ranks; ranks may submit their names in
-            any order. None gives it a number, in the order of the calls.
-        compression: what it travels as, see `Compression`.
-        op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers wrap
-            around in their own dtype, also those that Average then divides.
+        name: the name of the operation, the same on all ranks. Ranks may submit named
+            operations in any order. None: the operation gets the number of the call.
+        compression: the form in which the tensor is sent, see `Compression`.
+        op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers, also
+            the sum that Average divides, wrap around in the dtype of the tensor.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be one of them.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing was sent.
-        HorovodInternalError: the ranks disagree, or one is gone; the text says who.
+        HorovodInternalError: the ranks disagree, or a rank is gone; the text names the
+            rank.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -109,8 +117,8 @@ def allreduce(
 
     Derivatives: the allreduce of the gradients, with the same op and factors.
     """
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return differentiable_allreduce([tensor], name, compression, call, process_set)[0]
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return allreduce_tensors([tensor], name, compression, options, process_set)[0]
 
 
 def grouped_allreduce_async(
@@ -122,9 +130,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_async` of several tensors as one operation; gives a tuple."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return submit_elementwise("allreduce", tensors, name, process_set, tuple, call)
+    """`allreduce_async` of several tensors in one operation; its result is a tuple."""
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return submit("allreduce", tensors, name, process_set, options, pick=tuple)
 
 
 def grouped_allreduce_async_(
@@ -136,10 +144,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_async_` of several tensors as one operation; gives a tuple."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return submit_elementwise(
-        "allreduce", tensors, name, process_set, tuple, call, True
+    """`allreduce_async_` of several tensors in one operation; its result is a tuple."""
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return submit(
+        "allreduce", tensors, name, process_set, options, pick=tuple, in_place=True
     )
 
 
@@ -152,9 +160,9 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """`allreduce_` of several tensors as one operation; returns them."""
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return tuple(run_elementwise("allreduce", tensors, name, process_set, call, True))
+    """`allreduce_` of several tensors in one operation; returns the tensors."""
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return tuple(run("allreduce", tensors, name, process_set, options, in_place=True))
 
 
 def grouped_allreduce(
@@ -167,7 +175,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation; returns a list.
+    """`allreduce` of several tensors in one operation; returns a list.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -175,18 +183,18 @@ def grouped_allreduce(
         >>> hvd.grouped_allreduce([torch.ones(2), torch.tensor(3)], op=hvd.Max)
         [tensor([1., 1.]), tensor(3)]
     """
-    call = reduction_arguments(average, op, prescale_factor, postscale_factor)
-    return differentiable_allreduce(tensors, name, compression, call, process_set)
+    options = reduction_options(average, op, prescale_factor, postscale_factor)
+    return allreduce_tensors(tensors, name, compression, options, process_set)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Sums (or averages) sparse COO tensors: all ranks' entries, side by side.
+    """Sums or averages sparse COO tensors: concatenates the entries of all ranks.
 
     Args:
-        tensor: of layout `torch.sparse_coo`; the same shape on all ranks.
-        name: what the operation is called on all ranks.
+        tensor: a tensor of layout `torch.sparse_coo`, of the same shape on all ranks.
+        name: the name of the operation, the same on all ranks.
         op: Average or Sum.
         process_set: the ranks that take part; this rank must be one of them.
 
@@ -195,7 +203,8 @@ def sparse_allreduce_async(
 
     Raises:
         TypeError, ValueError: another layout or op; nothing was sent.
-        HorovodInternalError: from that function: the ranks disagree, or one is gone.
+        HorovodInternalError: raised by the returned function: the ranks disagree, or a
+            rank is gone.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -209,12 +218,13 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"{lane.title('sparse_allreduce', name)}: op is {op!r}")
     parts = [tensor._indices().t(), tensor._values()]
-    both = submit_ragged("allgather", parts, f"{name}.sparse", process_set, list)
+    both = submit_ragged("allgather", parts, f"{name}.sparse", process_set, pick=list)
 
     def finish() -> Tensor:
         (indices, _), (values, _) = both.wait()
         values = values / process_set.size() if op == Average else values
-        # Checked: a place outside of the tensor would be written to.
+        # PyTorch must check the indices, because they come from other ranks: to_dense
+        # would write outside of the memory of the tensor.
         entries = indices.t(), values
         return torch.sparse_coo_tensor(*entries, tensor.shape, check_invariants=True)
 
@@ -230,9 +240,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """`reducescatter` that returns a handle at once; not differentiable."""
-    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
-    return submit_elementwise(
-        "reducescatter", [tensor], name, process_set, first_result, call
+    options = reduction_options(None, op, prescale_factor, postscale_factor)
+    return submit(
+        "reducescatter", [tensor], name, process_set, options, pick=first_result
     )
 
 
@@ -245,9 +255,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """`allreduce` of which each rank gets only its share of the rows.
+    """Reduces like `allreduce`, and returns this rank's share of the rows.
 
-    If they cannot be divided evenly, the first ranks get one more.
+    If the rows cannot be divided evenly, the first ranks get one row more.
 
     Args, Raises: as `allreduce`; the tensor is not 0-d.
 
@@ -257,13 +267,11 @@ def reducescatter(
         >>> hvd.reducescatter(torch.ones(4, 2)).shape[0] * hvd.size()
         4
 
-    Derivatives: the allgather of the gradients, times the factors, for Sum also times
-    the ranks.
+    Derivatives: the allgather of the gradients, multiplied by the two factors, and for
+    Sum also by the number of ranks.
     """
-    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
-    return differentiable_reducescatter([tensor], name, compression, call, process_set)[
-        0
-    ]
+    options = reduction_options(None, op, prescale_factor, postscale_factor)
+    return reducescatter_tensors([tensor], name, compression, options, process_set)[0]
 
 
 def grouped_reducescatter_async(
@@ -274,9 +282,9 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """`reducescatter_async` of several tensors as one operation; gives a tuple."""
-    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
-    return submit_elementwise("reducescatter", tensors, name, process_set, tuple, call)
+    """`reducescatter_async` of several tensors in one operation: returns a tuple."""
+    options = reduction_options(None, op, prescale_factor, postscale_factor)
+    return submit("reducescatter", tensors, name, process_set, options, pick=tuple)
 
 
 def grouped_reducescatter(
@@ -288,6 +296,6 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation; returns a list."""
-    call = reduction_arguments(None, op, prescale_factor, postscale_factor)
-    return differentiable_reducescatter(tensors, name, compression, call, process_set)
+    """`reducescatter` of several tensors in one operation; returns a list."""
+    options = reduction_options(None, op, prescale_factor, postscale_factor)
+    return reducescatter_tensors(tensors, name, compression, options, process_set)

@@ -1,16 +1,19 @@
-"""Batch normalization with the statistics of all ranks' batches, on CPU and CUDA.
+"""SyncBatchNorm: batch normalization over the batches of all ranks, on CPU and CUDA.
 
-S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015. Means and squared deviations of
-the ranks are combined as in T. Chan, G. Golub, R. LeVeque, Updating Formulae and a
-Pairwise Algorithm for Computing Sample Variances, 1979: nothing cancels.
+References:
+    S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015.
+    T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances, 1979. Means and variances of the ranks are combined so,
+    because a difference of sums of squares would lose digits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringjax import runtime
@@ -22,19 +25,22 @@ from ringjax.torch.reductions import allreduce
 class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d`, `2d` or `3d` over the batches of all ranks together.
 
-    All ranks must call it, in the same order; their batches may differ in size. With
-    one rank it is the ordinary batch normalization. The gradients of weight and bias
-    are this rank's part; `DistributedOptimizer` adds them up as all others.
+    All ranks must call their layers in the same order. Their batches may differ in
+    size. With one rank the layer is an ordinary batch normalization. The gradients of
+    weight and bias are those of this rank's batch; `DistributedOptimizer` reduces them
+    like other gradients.
 
     Args:
-        num_features: channels, dimension 1 of the input.
-        eps: is added to the variance.
-        momentum: weight of the new batch in the running statistics; None averages all.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics.
+        num_features: the number of channels, dimension 1 of the input.
+        eps: a number that is added to the variance.
+        momentum: the weight of a new batch in the running statistics; None: they are
+            the average over all batches.
+        affine: whether the layer has a weight and a bias.
+        track_running_stats: whether the layer keeps running statistics.
 
     Raises:
-        ValueError: when called: less than 2 dimensions, or one value per channel.
+        ValueError: raised by a call: the input has less than 2 dimensions, or all ranks
+            together have one value per channel.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -60,34 +66,44 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes `input`, of shape (N, C, ...)."""
         self._check_input_dim(input)
-        learns = self.training or self.running_mean is None
-        if not learns or runtime.size() == 1:
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or runtime.size() == 1:
             return super().forward(input)
-        weight: float | None = None
-        running: tuple[Tensor, Tensor] | None = None
+        running: _RunningStatistics | None = None
         if self.training and self.running_mean is not None:
             assert self.running_var is not None
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            running = (self.running_mean, self.running_var)
-            weight = self.momentum
-            if weight is None:
-                weight = 1.0 / float(self.num_batches_tracked)
-        call = (input, self.weight, self.bias, running, self.eps, weight)
-        result: Tensor = _SyncBatchNorm.apply(*call)  # type: ignore[no-untyped-call]
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+            running = _RunningStatistics(self.running_mean, self.running_var, momentum)
+        inputs = (input, self.weight, self.bias, self.eps, running)
+        result: Tensor = _SyncBatchNorm.apply(*inputs)  # type: ignore[no-untyped-call]
         return result
+
+
+class _RunningStatistics(NamedTuple):
+    mean: Tensor
+    var: Tensor
+    momentum: float
+
+
+class _Context(FunctionCtx):
+    count: int
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
 
 
 class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Tensor, Tensor] | None,
         eps: float,
-        momentum: float,
+        running: _RunningStatistics | None,
     ) -> Tensor:
         mean, var, count = _moments(x)
         if count < 2:
@@ -96,12 +112,12 @@ class _SyncBatchNorm(torch.autograd.Function):
                 f"{list(x.shape)} on every rank"
             )
         if running is not None:
-            for tracked, new in zip(
-                running, (mean, var * (count / (count - 1))), strict=True
-            ):
-                tracked.lerp_(new.to(tracked.dtype), momentum)
+            unbiased = var * (count / (count - 1))
+            for tracked, new in ((running.mean, mean), (running.var, unbiased)):
+                tracked.lerp_(new.to(tracked.dtype), running.momentum)
         invstd = torch.rsqrt(var + eps)
-        ctx.save_for_backward(x, weight, mean, invstd)
+        saved = (x, mean, invstd) if weight is None else (x, mean, invstd, weight)
+        ctx.save_for_backward(*saved)
         ctx.count = count
         scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
         shift = -mean * scale
@@ -111,8 +127,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         return torch.addcmul(_along(shift, x), wide, _along(scale, x)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, invstd, *affine = ctx.saved_tensors
+        weight = affine[0] if affine else None
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dy = gradients[0].to(mean.dtype)
         normal = (x.to(mean.dtype) - _along(mean, x)) * _along(invstd, x)
@@ -125,11 +142,13 @@ class _SyncBatchNorm(torch.autograd.Function):
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
             centred = dy - _along(total[0], x) - normal * _along(total[1], x)
             grad_x = (centred * _along(scale, x)).to(x.dtype)
-        grad_weight = sums[1].to(weight.dtype) if needs_weight else None
+        grad_weight = None
+        if needs_weight and weight is not None:
+            grad_weight = sums[1].to(weight.dtype)
         grad_bias = sums[0] if needs_bias else None
         if grad_bias is not None and weight is not None:
             grad_bias = grad_bias.to(weight.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _axes(x: Tensor) -> list[int]:
@@ -137,24 +156,23 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(channels: Tensor, x: Tensor) -> Tensor:
-    """One number for each channel, as it goes with `x`."""
+    """Returns one number for each channel in a shape that broadcasts against `x`."""
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Mean, variance and number of values in a channel, over all ranks."""
+    """Returns mean, variance and number of values of a channel, over all ranks."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = x.numel() // x.size(1) if x.size(1) else 0
     if count:
         var, mean = torch.var_mean(wide, _axes(x), correction=0)
     else:
         var = mean = wide.new_zeros(x.size(1))
-    # In float64: counts must be exact.
-    mine = torch.cat([mean.new_tensor([count]), mean, var]).double()
-    name = "sync_batch_norm.forward"
-    every: Tensor = allgather(mine[None], name=name)
-    counts, means, vars = every.tensor_split([1, 1 + x.size(1)], dim=1)
+    # In float64, because float32 represents counts above 2**24 inexactly.
+    local = torch.cat([mean.new_tensor([count]), mean, var]).double()
+    moments = allgather(local[None], name="sync_batch_norm.forward")
+    counts, means, variances = moments.tensor_split([1, 1 + x.size(1)], dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
-    var = (counts * (vars + (means - mean).square())).sum(0) / total
+    var = (counts * (variances + (means - mean).square())).sum(0) / total
     return mean.to(wide.dtype), var.to(wide.dtype), int(total)

@@ -1,13 +1,9 @@
-"""PyTorch tensors as memory for the eager lane, and results as tensors.
-
-What an operation makes of them, and its derivative, is in operations.py.
-"""
+"""Hands the memory of PyTorch tensors to the eager lane, and makes results tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +12,28 @@ from torch.utils.dlpack import from_dlpack
 from ringjax import _native, errors
 from ringjax.eager import dtypes, lane
 
-# Not all versions of PyTorch have all of them.
+# The lane's numbers of dtypes. Old versions of PyTorch lack some dtypes.
 _NUMBERS = {
     getattr(torch, name): number
     for name, number in dtypes.NUMBERS.items()
     if hasattr(torch, name)
 }
-_COMPLEX = dtypes.NUMBERS["complex64"]  # and what has a greater number
+_COMPLEX = dtypes.NUMBERS["complex64"]  # the complex dtypes have the greatest numbers
 _strided = torch.strided
 
 
-# What the lane wants to know of each tensor; the memory that is sent, which is the
-# tensor itself or a contiguous copy; where that is, {} on this host.
+# 1. Address, dtype and shape of each tensor. 2. The tensors that own this memory: the
+# tensors themselves or contiguous copies. 3. The CUDA stream, or {} for host memory.
 Prepared = tuple[list[lane.TensorRef], list[Tensor], lane.LaneOptions]
 
 
 def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
-    """The tensors of one operation, ready to be sent.
+    """Prepares the tensors of one operation for the lane.
 
     Raises:
-        TypeError, ValueError: this cannot be sent.
+        TypeError, ValueError: a tensor cannot be sent.
     """
-    pieces: list[lane.TensorRef] = []
+    refs: list[lane.TensorRef] = []
     held: list[Tensor] = []
     on_cuda = 0
     for tensor in tensors:
@@ -53,28 +49,29 @@ def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
             if not tensor.is_cuda:
                 raise ValueError(_unsupported(op, name, tensor))
             on_cuda += 1
+        # PyTorch conjugates and negates lazily: the memory has the original values.
         lazy = tensor.is_conj() if number >= _COMPLEX else tensor.is_neg()
         if lazy or not tensor.is_contiguous():
             tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         held.append(tensor)
-        pieces.append((tensor.data_ptr(), number, tensor.shape))
+        refs.append((tensor.data_ptr(), number, tensor.shape))
     if not on_cuda and held:
-        return pieces, held, {}
+        return refs, held, {}
     if on_cuda < len(held):
         raise errors.InvalidArgument(
-            f"{lane.title(op, name, pieces)}: some tensors are on the CPU, others on a "
+            f"{lane.title(op, name, refs)}: some tensors are on the CPU, others on a "
             "CUDA device"
         )
     if not held:
         raise ValueError(f"{lane.title(op, name)}: no tensors")
     stream = torch.cuda.current_stream(held[0].device).cuda_stream
-    return pieces, held, {"cuda": True, "stream": stream}
+    return refs, held, {"cuda": True, "stream": stream}
 
 
-def wait_on_stream(ticket: Any, held: Tensor) -> None:
-    """Lets what PyTorch does from now on, on its current stream, find the results."""
+def wait_on_stream(work: _native.Work, held: Tensor) -> None:
+    """Makes PyTorch's current stream wait for the results of the operation."""
     try:
-        ticket.wait(torch.cuda.current_stream(held.device).cuda_stream)
+        work.wait(torch.cuda.current_stream(held.device).cuda_stream)
     except _native.StatusError as error:
         raise errors.from_status(error) from None
 
@@ -88,11 +85,11 @@ def _unsupported(op: str, name: str | None, tensor: Tensor) -> str:
     )
 
 
-def rows_from_memory(memory: Any, rows: int, like: Tensor) -> Tensor:
-    """`rows` rows in memory of the core, which the tensor keeps alive.
+def rows_from_memory(memory: object, rows: int, like: Tensor) -> Tensor:
+    """Returns a tensor of `rows` rows over memory of the core, which it keeps alive.
 
-    On a device they are copied: there, memory must be PyTorch's, or its streams would
-    not be waited for before it is used again.
+    Rows on a device are copied. The core does not wait for all streams of PyTorch that
+    may still read its device memory before it reuses it, but PyTorch's allocator does.
     """
     shape = (rows, *like.shape[1:])
     if not math.prod(shape):

@@ -1,4 +1,4 @@
-"""Horovod's ElasticSampler: the one of `ringjax.elastic` as a sampler of PyTorch."""
+"""Horovod's ElasticSampler: `ringjax.elastic.ElasticSampler` for a DataLoader."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ringjax import elastic
 class ElasticSampler(elastic.ElasticSampler, torch.utils.data.Sampler[int]):
     """Gives each rank its share of the indices that no rank has processed this epoch.
 
-    Put it into a `TorchState`, call `record_batch` after every ``optimizer.step()``,
-    and `set_epoch` at the end of every epoch. What it guarantees is told by
-    `ringjax.elastic.ElasticSampler`.
+    Put the sampler into a `TorchState`, call `record_batch` after every
+    ``optimizer.step()``, and `set_epoch` at the end of every epoch. The guarantees are
+    those of `ringjax.elastic.ElasticSampler`.
 
     Args:
-        dataset: anything with a constant length.
+        dataset: any object with a constant length.
         shuffle: whether every epoch has a random order.
-        seed: of the random order; the same on all ranks.
+        seed: the seed of the random order, the same on all ranks.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: `init` was not called.
 
     Example:
         >>> import ringjax.torch as hvd

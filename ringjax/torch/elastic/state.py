@@ -1,13 +1,14 @@
 """TorchState: models, optimizers, schedulers and samplers that survive a reset.
 
-What kind of object is saved, restored and sent how is a registry that users may extend.
-Everything without a handler is a plain value of `ringjax.elastic.State`.
+A registry, which programs may extend, has a handler for each type of object, which
+saves, restores and sends such objects. Other attributes are plain values of
+`ringjax.elastic.State`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,28 +31,31 @@ __all__ = [
 
 
 class TorchStateHandler(StateHandler):
-    """A module, an optimizer or a scheduler.
+    """Base class of the handlers of objects that have a `state_dict`.
 
-    As everywhere in Horovod's elastic training, an object of any type that is in the
-    state of one is pickled on its way.
+    As in Horovod's elastic training, objects in a state dict that are not plain data
+    are pickled when the state is sent.
     """
 
     allow_pickle = True
 
 
 class ModelStateHandler(TorchStateHandler):
-    """A module: its parameters and buffers stay where they are."""
+    """Handles a module: its parameters and buffers stay the same tensors."""
 
 
 class OptimizerStateHandler(TorchStateHandler):
-    """An optimizer, distributed or not."""
+    """Handles an optimizer, distributed or not."""
 
 
 class SchedulerStateHandler(TorchStateHandler):
-    """A scheduler of the learning rate."""
+    """Handles a scheduler of the learning rate."""
 
 
-_handler_registry: list[tuple[type[Any], type[StateHandler]]] = [
+# Pairs of a type and the class of its handler.
+Registry: TypeAlias = list[tuple[type, type[StateHandler]]]
+
+_handler_registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, SchedulerStateHandler),
@@ -59,25 +63,25 @@ _handler_registry: list[tuple[type[Any], type[StateHandler]]] = [
 ]
 
 
-def get_handler_registry() -> list[tuple[type[Any], type[StateHandler]]]:
-    """The pairs of a type and its handler; the first that fits is taken."""
+def get_handler_registry() -> Registry:
+    """Returns the pairs of a type and its handler. The first matching pair counts."""
     return _handler_registry
 
 
-def set_handler_registry(registry: list[tuple[type[Any], type[StateHandler]]]) -> None:
-    """Replaces the pairs, for states that are made afterwards."""
+def set_handler_registry(registry: Registry) -> None:
+    """Replaces the pairs of types and handlers, for states that are made afterwards."""
     global _handler_registry
     _handler_registry = registry
 
 
 class TorchState(elastic.State):
-    """The state of training in PyTorch.
+    """The state of a training in PyTorch, which a reset or a new rank restores.
 
     Args:
         model: a module.
         optimizer: an optimizer.
-        **kwargs: further modules, optimizers, schedulers and samplers, and plain
-            objects. Each becomes an attribute.
+        **kwargs: further attributes: modules, optimizers, schedulers, samplers and
+            plain objects.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -101,34 +105,34 @@ class TorchState(elastic.State):
     ) -> None:
         super().__init__(**kwargs, model=model, optimizer=optimizer)
 
-    def _handler_of(self, value: Any) -> StateHandler | None:
+    def _handler_of(self, value: object) -> StateHandler | None:
         for kind, handler in _handler_registry:
             if isinstance(value, kind):
                 return handler(value)
         return None
 
     def files(self) -> TorchFiles:
-        """How a checkpointer writes it."""
+        """Returns the writer and reader of checkpoints."""
         return TorchFiles()
 
 
 class TorchFiles:
-    """A TorchState on disk: one file of `torch.save`, a dict with all attributes.
+    """Writes and reads a TorchState: one file of `torch.save`, a dict of attributes.
 
-    As everywhere in PyTorch, plain objects of other kinds are pickled, and reading a
-    pickle runs code that its writer chose: load only what you have written.
+    `torch.save` pickles objects, and loading a pickle runs code that its writer has
+    chosen. So load only files that you trust.
     """
 
     def prepared(self, committed: dict[str, Any]) -> dict[str, Any]:
-        """What was committed is a copy already."""
+        """Returns the attributes as they are, because a commit has copied them."""
         return committed
 
     def write(self, folder: Path, prepared: dict[str, Any]) -> None:
-        """Fills the folder."""
+        """Writes the file of a checkpoint into its folder."""
         with synced(folder / _FILE) as file:
             torch.save(prepared, file)
 
     def read(self, folder: Path, present: dict[str, Any]) -> dict[str, Any]:
-        """The attributes that both the file and the program have."""
+        """Returns the attributes that both the file and the program have."""
         found = torch.load(folder / _FILE, map_location="cpu", weights_only=False)
         return {name: value for name, value in found.items() if name in present}
