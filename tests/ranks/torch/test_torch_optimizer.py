@@ -224,7 +224,7 @@ def test_buckets_need_not_be_alike(world, monkeypatch) -> None:
     twins = Twins(world, sgd)
     # One rank submits gradients one by one, another all at the end, the third some.
     room = [0, 1 << 20, 200][world.rank]
-    monkeypatch.setattr("ringjax.torch.gradients._FIRST_BUCKET", room)
+    monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", room)
     twins.train(6)
     close(twins.model, twins.reference)
 

@@ -43,7 +43,7 @@ def test_gradients_may_be_changed_after_backward(
         "groups": {"groups": 2},
     }.get(options, {})
     if options == "one by one":  # all are under way when backward ends
-        monkeypatch.setattr("ringjax.torch.gradients._FIRST_BUCKET", world.rank)
+        monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", world.rank)
     model, optimizer, reference, plain = pair(**more)
     if options == "unused":
         unused = torch.nn.Parameter(torch.ones(3))
