@@ -18,7 +18,8 @@ import numpy as np
 
 from ringjax import errors, runtime
 from ringjax.collectives import allgather, arguments, broadcast
-from ringjax.control import objects
+from ringjax.control import object_messages
+from ringjax.control.objects import comparison_text, is_named_callable
 from ringjax.eager import dtypes
 from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private, primitive
@@ -170,8 +171,8 @@ def broadcast_object(
         )
 
     with errors.translated():
-        return objects.broadcast(
-            *(what, obj, move, objects.room),
+        return object_messages.broadcast(
+            *(what, obj, move, object_messages.padded_size),
             is_root=communicator.rank == root,
             root_rank=root_rank,
             secret=runtime.current(what).secret,
@@ -206,8 +207,8 @@ def allgather_object(
         )
 
     with errors.translated():
-        return objects.allgather(
-            *(what, obj, move, objects.room),
+        return object_messages.allgather(
+            *(what, obj, move, object_messages.padded_size),
             ranks=process_set.ranks,
             secret=runtime.current(what).secret,
             allow_pickle=allow_pickle,
@@ -312,12 +313,12 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
             "an array of jax or numpy, a key of jax.random, a number, or what ranks "
             "can compare"
         )
-    return _Packed(None, objects.look(leaf), lambda _: leaf)
+    return _Packed(None, comparison_text(leaf), lambda _: leaf)
 
 
 def _can_stay(leaf: Any) -> bool:
     """Whether it has no numbers to send, and looks like what it is."""
-    if objects.is_named(leaf):
+    if is_named_callable(leaf):
         return True
     holds = ("__array__", "__dlpack__", "dtype", "state_dict")
     shown = repr(leaf) != object.__repr__(leaf)

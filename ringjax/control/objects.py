@@ -1,9 +1,9 @@
-"""Python objects as bytes and back, without pickle: JSON for the structure, raw arrays.
+"""Codec for Python objects without pickle: JSON for the structure, raw bytes for data.
 
-Knows no lane and no jax: `broadcast` and `allgather` are given a function that moves
-arrays, by `sync.py` and `eager/objects.py`. Bytes that came from another rank are
-bounded and checked: whatever they hold, decoding gives an object of the types below or
-a ValueError.
+`encode` and `decode` handle builtin types and arrays of numpy. `elastic/state_codec.py`
+extends both classes by arrays of JAX and PyTorch, whose memory is sent without a copy.
+Decoding does not trust its input: bytes of another rank give an object of the types
+below or a ValueError. How objects travel between ranks is in `object_messages.py`.
 
 Layout: ``RJO1`` | u32 length of the JSON text | JSON text | blobs, one after another.
 The text is ``{"value": node, "blobs": [bytes of each]}``. A node is null, true, false,
@@ -11,8 +11,7 @@ a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
 ``{"set": [node, …]}``, ``{"frozenset": [node, …]}``, ``{"dict": [[key, value], …]}``,
 ``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
 ``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
-Or ``RJOP`` | a pickle, which is only read where the caller has asked for it. What
-travels is followed by a seal (`ObjectSeal`), without which nothing of it is looked at.
+Or ``RJOP`` | a pickle, which is only read if the caller asks for it.
 """
 
 from __future__ import annotations
@@ -22,69 +21,36 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ringjax.control.sealed_messages import ObjectSeal
-
-MAX_BYTES = 1 << 31
 _PLAIN, _PICKLE = b"RJO1", b"RJOP"
 _MAX_DEPTH = 100
 _LENGTH = struct.Struct("<I")
-_KINDS = "biufc"
-# Their names: what else numpy makes of a text from a peer is not wanted.
-_DTYPES = {
-    np.dtype(code).newbyteorder("<").str
-    for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
-}
-# Of the package ml_dtypes. By name: the `str` of float8_e5m2 is that of no dtype.
-_EXTENDED = (
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e4m3b11fnuz",
-    "int4",
-    "uint4",
-)
+# numpy would accept many more texts from a peer, such as "(9999,9999)f8" or "O".
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")
+# Dtypes of ml_dtypes have names of their own: the `str` of float8_e5m2 is no dtype.
+_ML_DTYPE = re.compile(r"bfloat16|u?int[124]|float\d_e\w+")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
     "and numpy or jax arrays and scalars"
 )
+Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
+Node = Any  # a value that JSON can hold, see the layout above
 
 
-def is_named(value: Any) -> bool:
-    """Whether it is a function, a class or the like: nothing in it has to be sent."""
-    return callable(value) and hasattr(value, "__name__")
-
-
-def look(value: Any) -> str:
-    """What ranks compare of a function or the like, which each of them has itself.
-
-    Example:
-        >>> look(len), look("same")
-        ('the builtin_function_or_method <built-in function len>', "the str 'same'")
-    """
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    if len(text) > 100:  # it may be anything, and is shown if it differs
-        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
-    return f"the {type(value).__name__} {text}"
-
-
-def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
-    """The bytes of `value`.
+def encode(value: object, *, allow_pickle: bool = False) -> bytes:
+    """Encodes `value` as bytes.
 
     Raises:
-      TypeError: `value` holds something else than the types of the layout above, and
+      TypeError: `value` contains an object of a type that the layout above lacks, and
         `allow_pickle` is False. The text says where.
     """
     try:
-        return _ObjectEncoder().encode(value)
+        return ObjectEncoder().encode(value)
     except TypeError:
         if not allow_pickle:
             raise
@@ -94,11 +60,11 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
-    """The object in `data`; jax arrays arrive as numpy arrays.
+    """Decodes the bytes that `encode` has made. jax arrays arrive as numpy arrays.
 
     Raises:
-      ValueError: `data` is not what `encode` makes, or it is a pickle and
-        `allow_pickle` is False.
+      ValueError: `data` is damaged or forged, or is a pickle and `allow_pickle` is
+        False.
     """
     if data[:4] == _PICKLE and allow_pickle:
         import cloudpickle
@@ -109,160 +75,84 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
             "the sender has pickled the object; pass allow_pickle=True here too"
         )
     try:
-        return _ObjectDecoder(data).decode()
+        return ObjectDecoder(data).decode()
     except (KeyError, IndexError, TypeError, RecursionError, OverflowError) as e:
         raise ValueError(f"not an encoded object: {type(e).__name__}: {e}") from None
 
 
-class ObjectMessage(NamedTuple):
-    """An object on its way, or the reason why it cannot be sent, which travels instead.
+def is_named_callable(value: object) -> bool:
+    """Returns whether `value` is a function, a class or the like, without data."""
+    return callable(value) and hasattr(value, "__name__")
 
-    A message is a head of fixed size and a body: the receivers have to know its size.
+
+def comparison_text(value: object) -> str:
+    """Describes a function or the like, which ranks compare and do not send.
+
+    Example:
+        >>> comparison_text(len), comparison_text("same")
+        ('the builtin_function_or_method <built-in function len>', "the str 'same'")
     """
-
-    failed: bool
-    data: bytes
-
-    @classmethod
-    def of(cls, value: Any, seal: ObjectSeal, *, allow_pickle: bool) -> ObjectMessage:
-        """Never raises: the other ranks already wait for this one."""
-        failed = False
-        try:
-            data = encode(value, allow_pickle=allow_pickle)
-            if len(data) > MAX_BYTES - ObjectSeal.SIZE:
-                raise ValueError(f"it has {len(data)} bytes, more than {MAX_BYTES}")
-        except Exception as e:  # a pickle runs the object's own code
-            failed = True
-            data = f"{type(e).__name__}: {e}".encode(errors="replace")[:65536]
-        return cls(failed, data + seal.of(failed, data))
-
-    def head(self) -> np.ndarray[Any, Any]:
-        """uint32[2]: whether it failed, and the number of bytes."""
-        return np.array([self.failed, len(self.data)], np.uint32)
-
-    def body(self, size: Size | None = None) -> np.ndarray[Any, Any]:
-        """The bytes, filled up to `size`, which is `room` if not given."""
-        body = np.zeros((size or room)(self.head()), np.uint8)
-        body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
-        return body
+    # Addresses differ between processes that hold the same function.
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    if len(text) > 100:  # errors show the text: keep its beginning only
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+        text = f"{text[:80]}... (SHA-256 {digest[:16]})"
+    return f"the {type(value).__name__} {text}"
 
 
-def length(head: np.ndarray[Any, Any]) -> int:
-    """The number of bytes."""
-    announced = int(head[1])
-    if announced > MAX_BYTES:
-        raise ValueError(f"an object of {announced} bytes is announced")
-    return announced
+def dtype_name(dtype: np.dtype[Any], kinds: str) -> str:
+    """Names a dtype for the layout; empty if its bytes mean nothing to other processes.
+
+    Args:
+        kinds: the characters of numpy's own dtypes (`numpy.dtype.kind`) to accept.
+    """
+    if _ML_DTYPE.fullmatch(dtype.name) and dtype.isbuiltin == 2:  # 2: user-defined
+        return dtype.name
+    return dtype.str if dtype.kind in kinds else ""
 
 
-def room(head: np.ndarray[Any, Any]) -> int:
-    """`length` up to a power of two, where every new shape is a new program."""
-    return max(64, 1 << (length(head) - 1).bit_length())
-
-
-def opened(
-    head: np.ndarray[Any, Any], body: bytes, seal: ObjectSeal, *, allow_pickle: bool
-) -> Any:
-    """The object of a message; TypeError with the sender's reason if it had failed."""
-    data = seal.checked(bool(head[0]), body[: int(head[1])])
-    if head[0]:
-        raise TypeError(data.decode(errors="replace"))
-    return decode(data, allow_pickle=allow_pickle)
-
-
-# -- from rank to rank -----------------------------------------------------------------
-
-# Moves an array between the ranks, the "head" or the "body" of messages.
-Move = Callable[[np.ndarray[Any, Any], str], Any]
-# From the head of a message to the size of its body as it travels.
-Size = Callable[[np.ndarray[Any, Any]], int]
-
-
-def broadcast(
-    what: str,
-    obj: Any,
-    move: Move,
-    size: Size,
-    *,
-    is_root: bool,
-    root_rank: int,
-    secret: bytes,
-    allow_pickle: bool,
-) -> Any:
-    """A copy of the root's object. `what` is the function that errors name.
+def dtype_of(name: str, kinds: str) -> np.dtype[Any]:
+    """Returns the dtype with a name of `dtype_name`.
 
     Raises:
-      TypeError: the root's object cannot be sent; on every rank.
-      ValueError: what came is no object, or a pickle without `allow_pickle`.
+        ValueError, TypeError: there is no such dtype.
     """
-    seal = ObjectSeal(secret, what)
-    message = ObjectMessage.of(
-        obj if is_root else None, seal, allow_pickle=allow_pickle
-    )
-    head = np.asarray(move(message.head(), "head"))
-    with _blaming(what, root_rank):
-        body = message.body(size) if is_root else np.zeros(size(head), np.uint8)
-    data = np.asarray(move(body, "body")).tobytes()
-    with _blaming(what, root_rank):
-        return opened(head, data, seal, allow_pickle=allow_pickle)
+    found: np.dtype[Any] | None = None
+    if _ML_DTYPE.fullmatch(name):
+        import ml_dtypes
 
-
-def allgather(
-    what: str,
-    obj: Any,
-    move: Move,
-    size: Size,
-    *,
-    ranks: Iterable[int],
-    secret: bytes,
-    allow_pickle: bool,
-) -> list[Any]:
-    """The objects of all ranks. Raises as `broadcast`."""
-    seal = ObjectSeal(secret, what)
-    message = ObjectMessage.of(obj, seal, allow_pickle=allow_pickle)
-    heads = np.asarray(move(message.head()[None], "head"))
-    data = np.asarray(move(message.body(size), "body")).tobytes()
-    senders: list[int | str] = list(ranks)
-    if len(heads) < len(senders):  # who has joined sends nothing
-        senders = ["unknown"] * len(heads)
-    found, start = [], 0
-    for rank, head in zip(senders, heads, strict=True):
-        with _blaming(what, rank):
-            end = start + size(head)
-            body = data[start:end]
-            found.append(opened(head, body, seal, allow_pickle=allow_pickle))
-        start = end
+        found = np.dtype(getattr(ml_dtypes, name, "V"))
+    elif _NUMPY_DTYPE.fullmatch(name):
+        found = np.dtype(name)
+    if found is None or not dtype_name(found, kinds):
+        raise ValueError(f"not an encoded object: an array of dtype {name!r}")
     return found
 
 
-@contextmanager
-def _blaming(what: str, rank: int | str) -> Iterator[None]:
-    """Says whose object it is that cannot be sent or read."""
-    try:
-        yield
-    except TypeError as e:
-        text = f"ringjax.{what}: `obj` of rank {rank} cannot be sent: {e}"
-        raise TypeError(text) from None
-    except ValueError as e:
-        raise ValueError(f"ringjax.{what}: `obj` of rank {rank}: {e}") from None
+class ObjectEncoder:
+    """Encodes one object. A subclass encodes further types in `_other`.
 
+    Attributes:
+        kinds: the characters of numpy's dtypes that can be encoded.
+    """
 
-# -- the bytes -------------------------------------------------------------------------
+    kinds = "biufc"
 
-
-class _ObjectEncoder:
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
 
-    def encode(self, value: Any) -> bytes:
-        node = self._node(value, "the object", 0)
+    def encode(self, value: object) -> bytes:
+        return self._pack(self._node(value, "the object", 0))
+
+    def _pack(self, node: Node) -> bytes:
         head = {"value": node, "blobs": [len(blob) for blob in self._blobs]}
         text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
         return b"".join([_PLAIN, _LENGTH.pack(len(text)), text, *self._blobs])
 
-    def _node(self, value: Any, where: str, depth: int) -> Any:
+    def _node(self, value: Any, where: str, depth: int) -> Node:
         if depth > _MAX_DEPTH:
             raise TypeError(f"{where} is nested more than {_MAX_DEPTH} deep")
+        # The exact type counts, because a named tuple is more than a tuple.
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -275,132 +165,169 @@ class _ObjectEncoder:
             parts = (value.real, value.imag)
             return {"complex": [self._node(p, where, depth) for p in parts]}
         if kind is str:
-            return self._text(value, where)
+            return _unicode(value, where)
         if kind is bytes:
             return {"bytes": self._blob(value)}
         return self._container(value, where, depth + 1)
 
-    def _container(self, value: Any, where: str, depth: int) -> Any:
+    def _container(self, value: Any, where: str, depth: int) -> Node:
         kind = type(value)
-        if kind in (list, tuple, set, frozenset):
-            items = [self._node(v, f"{where}[{i}]", depth) for i, v in enumerate(value)]
-            return items if kind is list else {kind.__name__: items}
+        if kind is list or kind is tuple:
+            nodes = self._nodes(value, where, depth)
+            return nodes if kind is list else {"tuple": nodes}
+        if kind is set or kind is frozenset:
+            return {kind.__name__: [self._key(v, where, depth) for v in value]}
         if kind is dict:
             pairs = [
                 [
-                    self._node(k, f"the key {k!r} of {where}", depth),
+                    self._key(k, f"the key {k!r} of {where}", depth),
                     self._node(v, f"{where}[{k!r}]", depth),
                 ]
                 for k, v in value.items()
             ]
             return {"dict": pairs}
-        if isinstance(value, np.generic) or (
-            hasattr(value, "__array__") and hasattr(value, "dtype")
-        ):
-            return self._array(value, where)
+        if isinstance(value, np.generic) and dtype_name(value.dtype, self.kinds):
+            return {"scalar": self._array(value, where)}
+        return self._other(value, where, depth)
+
+    def _nodes(self, values: Iterable[object], where: str, depth: int) -> list[Node]:
+        return [self._node(v, f"{where}[{i}]", depth) for i, v in enumerate(values)]
+
+    def _key(self, value: object, where: str, depth: int) -> Node:
+        """The node of a key or an element of a set, which must have a hash."""
+        return self._node(value, where, depth)
+
+    def _other(self, value: Any, where: str, depth: int) -> Node:
+        if hasattr(value, "__array__") and hasattr(value, "dtype"):
+            return {"array": self._array(value, where)}
         raise TypeError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {_ALLOWED}; "
+            f"{where} is a {type_name(value)}, expected {_ALLOWED}; "
             "allow_pickle=True sends anything"
         )
 
-    def _text(self, value: str, where: str) -> str:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise TypeError(f"{where} is a str that is not valid Unicode") from None
-        return value
-
-    def _array(self, value: Any, where: str) -> Any:
+    def _array(self, value: object, where: str) -> Node:
         try:
             array = np.asarray(value)
         except TypeError as e:  # a tracer, or a typed key of jax.random
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
-        numpys = array.dtype.kind in _KINDS and array.dtype.name not in _EXTENDED
-        dtype = array.dtype.newbyteorder("<") if numpys else array.dtype
-        name = dtype.str if numpys else dtype.name
-        if not numpys and name not in _EXTENDED:
+        dtype = array.dtype
+        if dtype.isbuiltin == 1 or dtype.byteorder == ">":
+            dtype = dtype.newbyteorder("<")  # one byte order on all hosts
+        if not (name := dtype_name(dtype, self.kinds)):
             raise TypeError(
                 f"{where} is an array of dtype {array.dtype}, which has no plain bytes"
             )
         blob = self._blob(np.ascontiguousarray(array, dtype).tobytes())
-        tag = "scalar" if isinstance(value, np.generic) else "array"
-        return {tag: [blob, name, list(array.shape)]}
+        return [blob, name, list(array.shape)]
 
     def _blob(self, blob: bytes) -> int:
         self._blobs.append(blob)
         return len(self._blobs) - 1
 
 
-class _ObjectDecoder:
+def type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _unicode(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise TypeError(f"{where} is a str that is not valid Unicode") from None
+    return value
+
+
+class Template:
+    """What this process has in the place of a node; the builtin types ignore it."""
+
+    def child(self, kind: type[Any], key: Any) -> Self:
+        """Returns the template of an item in a container of this kind."""
+        return self
+
+
+_NO_TEMPLATE = Template()
+
+
+class ObjectDecoder:
+    """Decodes one object. A subclass adds the tags of further types to `_tags`."""
+
+    kinds = ObjectEncoder.kinds
+
     def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
         self._blobs: list[memoryview] = []
-        self._tags: dict[str, Callable[[Any, int], Any]] = {
-            "tuple": lambda v, d: tuple(self._items(v, d)),
-            "set": lambda v, d: set(self._items(v, d)),
-            "frozenset": lambda v, d: frozenset(self._items(v, d)),
+        self._root = self._parse(memoryview(data))
+        # Decoders by tag, of (content, template, depth).
+        self._tags: dict[str, Callable[[Node, Any, int], Any]] = {
+            "tuple": lambda v, t, d: tuple(self._items(v, t, d, tuple)),
+            "set": lambda v, _, d: set(self._items(v, _NO_TEMPLATE, d)),
+            "frozenset": lambda v, _, d: frozenset(self._items(v, _NO_TEMPLATE, d)),
             "dict": self._dict,
-            "float": lambda v, _: float(_typed(v, str)),
-            "int": lambda v, _: int(_typed(v, str), 16),
+            "float": lambda v, _, __: float(typed(v, str)),
+            "int": lambda v, _, __: int(typed(v, str), 16),
             "complex": self._complex,
-            "bytes": lambda v, _: bytes(self._blob(v)),
-            "array": lambda v, _: self._array(v).copy(),
-            "scalar": lambda v, _: self._array(v)[()],
+            "bytes": lambda v, _, __: bytes(self._blob(v)),
+            "array": lambda v, _, __: self._array(v).copy(),
+            "scalar": lambda v, _, __: self._array(v)[()],
         }
 
-    def decode(self) -> Any:
-        data, start = self._data, 4 + _LENGTH.size
+    def decode(self, template: Template = _NO_TEMPLATE) -> Any:
+        return self._value(self._root, template, 0)
+
+    def _parse(self, data: memoryview) -> Node:
+        start = 4 + _LENGTH.size
         if len(data) < start or bytes(data[:4]) != _PLAIN:
             raise ValueError("not an encoded object: it does not begin with RJO1")
         (length,) = _LENGTH.unpack(data[4:start])
         if length > len(data) - start:
             raise ValueError("not an encoded object: its text is cut off")
         end = start + length
-        head = _typed(json.loads(str(data[start:end], "utf-8")), dict)
-        for size in _typed(head["blobs"], list):
-            if not 0 <= _typed(size, int) <= len(data) - end:
+        head = typed(json.loads(str(data[start:end], "utf-8")), dict)
+        for size in typed(head["blobs"], list):
+            if not 0 <= typed(size, int) <= len(data) - end:
                 raise ValueError("not an encoded object: a blob is cut off")
             self._blobs.append(data[end : end + size])
             end += size
         if end != len(data):
             raise ValueError(f"not an encoded object: {len(data) - end} bytes too many")
-        return self._value(head["value"], 0)
+        return head["value"]
 
-    def _value(self, node: Any, depth: int) -> Any:
+    def _value(self, node: Node, template: Template, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise ValueError(f"not an encoded object: more than {_MAX_DEPTH} deep")
         if isinstance(node, list):
-            return self._items(node, depth + 1)
+            return self._items(node, template, depth + 1)
         if not isinstance(node, dict):
             return node
         if len(node) != 1:
             raise ValueError("not an encoded object: a node with several tags")
         ((tag, content),) = node.items()
-        return self._tags[tag](content, depth + 1)
+        return self._tags[tag](content, template, depth + 1)
 
-    def _items(self, nodes: Any, depth: int) -> list[Any]:
-        return [self._value(node, depth) for node in _typed(nodes, list)]
+    def _items(
+        self, nodes: Node, template: Template, depth: int, kind: type = list
+    ) -> list[Any]:
+        return [
+            self._value(node, template.child(kind, i), depth)
+            for i, node in enumerate(typed(nodes, list))
+        ]
 
-    def _dict(self, pairs: Any, depth: int) -> dict[Any, Any]:
-        nodes = [_typed(pair, list) for pair in _typed(pairs, list)]
-        return {self._value(k, depth): self._value(v, depth) for k, v in nodes}
+    def _dict(self, pairs: Node, template: Template, depth: int) -> dict[Any, Any]:
+        found = {}
+        for pair in typed(pairs, list):
+            key_node, value_node = typed(pair, list)
+            key = self._value(key_node, _NO_TEMPLATE, depth)
+            found[key] = self._value(value_node, template.child(dict, key), depth)
+        return found
 
-    def _complex(self, parts: Any, depth: int) -> complex:
-        real, imag = self._items(parts, depth)
-        return complex(_typed(real, float), _typed(imag, float))
+    def _complex(self, parts: Node, template: Template, depth: int) -> complex:
+        real, imag = self._items(parts, template, depth)
+        return complex(typed(real, float), typed(imag, float))
 
-    def _array(self, content: Any) -> np.ndarray[Any, Any]:
-        index, name, shape = _typed(content, list)
-        if _typed(name, str) in _EXTENDED:
-            import ml_dtypes
-
-            dtype = np.dtype(getattr(ml_dtypes, name))
-        elif name in _DTYPES:
-            dtype = np.dtype(name)
-        else:
-            raise ValueError(f"not an encoded object: an array of dtype {name!r}")
+    def _array(self, content: Node) -> Array:
+        index, name, shape = typed(content, list)
+        dtype = dtype_of(typed(name, str), self.kinds)
         blob = self._blob(index)
-        if any(_typed(n, int) < 0 for n in _typed(shape, list)) or len(shape) > 64:
+        if any(typed(n, int) < 0 for n in typed(shape, list)) or len(shape) > 64:
             raise ValueError(f"not an encoded object: an array of shape {shape}")
         if math.prod(shape) * dtype.itemsize != len(blob):
             raise ValueError(
@@ -408,16 +335,15 @@ class _ObjectDecoder:
             )
         return np.frombuffer(blob, dtype).reshape(shape)
 
-    def _blob(self, index: Any) -> memoryview:
-        if _typed(index, int) < 0:
+    def _blob(self, index: Node) -> memoryview:
+        if typed(index, int) < 0:
             raise ValueError("not an encoded object: a negative blob")
-        blob: memoryview = self._blobs[index]
-        return blob
+        return self._blobs[index]
 
 
-def _typed(value: Any, kind: type) -> Any:
-    # bool is an int to Python, but not here.
-    if type(value) is not kind:
+def typed(value: Node, kind: type[_T]) -> _T:
+    """Returns `value` if its type is exactly `kind`, or else raises ValueError."""
+    if type(value) is not kind:  # not isinstance, which takes a bool for an int
         raise ValueError(
             f"not an encoded object: a {type(value).__name__} where a {kind.__name__} "
             "belongs"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringjax import runtime
-from ringjax.control import objects
+from ringjax.control import object_messages
 from ringjax.eager import lane
 from ringjax.eager.movement import allgather, broadcast
 
@@ -59,11 +59,11 @@ def broadcast_object(
         step = f"{name or function}.{part}"
         return broadcast(array, root_rank, name=step, process_set=process_set)
 
-    return objects.broadcast(
+    return object_messages.broadcast(
         function,
         obj,
         move,
-        objects.length,
+        object_messages.exact_size,
         is_root=native.rank == root,
         root_rank=root_rank,
         secret=runtime.current(function).secret,
@@ -103,11 +103,11 @@ def allgather_object(
             array, name=f"{name or function}.{part}", process_set=process_set
         )
 
-    return objects.allgather(
+    return object_messages.allgather(
         function,
         obj,
         move,
-        objects.length,
+        object_messages.exact_size,
         ranks=process_set.ranks,
         secret=runtime.current(function).secret,
         allow_pickle=allow_pickle,

@@ -1,9 +1,9 @@
-"""A state of JAX's trees and plain values as files: orbax for arrays, else JSON.
+"""Checkpoint layout for trees of JAX and plain values: orbax for arrays, else JSON.
 
-An attribute that holds an array is an orbax checkpoint of its own,
-``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` opens it. Keys of
-jax.random are their data in it, empty arrays a zero, and an attribute that is nothing
-but an array is a dict with the one entry ``value``.
+An attribute that contains an array is an orbax checkpoint of its own, which
+``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. It holds the
+data of keys of jax.random, a zero for each empty array, and, for an attribute that is
+just one array, a dict with the one entry ``value``.
 """
 
 from __future__ import annotations
@@ -11,33 +11,37 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ringjax.control import objects
-from ringjax.elastic import leaves, values
+from ringjax.elastic import values
 from ringjax.elastic.checkpointer import synced
+from ringjax.elastic.leaf import NUMPY_KINDS
 
 _PLAIN = "plain.json"
-_ENCODED = "ringjax.objects"  # what JSON cannot say, in the layout of that module
+_ENCODED = "ringjax.objects"  # marks values that JSON cannot hold, in base64
+_NUMBER_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))  # that orbax writes
 
 
 class ArrayFiles:
-    """Lays out a `State`."""
+    """The checkpoint layout of a `State`."""
 
-    def prepared(self, committed: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Trees of numpy arrays, and the text of the plain values."""
+    def prepare(self, committed: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Returns trees of numpy arrays by attribute, and the text of plain values."""
         trees = {
-            name: _wrapped(values.mapped(value, _Numbers(name).of))
+            name: _wrap(values.mapped(value, partial(_as_numpy, name)))
             for name, value in committed.items()
             if _has_arrays(value)
         }
         if trees:
-            _orbax()  # now, and not in the thread: an error that must be seen
+            _orbax()  # a missing package must raise here, not in the writing thread
         plain = {
-            name: _plain(name, value)
+            name: _to_json(name, value)
             for name, value in committed.items()
             if name not in trees
         }
@@ -53,10 +57,10 @@ class ArrayFiles:
                 files.save(folder / name, tree)
 
     def read(self, folder: Path, present: dict[str, Any]) -> dict[str, Any]:
-        """The attributes that both the files and the program have."""
+        """Returns the attributes that both the files and the program have."""
         plain = json.loads((folder / _PLAIN).read_bytes())
         found = {
-            name: _from_plain(value) for name, value in plain.items() if name in present
+            name: _from_json(value) for name, value in plain.items() if name in present
         }
         for name, value in present.items():
             if name not in found and (folder / name).is_dir():
@@ -64,7 +68,7 @@ class ArrayFiles:
         return found
 
 
-def _orbax() -> Any:
+def _orbax() -> ModuleType:
     try:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
@@ -74,48 +78,42 @@ def _orbax() -> Any:
         ) from error
 
 
-def _has_arrays(value: Any) -> bool:
+def _has_arrays(value: object) -> bool:
     return any(
         isinstance(leaf, np.ndarray | np.generic) or values.is_jax(leaf)
         for leaf in values.leaves(value)
     )
 
 
-def _wrapped(tree: Any) -> Any:
+def _wrap(tree: Any) -> Any:
     return {"value": tree} if isinstance(tree, np.ndarray) else tree
 
 
-class _Numbers:
-    """The leaves of one attribute as numpy arrays that orbax writes."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def of(self, leaf: Any) -> Any:
-        """The array of a leaf; Python's numbers become arrays, too."""
-        if leaf is None:
-            return leaf
-        if values.is_jax(leaf):
-            data = values.jax_part().data_of(leaf)
-        elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-            data = np.asarray(leaf)
-        else:
-            raise TypeError(
-                f"ringjax.elastic: state.{self._name} has a {type(leaf).__name__} "
-                "beside arrays, expected arrays and numbers only where one attribute "
-                "is to be written to disk; put it into another attribute"
-            )
-        if not leaves.dtype_name(data.dtype) or data.dtype.kind in "SUmM":
-            raise TypeError(
-                f"ringjax.elastic: state.{self._name} has an array of dtype "
-                f"{data.dtype}, which cannot be written to disk"
-            )
-        return data if data.size else np.zeros((), data.dtype)
+def _as_numpy(name: str, leaf: Any) -> objects.Array | None:
+    """Returns a leaf of the attribute `name` as an array that orbax can write."""
+    if leaf is None:
+        return None
+    if values.is_jax(leaf):
+        data = values.jax_part().data_of(leaf)
+    elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        data = np.asarray(leaf)
+    else:
+        raise TypeError(
+            f"ringjax.elastic: state.{name} has a {type(leaf).__name__} "
+            "beside arrays, expected arrays and numbers only where one attribute "
+            "is to be written to disk; put it into another attribute"
+        )
+    if not objects.dtype_name(data.dtype, _NUMBER_KINDS):
+        raise TypeError(
+            f"ringjax.elastic: state.{name} has an array of dtype "
+            f"{data.dtype}, which cannot be written to disk"
+        )
+    return data if data.size else np.zeros((), data.dtype)
 
 
 def _read_tree(folder: Path, present: Any) -> Any:
     orbax = _orbax()
-    template = _wrapped(values.mapped(present, _Numbers(folder.name).of))
+    template = _wrap(values.mapped(present, partial(_as_numpy, folder.name)))
     restore = values.mapped(
         template,
         lambda x: None if x is None else orbax.RestoreArgs(restore_type=np.ndarray),
@@ -123,18 +121,19 @@ def _read_tree(folder: Path, present: Any) -> Any:
     with orbax.PyTreeCheckpointer() as files:
         read = files.restore(folder, item=template, restore_args=restore)
     tree = read["value"] if template is not present and _is_leaf(present) else read
-    return values.merged(present, tree, lambda leaf, one: _like(leaf, one, folder))
+    return values.merged(present, tree, partial(_convert_like, folder))
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return [*map(id, values.leaves(value))] == [id(value)]
 
 
-def _like(leaf: Any, read: Any, folder: Path) -> Any:
-    """The array as what the program has in that place."""
-    if leaf is None:
+def _convert_like(folder: Path, leaf: Any, read: Any) -> Any:
+    """Converts an array that was read to the type of the program's `leaf`."""
+    template = _as_numpy(folder.name, leaf)
+    if template is None:
         return None
-    array, template = np.asarray(read), _Numbers(folder.name).of(leaf)
+    array = np.asarray(read)
     if array.shape != template.shape:
         raise ValueError(
             f"{folder} has an array of shape {list(array.shape)} where the program's "
@@ -152,9 +151,9 @@ def _like(leaf: Any, read: Any, folder: Path) -> Any:
     return type(leaf)(array.item())
 
 
-def _plain(name: str, value: Any) -> Any:
+def _to_json(name: str, value: Any) -> Any:
     try:
-        if _same(json.loads(json.dumps(value, allow_nan=False)), value):
+        if _is_same(json.loads(json.dumps(value, allow_nan=False)), value):
             return value
     except (TypeError, ValueError):
         pass
@@ -167,19 +166,19 @@ def _plain(name: str, value: Any) -> Any:
     return {_ENCODED: base64.b64encode(data).decode()}
 
 
-def _same(read: Any, value: Any) -> bool:
-    """Whether JSON gives back the very types; a tuple would come back as a list."""
+def _is_same(read: Any, value: Any) -> bool:
+    """Returns whether types are equal, too: JSON would return a tuple as a list."""
     if type(read) is not type(value):
         return False
     if isinstance(value, dict):
         pairs = ((read.get(key), item) for key, item in value.items())
-        return read.keys() == value.keys() and all(_same(*pair) for pair in pairs)
+        return read.keys() == value.keys() and all(_is_same(*pair) for pair in pairs)
     if isinstance(value, list):
-        return all(map(_same, read, value))
+        return all(map(_is_same, read, value))
     return bool(read == value)
 
 
-def _from_plain(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict) and [*value] == [_ENCODED]:
         return objects.decode(base64.b64decode(value[_ENCODED]))
     return value

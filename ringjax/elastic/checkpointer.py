@@ -26,7 +26,7 @@ _UNFINISHED = ".writing"
 class CheckpointLayout(Protocol):
     """How one kind of state is laid out in a folder."""
 
-    def prepared(self, committed: dict[str, Any]) -> Any:
+    def prepare(self, committed: dict[str, Any]) -> Any:
         """What `write` needs; nobody changes it any more.
 
         Raises:
@@ -154,7 +154,7 @@ class Checkpointer:
         # Not a daemon: a program that ends finishes what it has begun to write.
         self._thread = threading.Thread(
             target=self._write,
-            args=(files, number, files.prepared(committed)),
+            args=(files, number, files.prepare(committed)),
             name="ringjax-checkpoint",
         )
         self._thread.start()

@@ -1,8 +1,9 @@
-"""The state of one rank, copied to others: a description first, then bare memory.
+"""Copies the state of one rank to others: its structure first, then bare memory.
 
-To everybody it goes over the eager lane; to some newcomers over links of their own, so
-that the others need not take part. Arrays are sent from where they are and arrive where
-they stay, in pieces. Nothing is pickled unless the caller asks for it.
+If all ranks receive, the data travel over the eager lane. If only newcomers receive,
+they get links of their own, so that the other ranks need not take part. Arrays are sent
+from where they are and arrive where they stay, in chunks. Nothing is pickled unless the
+caller asks for it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ringjax import _native, errors, failpoints, runtime
-from ringjax.control import objects
+from ringjax.control import object_messages
+from ringjax.control.objects import Array
 from ringjax.eager import dtypes, handle, lane
-from ringjax.elastic import leaves
-from ringjax.elastic.description import Described, restored
-from ringjax.elastic.leaves import Array
+from ringjax.elastic import leaf
+from ringjax.elastic.state_codec import StateDecoder, StateEncoder
 
 CHUNK = 8 << 20
-_UNDER_WAY = 4  # chunks that have been submitted to the lane and not waited for
+_MAX_IN_FLIGHT = 4  # chunks that have been submitted to the lane and not waited for
 _BYTE = dtypes.NUMBERS["uint8"]
 _BROADCAST = (_native.COLLECTIVES["broadcast"], _native.REDUCE_OPS["Sum"])
 
 
 class Participants(NamedTuple):
-    """Who sends and who listens, as ranks of the world."""
+    """The sender and the receivers of a state, as ranks of the world."""
 
     source: int
     receivers: tuple[int, ...]
@@ -42,9 +43,10 @@ _participants: ContextVar[Participants | None] = ContextVar(
 
 @contextlib.contextmanager
 def between(participants: Participants) -> Iterator[None]:
-    """Within it `share` is between these ranks; otherwise from rank 0 to everybody.
+    """Makes `broadcast_state` send between these ranks.
 
-    In a job of groups: from the first group, to each rank what lies at its place.
+    Outside of this context, rank 0 sends to all ranks; in a job of groups, each rank of
+    the first group sends to the ranks at its place in the other groups.
     """
     token = _participants.set(participants)
     try:
@@ -54,100 +56,102 @@ def between(participants: Participants) -> Iterator[None]:
 
 
 def broadcast_state(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
-    """Gives the source's values to the receivers; every rank calls it.
+    """Sends the source's values to the receivers; every rank calls this.
 
     Args:
-        values: what this rank has. On receivers it says what is not sent: how objects
-            of JAX's registered types are made from their parts.
+        values: the values of this rank. On receivers they stand for parts that are not
+            sent: objects of JAX's registered types are rebuilt from them.
         allow_pickle: on all ranks: send objects of unknown types as pickles.
 
     Returns:
-        The source's values on the receivers; None on all others.
+        The source's values on the receivers; None on all other ranks.
 
     Raises:
-        TypeError, ValueError: the source has something that cannot be sent, or the
-            receivers' values are made in another way; on both ends.
+        TypeError, ValueError: the source's values cannot be sent, or the receivers'
+            values have another structure; on both ends.
         PeerLost: a rank is gone.
     """
     if not values:
         return None
-    world = runtime.size()
-    participants = _participants.get()
-    if participants is None:
+    ranks = _participants.get()
+    if ranks is None:
         first, *others = runtime.replica_set().ranks
-        participants = Participants(first, tuple(others))
+        ranks = Participants(first, tuple(others))
     rank = runtime.rank()
-    if rank not in participants.receivers and rank != participants.source:
+    if not ranks.receivers or rank not in (ranks.source, *ranks.receivers):
         return None
-    if not participants.receivers:
-        return None
-    with _open_transfer(
-        participants, everybody=len(participants.receivers) == world - 1
-    ) as carrier:
-        if rank == participants.source:
-            _send(values, carrier, rank, allow_pickle)
+    with _open_transfer(ranks) as transfer:
+        if rank == ranks.source:
+            _send(values, transfer, rank, allow_pickle)
             return None
-        return _receive(values, carrier, participants.source, allow_pickle)
+        return _receive(values, transfer, ranks.source, allow_pickle)
 
 
 def preallocate(values: dict[str, Any], *, allow_pickle: bool = False) -> None:
-    """Takes the memory for what `share` will bring, if that is like `values`."""
-    leaves.make_room(Described.of(values, allow_pickle=allow_pickle).leaves)
+    """Reserves memory for what `broadcast_state` brings if it is like `values`."""
+    leaf.preallocate(StateEncoder(values, allow_pickle=allow_pickle).leaves)
 
 
 class _Transfer(Protocol):
+    """A way for bytes from the source to the receivers."""
+
     def move(self, pieces: Sequence[Array]) -> None:
-        """The source's bytes into the same pieces of the others, not at once."""
+        """Sends pieces of memory, or receives into them; may return before the end."""
 
     def finish(self) -> None:
-        """Returns when all of them have arrived."""
+        """Returns when all pieces have arrived."""
 
 
 def _send(
-    values: dict[str, Any], carrier: _Transfer, rank: int, allow_pickle: bool
+    values: dict[str, Any], transfer: _Transfer, rank: int, allow_pickle: bool
 ) -> None:
     try:
-        described = Described.of(values, allow_pickle=allow_pickle)
-    except Exception as error:  # the others wait for it
+        state = StateEncoder(values, allow_pickle=allow_pickle)
+    except Exception as error:
+        # The receivers already wait for a structure: send them the reason instead.
         text = f"the state of rank {rank} cannot be sent: {error}"
-        _announce({"error": text}, carrier, rank, is_source=True)
+        _broadcast_object({"error": text}, transfer, rank, is_source=True)
         raise type(error)(text) if type(error) in _ARGUMENTS else error from error
-    plan = {"state": described.structure, "leaves": [*map(list, described.leaves)]}
-    _announce(plan, carrier, rank, is_source=True)
-    failpoints.passing("state.described")
-    for pieces in _pieces(described.memory):
-        carrier.move(pieces)
-        failpoints.passing("state.chunk")
-    carrier.finish()
+    _broadcast_object({"state": state.structure}, transfer, rank, is_source=True)
+    _move_all(state.memory, transfer)
 
 
 _ARGUMENTS = (TypeError, ValueError)
 
 
 def _receive(
-    values: dict[str, Any], carrier: _Transfer, source: int, allow_pickle: bool
-) -> Any:
-    plan = _announce(None, carrier, source, is_source=False)
-    if "error" in plan:
-        raise ValueError(plan["error"])
-    state = restored(plan["state"], plan["leaves"], values, allow_pickle=allow_pickle)
-    failpoints.passing("state.described")
-    for pieces in _pieces(state.memory):
-        carrier.move(pieces)
-        failpoints.passing("state.chunk")
-    carrier.finish()
-    leaves.forget_room()
+    values: dict[str, Any], transfer: _Transfer, source: int, allow_pickle: bool
+) -> dict[str, Any]:
+    message = _broadcast_object(None, transfer, source, is_source=False)
+    if "error" in message:
+        raise ValueError(message["error"])
+    state = StateDecoder(message["state"], values, allow_pickle=allow_pickle)
+    _move_all(state.memory, transfer)
+    leaf.release_reserved()
     return state.values()
 
 
-def _announce(plan: Any, carrier: _Transfer, source: int, *, is_source: bool) -> Any:
+def _move_all(memory: Sequence[Array], transfer: _Transfer) -> None:
+    failpoints.passing("state.described")
+    for pieces in _chunks(memory):
+        transfer.move(pieces)
+        failpoints.passing("state.chunk")
+    transfer.finish()
+
+
+def _broadcast_object(
+    message: dict[str, Any] | None, transfer: _Transfer, source: int, *, is_source: bool
+) -> Any:
     def move(array: Array, _: str) -> Array:
-        carrier.move([array.view(np.uint8).reshape(-1)])
-        carrier.finish()
+        transfer.move([array.view(np.uint8).reshape(-1)])
+        transfer.finish()
         return array
 
-    return objects.broadcast(
-        *("elastic", plan, move, objects.length),
+    return object_messages.broadcast(
+        "elastic",
+        message,
+        move,
+        object_messages.exact_size,
         is_root=is_source,
         root_rank=source,
         secret=runtime.current("elastic").secret,
@@ -155,8 +159,8 @@ def _announce(plan: Any, carrier: _Transfer, source: int, *, is_source: bool) ->
     )
 
 
-def _pieces(memory: Sequence[Array]) -> Iterator[list[Array]]:
-    """All bytes in order, as lists of pieces of at most CHUNK bytes together."""
+def _chunks(memory: Sequence[Array]) -> Iterator[list[Array]]:
+    """Cuts all bytes, in order, into lists of pieces with at most CHUNK bytes each."""
     pieces: list[Array] = []
     room = CHUNK
     for part in memory:
@@ -174,10 +178,8 @@ def _pieces(memory: Sequence[Array]) -> Iterator[list[Array]]:
 
 
 @contextlib.contextmanager
-def _open_transfer(
-    participants: Participants, *, everybody: bool
-) -> Iterator[_Transfer]:
-    if everybody:
+def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
+    if len(participants.receivers) == runtime.size() - 1:
         yield _LaneTransfer(participants.source)
         return
     ranks = sorted({participants.source, *participants.receivers})
@@ -189,7 +191,7 @@ def _open_transfer(
 
 
 class _LaneTransfer:
-    """To all ranks, by named operations; some chunks are on their way at a time."""
+    """Sends to all ranks by named operations, a few chunks at a time."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -197,47 +199,49 @@ class _LaneTransfer:
         self._handles: list[handle.Handle] = []
 
     def move(self, pieces: Sequence[Array]) -> None:
-        """Returns before the last few have arrived."""
-        places = [(piece.ctypes.data, _BYTE, piece.shape) for piece in pieces]
+        tensors = [(piece.ctypes.data, _BYTE, piece.shape) for piece in pieces]
         self._handles.append(
             lane.submit(
-                *("broadcast", f"elastic.state.{self._count}"),
-                *(places, [place[0] for place in places]),
+                "broadcast",
+                f"elastic.state.{self._count}",
+                tensors,
+                [address for address, _, _ in tensors],
                 finish=lambda _: None,
                 keep=list(pieces),
                 root=self._source,
             )
         )
         self._count += 1
-        if len(self._handles) > _UNDER_WAY:
+        if len(self._handles) > _MAX_IN_FLIGHT:
             self._handles.pop(0).wait()
 
     def finish(self) -> None:
-        """Waits for all of them."""
         while self._handles:
             self._handles.pop(0).wait()
 
 
 class _LinkTransfer:
-    """To some ranks, over a communicator that only they have."""
+    """Sends to some ranks, over a communicator that only these ranks have."""
 
     def __init__(self, communicator: _native.Communicator, root: int) -> None:
         self._communicator = communicator
         self._root = root
 
     def move(self, pieces: Sequence[Array]) -> None:
-        """Returns when they have arrived."""
-        places = [_writable(piece) for piece in pieces]
+        buffers = [_writable(piece) for piece in pieces]
         self._communicator.execute(
-            *(*_BROADCAST, places, places), root=self._root, name="elastic state"
+            *_BROADCAST, buffers, buffers, root=self._root, name="elastic state"
         )
 
     def finish(self) -> None:
-        """They have."""
+        pass  # `move` returns when its pieces have arrived
 
 
 def _writable(piece: Array) -> Array:
-    """The same memory. At the source it is an array of JAX's, but is only read."""
+    """Returns a writable view, which the core wants although the source only reads.
+
+    At the source `piece` may be the memory of a JAX array, which numpy protects.
+    """
     if piece.flags.writeable:
         return piece
     memory = (ctypes.c_ubyte * len(piece)).from_address(piece.ctypes.data)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ringjax.control import objects
+from ringjax.control.objects import is_named_callable
 
 _SCALARS = str | bytes | int | float | complex
 
@@ -109,7 +109,7 @@ def kept(value: Any, *, copied: bool) -> Any:
             return part.copies([one])[0] if copied and not part.is_deleted(one) else one
         in_place = isinstance(one, set | bytearray) or hasattr(one, "__dlpack__")
         # As Horovod has it, objects of other kinds are copied in containers only.
-        if (one is value and not in_place) or objects.is_named(one):
+        if (one is value and not in_place) or is_named_callable(one):
             return one
         try:
             return copy.deepcopy(one)

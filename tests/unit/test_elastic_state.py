@@ -12,8 +12,8 @@ import ringjax
 from ringjax import elastic
 from ringjax.control import objects
 from ringjax.elastic import values
-from ringjax.elastic.description import Described, restored
 from ringjax.elastic.donation import Donation
+from ringjax.elastic.state_codec import StateDecoder, StateEncoder
 
 STEP = jax.jit(lambda x: x + 1)
 DONATING = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -33,11 +33,9 @@ def fresh(value: float = 1.0) -> jax.Array:
 
 def sent(state, own, *, allow_pickle: bool = False):
     """What a receiver whose state is `own` makes of `state`."""
-    described = Described.of(state, allow_pickle=allow_pickle)
-    plan = [described.structure, [*map(list, described.leaves)]]
-    structure, leaves = objects.decode(objects.encode(plan))
-    made = restored(structure, leaves, own, allow_pickle=allow_pickle)
-    for room, data in zip(made.memory, described.memory, strict=True):
+    encoded = StateEncoder(state, allow_pickle=allow_pickle)
+    made = StateDecoder(encoded.structure, own, allow_pickle=allow_pickle)
+    for room, data in zip(made.memory, encoded.memory, strict=True):
         room[:] = data
     return made.values()
 
@@ -235,9 +233,9 @@ def test_what_cannot_be_sent() -> None:
         sent({"f": [object()]}, {})
     got = sent({"f": [range(3)]}, {}, allow_pickle=True)
     assert got["f"] == [range(3)]
-    pickled = Described.of({"f": range(3)}, allow_pickle=True)
+    pickled = StateEncoder({"f": range(3)}, allow_pickle=True)
     with pytest.raises(ValueError, match="came as a pickle"):
-        restored(pickled.structure, [], {}, allow_pickle=False)
+        StateDecoder(pickled.structure, {}, allow_pickle=False)
 
 
 def test_structures_are_mapped_to_their_likes() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ringjax import _native, errors, runtime
-from ringjax.elastic import leaves, transfer
+from ringjax.elastic import leaf, transfer
 from ringjax.elastic.transfer import Participants
 
 here = threading.local()
@@ -92,22 +92,20 @@ def test_newcomers_get_what_the_source_has_and_nobody_else_takes_part(ranks) -> 
 
 
 def test_memory_that_arrives_is_not_copied_again() -> None:
-    data = transfer.Described.of({"x": np.ones(5)}, allow_pickle=False)
-    made = transfer.restored(
-        data.structure, [[*leaf] for leaf in data.leaves], {}, allow_pickle=False
-    )
+    data = transfer.StateEncoder({"x": np.ones(5)}, allow_pickle=False)
+    made = transfer.StateDecoder(data.structure, {}, allow_pickle=False)
     made.memory[0][:] = data.memory[0]
     assert made.values()["x"].ctypes.data == made.memory[0].ctypes.data
 
 
 def test_room_that_was_made_before_is_used() -> None:
     transfer.preallocate({"x": np.ones(5), "y": np.ones(5), "z": np.ones(6)})
-    leaf = transfer.Described.of({"x": np.ones(5)}, allow_pickle=False).leaves[0]
-    rooms = [leaf.memory() for _ in range(3)]
+    (spec,) = transfer.StateEncoder({"x": np.ones(5)}, allow_pickle=False).leaves
+    rooms = [spec.memory() for _ in range(3)]
     assert len({room.ctypes.data for room in rooms}) == 3
-    assert len(leaves._reserve[48]) == 1 and not leaves._reserve[40]
-    leaves.forget_room()
-    assert not leaves._reserve
+    assert len(leaf._reserved[48]) == 1 and not leaf._reserved[40]
+    leaf.release_reserved()
+    assert not leaf._reserved
 
 
 def test_what_cannot_be_sent_is_an_error_on_both_ends(ranks) -> None:
@@ -135,7 +133,7 @@ def test_a_rank_that_goes_is_named(ranks) -> None:
 def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CHUNK", 10)
     memory = [np.arange(n, dtype=np.uint8) for n in (3, 0, 7, 25, 1)]
-    pieces = list(transfer._pieces(memory))
+    pieces = list(transfer._chunks(memory))
     assert [sum(map(len, chunk)) for chunk in pieces] == [10, 10, 10, 6]
     together = np.concatenate([piece for chunk in pieces for piece in chunk])
     np.testing.assert_array_equal(together, np.concatenate(memory))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ringjax.control import objects
+from ringjax.control import object_messages, objects
 from ringjax.control.sealed_messages import ObjectSeal
 
 KEY = b"of the job"
@@ -240,19 +240,21 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_a_message_announces_its_room_and_fits_into_it() -> None:
     for length in (0, 1, 63, 64, 65, 1000):
-        message = objects.ObjectMessage(False, bytes(length))
-        room = objects.room(message.head())
+        message = object_messages.ObjectMessage(False, bytes(length))
+        room = object_messages.padded_size(message.head())
         assert len(message.body()) == room >= max(length, 64)
         assert room & (room - 1) == 0
     with pytest.raises(ValueError, match="announced"):
-        objects.room(np.array([0, objects.MAX_BYTES + 1], np.uint32))
+        object_messages.padded_size(
+            np.array([0, object_messages.MAX_BYTES + 1], np.uint32)
+        )
 
 
 def test_a_reason_travels_instead_of_what_cannot_be_sent() -> None:
-    message = objects.ObjectMessage.of(object(), SEAL, allow_pickle=False)
+    message = object_messages.ObjectMessage.of(object(), SEAL, allow_pickle=False)
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(TypeError, match="the object is a builtins.object"):
-        objects.opened(head, body, SEAL, allow_pickle=False)
+        object_messages.open_message(head, body, SEAL, allow_pickle=False)
 
 
 class Burglar:
@@ -267,20 +269,26 @@ class Burglar:
 def test_what_is_not_genuine_is_not_looked_at(
     value: Any, forger: tuple[bytes, str]
 ) -> None:
-    message = objects.ObjectMessage.of(value, ObjectSeal(*forger), allow_pickle=True)
+    message = object_messages.ObjectMessage.of(
+        value, ObjectSeal(*forger), allow_pickle=True
+    )
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(ValueError, match="altered on its way"):
-        objects.opened(head, body, SEAL, allow_pickle=True)
+        object_messages.open_message(head, body, SEAL, allow_pickle=True)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_no_byte_can_be_altered(place: int, by: int) -> None:
-    message = objects.ObjectMessage.of({"w": np.arange(5)}, SEAL, allow_pickle=True)
+    message = object_messages.ObjectMessage.of(
+        {"w": np.arange(5)}, SEAL, allow_pickle=True
+    )
     data = bytearray(message.data)
     data[place % len(data)] ^= by
     with pytest.raises(ValueError, match="altered on its way"):
-        objects.opened(message.head(), bytes(data), SEAL, allow_pickle=True)
+        object_messages.open_message(
+            message.head(), bytes(data), SEAL, allow_pickle=True
+        )
     flipped = np.array([1, len(message.data)], np.uint32)
     for head in (flipped, np.array([0, 5], np.uint32)):
         with pytest.raises(ValueError, match="altered on its way"):
-            objects.opened(head, message.data, SEAL, allow_pickle=True)
+            object_messages.open_message(head, message.data, SEAL, allow_pickle=True)

@@ -123,7 +123,7 @@ class TorchFiles:
     chosen. So load only files that you trust.
     """
 
-    def prepared(self, committed: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, committed: dict[str, Any]) -> dict[str, Any]:
         """Returns the attributes as they are, because a commit has copied them."""
         return committed
 

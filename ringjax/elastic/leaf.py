@@ -1,0 +1,148 @@
+"""Arrays of numpy, JAX and PyTorch as bytes and back, without a copy where possible.
+
+This module is for data that are sent whole to another rank, such as parameters and
+moments. It imports no framework.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringjax.control.objects import Array, dtype_name, dtype_of
+from ringjax.elastic import values
+
+NUMPY_KINDS = "biufcmMSU"  # numpy's dtypes whose bytes other processes understand
+_ALIGNMENT = 64  # JAX takes memory over without a copy if it has this alignment
+
+
+class Leaf(NamedTuple):
+    """How a receiver stores the bytes of an array.
+
+    Attributes:
+        kind: "jax", "key" (of jax.random), "shards" (of a jax array of which other
+            processes hold parts, too), "torch" or "numpy".
+        dtype: the name of the data's dtype.
+        shape: the shape of the data.
+        detail: for "jax", whether the type is weak; for "key", its implementation; for
+            "shards", how they lie on the devices.
+    """
+
+    kind: str
+    dtype: str
+    shape: list[int]
+    detail: str | bool = ""
+
+    def memory(self) -> Array:
+        """Returns memory for the bytes, reserved by `preallocate` if possible."""
+        if self.kind == "torch":
+            item_size: int = getattr(_torch(), self.dtype).itemsize
+        else:
+            item_size = dtype_of(self.dtype, NUMPY_KINDS).itemsize
+        size = math.prod(self.shape) * item_size
+        if reserved := _reserved.get(size):
+            return reserved.pop()
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return memory[start : start + size]
+
+    def value(self, memory: Array, own: Any) -> Any:
+        """Returns the array whose bytes are in `memory`, which it owns from now on.
+
+        Args:
+            own: the value of this rank in the same place. If it is an array on a
+                device, the new array is put there, too.
+        """
+        if self.kind == "torch":
+            torch = _torch()
+            flat = torch.from_numpy(memory).view(getattr(torch, self.dtype))
+            tensor = flat.reshape(self.shape)
+            return tensor.to(own.device) if isinstance(own, torch.Tensor) else tensor
+        data = memory.view(dtype_of(self.dtype, NUMPY_KINDS)).reshape(self.shape)
+        if self.kind == "numpy":
+            return data
+        part = values.jax_part()
+        if part is None:
+            raise ValueError(
+                "rank 0 has an array of JAX in a place of the state where this program "
+                "has not even imported JAX"
+            )
+        return part.array_of(data, self.kind, self.detail, own)
+
+
+_reserved: dict[int, list[Array]] = {}  # memory of `preallocate`, by size
+
+
+def preallocate(leaves: Iterable[Leaf]) -> None:
+    """Reserves memory for arrays like these.
+
+    A rank that joins calls this before it asks to be admitted, because afterwards all
+    other ranks wait for it, and new pages take longer than to fill them.
+    """
+    for memory in [leaf.memory() for leaf in leaves]:
+        memory.fill(0)  # the kernel maps a page only when it is written
+        _reserved.setdefault(len(memory), []).append(memory)
+
+
+def release_reserved() -> None:
+    """Frees the reserved memory that nothing has used."""
+    _reserved.clear()
+
+
+def read(value: Any) -> tuple[Leaf, Array] | None:
+    """Returns an array's `Leaf` and its bytes, which the caller must not change.
+
+    Returns:
+        None if `value` is no array, or its bytes mean nothing to other processes.
+
+    Raises:
+        ValueError: its memory was donated to a program.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _read_tensor(value, torch)
+    if isinstance(value, np.ndarray):
+        return _leaf("numpy", value) if dtype_name(value.dtype, NUMPY_KINDS) else None
+    part = values.jax_part()
+    if part is None or not part.is_array(value):
+        return None
+    if part.is_deleted(value):
+        raise ValueError(
+            "its memory was donated to a program (donate_argnums) after the last "
+            "commit, and nothing else has the value; commit after every step, or do "
+            "not donate what the state holds"
+        )
+    kind, detail = part.describe(value)
+    return _leaf(kind, part.data_of(value), detail)
+
+
+def _leaf(kind: str, data: Array, detail: str | bool = "") -> tuple[Leaf, Array]:
+    leaf = Leaf(kind, dtype_name(data.dtype, NUMPY_KINDS), list(data.shape), detail)
+    return leaf, np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def _torch() -> ModuleType:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        raise ValueError(
+            "rank 0 has a tensor of PyTorch in a place of the state where this program "
+            "has not even imported PyTorch"
+        )
+    return torch
+
+
+def _read_tensor(tensor: Any, torch: ModuleType) -> tuple[Leaf, Array] | None:
+    # A parameter, or a tensor of a subclass, is more than its data.
+    if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        return None
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    on_cpu = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    data = on_cpu.reshape(-1).view(torch.uint8).numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return Leaf("torch", name, list(tensor.shape)), data
