@@ -12,21 +12,22 @@ import re
 from textwrap import dedent
 
 import pytest
+from support.documents import RECIPES
 from support.launch import ROOT, StartJob
 
+ON_ENGINES = {f"docs/run/{engine}.md" for engine in ("launchers", "ray", "spark")}
 PAGES = {
     path.relative_to(ROOT).as_posix(): re.findall(
         r"(?ms)^```python\n(.*?)^```", path.read_text()
     )
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
-del PAGES["docs/train/recipes.md"], PAGES["docs/run/launchers.md"]
+for page in RECIPES | ON_ENGINES:
+    del PAGES[page]
 PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
-# What ends the process, as the page says.
-NOT_RUN = {("docs/migrate/from-horovod.md", 0)}
 BEFORE = {
-    ("docs/migrate/from-horovod.md", 1): """
+    ("docs/migrate/from-horovod.md", 0): """
         import numpy as np
 
         gradients = {"w": np.full(3, 1.0, "f4"), "b": np.full(2, 2.0, "f4")}
@@ -77,15 +78,18 @@ AFTER = {
         assert not job.is_alive()
     """,
     ("docs/train/jax.md", 0): "assert float(loss) > 0",
-    ("docs/train/jax.md", 1): "assert float(params.sum()) < 8",
-    ("docs/train/jax.md", 2): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
+    ("docs/train/tuning.md", 0): "assert float(params.sum()) < 8",
+    (
+        "docs/train/tuning.md",
+        1,
+    ): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
     ("docs/operate/elastic.md", 0): "assert state.step == 12",
     ("docs/operate/profiling.md", 0): """
         import os
 
         assert ringjax.rank() > 0 or os.path.exists(folder + "/profile.tar")
     """,
-    ("docs/operate/profiling.md", 1): """
+    ("docs/operate/timeline.md", 0): """
         import json, pathlib
 
         if ringjax.rank() == 0:
@@ -104,19 +108,18 @@ def _program(page: str) -> str:
     parts = ["import numpy as np"]
     for number, block in enumerate(PAGES[page]):
         place = (page, number)
-        if place not in NOT_RUN:
-            text = dedent(BEFORE.get(place, "")) + block
-            text += "\nimport numpy as np\n" + dedent(AFTER.get(place, ""))
-            parts.append(
-                f"exec(compile({text!r}, 'block {number} of {page}', 'exec'), {{}})"
-            )
+        text = dedent(BEFORE.get(place, "")) + block
+        text += "\nimport numpy as np\n" + dedent(AFTER.get(place, ""))
+        parts.append(
+            f"exec(compile({text!r}, 'block {number} of {page}', 'exec'), {{}})"
+        )
     return "\n".join(parts)
 
 
 def test_what_is_given_belongs_to_a_block() -> None:
     places = {(page, n) for page, blocks in PAGES.items() for n in range(len(blocks))}
-    assert NOT_RUN | BEFORE.keys() | AFTER.keys() <= places
-    assert len(places - NOT_RUN) > 10
+    assert BEFORE.keys() | AFTER.keys() <= places
+    assert len(places) > 10
 
 
 @pytest.mark.parametrize("page", PAGES)

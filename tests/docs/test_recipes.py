@@ -1,4 +1,4 @@
-"""Every program of docs/train/recipes.md runs unchanged and does what the page says.
+"""Every program of the pages of recipes runs unchanged and does what the page says.
 
 Each gets a few lines more, which look at what it has left behind. In processes of their
 own, as one of them loads TensorFlow.
@@ -10,10 +10,17 @@ import re
 from textwrap import dedent
 
 import pytest
+from support.documents import RECIPES as PAGES
 from support.launch import ROOT, StartJob
 
-PAGE = (ROOT / "docs" / "train" / "recipes.md").read_text()
-RECIPES = dict(re.findall(r"(?ms)^## ([^\n]*)\n.*?^```python\n(.*?)^```", PAGE))
+RECIPES = {
+    f"{page} {heading}": program
+    for page in sorted(PAGES)
+    for heading, program in re.findall(
+        r"(?ms)^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```",
+        (ROOT / page).read_text(),
+    )
+}
 
 # All ranks have the same numbers in a tree.
 ALIKE = """
@@ -26,7 +33,7 @@ def alike(tree):
         np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
 """
 CHECKS = {
-    "From one rank to many": """
+    "docs/train/checkpoints.md Pickle": """
         assert first == 0 and found["loss"] < 2e-3
         alike((params, state))
         ended = params
@@ -36,12 +43,12 @@ CHECKS = {
         assert first == 6
         np.testing.assert_array_equal(params, ended)
     """,
-    "Batch statistics": """
+    "docs/train/batch-norm.md Batch statistics": """
         alike((params, stats))
         assert np.abs(jax.tree.leaves(stats)[0]).max() > 0
     """,
     # The same step by hand, with all examples.
-    "Batch normalisation over all ranks": """
+    "docs/train/batch-norm.md Batch normalisation over all ranks": """
         alike((params, stats))
 
         class Alone(nn.Module):
@@ -63,21 +70,26 @@ CHECKS = {
         ):
             np.testing.assert_allclose(mine, was - 0.1 * grad, atol=1e-4)
     """,
-    "Dropout and other noise": """
+    "docs/train/models.md Dropout and other noise": """
         alike(params)
         keys = np.asarray(ringjax.allgather(jax.random.key_data(noise)[None]))
         assert len({tuple(row) for row in keys.tolist()}) == ringjax.size()
     """,
-    "flax nnx, models passed whole": """
+    "docs/train/models.md flax nnx": """
         alike(nnx.state(model, nnx.Param, nnx.BatchStat))
     """,
-    "equinox, models passed whole": """
+    "docs/train/models.md equinox": """
         arrays = eqx.filter(model, eqx.is_array)
         alike(arrays)
         assert len(jax.tree.leaves(arrays)) == 6 and model.activation is not None
     """,
+    "docs/train/checkpoints.md Orbax": """
+        alike((params, state))
+        if ringjax.rank() == 0:
+            assert sorted(int(p.name) for p in Path("checkpoints").iterdir()) == [2, 3]
+    """,
     # All rows of the step by hand, as one process would take them.
-    "Uneven data": """
+    "docs/train/data.md Uneven data": """
         alike(params)
         assert step._cache_size() == 1
         rows = np.random.default_rng(0).normal(size=(40, 4)).astype("f4")
@@ -89,7 +101,7 @@ CHECKS = {
             alone -= 0.1 * 2 * now.T @ error / len(now)
         np.testing.assert_allclose(params, alone, atol=1e-5)
     """,
-    "A TensorFlow 2 script, with Keras 3": """
+    "docs/migrate/from-keras-2.md A complete script": """
         import ringjax
         from pathlib import Path
 
@@ -103,7 +115,8 @@ CHECKS = {
 
 def test_every_recipe_is_looked_at() -> None:
     assert RECIPES.keys() == CHECKS.keys()
-    assert len(RECIPES) == PAGE.count("\n## ")
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    assert len(RECIPES) == pages.count("```python\n")
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,7 +1,7 @@
 """What Ray loses while a job runs: workers, nodes, a node's daemon, the driver.
 
 `KILLS=20 SEED=7 pytest -s tests/engines/ray_failures.py -k random` is how the times in
-docs/run/launchers.md were measured.
+docs/developers/engine-tests.md were measured.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from support.tree import Check, Tree, expect_offences, report
 
 FOLDERS = "ringjax xla_ext tests examples benchmarks docs release"
-PROMISES = "docs/developers/reliability.md"
+PROMISES = "docs/developers/promises.md"
 # Headers of TensorFlow's, which are in no folder of ours.
 FOREIGN = {"tensorflow/c/kernels.h", "ops.h"}
 
@@ -85,11 +85,11 @@ def test_each_offence_is_named(tmp_path: Path) -> None:
     files = {
         "CHANGELOG.md": "`gone.py`",
         "README.md": """# One head
-[here](#one-head) [there](docs/developers/reliability.md#what-is-promised) [x](https://a.b/c)
+[here](#one-head) [there](docs/developers/promises.md#what-is-promised) [x](https://a.b/c)
 [a](gone.md) [c](#gone) !! there is no gone.md !! README.md has no heading #gone
-[b](docs/developers/reliability.md#gone) !! reliability.md has no heading #gone
+[b](docs/developers/promises.md#gone) !! promises.md has no heading #gone
 """,
-        "docs/developers/reliability.md": """ !! 5 rows of promises are too few
+        "docs/developers/promises.md": """ !! 5 rows of promises are too few
 ```
 `gone.py`
 ```

@@ -131,14 +131,14 @@ def test_they_are_read_by_init_which_tells_what_it_ignores() -> None:
 
 
 def test_the_guide_holds_the_table() -> None:
-    guide = (ROOT / "docs" / "migrate" / "from-horovod.md").read_text()
+    guide = (ROOT / "docs" / "reference" / "horovod.md").read_text()
     assert horovod_variables.table() in guide
 
 
 def test_the_guide_names_every_option_of_the_launcher() -> None:
     from ringjax.run.options import build_parser
 
-    guide = (ROOT / "docs" / "migrate" / "from-horovod.md").read_text()
+    guide = (ROOT / "docs" / "reference" / "horovod.md").read_text()
     named = set(re.findall(r"`(--?[a-zA-Z][a-z-]*)`", guide))
     parser = build_parser("")
     known = {flag for action in parser._actions for flag in action.option_strings}

@@ -127,7 +127,7 @@ def test_training_is_that_of_one_process(world, loader, overlap, jit) -> None:
 
 
 def test_weighing_the_loss_is_the_same(world) -> None:
-    """Weighing the loss, as in docs/train/recipes.md, equals weighing the gradients."""
+    """Weighing the loss, as in docs/train/data.md, equals weighing the gradients."""
     params = start()
     tx = optax.chain(ringjax.allreduce_grads(ringjax.Sum), optax.adam(0.1))
     state = tx.init(params)
