@@ -21,7 +21,7 @@ from ringjax.settings.parsers import Parser
 
 
 @dataclass(frozen=True)
-class Alias:
+class HorovodVariable:
     """A variable of Horovod for a setting of ours, in other words or units.
 
     Attributes:
@@ -37,11 +37,14 @@ def _setting(
     default: Any,
     parse: Parser,
     meaning: str,
-    *horovod: str | Alias,
+    *horovod: str | HorovodVariable,
     secret: bool = False,
 ) -> Any:
     """A field with how to read it; `horovod` are the names Horovod has for it."""
-    aliases = tuple(a if isinstance(a, Alias) else Alias(a, parse) for a in horovod)
+    aliases = tuple(
+        a if isinstance(a, HorovodVariable) else HorovodVariable(a, parse)
+        for a in horovod
+    )
     about = {"parse": parse, "meaning": meaning, "horovod": aliases, "secret": secret}
     return dataclasses.field(default=default, metadata=about, repr=not secret)
 
@@ -120,14 +123,14 @@ class Config:
         10.0,
         parsers.seconds(),
         "of waiting for a living rank until a warning, 0 = never",
-        Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
+        HorovodVariable("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_CHECK_TIME_SECONDS",
     )
     collective_timeout: float = _setting(
         60.0,
         parsers.seconds(),
         "of waiting for a living rank until an error, 0 = never",
-        Alias("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
+        HorovodVariable("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_SHUTDOWN_TIME_SECONDS",
     )
     failure_timeout: float = _setting(
@@ -187,7 +190,7 @@ class Config:
         True,
         parsers.boolean,
         "grouped eager operations may share a message with others",
-        Alias("DISABLE_GROUP_FUSION", parsers.if_true(False)),
+        HorovodVariable("DISABLE_GROUP_FUSION", parsers.if_true(False)),
     )
     cycle_time: float = _setting(
         0.0,

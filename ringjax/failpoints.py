@@ -93,7 +93,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(slots=True)
-class Entry:
+class Failpoint:
     """One of the failpoints that were asked for.
 
     Attributes:
@@ -109,7 +109,7 @@ class Entry:
     passed: int = 0
 
 
-def entries(text: str) -> list[Entry]:
+def entries(text: str) -> list[Failpoint]:
     """What a text asks for.
 
     Raises:
@@ -137,7 +137,7 @@ def entries(text: str) -> list[Entry]:
         except ValueError:
             raise ValueError(f"a number in {part!r}") from None
         who = None if match["who"] is None else int(match["who"])
-        found.append(Entry(point, action, number, who, int(match["passage"] or 0)))
+        found.append(Failpoint(point, action, number, who, int(match["passage"] or 0)))
     return found
 
 
@@ -147,7 +147,7 @@ def checked(text: str) -> str:
     return text
 
 
-_armed: dict[str, list[Entry]] = {}
+_armed: dict[str, list[Failpoint]] = {}
 _text = ""
 _lock = threading.Lock()
 

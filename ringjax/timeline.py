@@ -51,7 +51,7 @@ def start_timeline(
         timeline = _native.Timeline(os.fspath(file_path), mark_cycles)
     except _native.StatusError as error:
         raise ValueError(f"ringjax.start_timeline: {error}") from error
-    world.lanes.record(timeline)
+    world.lanes.set_timeline(timeline)
 
 
 def stop_timeline() -> None:
@@ -60,4 +60,4 @@ def stop_timeline() -> None:
     Raises:
         NotInitialized: before `init`.
     """
-    runtime.current("stop_timeline").lanes.record(None)
+    runtime.current("stop_timeline").lanes.set_timeline(None)

@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """What two processes of one host share; as `world.introduction` has it."""
+    """What two processes of one host share; see `world.hello`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"

@@ -19,7 +19,7 @@ from ringjax.doctor.findings import (
     ok,
     warn,
 )
-from ringjax.settings.misspelt import misspelt
+from ringjax.settings.unknown_variables import unknown_variable_warnings
 
 # What ssh, a shell or Python says -> what is the case, and a command.
 _REASONS = (
@@ -186,6 +186,6 @@ def settings(host: HostContext) -> Iterator[Finding]:
     except ValueError as error:
         name = str(error).partition(" ")[0]
         yield fail(str(error), f"unset {name}; {sys.executable} -m ringjax.config")
-    for sentence in misspelt(host.environ):
+    for sentence in unknown_variable_warnings(host.environ):
         name = sentence.partition(" ")[0]
         yield warn(sentence, f"unset {name}; {sys.executable} -m ringjax.config")

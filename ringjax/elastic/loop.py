@@ -104,7 +104,7 @@ class _ElasticJobLoop:
         # What a reset callback calls together with others finds everybody: a program
         # whose callbacks do that calls the same before `run`, where a rank that joins
         # was alone with it.
-        self._resets = runtime.has_called_alone()
+        self._resets = runtime.has_run_solo()
         self._change = 0
         self._vain = 0
         self._commits = -1
@@ -116,11 +116,11 @@ class _ElasticJobLoop:
     def _rehearse(self, warm_up: Callable[[Any], Any] | None) -> None:
         """Compiles while the others train, and only then asks in."""
         if warm_up is not None:
-            with runtime.rehearsal():
+            with runtime.solo_mode():
                 warm_up(self._state)
             self._state.restore()  # it may have trained, and donated
         self._state.make_room()
-        runtime.admit()
+        runtime.request_admission()
 
     def begin(self) -> None:
         change, self._change = self._change, 0
@@ -139,7 +139,7 @@ class _ElasticJobLoop:
         else:
             self._state._cut()
         if plan.participants.receivers:
-            if runtime.generation().epoch != plan.epoch:
+            if runtime.epoch_info().epoch != plan.epoch:
                 raise PeerLost("a rank was lost just before the state was sent")
             with transfer.between(plan.participants):
                 self._state.sync()

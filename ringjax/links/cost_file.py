@@ -1,6 +1,6 @@
 """The file that remembers what a network is like: constants of the cost model, by key.
 
-A file of `settings/remembered.py` for each network; what is impossible counts as
+A file of `settings/measurement_cache.py` for each network; what is impossible counts as
 unknown. What the constants mean is in calibration.py.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.settings import remembered
+from ringjax.settings import measurement_cache
 
 Cost = dict[str, float]
 
@@ -35,15 +35,15 @@ def _is_possible(name: str, value: object) -> bool:
 
 def path_of(folder: str, network: Any) -> str:
     """The file of a network, which is described by anything that JSON can hold."""
-    return remembered.path_of(folder, _KIND, network)
+    return measurement_cache.path_of(folder, _KIND, network)
 
 
 def read(folder: str, network: Any) -> Cost | None:
     """What is known about a network, None if that is nothing."""
-    cost = remembered.read(folder, _KIND, network)
+    cost = measurement_cache.read(folder, _KIND, network)
     return cost if is_sound(cost) else None
 
 
 def write(folder: str, network: Any, cost: Mapping[str, float]) -> bool:
     """Remembers a network from now on; says whether that worked."""
-    return remembered.write(folder, _KIND, network, dict(cost))
+    return measurement_cache.write(folder, _KIND, network, dict(cost))

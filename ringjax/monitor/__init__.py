@@ -3,5 +3,5 @@
 Each rank tells sums and its last waits (`sample`); `aggregator` puts those of all ranks
 together; `report`, `metrics` and ringjax.top show it. Whoever gathers gives all of them
 the same aggregator: ringrun (run/monitor/), and where there is none, the first rank
-(world/report.py). Standard library only; nothing here does I/O but `sockets`.
+(world/reporter.py). Standard library only; nothing here does I/O but `sockets`.
 """

@@ -51,16 +51,16 @@ def _families() -> Iterator[metrics.MetricFamily]:
     if not runtime.is_initialized():
         return
     world = runtime.current("PrometheusCollector")
-    standing, recorder = world.standing, world.recorder
+    rank_info, recorder = world.rank_info, world.recorder
     waiting, moving = recorder.busy()
     yield metrics.single_metric(
-        "ranks", "gauge", "Ranks of the job now.", standing.size
+        "ranks", "gauge", "Ranks of the job now.", rank_info.size
     )
     about = "Which membership of an elastic job it is."
     yield metrics.single_metric("epoch", "gauge", about, world.epoch.number)
     spent = {"calls": recorder.count, "wait_seconds": waiting, "move_seconds": moving}
     for name, value in spent.items():
         family = metrics.rank_counter(name)
-        family.add(value, rank=standing.rank)
+        family.add(value, rank=rank_info.rank)
         yield family
     yield from metrics.collective_metrics(sample.sums(recorder.totals()))

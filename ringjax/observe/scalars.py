@@ -54,7 +54,7 @@ def write_scalars(writer: Any, step: int, prefix: str = "ringjax/") -> dict[str,
     write = _writing(writer)
     world = runtime.current("write_scalars")
     recorder, now = world.recorder, time.monotonic()
-    sums = _sums(recorder, world.standing.size)
+    sums = _sums(recorder, world.rank_info.size)
     before, _last = _last, (recorder, now, sums)
     if before is None or before[0] is not recorder:
         return {}

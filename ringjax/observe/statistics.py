@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringjax import runtime
-from ringjax.world.lanes import LANE
+from ringjax.world.communicator_ids import EAGER_LANE
 
 
 def stats(*, buckets: bool = False) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         lane = _lane(sets, one.pop("set"), one.pop("named"))
         lane[one.pop("op")] = one
     for number, communicator in world.communicators.items():
-        if number >= LANE:
+        if number >= EAGER_LANE:
             continue
         for op, more in communicator.stats().items():
             compiled = _lane(sets, number, named=False)
@@ -77,8 +77,8 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
             elif op in compiled:
                 compiled[op] |= {k: more[k] for k in ("sent_bytes", "algorithms")}
     found = {
-        "rank": world.standing.rank,
-        "size": world.standing.size,
+        "rank": world.rank_info.rank,
+        "size": world.rank_info.size,
         "epoch": world.epoch.number,
         "calls": sum(one["calls"] for one in totals),
         "process_sets": sets,

@@ -2,7 +2,7 @@
 
 `ringjax.profile(directory)` in a program, `ringrun --profile DIR` around it, and then
 `python -m ringjax.profile show DIR`. The package itself can be called. Each rank
-records in world/profiling.py; here the parts are brought together and drawn.
+records in world/profile_recording.py; here the parts are brought together and drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringjax.world.profiling import Recording
+    from ringjax.world.profile_recording import ProfileRecording
     from ringjax.world.world import World
 
 __all__ = ["Profile", "profile"]
@@ -84,13 +84,15 @@ def profile(
 class Profile:
     """One that was begun; see `profile`."""
 
-    def __init__(self, directory: Path, recording: Recording, world: World) -> None:
+    def __init__(
+        self, directory: Path, recording: ProfileRecording, world: World
+    ) -> None:
         self._directory, self._recording = directory, recording
         self._world, self._first = world, world.rank == 0
 
     def step(self) -> None:
         """The program has come to the end of a step; then only these count."""
-        self._recording.mark()
+        self._recording.mark_step()
 
     def stop(self) -> None:
         """Ends it; on rank 0 both files are there then. May be called twice."""
@@ -104,7 +106,7 @@ class Profile:
         until = time.monotonic() + PATIENCE
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
-            epoch = self._world.present
+            epoch = self._world.current_epoch
             if self._world.failed or (epoch is not None and epoch.lost()):
                 break  # what is missing will not come
             time.sleep(0.05)  # files of other processes: nobody tells when they end

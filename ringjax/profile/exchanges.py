@@ -13,7 +13,7 @@ from typing import Any
 
 from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart, RecordedCall
-from ringjax.world.steps import Kind, anchor
+from ringjax.world.step_counter import CallKind, find_step_marker
 
 # Epoch, process set, lane, number of the call there: the same on all ranks.
 Number = tuple[int, int, str, int]
@@ -101,7 +101,7 @@ def _share(
     )
 
 
-def kind(call: RecordedCall) -> Kind:
+def kind(call: RecordedCall) -> CallKind:
     """What calls of two steps have in common."""
     return (call.lane, call.op, call.name, call.bytes, call.set)
 
@@ -111,7 +111,7 @@ def boundaries(part: ProfilePart, base: CommonClock) -> list[float]:
     if part.marks:
         return [base.seconds(part, when) for when in part.marks]
     agreed = [call for call in part.calls if call.agreed is not None]
-    key = anchor(Counter(map(kind, agreed)))
+    key = find_step_marker(Counter(map(kind, agreed)))
     ends = [call.done for call in agreed if kind(call) == key]
     return [base.seconds(part, when) for when in ends]
 

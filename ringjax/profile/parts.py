@@ -1,4 +1,4 @@
-"""What the ranks have written of a profile, read again; world/profiling.py writes it.
+"""Reads the part files that world/profile_recording.py writes on each rank.
 
 A rank that died in the middle leaves a part without an end, and perhaps half of a
 line: what there is counts, and what is missing is said.
@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ringjax.world.profiling import FORMAT, PARTS
+from ringjax.world.profile_recording import FORMAT, PARTS
 
 MOST_CALLS = 200_000  # of all ranks, that are read; the last ones
 

@@ -17,7 +17,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from ringjax import runtime
 from ringjax.run.engine_job import EngineJob
-from ringjax.runtime import visit
+from ringjax.runtime import reused_process
 
 log = logging.getLogger("ringjax.ray")
 
@@ -72,7 +72,7 @@ class _StaticTrainBackend(Backend):
         least = min(config.min_workers, len(nodes)) if config.elastic else None
         self._job = EngineJob(len(nodes), min_size=least, env=config.env, note=log.info)
         for index, ticket in enumerate(self._job.tickets(nodes)):
-            group.execute_single(index, visit.set_variables, ticket)
+            group.execute_single(index, reused_process.set_environment, ticket)
 
     def on_shutdown(self, worker_group: Any, backend_config: RingConfig) -> None:
         """The workers are about to be ended."""
@@ -102,7 +102,9 @@ class _ElasticTrainBackend(_StaticTrainBackend):
                 number = next(self._numbers)
                 self._workers[_id(worker)] = number
                 ticket = self._job.ticket(number, worker.metadata.node_id)
-                worker_group.execute_single(index, visit.set_variables, ticket)
+                worker_group.execute_single(
+                    index, reused_process.set_environment, ticket
+                )
             return
         self._begin(worker_group, backend_config)
         workers = worker_group.get_workers()

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from ringjax.ray import ray_logger
-from ringjax.runtime import lifecycle, visit
+from ringjax.runtime import lifecycle, reused_process
 
 
 class BaseHorovodWorker:
@@ -49,11 +49,13 @@ class BaseHorovodWorker:
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
         """Sets variables of the environment."""
-        visit.set_variables({name: str(value) for name, value in env_vars.items()})
+        reused_process.set_environment(
+            {name: str(value) for name, value in env_vars.items()}
+        )
 
     def env_vars(self) -> dict[str, str]:
         """The environment."""
-        return visit.all_variables()
+        return reused_process.get_environment()
 
     def set_queue(self, queue: Any) -> None:
         """Where `ray_logger.log` puts what it is given."""
@@ -69,7 +71,9 @@ class BaseHorovodWorker:
         self.executable = None
         if executable_cls is not None:
             args, kwargs = executable_args or (), executable_kwargs or {}
-            self.executable = visit.stay(executable_cls, args, kwargs)
+            self.executable = reused_process.call_reporting_failure(
+                executable_cls, args, kwargs
+            )
 
     def execute(self, func: Callable[[Any], Any], leave: bool = False) -> Any:
         """Calls `func(executable)` as a rank.
@@ -77,7 +81,7 @@ class BaseHorovodWorker:
         The job lasts until `func` leaves it, or ends with the call if `leave` is true.
         """
         try:
-            return visit.stay(func, (self.executable,))
+            return reused_process.call_reporting_failure(func, (self.executable,))
         finally:
             if leave:
                 lifecycle.shutdown()

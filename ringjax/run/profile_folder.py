@@ -1,7 +1,7 @@
 """`ringrun --profile`: the folder before the job, and what is made of it afterwards.
 
-What ranks write is in world/profiling.py; bringing it together is another process's
-work (profile/), because ringrun loads nothing of that.
+What ranks write is in world/profile_recording.py; bringing it together is another
+process's work (profile/), because ringrun loads nothing of that.
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
-"""The membership of this process, for the other modules of ringjax and for users.
+"""The part of this process in its job, for programs and the other modules of ringjax.
 
-What every job has is in lifecycle.py, what only an elastic job has in
-elastic_requests.py; both are handed on here.
+Functions for all jobs are in lifecycle.py, functions for elastic jobs in
+elastic_requests.py, functions for groups of processes in groups.py.
 """
 
 from __future__ import annotations
 
+import warnings
+
 from ringjax.runtime.elastic_requests import (
-    admit,
     check_updates,
     confirm,
     elastic,
-    generation,
-    has_called_alone,
+    epoch_info,
+    has_run_solo,
     is_newcomer,
     last_contributors,
     leave_at_next_pause,
     pause,
     private_communicator,
-    rehearsal,
+    request_admission,
     restart,
+    solo_mode,
 )
 from ringjax.runtime.groups import (
     between_groups,
@@ -51,13 +53,12 @@ from ringjax.runtime.lifecycle import (
     shutdown,
     size,
 )
-from ringjax.world.generation import Generation
+from ringjax.world.epoch_info import EpochInfo
 
 __all__ = [
-    "Generation",
+    "EpochInfo",
     "ProcessSet",
     "add_process_set",
-    "admit",
     "between_groups",
     "check_updates",
     "communicator",
@@ -67,11 +68,11 @@ __all__ = [
     "cross_size",
     "current",
     "elastic",
-    "generation",
+    "epoch_info",
     "global_process_set",
     "group_rank",
     "group_size",
-    "has_called_alone",
+    "has_run_solo",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -88,10 +89,29 @@ __all__ = [
     "private_communicator",
     "rank",
     "refuse_groups",
-    "rehearsal",
     "remove_process_set",
     "replica_set",
+    "request_admission",
     "restart",
     "shutdown",
     "size",
+    "solo_mode",
 ]
+
+# Names that are accepted, with a warning, until the next release.
+_FORMER_NAMES = {
+    "Generation": "EpochInfo",
+    "admit": "request_admission",
+    "generation": "epoch_info",
+    "has_called_alone": "has_run_solo",
+    "rehearsal": "solo_mode",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module 'ringjax.runtime' has no attribute {name!r}")
+    new = _FORMER_NAMES[name]
+    text = f"ringjax.runtime.{name} is ringjax.runtime.{new} now"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -1,8 +1,8 @@
-"""What a program asks of an elastic job: pause, start again, come in, leave.
+"""Requests of a program in an elastic job: join, pause, restart, leave.
 
-Called from the thread that trains, between steps; the epochs themselves are formed by
-the recovery, for which these functions wait. In a job that is not elastic they say so,
-or do nothing.
+The thread that trains calls these functions, between two steps. Some of them wait until
+the recovery thread has begun the next epoch. In a static job they raise an error or do
+nothing.
 """
 
 from __future__ import annotations
@@ -17,122 +17,127 @@ from ringjax.errors import PeerLost, RingjaxError, from_status
 from ringjax.membership.client import CoordinatorClient
 from ringjax.runtime import lifecycle
 from ringjax.runtime.groups import replica_set
-from ringjax.world import elastic_devices
-from ringjax.world.generation import Generation
+from ringjax.world import epoch_devices
+from ringjax.world.communicator_ids import PRIVATE
+from ringjax.world.epoch_info import EpochInfo
 from ringjax.world.world import World
 
-_PRIVATE = 1 << 28  # the numbers of communicators for a moment begin here
 _ALLREDUCE, _MAX = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Max"]
 _BARRIER, _SUM = _native.COLLECTIVES["barrier"], _native.REDUCE_OPS["Sum"]
 
 
 def elastic() -> bool:
-    """Whether ranks of this job may be lost and join; False before `init`."""
+    """Returns whether ranks of this job may be lost and join; False before `init`."""
     return lifecycle.is_initialized() and lifecycle.current("elastic").elastic
 
 
-def generation() -> Generation:
-    """The present membership.
+def epoch_info() -> EpochInfo:
+    """Returns the current epoch.
 
     Raises:
-        RingjaxError: this rank has not been admitted yet.
+        RingjaxError: this rank is not a member yet.
     """
-    world = lifecycle.current("generation")
+    world = lifecycle.current("epoch_info")
     if not world.elastic:
-        return Generation.constant(world.standing.rank, world.standing.size)
-    if world.generation is None:
-        raise RingjaxError("ringjax.generation: this rank was not admitted yet")
-    return world.generation
+        return EpochInfo.of_static_job(world.rank_info.rank, world.rank_info.size)
+    if world.epoch_info is None:
+        raise RingjaxError("ringjax.epoch_info: this rank was not admitted yet")
+    return world.epoch_info
 
 
 def is_newcomer() -> bool:
-    """Whether this process has come to a job that runs, and is no member of it yet.
+    """Returns whether this process waits to become a member of a running job.
 
-    Its rank and size are provisional, and its collectives run alone.
+    Rank and size of a newcomer are provisional, and its collectives run alone.
     """
-    return elastic() and _world("is_newcomer").generation is None
+    return elastic() and _world("is_newcomer").epoch_info is None
 
 
-def has_called_alone() -> bool:
-    """Whether this process called collectives as a newcomer, without `rehearsal`."""
-    return elastic() and bool(_world("has_called_alone").rehearsal.called)
+def has_run_solo() -> bool:
+    """Returns whether a newcomer has called collectives outside of `solo_mode`."""
+    return elastic() and bool(_world("has_run_solo").solo_mode.first_call)
 
 
 @contextlib.contextmanager
-def rehearsal() -> Iterator[None]:
-    """Inside it a newcomer's collectives run alone, so that programs can be compiled.
+def solo_mode() -> Iterator[None]:
+    """Lets a newcomer's collectives run alone, so that it can compile its programs.
 
-    Without it they do so, too, but `has_called_alone` tells.
+    They run alone outside of this context manager, too, but then `has_run_solo` is
+    true.
 
     Raises:
         RingjaxError: this rank is a member.
     """
-    with _world("rehearsal").rehearsal.within():
+    with _world("solo_mode").solo_mode.active():
         yield
 
 
-def admit() -> None:
-    """A newcomer asks in; returns when it is a member. Members: nothing happens.
+def request_admission() -> None:
+    """Asks to join and waits until this newcomer is a member. Members return at once.
 
     Raises:
-        RingjaxError: the job ends without it.
+        RingjaxError: the job ends without this rank.
     """
     if not is_newcomer():
         return
-    world = _world("admit")
-    world.rehearsal.end()
+    world = _world("request_admission")
+    world.solo_mode.end()
     failpoints.passing("join.ready")
     _client(world).ready()
     world.wait_for_admission()
     failpoints.passing("join.admitted")
-    if not elastic_devices.renew(world):
-        elastic_devices.start_again(world, elastic_devices.LOST)
-    lifecycle.begin_anew()
+    if not epoch_devices.reconnect_devices(world):
+        epoch_devices.restart_epoch(world, epoch_devices.LOST)
+    lifecycle.run_fresh_start_callbacks()
 
 
 def confirm() -> None:
-    """Waits until what is enqueued on devices has ended; on CPUs it has.
+    """Waits until all calls on devices have ended. Calls on CPUs have ended already.
 
     Raises:
-        PeerLost, RingjaxError: it has failed, and what was computed from it is void.
+        PeerLost, RingjaxError: a call has failed, and everything computed from its
+            result is void.
     """
     if lifecycle.is_initialized():
         lifecycle.current("confirm").confirm()
 
 
 def check_updates() -> tuple[int, int]:
-    """Asks whether ranks want to come or leave; all ranks call it, between two steps.
+    """Asks whether ranks want to join or leave. All ranks call it, between two steps.
 
     Returns:
-        The number of the change that waits, 0 if there is none, and the epoch in which
-        this was found out: both the same on all ranks.
+        The number of the pending change, 0 for none, and the epoch in which the ranks
+        agreed on it. Both are equal on all ranks.
 
     Raises:
-        PeerLost: a rank was lost, and this could not be repeated.
+        PeerLost: a rank was lost, and the question could not be repeated.
     """
     if not elastic():
         return 0, 0
     confirm()
     world = _member("check_updates")
-    mine, most = array.array("q", [world.update]), array.array("q", [0])
+    own, newest = array.array("q", [world.pending_update]), array.array("q", [0])
     try:
         epoch = world.communicators[0].execute(
-            _ALLREDUCE, _MAX, [mine], [most], name="ringjax.check_updates"
+            _ALLREDUCE, _MAX, [own], [newest], name="ringjax.check_updates"
         )
     except _native.StatusError as error:
         world.check_end()
         raise from_status(error) from error
-    return most[0], epoch
+    return newest[0], epoch
 
 
 def pause(number: int) -> bool:
-    """All ranks call it, between two steps, with what `check_updates` said.
+    """Waits for the next epoch. All ranks call it, between two steps.
+
+    Args:
+        number: the number of the pending change, from `check_updates`.
 
     Returns:
-        True in the next epoch; False: this rank does not belong to the job any more.
+        True in the next epoch; False if this rank has left the job.
 
     Raises:
-        RingjaxError: the pause came to no end; `restart` is what remains.
+        RingjaxError: the pause did not succeed, and the ranks must `restart`.
     """
     world = _world("pause")
     failpoints.passing("pause.asked")
@@ -141,68 +146,73 @@ def pause(number: int) -> bool:
         with world.changed:
             if world.dismissed:
                 return False
-            # Said in an epoch in which all start again, it would count for the next
-            # pause there, which then would begin without this rank.
-            if world.waits:
+            # Do not ask for a pause in an epoch in which all ranks restart: the
+            # coordinator would count it for the next pause in that epoch, which would
+            # then begin without this rank.
+            if world.restart_pending:
                 raise PeerLost("ringjax.pause: another rank starts again")
             if world.resizes > resizes:
                 break
-            before = _member("pause").number
-            sets, next_set, _ = world.reported()
+            before = _member("pause").epoch_number
+            sets, next_set, _ = world.epoch_report()
             _client(world).pause(before, number, sets, next_set)
         failpoints.passing("pause.said")
-        world.wait_for_another(before)
+        world.wait_for_next_epoch(before)
     failpoints.passing("pause.over")
-    if not elastic_devices.renew(world):
-        raise PeerLost(f"ringjax.pause: {elastic_devices.LOST}")
-    lifecycle.begin_anew()
+    if not epoch_devices.reconnect_devices(world):
+        raise PeerLost(f"ringjax.pause: {epoch_devices.LOST}")
+    lifecycle.run_fresh_start_callbacks()
     return True
 
 
 def restart(text: str) -> None:
-    """After a failure: all ranks go back to their last commit and start again.
+    """Asks all ranks to go back to their last commit, and waits for the next epoch.
 
-    A rank that learns of it from a failure of its own calls this as well; until then
-    its collectives fail. Returns in the next epoch.
+    A rank calls it after a failure. The collectives of the other ranks fail, so that
+    they call it, too.
 
     Args:
-        text: what went wrong here, for the log.
+        text: what failed on this rank, for the log.
 
     Raises:
         Fenced, RingjaxError: the job is over for this rank.
     """
-    elastic_devices.start_again(_member("restart"), text)
-    lifecycle.begin_anew()
+    epoch_devices.restart_epoch(_member("restart"), text)
+    lifecycle.run_fresh_start_callbacks()
 
 
 def leave_at_next_pause() -> None:
-    """Asks to leave in good order. Does nothing else: may be called by a handler."""
+    """Asks to leave in good order, and returns at once. Signal handlers may call it."""
     world = _world("leave_at_next_pause")
     if world.recovery is not None:
         world.recovery.leave()
 
 
 def last_contributors() -> tuple[int, ...]:
-    """Whose values are in the last collective of all ranks that has finished.
+    """Returns the processes whose values are in the last finished world collective.
 
     Returns:
-        Numbers of processes, as in `Generation.workers`.
+        Worker numbers, as in `EpochInfo.workers`.
     """
     if not elastic():
-        return generation().workers
+        return epoch_info().workers
     return _world("last_contributors").last_contributors()
 
 
 @contextlib.contextmanager
 def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]:
-    """A communicator between these ranks, for a moment; only they call it.
+    """Connects some ranks for the time of a `with` block. Only these ranks call it.
 
-    Its calls are never repeated: if any rank of the job is lost, they fail. In a job
-    whose ranks stay it is that of the replica set, which the ranks have to be.
+    Calls on the communicator are never repeated: if any rank of the job is lost, they
+    fail. In a static job, `ranks` must be this rank's replica set, and the result is
+    the communicator of that set.
+
+    Args:
+        ranks: ranks of the world; this rank must be one of them.
 
     Raises:
         PeerLost: a rank is gone.
-        ValueError: this rank is not among them.
+        ValueError: this rank is not in `ranks`.
     """
     if not elastic() and list(ranks) == replica_set().ranks:
         yield lifecycle.communicator(replica_set(), "private_communicator")
@@ -214,18 +224,20 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
             f"ringjax.private_communicator: ranks are {list(chosen)}, without this "
             f"one, {world.rank}"
         )
+    # All of `ranks` compute the same id from what they have in common.
     key = (epoch.number, *chosen)
     count = world.privates[key] = world.privates.get(key, 0) + 1
-    digest = zlib.crc32(str((key, count)).encode()) & (_PRIVATE - 1)
-    number, name = _PRIVATE | digest, f"ranks {list(chosen)}"
+    digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
+    number, name = PRIVATE | digest, f"ranks {list(chosen)}"
     try:
-        epoch.link(number, chosen, name, world.within(epoch))
+        epoch.link(number, chosen, name, world.fabric_of(epoch))
         with world.changed:
             world.check_epoch(epoch)
-            # Not watched: who has an exception here is no lost rank.
+            # Not watched by the heartbeat: an exception inside of the `with` block
+            # closes the communicator, and must not count as the loss of a rank.
             communicator = epoch.open(number, chosen, name, watched=False)
         yield communicator
-        # Who is done first must not hang up on the others.
+        # A rank that closes its links too early would fail the last call of a peer.
         communicator.execute(_BARRIER, _SUM, [], [], name="ringjax: the end")
     except _native.StatusError as error:
         world.check_end()
@@ -246,7 +258,7 @@ def _world(what: str) -> World:
 
 def _member(what: str) -> World:
     world = _world(what)
-    if world.generation is None:
+    if world.epoch_info is None:
         raise RingjaxError(f"ringjax.{what}: this rank was not admitted yet")
     return world
 

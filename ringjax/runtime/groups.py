@@ -1,7 +1,6 @@
-"""Groups of processes as programs see them: who am I in mine, who is like me elsewhere.
+"""Groups of processes for programs: the group of this process, and its replica set.
 
-What groups are is told in `world/groups.py`. The other modules of ringjax take all of
-it from __init__.py.
+What groups are is in `world/groups.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 from ringjax.errors import StartupError
 from ringjax.runtime.lifecycle import (
     ProcessSet,
-    begun,
     config,
+    current_or_forked,
     global_process_set,
     on_init,
     replicas,
@@ -18,27 +17,30 @@ from ringjax.runtime.lifecycle import (
 
 
 def group_size() -> int:
-    """How many processes JAX joins to one, see `ringrun --group-size`; mostly 1."""
-    return begun("group_size").config.group_size
+    """Returns how many processes JAX joins to one: `ringrun --group-size`, mostly 1."""
+    return current_or_forked("group_size").config.group_size
 
 
 def group_rank() -> int:
-    """This process's place in its group, from 0 to group_size() - 1.
+    """Returns the index of this process in its group, from 0 to group_size() - 1.
 
     JAX calls it ``jax.process_index()``.
     """
-    world = begun("group_rank")
-    worker = world.config.worker if world.elastic else world.standing.rank
+    world = current_or_forked("group_rank")
+    worker = world.config.worker if world.elastic else world.rank_info.rank
     return (worker or 0) % world.config.group_size
 
 
 def replica_set() -> ProcessSet:
-    """The processes that have this one's place in their groups, this one among them.
+    """Returns the processes with this process's index in their groups.
 
-    Each holds the same shards of the model as this one. `allreduce_grads` and
-    `broadcast_parameters` use this set by themselves. Its size is the number of groups,
-    ``replica_set().rank()`` the number of this process's. In a job without groups,
-    these are all ranks: `global_process_set`.
+    This process is one of them. All of them hold the same shards of the model.
+    `allreduce_grads` and `broadcast_parameters` use this set by default. The size of
+    the set is the number of groups, and ``replica_set().rank()`` is the number of this
+    process's group.
+
+    Returns:
+        The replica set; `global_process_set` in a job without groups.
 
     Example:
         >>> import ringjax
@@ -46,20 +48,30 @@ def replica_set() -> ProcessSet:
         >>> ringjax.replica_set().size()
         1
     """
-    grouped = begun("replica_set").config.group_size > 1
+    grouped = current_or_forked("replica_set").config.group_size > 1
     return replicas if grouped else global_process_set
 
 
 def between_groups(process_set: ProcessSet) -> ProcessSet:
-    """What shards are exchanged over: `replica_set` for all ranks, else what it is."""
+    """Returns the set over which shards are exchanged.
+
+    Args:
+        process_set: the set that the program has given.
+
+    Returns:
+        The replica set for `global_process_set`, otherwise `process_set` itself.
+    """
     return replica_set() if process_set is global_process_set else process_set
 
 
 def refuse_groups(what: str) -> None:
-    """Has every `init` of a job of groups raise: `what` cannot be a part of one.
+    """Makes `init` raise StartupError in jobs of groups.
+
+    Args:
+        what: names what does not work in groups, for the error.
 
     Raises:
-        StartupError: this process is in such a job already.
+        StartupError: this process is in a job of groups already.
     """
 
     def check() -> None:

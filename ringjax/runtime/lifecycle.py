@@ -1,9 +1,8 @@
-"""init, shutdown, who am I, process sets: the one process-wide state of ringjax.
+"""init, shutdown, rank and size, process sets: the process-wide state of ringjax.
 
-Everything here is about this process's membership; the live state is `world.World`.
-Knows no framework: higher levels register what they want done at init and shutdown.
-Exceptions that nobody catches are announced to the other ranks; so is a normal exit.
-The other modules of ringjax take all of it from __init__.py.
+The live state of a job is a `world.World`; this module holds the one of this process.
+It imports no framework: modules of higher layers register callbacks for `init` and
+`shutdown`. An uncaught exception and a normal exit are reported to the other ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
-from ringjax.world.groups import REPLICAS
-from ringjax.world.process_set import ProcessSet, global_process_set, this_process
+from ringjax.world.communicator_ids import REPLICA_SET
+from ringjax.world.process_set import ProcessSet, global_process_set, rank_provider
 from ringjax.world.registry import Registry
 from ringjax.world.world import World
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessSet",
     "add_process_set",
-    "begin_anew",
     "communicator",
     "config",
     "cross_rank",
@@ -51,6 +49,7 @@ __all__ = [
     "on_shutdown",
     "rank",
     "remove_process_set",
+    "run_fresh_start_callbacks",
     "shutdown",
     "size",
 ]
@@ -62,7 +61,7 @@ _registry = Registry(global_process_set, replicas)
 _on_init: list[Callable[[], None]] = []
 _on_shutdown: list[Callable[[], None]] = []
 _on_fresh_start: list[Callable[[], None]] = []
-_hooked = False
+_hooks_installed = False
 _forked = False
 
 
@@ -70,20 +69,21 @@ def init(
     comm: Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Joins the job and connects with all other ranks. Needed before everything else.
+    """Joins the job and connects this rank with all other ranks.
 
-    Rank and size come from ringrun, or from the engine that started this process; a
-    process started by itself is a job of one. A second call does nothing.
+    Call it before any other function of ringjax. Rank and size come from ringrun, or
+    from the engine that started this process; a process that was started by itself is
+    a job of one process. A second call does nothing.
 
     Args:
-        comm: None, or all ranks of the job; for a part of them use `process_sets`.
-        process_sets: sets to register at once, the same on all ranks. "dynamic" is
-            accepted for Horovod's sake: sets may be added later in any case.
+        comm: None, or all ranks of the job. For some of the ranks use `process_sets`.
+        process_sets: sets to register, equal on all ranks. "dynamic" is accepted as in
+            Horovod, but not needed: sets may always be added later.
 
     Raises:
         ValueError: an argument or an environment variable is wrong, or ringjax is
             initialised already with other settings.
-        StartupError: the job could not be brought together.
+        StartupError: this rank could not join the job.
 
     Example:
         >>> import ringjax
@@ -92,10 +92,10 @@ def init(
         True
     """
     with _lock:
-        _init(comm, _wanted(process_sets))
+        _init(comm, _checked_sets(process_sets))
 
 
-def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
+def _init(comm: Sequence[int] | None, process_sets: list[ProcessSet]) -> None:
     global _world
     _check_fork("init")
     settings = Config.from_env()
@@ -106,14 +106,14 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
                 "ringjax.shutdown() first"
             )
         _check_comm(comm, _world)
-        _register(wanted)
+        _register(process_sets)
         return
     _install_hooks()
-    own = settings.rank if settings.worker is None else settings.worker
-    failpoints.arm(settings.failpoints, own)
+    target = settings.rank if settings.worker is None else settings.worker
+    failpoints.arm(settings.failpoints, target)
     world = World(settings, _registry)
     try:
-        # Then all ranks must say which ones they use, and groups are a matter of JAX.
+        # JAX chooses the devices of this rank, and joins the processes of a group.
         if world.devices.possible or settings.group_size > 1:
             _load_jax(needed=settings.group_size > 1)
     except BaseException:
@@ -122,10 +122,10 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
     _world = world
     try:
         _check_comm(comm, world)
-        _register(wanted)
+        _register(process_sets)
         for callback in list(_on_init):
             callback()
-        if world.devices.possible:  # no effect where a callback has said something else
+        if world.devices.possible:  # no effect if a callback has opened devices
             world.open_devices((), "JAX had not been imported before ringjax.init()")
     except BaseException:
         shutdown()
@@ -133,11 +133,9 @@ def _init(comm: Sequence[int] | None, wanted: list[ProcessSet]) -> None:
 
 
 def _load_jax(*, needed: bool) -> None:
-    """Where CUDA devices are, JAX must be asked for its own before it is used.
-
-    Not where the program uses PyTorch and, so far, no JAX: the question alone makes JAX
-    take most of the device's memory.
-    """
+    # JAX must choose its devices before the program uses it. But leave JAX alone if
+    # the program uses PyTorch and has not imported JAX: JAX takes most of the memory of
+    # a device as soon as it is asked for its devices.
     if "torch" in sys.modules and "jax" not in sys.modules and not needed:
         return
     if importlib.util.find_spec("jax") is not None:
@@ -147,7 +145,7 @@ def _load_jax(*, needed: bool) -> None:
         raise StartupError("RINGJAX_GROUP_SIZE is set, but groups need JAX: install it")
 
 
-def _wanted(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
+def _checked_sets(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
     if process_sets is None or process_sets == "dynamic":
         return []
     if isinstance(process_sets, str) or not all(
@@ -163,7 +161,7 @@ def _wanted(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]
 def _check_comm(comm: Sequence[int] | None, world: World) -> None:
     if comm is None:
         return
-    everybody = list(range(world.standing.size))
+    everybody = list(range(world.rank_info.size))
     if not isinstance(comm, Sequence) or sorted(comm) != everybody:
         raise ValueError(
             f"ringjax.init: comm must be None or the list of all {len(everybody)} "
@@ -178,12 +176,13 @@ def _register(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job; afterwards `init` may be called again. Bounded in time.
+    """Leaves the job, within a bounded time. Afterwards `init` may be called again.
 
-    Not in an elastic job: there it says that this worker has finished, for good.
+    In an elastic job it means that this worker has finished, and `init` fails
+    afterwards.
 
-    The other ranks are not waited for. A collective that they still run and that needs
-    this rank fails on them with an error that names it.
+    Does not wait for the other ranks. If they are in a collective that needs this rank,
+    the collective fails with an error that names this rank.
     """
     global _world
     with _lock:
@@ -191,9 +190,9 @@ def shutdown() -> None:
         if world is None or _forked:
             return
         if world.failed:
-            world.stop()  # nobody answers any more
+            world.stop()  # the peers treat this rank as lost and answer no calls
         for callback in reversed(_on_shutdown):
-            # What is pending may fail here because a peer is gone; leaving goes on.
+            # Pending calls may fail here because a peer is gone. Leave all the same.
             with contextlib.suppress(Exception):
                 callback()
         _world = None
@@ -201,91 +200,95 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Returns whether `init` has been called, and not `shutdown` since."""
     return _world is not None
 
 
 def current(what: str) -> World:
-    """The live state, for the other modules of ringjax; `what` names the caller.
+    """Returns the world of this process.
+
+    Args:
+        what: the name of the calling function, for the error.
 
     Raises:
-        NotInitialized: there is none.
+        NotInitialized: `init` has not been called.
+        RingjaxError: this is a forked child.
     """
     _check_fork(what)
-    return begun(what)
+    return current_or_forked(what)
 
 
-def begun(what: str) -> World:
-    """As `current`, but also in a forked child, for what is known without the others.
+def current_or_forked(what: str) -> World:
+    """Returns the world, also in a forked child, for functions that do not communicate.
 
-    A process that loads data for this one may ask for its rank.
+    For example, a child that loads data may ask for the rank of its parent.
     """
     if _world is None:
         raise NotInitialized(f"ringjax.{what}: call ringjax.init() first")
     return _world
 
 
-this_process.rank = lambda what: begun(what).standing.rank
+rank_provider.rank = lambda what: current_or_forked(what).rank_info.rank
 
 
 def config() -> Config:
-    """The settings in force: those of `init`, before it those of the environment."""
+    """Returns the settings of `init`, or before it those of the environment."""
     return _world.config if _world is not None else Config.from_env()
 
 
 def rank() -> int:
-    """This process's number in the job, from 0 to size() - 1."""
-    return begun("rank").standing.rank
+    """Returns the number of this process in the job, from 0 to size() - 1."""
+    return current_or_forked("rank").rank_info.rank
 
 
 def size() -> int:
-    """How many processes the job has."""
-    return begun("size").standing.size
+    """Returns the number of processes in the job."""
+    return current_or_forked("size").rank_info.size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host."""
-    return begun("local_rank").standing.local_rank
+    """Returns the number of this process among the processes of its host."""
+    return current_or_forked("local_rank").rank_info.local_rank
 
 
 def local_size() -> int:
-    """How many processes of the job run on this host."""
-    return begun("local_size").standing.local_size
+    """Returns how many processes of the job run on this host."""
+    return current_or_forked("local_size").rank_info.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have a process with my local rank."""
-    return begun("cross_rank").standing.cross_rank
+    """Returns this host's number among the hosts with a rank of this local rank."""
+    return current_or_forked("cross_rank").rank_info.cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a process with my local rank."""
-    return begun("cross_size").standing.cross_size
+    """Returns how many hosts have a process with this local rank."""
+    return current_or_forked("cross_size").rank_info.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
-    return begun("is_homogeneous").standing.homogeneous
+    """Returns whether every host has the same number of processes."""
+    return current_or_forked("is_homogeneous").rank_info.homogeneous
 
 
 def add_process_set(
     process_set: ProcessSet | Sequence[int], timeout: float | None = None
 ) -> ProcessSet:
-    """Registers a set of ranks; every rank of the job calls it, in the same order.
+    """Registers a set of ranks. All ranks of the job call it, in the same order.
 
-    A set with the ranks of a registered one shares its number, at no cost.
+    If a set with the same ranks is registered already, the new set gets its id.
 
     Args:
         process_set: the set, or its ranks.
-        timeout: as in `ProcessSet`; None leaves the one of a set that is given.
+        timeout: see `ProcessSet`; None keeps the limit of `process_set`.
 
     Returns:
-        The set, ready for `process_set=`.
+        The set, for the argument `process_set` of collectives.
 
     Raises:
-        ValueError: it is empty, names ranks that the job does not have, or `timeout` is
-            negative or not a number.
-        Mismatch: the ranks of the job disagree about it.
+        ValueError: the set is empty or has ranks that the job does not have, or
+            `timeout` is negative or not a number.
+        Mismatch: the ranks of the job disagree about the set.
 
     Example:
         >>> import ringjax
@@ -300,7 +303,7 @@ def add_process_set(
             process_set = ProcessSet(process_set, timeout)
         elif timeout is not None:
             process_set.timeout = timeout
-        ranks, all_ranks = process_set.ranks, world.standing.size
+        ranks, all_ranks = process_set.ranks, world.rank_info.size
         if not ranks:
             raise ValueError("ringjax.add_process_set: the set has no ranks")
         if ranks[-1] >= all_ranks:
@@ -312,13 +315,13 @@ def add_process_set(
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a set and all equal ones; every rank of the job calls it, in the same order.
+    """Removes a set and all equal sets. All ranks call it, in the same order.
 
     Returns:
-        False for the global set and for one that is not registered.
+        False for the global set and for a set that is not registered.
 
     Raises:
-        Mismatch: the ranks of the job disagree about it.
+        Mismatch: the ranks of the job disagree about the set.
     """
     with _lock:
         world = current("remove_process_set")
@@ -328,33 +331,47 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def communicator(
     process_set: ProcessSet = global_process_set, op: str = "allreduce"
 ) -> Communicator:
-    """The native body of a process set, for the modules that run collectives.
+    """Returns the native communicator of a process set.
+
+    Args:
+        process_set: a registered set with this rank.
+        op: the name of the calling operation, for errors.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: `init` has not been called.
+        TypeError: `process_set` is no `ProcessSet`.
         ValueError: the set is not registered, or this rank is not in it.
     """
-    world, number = _home(process_set, op)
+    world, number = _world_and_id(process_set, op)
     return world.communicators[number]
 
 
 def lane(
     process_set: ProcessSet = global_process_set, op: str = "allreduce"
 ) -> EagerLane:
-    """Where named operations of a process set are submitted. Raises as communicator."""
-    world, number = _home(process_set, op)
-    if number == REPLICAS:
+    """Returns the eager lane of a process set, on which named operations run.
+
+    Args:
+        process_set: a registered set with this rank.
+        op: the name of the calling operation, for errors.
+
+    Raises:
+        NotInitialized, TypeError: see `communicator`.
+        ValueError: see `communicator`, or the set is the replica set.
+    """
+    world, number = _world_and_id(process_set, op)
+    if number == REPLICA_SET:
         raise ValueError(f"ringjax.{op}: named operations cannot be of replica_set()")
     return world.lanes.lanes[number]
 
 
-def _home(process_set: ProcessSet, op: str) -> tuple[World, int]:
+def _world_and_id(process_set: ProcessSet, op: str) -> tuple[World, int]:
     world = current(op)
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
-    world.prepare(op)
+    world.prepare_call(op)
     number = process_set.process_set_id
     if number is None or number not in _registry:
         raise ValueError(
@@ -364,13 +381,13 @@ def _home(process_set: ProcessSet, op: str) -> tuple[World, int]:
     if number not in world.communicators:
         raise ValueError(
             f"ringjax.{op}: process_set {process_set} does not include this rank, "
-            f"{world.standing.rank}"
+            f"{world.rank_info.rank}"
         )
     return world, number
 
 
 def on_init(callback: Callable[[], None]) -> None:
-    """Calls it at the end of every `init`, and now if that has happened already."""
+    """Calls `callback` at the end of every `init`, and at once after an `init`."""
     with _lock:
         _on_init.append(callback)
         if _world is not None and not _forked:
@@ -378,22 +395,23 @@ def on_init(callback: Callable[[], None]) -> None:
 
 
 def on_shutdown(callback: Callable[[], None]) -> None:
-    """Calls it at the beginning of every `shutdown`, the latest registered first."""
+    """Calls `callback` at the beginning of every `shutdown`, in reverse order."""
     with _lock:
         _on_shutdown.append(callback)
 
 
 def on_fresh_start(callback: Callable[[], None]) -> None:
-    """Calls it whenever all ranks of an elastic job begin anew together.
+    """Calls `callback` whenever all ranks of an elastic job start again together.
 
-    That is after a restart and after a pause, not when calls go on with fewer ranks.
+    That is after a restart and after a pause, but not after a loss after which calls go
+    on with fewer ranks.
     """
     with _lock:
         _on_fresh_start.append(callback)
 
 
-def begin_anew() -> None:
-    """All ranks do so now: calls what was registered by `on_fresh_start`."""
+def run_fresh_start_callbacks() -> None:
+    """Calls the callbacks of `on_fresh_start`. All ranks call it."""
     for callback in list(_on_fresh_start):
         callback()
 
@@ -407,27 +425,27 @@ def _check_fork(what: str) -> None:
 
 
 def _install_hooks() -> None:
-    global _hooked
-    if _hooked:
+    global _hooks_installed
+    if _hooks_installed:
         return
-    _hooked = True
+    _hooks_installed = True
     atexit.register(shutdown)
     os.register_at_fork(after_in_child=_after_fork)
     previous = sys.excepthook
 
-    def announce(
+    def report_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # At a prompt an exception ends a line, not the process.
+        # At an interactive prompt, an exception does not end the process.
         if _world is not None and not _forked and not hasattr(sys, "ps1"):
             _world.fail(first_line(kind, error))
         previous(kind, error, trace)
 
-    sys.excepthook = announce
+    sys.excepthook = report_exception
 
 
 def first_line(kind: type[BaseException], error: BaseException) -> str:
-    """What the others are told of an exception."""
+    """Returns the first line of an exception's text, to be sent to the other ranks."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ must not hide the failure
@@ -438,7 +456,7 @@ def first_line(kind: type[BaseException], error: BaseException) -> str:
 
 def _after_fork() -> None:
     global _forked, _lock
-    _lock = threading.RLock()  # whoever held it does not exist here
+    _lock = threading.RLock()  # a thread that holds the lock does not exist here
     if _world is not None:
         _forked = True
-        _world.abandon()
+        _world.close_in_child()

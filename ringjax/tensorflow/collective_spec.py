@@ -45,7 +45,7 @@ class CollectiveSpec:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
-    timeout: float = timeouts.JOBS
+    timeout: float = timeouts.JOB_LIMIT
     waits: bool = False
     bare: bool = False
 

@@ -54,7 +54,7 @@ def run(
         the number of rows that came from each rank.
     """
     kernels.ensure_registered()
-    call = replace(call, timeout=timeouts.now(None))
+    call = replace(call, timeout=timeouts.current_limit(None))
     graph = tf.compat.v1.get_default_graph()
     dtypes = [tensor.dtype for tensor in tensors]
     if call.op in ("allgather", "alltoall"):

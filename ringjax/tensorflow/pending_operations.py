@@ -82,7 +82,7 @@ class PendingOperation:
                 self._outs.tensors.append(c_api.allocate(dtype, shape))
         outs = c_api.tensors.describe(self._outs.tensors)
         with contextlib.ExitStack() as stack:
-            if call.timeout != timeouts.JOBS:
+            if call.timeout != timeouts.JOB_LIMIT:
                 stack.enter_context(timeouts.collective_timeout(call.timeout))
             self._handle = lane.submit(
                 call.op,

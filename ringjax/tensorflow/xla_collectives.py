@@ -110,7 +110,7 @@ def check(
         "count": len(tensors),
         "name": call.name,
         "names": "\n".join(name.replace("\n", " ") for name in names),
-        "timeout": float(timeouts.now(process_set.timeout)),
+        "timeout": float(timeouts.current_limit(process_set.timeout)),
     }
     (order,) = _add_custom_call(
         "ringjax_check", [_order_of(graph), *tensors], [([1], tf.uint32)], attributes
@@ -169,7 +169,7 @@ def _attributes(
     rows: list[list[int]],
 ) -> dict[str, Attribute]:
     """Returns the attributes of the handler."""
-    limit = timeouts.now(process_set.timeout)
+    limit = timeouts.current_limit(process_set.timeout)
     is_broadcast = call.op == "broadcast"
     found: dict[str, Attribute] = {
         "op": _native.COLLECTIVES[call.op],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringjax import eager, ops, runtime
-from ringjax.settings import remembered
+from ringjax.settings import measurement_cache
 from ringjax.tuning import trials
 from ringjax.tuning.trials import Setting, Times, Trials
 
@@ -89,7 +89,9 @@ class Tuning:
         """What the first rank knows; caches of several hosts may differ."""
         found = None
         if self._set.rank() == 0:
-            found = remembered.read(self._config.cache_folder(), _KIND, self._what)
+            found = measurement_cache.read(
+                self._config.cache_folder(), _KIND, self._what
+            )
         root = self._set.ranks[0]
         name = f"autotune.{self._name}"
         value = eager.broadcast_object(found, root, name, self._set)
@@ -105,7 +107,7 @@ class Tuning:
 
     def _tell(self, tried: Trials, times: Times) -> None:
         value, log = trials.to_json(self.setting), self._config.autotune_log
-        remembered.write(self._config.cache_folder(), _KIND, self._what, value)
+        measurement_cache.write(self._config.cache_folder(), _KIND, self._what, value)
         seconds = trials.medians(times)
         chosen = tried.settings.index(self.setting)
         said = f"{self.setting}: {seconds[chosen] * 1e3:.3g} ms a step"

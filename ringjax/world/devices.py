@@ -1,10 +1,10 @@
-"""The device side of a world: which NCCL, which device, and its communicators.
+"""CUDA devices of a world: the NCCL library, this rank's devices, their communicators.
 
-NCCL is opened at run time, jax's copy if there is one, so that both order their kernels
-alike. Each process set gets a device communicator beside the one over sockets, which it
-uses as its control plane: a small mesh of its own. Knows no framework:
-`xla/jax_private.py` says which device this rank computes on. What is sent is decided in
-the native core.
+NCCL is loaded at run time. If JAX has loaded a copy, ringjax uses the same copy, so
+that both launch their kernels in one order. Each process set gets a device communicator
+in addition to its host communicator, and for each device a small control mesh of its
+own. This module imports no framework: `xla/jax_private.py` finds the devices on which
+this rank computes. The native core decides what is sent.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError, from_status
-from ringjax.world import controls, device_agreement
-from ringjax.world.coordinates import Standing
-from ringjax.world.device_agreement import version_text
-from ringjax.world.groups import REPLICAS
+from ringjax.world import communicator_ids, device_compatibility
+from ringjax.world.device_compatibility import DeviceReport, version_text
+from ringjax.world.rank_info import RankInfo
 
-_ORDERS_LAUNCHES = 12030  # the driver from which on kernels in order may overlap
-_NO_CODE = "none"  # the core says so of its device code if it was built without
+_LAUNCH_ORDER_DRIVER = 12030  # from CUDA 12.3 on, NCCL can order kernels by launch
+_NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without device code
 
 
-# -- what is here ----------------------------------------------------------------------
+# -- what this machine has -------------------------------------------------------------
 
 
 def information() -> dict[str, Any]:
-    """The driver, its devices, the device code, the NCCL that is open. Never raises."""
+    """Returns the driver, its devices, the device code and the loaded NCCL.
+
+    Never raises; see `runtime.build_info` for the keys.
+    """
     return _native.cuda_info()
 
 
 def wheel_library() -> str | None:
-    """The libnccl.so.2 of NVIDIA's wheels, which are a namespace without a module."""
+    """Returns the path of libnccl.so.2 in NVIDIA's wheel, None if it is missing."""
     try:
+        # A namespace package: it has folders, but no module to import.
         spec = importlib.util.find_spec("nvidia.nccl")
     except (ImportError, ValueError):
         return None
@@ -49,82 +52,88 @@ def wheel_library() -> str | None:
 
 
 def open_library(setting: str) -> tuple[int, str]:
-    """Opens NCCL: the copy mapped already, `setting`, the wheel's, the system's.
+    """Loads NCCL: the copy in this process, RINGJAX_NCCL, the wheel's or the system's.
+
+    Args:
+        setting: RINGJAX_NCCL.
 
     Returns:
-        Its version, 22809 for 2.28.9, and the path of the file.
+        The version, 22809 for 2.28.9, and the path of the file.
 
     Raises:
-        RingjaxError: there is none, or it is too old.
+        RingjaxError: no library was found, or its version is too old.
     """
-    why: list[RingjaxError] = []
+    errors: list[RingjaxError] = []
     for path in _candidates(setting):
         try:
-            version, mapped = _native.open_nccl(path)
-            return int(version), str(mapped)
+            version, loaded_path = _native.open_nccl(path)
+            return int(version), str(loaded_path)
         except _native.StatusError as error:
-            why.append(from_status(error))
-    # The system's absence says less than what is wrong with a file that was found.
-    raise why[0]
+            errors.append(from_status(error))
+    # The first error is about a file that was found. The last candidate is the
+    # system's library, and its absence is of less interest.
+    raise errors[0]
 
 
 def _candidates(setting: str) -> list[str]:
-    """The paths to try, in order; the copy that is mapped comes before all of them."""
-    # Or kernels of two communicators on one device may wait for each other. Not before
-    # 12.3: there they run one after the other in the order of the host's calls, which
-    # between compiled programs and the eager lane differs from rank to rank.
-    before = 0 < information().get("driver", 0) < _ORDERS_LAUNCHES
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "0" if before else "1")
-    # Or the first operation of each communicator allocates and waits for its peers,
-    # in an order that may differ from rank to rank as well.
+    """Returns the paths to try. The core tries a copy in this process before them."""
+    # Without a common order, kernels of two communicators on one device may wait for
+    # each other. Before CUDA 12.3 NCCL orders them by the host's calls, which differ
+    # from rank to rank between compiled programs and the eager lane: leave it off.
+    has_old_driver = 0 < information().get("driver", 0) < _LAUNCH_ORDER_DRIVER
+    implicit = "0" if has_old_driver else "1"
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", implicit)
+    # Otherwise the first operation of each communicator allocates memory and waits for
+    # its peers, in an order that may differ from rank to rank.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return [setting] if setting else [*filter(None, [wheel_library()]), ""]
 
 
 def shares_gpu() -> bool:
-    """Whether somebody has told NCCL that ranks may share a GPU, as tests do."""
-    told = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
-    return told or bool(os.environ.get("NCCL_HOSTID"))
+    """Returns whether NCCL is set to allow several ranks on one GPU, as in tests."""
+    allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
+    return allowed or bool(os.environ.get("NCCL_HOSTID"))
 
 
-def memory_fraction() -> str:
-    """The part of the memory that JAX takes at once, where that is 0.9 or more."""
+def large_memory_fraction() -> str:
+    """Returns the fraction of memory that JAX preallocates, "" if it is below 0.9."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
         return ""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         value = os.environ.get(name, "")
-        with contextlib.suppress(ValueError):  # JAX says what is wrong with it
+        with contextlib.suppress(ValueError):  # JAX reports a malformed number itself
             if value and float(value) >= 0.9:
                 return value
     return ""
 
 
-def _gpus(devices: Sequence[int]) -> list[str]:
-    """What tells this rank's GPUs from all others; nothing if it is not known."""
-    found = information()["devices"]
+def _gpu_uuids(devices: Sequence[int]) -> list[str]:
+    known = information()["devices"]
     return [
-        str(found[device].get("uuid", "")) if device < len(found) else ""
+        str(known[device].get("uuid", "")) if device < len(known) else ""
         for device in devices
     ]
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
-    """What an eager lane needs to take CUDA tensors; it opens NCCL when they come.
+    """Returns the options with which an eager lane accepts CUDA tensors.
+
+    The lane loads NCCL when the first CUDA tensor is submitted.
 
     Args:
         config: the settings of this rank.
-        device: the one for a rank that joins before it has any tensor; -1: none.
+        device: the device to use if this rank joins (`ringjax.eager.join`) before it
+            has submitted a tensor; -1 for none.
     """
     return {
-        **_options(config),
+        **_communicator_options(config),
         "device": device,
         "nccl": _candidates(config.nccl),
         "shares": int(shares_gpu()),
     }
 
 
-def _options(config: Config) -> dict[str, Any]:
-    """Those of every device communicator."""
+def _communicator_options(config: Config) -> dict[str, Any]:
     return {
         "start_timeout": config.start_timeout,
         "fusion": config.fusion,
@@ -133,95 +142,126 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-# -- which device ----------------------------------------------------------------------
+# -- which devices this rank has -------------------------------------------------------
 
 
-ALL = 0  # devices per rank: every one that it sees
+ALL = 0  # devices per rank: all devices that the rank sees
 
 
 def share(
-    local_rank: int, local_size: int, devices: int, each: int = 1
+    local_rank: int, local_size: int, devices: int, per_rank: int = 1
 ) -> tuple[int, ...] | None:
-    """The devices of this rank if ranks of a host must share them out, else None.
+    """Returns the devices of this rank if the ranks of a host divide the devices.
 
     Args:
-        local_rank: number of this rank on its host.
-        local_size: ranks there.
-        devices: that it sees.
-        each: how many a rank is to have; `ALL`.
+        local_rank: the number of this rank on its host.
+        local_size: how many ranks the host has.
+        devices: how many devices the rank sees.
+        per_rank: how many devices a rank is to have; `ALL` for all.
+
+    Returns:
+        Device numbers; None if there is nothing to divide.
 
     Example:
-        >>> share(local_rank=5, local_size=8, devices=4), share(1, 2, 8, each=4)
+        >>> share(local_rank=5, local_size=8, devices=4), share(1, 2, 8, per_rank=4)
         ((1,), (4, 5, 6, 7))
     """
-    if each == ALL or devices <= each or (each == 1 and local_size == 1):
+    alone = per_rank == 1 and local_size == 1
+    if per_rank == ALL or devices <= per_rank or alone:
         return None
-    places = max(1, devices // each)
-    first = local_rank % places * each
-    return tuple(range(first, first + each))
+    slots = max(1, devices // per_rank)
+    first = local_rank % slots * per_rank
+    return tuple(range(first, first + per_rank))
 
 
 # -- communicators ---------------------------------------------------------------------
 
 
-class Home(Protocol):
-    """What `Devices` needs of its world."""
+class NcclIds(TypedDict, total=False):
+    """The NCCL ids of a process set, from its first rank.
 
-    config: Config
-    standing: Standing
+    Attributes:
+        ids: hexadecimal digits, one id for each device of a rank.
+        error: why the rank could not make them.
+        what: the operation for which they were made.
+    """
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
+    ids: list[str]
+    error: str
+    what: str
+
+
+class ControlPlane(Protocol):
+    """The host communication with which device communicators are connected."""
+
+    rank_info: RankInfo
 
     def exchange(self, value: Any, what: str) -> list[Any]:
-        """Gives every rank the values of all ranks."""
+        """Returns the values of all ranks; `what` names the exchange in errors."""
 
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """Builds a watched communicator of small links between `ranks`."""
+        """Connects a control mesh between `ranks`, watched by the heartbeat."""
 
     def disconnect(self, number: int) -> None:
-        """Ends it."""
+        """Closes a control mesh, if it exists."""
 
     def departed_ranks(self) -> dict[int, str]:
-        """The ranks that are known to have gone, and why."""
+        """Returns the ranks that are known to be gone, and why."""
 
     def log(self, level: str, text: str) -> None:
-        """Prints a line, if the level is wanted."""
+        """Prints a line, if its level is enabled."""
 
 
 class Devices:
-    """The device communicators of one world: for all of its process sets, or for none.
+    """The device communicators of one world: of all its process sets, or of none.
+
+    Args:
+        config: the settings.
+        counts: how many devices the driver of each rank shows.
+        control_plane: connects the ranks; None before the first epoch.
 
     Attributes:
-        counts: how many devices the driver of each rank has.
-        communicators: by number of the process set, one for each of `numbers`.
-        numbers: of this rank's devices, in an order that ranks share: the first of all
-            are joined, the second, and so on.
+        communicators: for each process set, one communicator for each of `numbers`.
+        numbers: this rank's device numbers. The i-th devices of all ranks are in one
+            communicator.
     """
 
-    def __init__(self, home: Home, counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        counts: Sequence[int],
+        control_plane: ControlPlane | None = None,
+    ) -> None:
         self.counts = list(counts)
         self.communicators: dict[int, list[_native.CudaCommunicator]] = {}
         self.numbers: tuple[int, ...] = ()
-        self._home, self._opened, self._reason = home, False, ""
+        self._config, self._plane = config, control_plane
+        self._opened, self._reason = False, ""
+
+    @property
+    def _control_plane(self) -> ControlPlane:
+        assert self._plane is not None
+        return self._plane
 
     @property
     def possible(self) -> bool:
-        """Whether some rank has a device, so that all ranks must talk about it."""
+        """Whether any rank has a device, so that all ranks must exchange reports."""
         return any(self.counts)
 
     def open(
         self, numbers: Sequence[int], why_not: str, sets: Mapping[int, Sequence[int]]
     ) -> None:
-        """Builds the communicators of all `sets`; every rank calls it, only once acts.
+        """Connects the communicators of all `sets`. All ranks must call it.
+
+        Further calls do nothing.
 
         Args:
-            numbers: of this rank's devices; if it has none, because of `why_not`, no
-                rank gets communicators.
-            sets: the ranks of each process set, alike on all ranks.
+            numbers: this rank's devices. If a rank has none, no rank gets
+                communicators.
+            why_not: why this rank has no devices.
+            sets: the ranks of each process set, equal on all ranks.
 
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
@@ -230,7 +270,7 @@ class Devices:
             return
         self._opened = True
         try:
-            self._reason = self._assemble(tuple(numbers), why_not)
+            self._reason = self._check_ranks(tuple(numbers), why_not)
             if not self._reason:
                 self.numbers = tuple(numbers)
                 for number in sorted(sets):
@@ -240,178 +280,187 @@ class Devices:
             self.close()
             raise
         if self._reason:
-            asked = self._home.config.devices_per_rank != 1  # somebody expects them
+            expected = self._config.devices_per_rank != 1
             text = f"no CUDA collectives in jit: {self._reason}"
-            self._home.log("warning" if asked else "info", text)
+            self._control_plane.log("warning" if expected else "info", text)
 
-    def _assemble(self, numbers: tuple[int, ...], why_not: str) -> str:
-        """Why there will be no device communicators, or nothing; alike on all ranks."""
-        config, version, path = self._home.config, 0, ""
+    def _check_ranks(self, numbers: tuple[int, ...], why_not: str) -> str:
+        """Loads NCCL and compares the device reports of all ranks.
+
+        Returns:
+            Why there will be no device communicators, equal on all ranks; "" if there
+            will be.
+        """
+        config, plane, version, path = self._config, self._control_plane, 0, ""
         if numbers:
             try:
                 version, path = open_library(config.nccl)
             except RingjaxError as error:
                 why_not = str(error)
-        if os.sep in config.nccl and path and not _same_file(config.nccl, path):
-            self._home.log(
-                "warning", f"RINGJAX_NCCL is not used: {path} is loaded already"
-            )
-        mine = {
+        if os.sep in config.nccl and path and not _is_same_file(config.nccl, path):
+            plane.log("warning", f"RINGJAX_NCCL is not used: {path} is loaded already")
+        what = "ringjax.init: the devices of all ranks"
+        own: DeviceReport = {
             "device": why_not or list(numbers),
             "wanted": config.devices_per_rank,
             "nccl": version,
             "path": path,
-            "settings": {s: getattr(config, s) for s in device_agreement.SETTINGS},
-            "packs": information()["device_code"] != _NO_CODE,
+            "settings": {
+                name: getattr(config, name)
+                for name in device_compatibility.COMMON_SETTINGS
+            },
+            "packs": information()["device_code"] != _NO_DEVICE_CODE,
             "tls": config.tls,
-            "gpu": _gpus(numbers),
+            "gpu": _gpu_uuids(numbers),
             "shares": shares_gpu(),
+            "what": what,
         }
-        said = self._exchange(mine, "ringjax.init: the devices of all ranks")
-        for rank, other in enumerate(said):
-            if isinstance(other["device"], str):
-                return f"rank {rank} has no CUDA device: {other['device']}"
-        device_agreement.check(said, self._home.standing.hosts)
-        required = any(other["tls"] == "required" for other in said)
-        if required and len(set(self._home.standing.hosts)) > 1:
+        reports: list[DeviceReport] = self._exchange(own, what)
+        for rank, report in enumerate(reports):
+            if isinstance(report["device"], str):
+                return f"rank {rank} has no CUDA device: {report['device']}"
+        device_compatibility.check_compatible(reports, plane.rank_info.hosts)
+        required = any(report["tls"] == "required" for report in reports)
+        if required and len(set(plane.rank_info.hosts)) > 1:
             return (
                 "RINGJAX_TLS is 'required', and NCCL does not encrypt what goes from "
                 "host to host; set RINGJAX_TLS=auto if nobody can listen there"
             )
-        if not mine["packs"]:
-            self._home.log(
+        if not own["packs"]:
+            plane.log(
                 "warning",
                 "this ringjax was built without device code: no tensors are packed, "
                 "compression and scaling do not work on CUDA devices, and results of a "
                 "step that a lost rank has spoilt are not marked as NaN",
             )
-        if greed := memory_fraction():
-            self._home.log(
+        if fraction := large_memory_fraction():
+            plane.log(
                 "warning",
-                f"JAX takes {greed} of the GPU's memory, and NCCL needs some hundred "
-                "MB of the rest for each process set: set "
+                f"JAX takes {fraction} of the GPU's memory, and NCCL needs some "
+                "hundred MB of the rest for each process set: set "
                 "XLA_PYTHON_CLIENT_MEM_FRACTION to 0.85 or less if it finds none",
             )
-        self._home.log(
-            "debug", f"{_name(numbers)}, NCCL {version_text(version)} at {path}"
-        )
+        plane.log("debug", f"{_name(numbers)}, NCCL {version_text(version)} at {path}")
         return ""
 
     def add(self, number: int, ranks: Sequence[int]) -> None:
-        """Builds the communicator of a process set; every rank of the world calls it.
+        """Connects the communicator of a process set. All ranks of the world call it.
 
         Raises:
             StartupError: NCCL or a rank failed.
         """
         if not self.numbers:
             return
-        what = "the world" if number == 0 else f"process set {number}"
-        value: dict[str, Any] = {}
-        if self._home.rank == ranks[0]:
+        set_name = "the world" if number == 0 else f"process set {number}"
+        rank = self._control_plane.rank_info.rank
+        what = f"ringjax: the NCCL id of {set_name}"
+        own: NcclIds = {"what": what}
+        if rank == ranks[0]:
             try:
-                value["ids"] = [_native.nccl_unique_id().hex() for _ in self.numbers]
+                own["ids"] = [_native.nccl_unique_id().hex() for _ in self.numbers]
             except _native.StatusError as error:
-                value["error"] = str(error)
-        said = self._exchange(value, f"ringjax: the NCCL id of {what}")[ranks[0]]
-        if "error" in said:
+                own["error"] = str(error)
+        received: NcclIds = self._exchange(own, what)[ranks[0]]
+        if "error" in received:
             raise StartupError(
-                f"{what} has no device communicator: rank {ranks[0]}: {said['error']}"
+                f"{set_name} has no device communicator: rank {ranks[0]}: "
+                f"{received['error']}"
             )
-        if self._home.rank in ranks:
-            self._build(number, ranks, [bytes.fromhex(i) for i in said["ids"]], what)
+        if rank in ranks:
+            unique_ids = [bytes.fromhex(text) for text in received["ids"]]
+            self._connect(number, ranks, unique_ids, set_name)
 
-    def _controls(self, number: int) -> list[int]:
-        return [controls.number_of(number, i) for i in range(len(self.numbers))]
+    def _control_ids(self, number: int) -> list[int]:
+        indices = range(len(self.numbers))
+        return [communicator_ids.control_id(number, index) for index in indices]
 
-    def _build(
-        self, number: int, ranks: Sequence[int], unique_ids: list[bytes], what: str
+    def _connect(
+        self, number: int, ranks: Sequence[int], unique_ids: list[bytes], set_name: str
     ) -> None:
-        name = "world" if number == 0 else what
+        name, plane = "world" if number == 0 else set_name, self._control_plane
+        several = len(self.numbers) > 1
         try:
-            small = [
-                self._home.connect_control(
-                    each,
-                    ranks,
-                    f"{name} (device{f' {i}' if len(self.numbers) > 1 else ''})",
+            controls = [
+                plane.connect_control(
+                    control, ranks, f"{name} (device{f' {i}' if several else ''})"
                 )
-                for i, each in enumerate(self._controls(number))
+                for i, control in enumerate(self._control_ids(number))
             ]
             self.communicators[number] = _native.connect_devices(
                 id=number,
-                controls=small,
+                controls=controls,
                 devices=self.numbers,
                 unique_ids=unique_ids,
-                options=_options(self._home.config),
+                options=_communicator_options(self._config),
             )
-        except BaseException as error:  # of some of the devices there are controls
-            gone = {
-                r: why for r, why in self._home.departed_ranks().items() if r in ranks
-            }
-            who = "".join(f"; rank {r} {why}" for r, why in gone.items())
-            self._disconnect(number)
+        except BaseException as error:
+            gone = {r: why for r, why in plane.departed_ranks().items() if r in ranks}
+            blamed = "".join(f"; rank {r} {why}" for r, why in gone.items())
+            self._disconnect_controls(number)  # some of them may be connected
             if not isinstance(error, _native.StatusError):
                 raise
             raise StartupError(
-                f"{what} has no device communicator: rank {self._home.rank}, "
-                f"{_name(self.numbers)}: {error}{who}"
+                f"{set_name} has no device communicator: rank {plane.rank_info.rank}, "
+                f"{_name(self.numbers)}: {error}{blamed}"
             ) from error
 
-    def _disconnect(self, number: int) -> None:
-        for each in self._controls(number):
-            self._home.disconnect(each)
+    def _disconnect_controls(self, number: int) -> None:
+        for control in self._control_ids(number):
+            self._control_plane.disconnect(control)
 
-    def _exchange(self, value: dict[str, Any], what: str) -> list[Any]:
+    def _exchange(self, value: DeviceReport | NcclIds, what: str) -> list[Any]:
         try:
-            said = self._home.exchange(value | {"what": what}, what)
+            received = self._control_plane.exchange(value, what)
         except RingjaxError as error:
             raise StartupError(str(error)) from error
-        for rank, other in enumerate(said):
+        for rank, other in enumerate(received):
             if not isinstance(other, dict) or other.get("what") != what:
                 raise Mismatch(f"{what}: rank {rank} calls {other}")
-        return said
+        return received
 
     def problem(self, number: int) -> str:
-        """Why a process set has no device communicator; nothing if it has one."""
+        """Returns why a process set has no device communicator; "" if it has one."""
         if number in self.communicators:
             return ""
-        if number == REPLICAS:
+        if number == communicator_ids.REPLICA_SET:
             return "groups of processes (--group-size) are for CPU devices"
         if not self.possible:
-            return f"no rank has a CUDA device: {absence(self._home.config)}"
+            return f"no rank has a CUDA device: {absence(self._config)}"
         return self._reason or "it was not built"
 
     def remove(self, number: int) -> None:
-        """Ends the communicator of a process set, if there is one."""
+        """Closes the communicators of a process set, if it has any."""
         communicators = self.communicators.pop(number, [])
         for communicator in communicators:
             communicator.close()
         if communicators:
-            self._disconnect(number)
+            self._disconnect_controls(number)
 
     def stop(self, text: str, rank: int) -> None:
-        """Fails what is pending. Any thread may do so."""
-        for communicator in self.everyone():
+        """Fails all pending calls. Any thread may call it."""
+        for communicator in self.all_communicators():
             communicator.abort(text, rank)
 
-    def everyone(self) -> list[_native.CudaCommunicator]:
-        """The communicators of all process sets."""
+    def all_communicators(self) -> list[_native.CudaCommunicator]:
+        """Returns the communicators of all process sets and devices."""
+        # A copy: the recovery's thread calls it while the program adds process sets.
         return [one for each in list(self.communicators.values()) for one in each]
 
     def close(self) -> None:
-        """Ends all communicators, the latest first; the world ends their control."""
+        """Closes all communicators, the newest first, but not their control meshes."""
         for number in sorted(self.communicators, reverse=True):
             for communicator in self.communicators[number]:
                 try:
                     communicator.close()
-                except _native.StatusError as error:  # what remains must end as well
+                except _native.StatusError as error:  # close the remaining ones, too
                     text = f"the end of a device communicator: {error}"
-                    self._home.log("warning", text)
+                    self._control_plane.log("warning", text)
         self.communicators.clear()
         self.numbers = ()
 
 
 def absence(config: Config) -> str:
-    """Why this rank's driver has no device; nothing if it has some."""
+    """Returns why this rank's driver shows no device; "" if it shows any."""
     if not config.gpu:
         return "RINGJAX_GPU is 0"
     found = information()
@@ -421,7 +470,7 @@ def absence(config: Config) -> str:
 
 
 def count(config: Config) -> int:
-    """How many devices this rank's driver shows; 0 if none is wanted."""
+    """Returns how many devices this rank's driver shows; 0 if RINGJAX_GPU is 0."""
     return len(information()["devices"]) if config.gpu else 0
 
 
@@ -430,7 +479,7 @@ def _name(numbers: Sequence[int]) -> str:
     return f"device{several} {', '.join(map(str, numbers))}"
 
 
-def _same_file(one: str, other: str) -> bool:
+def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:

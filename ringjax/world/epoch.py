@@ -1,7 +1,7 @@
-"""One generation of membership on this rank: links, heartbeat and communicators.
+"""One epoch on this rank: the links, the heartbeat and the communicators of its ranks.
 
-Made from a fabric, which knows the members; ended as a whole. Who the members are, and
-what follows an epoch, is in epoch_sequence.py.
+An epoch is made from a `MeshFactory`, which connects its members, and ends as a whole.
+epoch_sequence.py decides when an epoch begins and which epoch follows.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from ringjax.config import Config
 from ringjax.control.member import Member
 from ringjax.links.descriptors import LinkDescriptors
 from ringjax.links.mesh import MeshFactory
-from ringjax.world.controls import place_of, set_of
-from ringjax.world.coordinates import Standing
-from ringjax.world.lanes import LANE
-from ringjax.world.whereabouts import Whereabouts
+from ringjax.world.communicator_ids import EAGER_LANE, device_index_of, process_set_of
+from ringjax.world.rank_info import RankInfo
+from ringjax.world.stack_probe import StackProbe
 
-SMALL_RING = 1 << 14  # of a control communicator; the least that RING_BYTES may be
+_CONTROL_RING_BYTES = 1 << 14  # the minimum of RING_BYTES
 
 
 class Epoch:
-    """What this rank holds of one membership.
+    """The native objects of one epoch.
 
     Args:
         config: the settings.
-        standing: this rank's coordinates in it.
-        fabric: connects the ranks; None: this rank is alone.
-        notify: an eventfd to ring when a peer is lost; -1: the job is not elastic.
-        whereabouts: tells peers that wait where this rank's program is.
+        rank_info: this rank's numbers in the epoch.
+        fabric: connects the members; None if this rank is the only one.
+        notify: an eventfd that the heartbeat writes to when a peer is lost; -1 in a
+            static job.
+        stack_probe: replies to late-rank questions of peers.
 
     Attributes:
-        number: the epoch's; the first is 0.
-        communicators: by number.
-        served: those of them that calls of the program get -> the resilient
-            communicator that outlives the epoch, None in a job that is not elastic.
-        cost: the constants of the links; of the communicators that come.
-        recorder: hears of the calls of the communicators that come.
+        number: the number of the epoch, from 0.
+        communicators: by id.
+        served: for each communicator that serves calls of the program, the resilient
+            communicator to which it belongs; None in a static job.
+        cost: constants of the cost model, for communicators that are opened later.
+        recorder: records the calls of communicators that are opened later.
     """
 
     def __init__(
         self,
         config: Config,
-        standing: Standing,
+        rank_info: RankInfo,
         fabric: MeshFactory | None = None,
         notify: int = -1,
-        whereabouts: Whereabouts | None = None,
+        stack_probe: StackProbe | None = None,
     ) -> None:
-        self.config, self.standing, self.fabric = config, standing, fabric
+        self.config, self.rank_info, self.fabric = config, rank_info, fabric
         self.number = fabric.epoch if fabric is not None else 0
         self.communicators: dict[int, _native.Communicator] = {}
         self.served: dict[int, _native.ResilientComm | None] = {}
         self.cost: dict[str, float] = {}
         self.recorder: _native.Recorder | None = None
-        self._notify, self._whereabouts = notify, whereabouts
-        # What the core holds, by communicator: numbers and inodes of the sockets.
+        self._notify, self._stack_probe = notify, stack_probe
+        # Sockets that the core owns, as (descriptor, inode), by communicator id.
         self._sockets: dict[int, list[tuple[int, int]]] = {}
         self._heartbeat: _native.Heartbeat | None = None
-        self._meshes: dict[int, LinkDescriptors] = {}  # without communicator yet
+        self._meshes: dict[int, LinkDescriptors] = {}  # linked, but not opened yet
 
     def link(
         self,
@@ -70,10 +70,16 @@ class Epoch:
         name: str,
         fabric: MeshFactory | None = None,
     ) -> None:
-        """Connects this rank with the others of `ranks`, who all do it.
+        """Connects the ranks of a communicator. All of `ranks` must call it.
+
+        Args:
+            number: the id of the communicator.
+            ranks: ranks of the world, in the order of the communicator.
+            name: names the communicator in errors.
+            fabric: another fabric than that of the epoch.
 
         Raises:
-            StartupError, PeerLost: some could not be reached.
+            StartupError, PeerLost: some ranks could not be reached.
         """
         fabric = fabric or self.fabric
         if fabric is None:
@@ -85,7 +91,8 @@ class Epoch:
         self._meshes[number] = mesh
         self._sockets[number] = mesh.sockets()
         if mesh.control:
-            # Before all communicators exist: silence would look like a death.
+            # The heartbeat must start before the other communicators are connected:
+            # peers that hear no heartbeat in the meantime would declare this rank lost.
             control, mesh.control = mesh.control, []
             self._heartbeat = self._make_heartbeat(control, mesh.control_keys)
 
@@ -94,19 +101,19 @@ class Epoch:
     ) -> _native.Heartbeat:
         assert self.fabric is not None
         names = (member.hello.get("hostname") for member in self.fabric.members)
-        asks = self._whereabouts
+        probe = self._stack_probe
         heartbeat = _native.Heartbeat(
-            self.standing.rank,
+            self.rank_info.rank,
             control,
             interval=self.config.heartbeat,
             timeout=self.config.failure_timeout,
             notify=self._notify,
-            inquire=-1 if asks is None else asks.bell,
+            inquire=-1 if probe is None else probe.wakeup_fd,
             hosts=[str(name or "") for name in names],
             **({"keys": keys} if any(keys) else {}),
         )
-        if asks is not None:
-            asks.serve(heartbeat)
+        if probe is not None:
+            probe.register(heartbeat)
         return heartbeat
 
     def open(
@@ -121,14 +128,20 @@ class Epoch:
         ending: _native.Communicator | None = None,
         served: bool = False,
     ) -> _native.Communicator:
-        """Makes the communicator of what was linked.
+        """Makes a communicator of what `link` has connected.
 
         Args:
-            resilient: the resilient communicator that it belongs to, in an elastic job.
-            ending: where its calls end together with those of others.
-            config: other settings than the epoch's.
-            watched: the heartbeat ends it, and hears of its failures.
-            served: calls of the program get it.
+            number: the id of the communicator.
+            ranks: as in `link`.
+            name: as in `link`.
+            resilient: the resilient communicator to which it belongs; None in a static
+                job.
+            config: other settings than those of the epoch.
+            watched: whether the heartbeat aborts it when a peer is lost, and learns of
+                its failures.
+            ending: a communicator on which its calls wait for the calls of other
+                replica sets.
+            served: whether it serves calls of the program.
         """
         config, mesh = config or self.config, self._meshes.pop(number)
         job = int(self.fabric.job, 16) if self.fabric is not None else 0
@@ -137,8 +150,8 @@ class Epoch:
             name=name,
             job=job,
             epoch=self.number,
-            rank=list(ranks).index(self.standing.rank),
-            hosts=[self.standing.hosts[rank] for rank in ranks],
+            rank=list(ranks).index(self.rank_info.rank),
+            hosts=[self.rank_info.hosts[rank] for rank in ranks],
             members=list(ranks),
             links=mesh.links,
             doorbell=mesh.doorbell,
@@ -150,9 +163,9 @@ class Epoch:
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
                 "cost": self.cost,
-                "process_set": set_of(number),
-                "device_index": place_of(number),
-                "eager": number & LANE,
+                "process_set": process_set_of(number),
+                "device_index": device_index_of(number),
+                "eager": number & EAGER_LANE,
                 **({} if self.recorder is None else {"recorder": self.recorder}),
             },
             resilient=resilient,
@@ -168,7 +181,7 @@ class Epoch:
     def connect(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """Builds a communicator; all of `ranks` do it, and this is one of them."""
+        """Links and opens a communicator. All of `ranks` must call it."""
         self.link(number, ranks, name)
         return self.open(number, ranks, name)
 
@@ -179,10 +192,10 @@ class Epoch:
         name: str,
         fabric: MeshFactory | None = None,
     ) -> Config:
-        """As `link`, for messages of a few bytes.
+        """Like `link`, for messages of a few bytes: takes little memory and one socket.
 
         Returns:
-            The settings to open it with.
+            The settings to pass to `open`.
         """
         fabric = fabric or self.fabric
         if fabric is None:
@@ -190,7 +203,7 @@ class Epoch:
             return self.config
         small = dataclasses.replace(
             fabric.config,
-            ring_bytes=SMALL_RING,
+            ring_bytes=_CONTROL_RING_BYTES,
             tile_bytes=0,
             tcp_streams=1,
             algorithm="",
@@ -201,12 +214,12 @@ class Epoch:
     def connect_small(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """As `connect`, for messages of a few bytes."""
+        """Like `connect`, for messages of a few bytes."""
         small = self.link_small(number, ranks, name)
         return self.open(number, ranks, name, config=small)
 
     def disconnect(self, number: int) -> None:
-        """Ends a communicator, if there is one."""
+        """Closes a communicator, or the links of one that was not opened, if any."""
         if (mesh := self._meshes.pop(number, None)) is not None:
             mesh.close()
         communicator = self.communicators.pop(number, None)
@@ -217,66 +230,74 @@ class Epoch:
         self.served.pop(number, None)
         self._sockets.pop(number, None)
 
-    def calls(self, number: int) -> int:
-        """How many calls a communicator has completed."""
+    def completed_calls(self, number: int) -> int:
+        """Returns how many calls a communicator has completed."""
         communicator = self.communicators.get(number)
         every = communicator.stats().values() if communicator is not None else ()
         return sum(int(stats.get("calls", 0)) for stats in every)
 
     @property
     def heartbeat(self) -> _native.Heartbeat | None:
-        """What watches the other ranks; None if this one is alone, and at the end."""
+        """The heartbeat; None if this rank is the only one, or after `close`."""
         return self._heartbeat
 
     @property
     def members(self) -> Sequence[Member]:
-        """All ranks of it, as they know each other; none if this one is alone."""
+        """The members of the epoch, by rank; empty if this rank is the only one."""
         return [] if self.fabric is None else self.fabric.members
 
+    def hostname_of(self, rank: int) -> str:
+        """Returns the host name that a rank has sent; "" if it sent none."""
+        if rank >= len(self.members):
+            return ""
+        return str(self.members[rank].hello.get("hostname") or "")
+
     def lost(self) -> list[tuple[int, str]]:
-        """The ranks that the heartbeat has lost, and why, the first one first."""
+        """Returns the ranks that the heartbeat has lost, in this order, and why."""
         return [] if self._heartbeat is None else self._heartbeat.lost()
 
     def fail(self, text: str) -> None:
-        """Tells the peers that this rank goes down, and why."""
+        """Sends all peers a message that this rank fails, with the reason."""
         if self._heartbeat is not None:
             self._heartbeat.fail(text)
 
     def leave(self) -> None:
-        """Tells the peers that this rank leaves in good order."""
+        """Sends all peers a message that this rank leaves in good order."""
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
     def abort(self, text: str, rank: int) -> None:
-        """Fails what is pending, so that nothing waits for it."""
+        """Fails all pending calls and blames `rank`."""
         for communicator in list(self.communicators.values()):
             communicator.abort(text, rank)
 
     def close(self) -> None:
-        """Ends everything. May be called on half of an epoch, and twice."""
+        """Closes everything, also an epoch that is only partly connected."""
         heartbeat, self._heartbeat = self._heartbeat, None
-        # Copies: the program's thread may be making links here that come to nothing.
+        # Copies: the program's thread may be adding links at the same time, which fail
+        # because the epoch is over.
         for communicator in list(self.communicators.values()):
             if heartbeat is not None:
                 heartbeat.forget(communicator)
             communicator.close()
         if heartbeat is not None:
             heartbeat.close()
-            if self._whereabouts is not None:
-                self._whereabouts.forget(heartbeat)
+            if self._stack_probe is not None:
+                self._stack_probe.unregister(heartbeat)
         for mesh in list(self._meshes.values()):
             mesh.close()
-        # The core closes its descriptors when nobody refers to its objects any more.
+        # The core closes its descriptors when the last reference to an object is gone.
         self.communicators.clear()
         self.served.clear()
         self._meshes.clear()
         self._sockets.clear()
 
-    def abandon(self) -> None:
-        """In a forked child: closes the copies of the sockets and nothing else."""
+    def close_in_child(self) -> None:
+        """Closes a forked child's copies of the sockets, and nothing else."""
         for sockets in self._sockets.values():
             for fd, inode in sockets:
                 with contextlib.suppress(OSError):
-                    # The core may have closed it, and the number be somebody else's.
+                    # The core may have closed the socket before the fork, and another
+                    # file may have got its number. The inode tells them apart.
                     if os.fstat(fd).st_ino == inode:
                         os.close(fd)

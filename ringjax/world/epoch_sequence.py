@@ -1,9 +1,9 @@
-"""How one epoch of the job follows another on this rank.
+"""The sequence of epochs of one job on this rank.
 
-A job that is not elastic has one epoch. In an elastic one each communicator is
-resilient: its body in the native core lasts as long as its number does, and an epoch
-puts a new communicator into each; when that is: recovery.py. The rest of what a rank
-has of its job is in world.py.
+A static job has one epoch. In an elastic job each communicator that serves the
+program's calls belongs to a resilient communicator of the native core, which lives as
+long as the communicator's id: each epoch installs a new communicator into it.
+recovery.py decides when that happens. The other state of a rank is in world.py.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ringjax import _native, stderr
 from ringjax.config import LOG_LEVELS, Config
 from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError
-from ringjax.links.mesh import MeshFactory
+from ringjax.links.mesh import LossMonitor, MeshFactory
 from ringjax.membership.client import CallProgress, CoordinatorClient
 from ringjax.membership.directives import EpochDirective
 from ringjax.membership.joined_job import JoinedJob
-from ringjax.world import forming, groups
-from ringjax.world.carried_calls import Calls
-from ringjax.world.coordinates import Standing
+from ringjax.world.communicator_ids import EAGER_LANE, REPLICA_SET
+from ringjax.world.communicator_table import CommunicatorTable
 from ringjax.world.devices import Devices
 from ringjax.world.epoch import Epoch
-from ringjax.world.generation import Generation, Step, carried, numbers, reason
-from ringjax.world.lanes import LANE, Lanes
+from ringjax.world.epoch_builder import EpochBuilder
+from ringjax.world.epoch_info import (
+    EpochInfo,
+    Transition,
+    communicators_of,
+    end_reason,
+    surviving_transitions,
+)
+from ringjax.world.groups import Group
+from ringjax.world.lanes import Lanes
+from ringjax.world.rank_info import RankInfo
 from ringjax.world.registry import Registry
 
 CLOSED = "ringjax.shutdown() was called on this rank"
@@ -38,143 +45,151 @@ class EpochSequence:
     """The epochs of one job, as this rank takes part in them.
 
     Args:
-        registry: the process sets of the program; they follow the epochs.
+        config: the settings.
+        registry: the process sets of the program, which survive epochs.
 
     Attributes:
-        elastic: whether members may be lost and join.
-        standing: this rank's coordinates.
-        sets: the process sets and their ranks, also those without this rank.
-        members: all ranks, as they know each other.
-        failed: why this rank fails, once it does.
-        group: the processes that JAX joins this one with.
-        generation: the membership in force; None: this rank is a newcomer.
-        changed: guards what the recovery and the program share; tells of new epochs.
-        update: the number of the change that waits, 0: none.
-        resizes: how many pauses have come to their end.
-        dismissed: this rank has left in good order.
-        waits: an epoch is there in which all start again, once the program does.
-        calls: what goes on from epoch to epoch.
-        device: the numbers of this rank's CUDA devices, or why it has none; None
-            until that is known.
+        elastic: whether ranks may be lost and join.
+        rank_info: this rank's numbers.
+        sets: the ranks of each process set, also of sets without this rank.
+        members: all members of the current epoch, by rank.
+        failed: why this rank fails; "" unless it does.
+        group: the processes that JAX joins with this one.
+        epoch_info: the current epoch for the program; None while this rank is a
+            newcomer.
+        changed: the lock of the state that the recovery's thread and the program share,
+            and the condition that it has changed.
+        pending_update: the number of a change of the members that waits for a pause; 0
+            for none.
+        resizes: how many pauses have ended.
+        dismissed: whether this rank has left in good order.
+        restart_pending: whether the current epoch is one in which all ranks restart,
+            and the program has not accepted that yet.
+        comm_table: the communicators that serve calls of the program.
+        local_devices: the numbers of this rank's CUDA devices, and why it has none;
+            None until `World.open_devices`.
     """
 
-    standing: Standing
+    rank_info: RankInfo
     devices: Devices
     lanes: Lanes
-    calls: Calls
+    comm_table: CommunicatorTable
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self.config, self.elastic = config, config.elastic
         self.failed = ""
-        self.generation: Generation | None = None
+        self.epoch_info: EpochInfo | None = None
         self.changed = threading.Condition(threading.RLock())
-        self.update = self.resizes = 0
-        self.dismissed = self.waits = False
+        self.pending_update = self.resizes = 0
+        self.dismissed = self.restart_pending = False
         self.contributors: tuple[int, ...] = ()
         self.sets: dict[int, list[int]] = {}
         self.members: Sequence[Member] = ()
-        self.group = groups.Group(config.group_size)
-        self.device: tuple[Sequence[int], str] | None = None
+        self.group = Group(config.group_size)
+        self.local_devices: tuple[Sequence[int], str] | None = None
         self._registry = registry
-        self._meeting: JoinedJob | None = None
+        self._joined_job: JoinedJob | None = None
         self._listener: LinkListener | None = None
-        self._former: forming.Former | None = None
+        self._epoch_builder: EpochBuilder | None = None
         self._epoch: Epoch | None = None
         self._end: tuple[type[RingjaxError], str] | None = None
         self._removed: set[int] = set()
-        self._over = -1  # the newest epoch that was stopped
-        self._joined = -1  # the newest one that the program takes part in
+        self._last_ended = -1  # the newest epoch that was stopped
+        self._last_joined = -1  # the newest epoch in which the program makes calls
         self._prefix = "ringjax"
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self.standing.rank
+        return self.rank_info.rank
 
     @property
     def client(self) -> CoordinatorClient | None:
-        """Speaks with the coordinator; None in a job of one."""
-        return None if self._meeting is None else self._meeting.client
+        """The connection to the coordinator; None in a job of one process."""
+        return None if self._joined_job is None else self._joined_job.client
 
     @property
     def communicators(self) -> dict[int, _native.Communicator]:
-        """Those that calls of the program get, by number."""
-        return self.calls.serving
+        """The communicators that serve calls of the program, by id."""
+        return self.comm_table.active
 
     @property
     def epoch(self) -> Epoch:
-        """The present one."""
+        """The current epoch, where the caller knows that there is one."""
         assert self._epoch is not None
         return self._epoch
 
     @property
-    def present(self) -> Epoch | None:
-        """The epoch that is in force, or waits for the program to start again.
+    def current_epoch(self) -> Epoch | None:
+        """The epoch that is in force, or that waits for the program to restart.
 
-        None: there is none, as this rank is a newcomer, or has left.
+        None while this rank is a newcomer, and after it has left.
         """
         return self._epoch
 
     @property
-    def number(self) -> int:
-        """The epoch's; -1: none is in force."""
-        return -1 if self.generation is None else self.generation.epoch
+    def epoch_number(self) -> int:
+        """The number of the current epoch; -1 if there is none."""
+        return -1 if self.epoch_info is None else self.epoch_info.epoch
 
     def log(self, level: str, text: str) -> None:
-        """One line on standard error, if the level is wanted."""
+        """Prints a line on standard error, if RINGJAX_LOG_LEVEL enables its level."""
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
             stderr.line(f"[{self._prefix}] {level}: {text}")
 
     def departed_ranks(self) -> dict[int, str]:
-        """The ranks that are known to have gone, and why."""
+        """Returns the ranks that are known to be gone, and why."""
         return {} if self.client is None else self.client.departed_ranks()
 
     # -- waiting -----------------------------------------------------------------------
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Waits for something that the recovery does.
+        """Waits until the recovery has made `done` true.
 
         Raises:
-            Fenced, RingjaxError: it will never happen.
+            Fenced, RingjaxError: the job is over for this rank.
         """
         with self.changed:
             while not done():
                 self.check_end()
                 self.changed.wait()
 
-    def wait_for_another(self, before: int) -> None:
-        """Waits for another epoch than that one, or for what comes instead."""
-        self.wait(lambda: self.dismissed or self.waits or self.number > before)
+    def wait_for_next_epoch(self, before: int) -> None:
+        """Waits for an epoch after `before`, a pending restart, or a dismissal."""
+        self.wait(
+            lambda: self.dismissed or self.restart_pending or self.epoch_number > before
+        )
 
     def check_end(self) -> None:
-        """Raises why this rank cannot go on, if that is so."""
+        """Raises the error with which the job has ended for this rank, if it has."""
         if self._end is not None:
             kind, text = self._end
             raise kind(f"ringjax: {text}")
 
     def is_over(self, epoch: Epoch, seconds: float = 0.0) -> bool:
-        """Whether an epoch has ended, or will be within so much time."""
+        """Returns whether an epoch has ended, or ends within `seconds`."""
         with self.changed:
             return self.changed.wait_for(
-                lambda: self._over >= epoch.number or self._epoch is not epoch,
+                lambda: self._last_ended >= epoch.number or self._epoch is not epoch,
                 seconds if self.elastic else 0.0,
             )
 
     def check_epoch(self, epoch: Epoch) -> None:
-        """Raises PeerLost if it is over."""
+        """Raises PeerLost if an epoch has ended."""
         self.check_end()
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
-    def within(self, epoch: Epoch) -> MeshFactory | None:
-        """Connects ranks of an epoch that is in force, as long as it is."""
+    def fabric_of(self, epoch: Epoch) -> MeshFactory | None:
+        """Returns a fabric that connects ranks only as long as `epoch` is in force."""
         fabric = epoch.fabric
-        return None if fabric is None else replace(fabric, session=_Watch(self, epoch))
+        if fabric is None:
+            return None
+        return replace(fabric, session=_EpochWatch(self, epoch))
 
-    # -- how it ends -------------------------------------------------------------------
+    # -- the end of the job on this rank -----------------------------------------------
 
     def fail(self, text: str) -> None:
-        """Tells everybody that this rank goes down, and why."""
+        """Reports to the coordinator and to all peers that this rank fails, and why."""
         if self.failed:
             return
         self.failed = text
@@ -183,40 +198,50 @@ class EpochSequence:
         if self._epoch is not None:
             self._epoch.fail(text)
 
-    def broken(self, text: str) -> None:
-        """A thread of this rank has ended unasked: without it the rank cannot go on."""
+    def on_thread_failure(self, text: str) -> None:
+        """Fails this rank, because a thread that it needs has ended with an error."""
         self.log("error", text)
         self.fail(text)
         self.end(RingjaxError, text)
 
     def stop(self) -> None:
-        """Fails what is pending, and what comes."""
+        """Fails all pending and all later calls."""
         text = self.failed or (self._end[1] if self._end else CLOSED)
         self.devices.stop(text, self.rank)
         if self._epoch is not None:
             self._epoch.abort(text, self.rank)
-        self.calls.end(dict(self.calls.resilient_comms), text)
+        self.comm_table.end(dict(self.comm_table.resilient), text)
 
     def dismiss(self, text: str) -> None:
-        """This rank belongs to the job no more, in good order."""
+        """Ends the job for this rank in good order."""
         self.log("info", f"leaves the job: {text}")
         with self.changed:
             self.dismissed = True
         self.end(RingjaxError, f"this rank has left the job: {text}")
 
     def end(self, kind: type[RingjaxError], text: str) -> None:
-        """Nothing follows: everything that waits fails with this."""
+        """Ends the job for this rank: everything that waits fails with this error."""
         with self.changed:
             if self._end is None:
                 self._end = kind, text
             self.changed.notify_all()
         self.stop()
 
+    # -- the end of an epoch -----------------------------------------------------------
+
     def halt(self, text: str, rank: int) -> dict[int, CallProgress]:
-        """Stops all calls of the present epoch and says how far they came."""
+        """Stops all calls of the current epoch.
+
+        Args:
+            text: the reason.
+            rank: the rank to blame; -1 for none.
+
+        Returns:
+            How far each communicator came, by id; see `Communicator.quiesce`.
+        """
         with self.changed:
             epoch = self.epoch
-            self._over = epoch.number
+            self._last_ended = epoch.number
             self.changed.notify_all()
             running = dict(epoch.communicators)
         self.devices.stop(text, rank)
@@ -228,144 +253,173 @@ class EpochSequence:
             if number in epoch.served
         }
 
-    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
-        """The process sets, the next number for one, whether only a restart helps."""
+    def epoch_report(self) -> tuple[dict[int, Sequence[int]], int, bool]:
+        """Returns what the coordinator must know to order the next epoch.
+
+        Returns:
+            The process sets, the next free id of a set, and whether all ranks must
+            restart.
+        """
         with self.changed:
-            if self.generation is None:
+            if self.epoch_info is None:
                 return {}, 0, False
             sets = {n: r for n, r in self.sets.items() if n and n not in self._removed}
-            # The calls that NCCL had begun are void, perhaps on some ranks only.
+            # Calls that NCCL had begun are void, perhaps on some ranks only. So they
+            # cannot be repeated, and all ranks must restart.
             lanes = list(self.lanes.lanes.values())
             restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
             return dict(sets), self._registry.next_id, restart
 
-    # -- how the next one begins -------------------------------------------------------
+    # -- the beginning of an epoch -----------------------------------------------------
 
-    def link(self, heard: Sequence[EpochDirective], watch: Any) -> Epoch:
-        """Connects the members of the last of `heard`; raises as `MeshFactory.build`.
+    def link(
+        self, orders: Sequence[EpochDirective], watch: LossMonitor | None
+    ) -> Epoch:
+        """Connects the members of the newest order.
 
-        After a loss only the world's and the replica set's, for which most calls wait;
-        but a newcomer has no calls, and nothing that they could wait in.
+        After a loss, connects the communicators of the world and the replica set only,
+        because most calls wait for these; `complete` connects the rest. A newcomer has
+        no calls that wait, so it connects all.
 
         Args:
-            heard: all memberships since the present epoch.
-            watch: raises when it is not worth while to go on.
+            orders: the coordinator's orders since the current epoch, the oldest first.
+            watch: raises an error if the new epoch is over before it is connected. None
+                in a job of one process.
+
+        Raises:
+            Unreachable, PeerLost, StartupError: see `MeshFactory.build`.
         """
-        assert self._former is not None
-        members = heard[-1]
-        again = self.waits or any(m.kind == "restart" for m in heard)
-        epoch = self._former.form(members, watch, self._epoch)
-        wanted = list(numbers(members))
-        if members.kind == "repair" and not again and self.generation is not None:
-            wanted = [w for w in wanted if w[0] in (0, groups.REPLICAS)]
-        known = {} if again else self.calls.resilient_comms
+        assert self._epoch_builder is not None
+        members = orders[-1]
+        restart = self.restart_pending or any(m.kind == "restart" for m in orders)
+        epoch = self._epoch_builder.build(members, watch, self._epoch)
+        wanted = list(communicators_of(members))
+        if members.kind == "repair" and not restart and self.epoch_info is not None:
+            wanted = [w for w in wanted if w[0] in (0, REPLICA_SET)]
+        known = {} if restart else self.comm_table.resilient
         try:
-            self._former.connect(epoch, members, wanted, known)
+            self._epoch_builder.connect(epoch, members, wanted, known)
         except BaseException:
-            epoch.leave()  # who has formed it already must not take this for a death
+            # A member that has connected the whole epoch must not take the closed
+            # sockets for the death of this rank.
+            epoch.leave()
             epoch.close()
             raise
         return epoch
 
-    def install(self, epoch: Epoch, heard: Sequence[EpochDirective]) -> None:
-        """Puts it in force; `heard` are all memberships since the present one."""
-        members, before = heard[-1], self._epoch
-        again = any(m.kind == "restart" for m in heard)
+    def install(self, epoch: Epoch, orders: Sequence[EpochDirective]) -> None:
+        """Puts an epoch in force.
+
+        Args:
+            epoch: an epoch that `link` has connected.
+            orders: as for `link`.
+        """
+        members, before = orders[-1], self._epoch
+        restart = any(m.kind == "restart" for m in orders)
         with self.changed:
-            waits = self.waits or (again and self.generation is not None)
-            self.contributors = self.last_contributors(heard[0])
-            sets = {**self.sets, groups.REPLICAS: self.group.replicas}
-            known = set() if waits else self.calls.resilient_comms.keys()
-            verdicts, why = carried(heard, sets, known), reason(members)
-            ended = self.calls.keep(verdicts)
-            self._remember(epoch, members)
-            # A loss may follow before the program wakes up, which has paused then.
-            self.resizes += sum(each.kind == "resize" for each in heard)
-            self.waits = waits
-            if not waits:
-                self._joined = epoch.number
-                self.calls.open(epoch, verdicts)
+            pending = self.restart_pending or (restart and self.epoch_info is not None)
+            self.contributors = self.last_contributors(orders[0])
+            sets = {**self.sets, REPLICA_SET: self.group.replicas}
+            known = set() if pending else self.comm_table.resilient.keys()
+            surviving = surviving_transitions(orders, sets, known)
+            reason = end_reason(members)
+            ended = self.comm_table.retain(surviving)
+            self._set_current(epoch, members)
+            # Count all: a loss may follow a resize before the program wakes up, and
+            # its pause has ended all the same.
+            self.resizes += sum(order.kind == "resize" for order in orders)
+            self.restart_pending = pending
+            if not pending:
+                self._last_joined = epoch.number
+                self.comm_table.install_all(epoch, surviving)
             self.changed.notify_all()
-        self.calls.end(ended, why, lanes_too=not waits)
+        self.comm_table.end(ended, reason, drop_lanes=not pending)
         if before is not None:
             before.leave()
             before.close()
         if self._listener is not None:
             self._listener.discard_before(epoch.number)
         if members.lost and members.rank == 0:
-            size = epoch.standing.size
-            self.log("info", f"going on with {size} ranks: {why}")
+            size = epoch.rank_info.size
+            self.log("info", f"going on with {size} ranks: {reason}")
 
     def complete(self, members: EpochDirective) -> None:
-        """Connects what `link` has left; raises as it does."""
-        assert self._former is not None
+        """Connects the communicators that `link` has left out; raises as `link`."""
+        assert self._epoch_builder is not None
         epoch = self.epoch
-        rest = [each for each in numbers(members) if each[0] not in epoch.served]
-        self._former.connect(epoch, members, rest, self.calls.resilient_comms)
+        rest = [w for w in communicators_of(members) if w[0] not in epoch.served]
+        self._epoch_builder.connect(epoch, members, rest, self.comm_table.resilient)
         with self.changed:
             if self.is_over(epoch):
                 raise PeerLost(f"epoch {epoch.number} is over")
             for number, ranks, _ in rest:
-                self.calls.put(epoch, number, Step.nothing(len(ranks)))
+                unchanged = Transition.unchanged(len(ranks))
+                self.comm_table.install(epoch, number, unchanged)
             self.changed.notify_all()
 
-    def _remember(self, epoch: Epoch, members: EpochDirective) -> None:
-        self._epoch, self.standing = epoch, epoch.standing
-        self.generation = Generation.of(members)
+    def _set_current(self, epoch: Epoch, members: EpochDirective) -> None:
+        self._epoch, self.rank_info = epoch, epoch.rank_info
+        self.epoch_info = EpochInfo.from_members(members)
         self.members = members.members
-        size = self.standing.size
-        workers = self.generation.workers
-        replicas = self.group.renew(workers, workers[self.rank])
-        self._registry.renew(size, members.sets, members.next_set, replicas)
+        size = self.rank_info.size
+        workers = self.epoch_info.workers
+        replicas = self.group.update(workers, workers[self.rank])
+        self._registry.update(size, members.sets, members.next_set, replicas)
         self.sets = {0: list(range(size)), **{n: [*r] for n, r in members.sets.items()}}
         if epoch.fabric is not None:
             self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
         self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
 
-    def acknowledge(self) -> None:
-        """The program starts again: its calls belong to the present epoch."""
+    def accept_restart(self) -> None:
+        """Lets the program's calls into an epoch in which all ranks restart."""
         with self.changed:
-            if self.waits:
-                self.waits = False
-                self._joined = self.epoch.number
-                self.calls.open(self.epoch, {})
+            if self.restart_pending:
+                self.restart_pending = False
+                self._last_joined = self.epoch.number
+                self.comm_table.install_all(self.epoch, {})
 
-    def announce(self, update: int) -> None:
-        """A change of the members waits; 0: none."""
-        self.update = update
+    def install_process_set(
+        self, epoch: Epoch, number: int, ranks: Sequence[int]
+    ) -> None:
+        """Lets calls use a process set that was connected in `epoch`.
 
-    def adopt(self, epoch: Epoch, number: int, ranks: Sequence[int]) -> None:
-        """Takes a process set that was connected in an epoch, if that is in force."""
+        Raises:
+            PeerLost: the epoch has ended.
+        """
         with self.changed:
             self.check_epoch(epoch)
-            if self.rank in ranks and self._former is not None:
-                for each in (number, number | LANE):
-                    resilient = self._former.new_resilient_comm()
+            if self.rank in ranks and self._epoch_builder is not None:
+                for each in (number, number | EAGER_LANE):
+                    resilient = self._epoch_builder.new_resilient_comm()
                     name = f"process set {number}"
                     epoch.open(each, ranks, name, resilient, served=True)
-                    self.calls.put(epoch, each, [Step()])
+                    self.comm_table.install(epoch, each, [Transition()])
             self.sets[number] = list(ranks)
 
     def last_contributors(
         self, following: EpochDirective | None = None
     ) -> tuple[int, ...]:
-        """Numbers of the processes whose values are in the last call of all ranks.
+        """Returns the processes whose values are in the last collective of all ranks.
 
         Args:
-            following: says what became of the calls of this epoch, if it is over.
+            following: the order for the next epoch, if the current one has ended. It
+                says which of its calls count as finished.
+
+        Returns:
+            Worker numbers.
         """
-        if self._epoch is None or self.generation is None:
+        if self._epoch is None or self.epoch_info is None:
             return self.contributors
-        all_have = 0, LANE, groups.REPLICAS
-        finished = sum(map(self._epoch.calls, all_have))
+        collective_ids = 0, EAGER_LANE, REPLICA_SET
+        finished = sum(map(self._epoch.completed_calls, collective_ids))
         if following is not None:
-            verdicts = [following.verdicts.get(n, (0, True)) for n in all_have]
+            verdicts = [following.verdicts.get(n, (0, True)) for n in collective_ids]
             finished += sum(calls for calls, _ in verdicts)
-        return self.generation.workers if finished else self.contributors
+        return self.epoch_info.workers if finished else self.contributors
 
 
-class _Watch:
-    """Ends what is being linked when its epoch ends, or a rank of it is gone."""
+class _EpochWatch:
+    """Stops the connection of ranks when their epoch ends."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch

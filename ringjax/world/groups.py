@@ -1,9 +1,10 @@
-"""Groups of processes: JAX joins those of one to one, ringjax averages between groups.
+"""Groups of processes: JAX joins the processes of a group, ringjax averages between.
 
-Worker w belongs to group w // k and has place w % k in it; in a job whose ranks stay,
-workers are ranks. One process of every group, at the same place, is a replica set: all
-of them have one number, so that the programs of a group are the same. What JAX does
-about it is in `xla/jax_distributed.py`, who is lost with whom in `membership/`.
+Worker w belongs to group w // k, where k is the size of a group, and has index w % k in
+it. In a static job, worker numbers are ranks. The processes with one index form a
+*replica set*, with one process of each group. All replica sets share one communicator
+id, so that the compiled programs of a group are equal. How JAX joins a group is in
+`xla/jax_distributed.py`. `membership/` decides which ranks are lost together.
 """
 
 from __future__ import annotations
@@ -14,23 +15,18 @@ from collections.abc import Sequence
 from ringjax.control import addresses as address
 from ringjax.control.member import Member
 from ringjax.errors import StartupError
-from ringjax.world.lanes import LANE
-
-REPLICAS = 1 << 27  # the number of every replica set; process sets have lower ones
-# In an elastic job a call of theirs ends when those of all have, so that all shards of
-# a step have one membership: here the ranks tell each other. (No replica set has a
-# lane.)
-ENDING = REPLICAS | LANE
 
 
 def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
-    """The ranks that have the same place in their groups as `worker`.
+    """Returns the ranks that have the same index in their groups as `worker`.
 
     Args:
-        workers: by rank.
+        workers: worker numbers, by rank.
+        worker: a worker number.
+        group_size: processes in each group.
 
     Returns:
-        None of them without groups.
+        Ranks in ascending order; no rank if groups have one process.
 
     Example:
         >>> replicas([0, 1, 4, 5], 5, 2)
@@ -38,20 +34,21 @@ def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
     """
     if group_size == 1:
         return []
-    place = worker % group_size
-    return [rank for rank, other in enumerate(workers) if other % group_size == place]
+    index = worker % group_size
+    return [rank for rank, other in enumerate(workers) if other % group_size == index]
 
 
-class Port:
-    """A port of this machine that nobody else gets until it is used.
+class ReservedPort:
+    """A TCP port that no other program gets, for JAX's coordinator.
 
-    For JAX's coordinator, which has to be told its port: it shares this one.
+    JAX's coordinator must be given a port before it listens. A bound socket that does
+    not listen reserves the port, and SO_REUSEPORT lets the coordinator bind it, too.
 
     Attributes:
         number: the port.
 
     Example:
-        >>> port = Port()
+        >>> port = ReservedPort()
         >>> port.number > 0
         True
         >>> port.close()
@@ -63,28 +60,29 @@ class Port:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._socket.bind(("", 0))  # and nobody listens there
+        self._socket.bind(("", 0))
         self.number = int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Gives it back. May be called twice."""
+        """Releases the port. Further calls do nothing."""
         self._socket.close()
 
 
 class Group:
-    """This process's group, and those like it in other groups.
+    """The group of this process, and its replica set.
 
     Args:
-        size: of each group.
+        size: processes in each group.
 
     Attributes:
-        mates: the group, by place; nobody without groups.
-        replicas: the ranks at this one's place in their groups; none without groups.
+        mates: the members of the group, by index; no member if groups have one process.
+        replicas: the ranks of this process's replica set; no rank if groups have one
+            process.
 
     Example:
         >>> group = Group(1)
-        >>> group.check(3)
-        >>> group.offer(0), group.mates, group.replicas
+        >>> group.check_job_size(3)
+        >>> group.reserve_port(0), group.mates, group.replicas
         ({}, (), [])
     """
 
@@ -92,66 +90,76 @@ class Group:
         self.size = size
         self.mates: Sequence[Member] = ()
         self.replicas: list[int] = []
-        self._port: Port | None = None
+        self._port: ReservedPort | None = None
 
-    def check(self, size: int) -> None:
-        """Raises StartupError if so many processes are not so many groups."""
+    def check_job_size(self, size: int) -> None:
+        """Raises StartupError if `size` processes do not fill whole groups."""
         if size % self.size:
             raise StartupError(
                 f"RINGJAX_GROUP_SIZE is {self.size}, but the job has {size} processes: "
                 f"start a multiple of {self.size}"
             )
 
-    def offer(self, worker: int) -> dict[str, int]:
-        """For a hello: the first of a group has a port for JAX's coordinator."""
+    def reserve_port(self, worker: int) -> dict[str, int]:
+        """Reserves a port for JAX's coordinator in the first process of a group.
+
+        Returns:
+            The fields to add to this rank's hello.
+        """
         if self.size == 1 or worker % self.size:
             return {}
-        self._port = Port()
+        self._port = ReservedPort()
         return {"group_port": self._port.number}
 
-    def meet(self, mates: Sequence[Member], theirs: int) -> None:
-        """Takes the group of a process of an elastic job.
+    def join(self, mates: Sequence[Member], job_group_size: int) -> None:
+        """Takes over the group that the coordinator assigns to this process.
 
         Args:
-            theirs: how many are lost and join together there.
+            mates: the members of the group, by index.
+            job_group_size: the size of the groups in which ranks are lost and join.
 
         Raises:
-            StartupError: this process is set to other groups.
+            StartupError: RINGJAX_GROUP_SIZE of this process is another size.
         """
-        if theirs != self.size:
+        if job_group_size != self.size:
             raise StartupError(
                 f"RINGJAX_GROUP_SIZE is {self.size}, but the ranks of this elastic job "
-                f"are lost and join in groups of {theirs}: start it by ringrun "
+                f"are lost and join in groups of {job_group_size}: start it by ringrun "
                 f"--group-size {self.size}"
             )
         self.mates = mates if self.size > 1 else ()
 
-    def renew(self, workers: Sequence[int], worker: int) -> list[int]:
-        """These are the workers now, by rank; this process is `worker`.
+    def update(self, workers: Sequence[int], worker: int) -> list[int]:
+        """Computes `replicas` for the workers of a new epoch.
+
+        Args:
+            workers: worker numbers, by rank.
+            worker: the number of this process.
 
         Returns:
-            Its new `replicas`.
+            The new `replicas`.
         """
         self.replicas = replicas(workers, worker, self.size)
         return self.replicas
 
     def close(self) -> None:
-        """The port is used, or not needed any more. May be called twice."""
+        """Releases the port of JAX's coordinator. Further calls do nothing."""
         if self._port is not None:
             self._port.close()
 
 
-def coordinator(mates: Sequence[Member]) -> str:
-    """Where the first process of a group has JAX's coordinator: "host:port".
+def coordinator_address(mates: Sequence[Member]) -> str:
+    """Returns "host:port" of JAX's coordinator in the first process of a group.
 
     Args:
-        mates: the group, by place.
+        mates: the members of the group, by index.
     """
     first = mates[0]
     port = int(first.hello["group_port"])
     machines = {mate.hello.get("machine") for mate in mates}
     if len(machines) == 1:
         return address.show(address.loopback(), port)
-    found = [host for host, _ in address.parse(str(first.hello["addresses"]))]
-    found = [host for host in found if not address.is_loopback(host)] or found
-    return address.show(min(found, key=lambda host: host != first.seen), port)
+    hosts = [host for host, _ in address.parse(str(first.hello["addresses"]))]
+    hosts = [host for host in hosts if not address.is_loopback(host)] or hosts
+    # Prefer the address from which the coordinator of the job has seen this process.
+    return address.show(min(hosts, key=lambda host: host != first.seen), port)

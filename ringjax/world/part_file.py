@@ -1,105 +1,113 @@
-"""The part of a profile that one process writes: lines of JSON, bounded, never fatal.
+"""Part file: the lines of JSON that one process adds to a profile, bounded in size.
 
-The newest lines are kept, in two files of which the older one has ".1" behind its name.
-Each begins with the same lines, which say whose it is. Readers are in profile/parts.py.
+The newest lines are kept in two files: when a file is full, it is renamed to NAME.1,
+and a new file begins with the same header lines. An error ends the recording, but never
+the program. profile/parts.py reads the files.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-MOST_BYTES = 64 << 20  # of both files; about 300,000 calls
+_MAX_BYTES = 64 << 20  # of both files together; about 300,000 calls
 
 
 class PartFile:
-    r"""Open from the start: what is wrong with the folder is said at once.
+    r"""A part file that is open for writing.
 
     Args:
-        path: replaced.
-        failed: told once why nothing is written any more, such as a full disk.
-        most_bytes: of both files.
+        path: the file, which is replaced.
+        on_error: called once with a text when writing fails, for example because the
+            disk is full.
+        max_bytes: the largest size of both files together.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "rank-0.jsonl"
         >>> part = PartFile(path, print)
-        >>> part.head(who="rank 0")
-        >>> part.write(b'{"op": "barrier"}', b"")
+        >>> part.write_header(who="rank 0")
+        >>> part.write_lines(b'{"op": "barrier"}', b"")
         >>> part.close()
         >>> path.read_bytes()
         b'{"who": "rank 0"}\n{"op": "barrier"}\n'
     """
 
     def __init__(
-        self, path: Path, failed: Callable[[str], None], most_bytes: int = MOST_BYTES
+        self, path: Path, on_error: Callable[[str], None], max_bytes: int = _MAX_BYTES
     ) -> None:
         self.path = path
-        self._failed, self._most = failed, most_bytes // 2
-        self._lock = threading.Lock()  # the program's thread marks steps
-        self._head = b""
+        self._on_error, self._max_size = on_error, max_bytes // 2
+        self._lock = threading.Lock()  # the program's thread writes step marks
+        self._header = b""
         self._size = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._older().unlink(missing_ok=True)
-        # Without a buffer: a forked child has none to write a second time.
-        self._file: Any = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._older_path().unlink(missing_ok=True)
+        self._file: io.FileIO | None = _create(path)
 
-    def head(self, **values: Any) -> None:
-        """A line that each file begins with."""
+    def write_header(self, **values: object) -> None:
+        """Writes a line that also begins each later file."""
         line = json.dumps(values).encode() + b"\n"
         with self._lock:
-            self._head += line
-            self._put(line)
+            self._header += line
+            self._write(line)
 
-    def say(self, **values: Any) -> None:
-        """A line."""
-        self.write(json.dumps(values).encode())
+    def write_record(self, **values: object) -> None:
+        """Writes one line."""
+        self.write_lines(json.dumps(values).encode())
 
-    def write(self, *lines: bytes) -> None:
-        """Whole lines; one without its end gets it, an empty one is left out."""
+    def write_lines(self, *lines: bytes) -> None:
+        """Writes lines, adds missing line ends and skips empty arguments."""
         data = b"".join(
             line if line.endswith(b"\n") else line + b"\n" for line in lines if line
         )
         with self._lock:
-            if self._size + len(data) > self._most and self._size > len(self._head):
-                self._begin_next()
-            self._put(data)
+            if self._size + len(data) > self._max_size and self._size > len(
+                self._header
+            ):
+                self._rotate()
+            self._write(data)
 
     def close(self) -> None:
-        """Nothing is written any more. May be called twice."""
+        """Closes the file. Later writes and further calls do nothing."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    def _older(self) -> Path:
+    def _older_path(self) -> Path:
         return self.path.with_name(self.path.name + ".1")
 
-    def _begin_next(self) -> None:
+    def _rotate(self) -> None:
         try:
-            os.replace(self.path, self._older())
+            os.replace(self.path, self._older_path())
             self.close()
-            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
+            self._file = _create(self.path)
         except OSError as error:
-            self._give_up(error)
+            self._stop(error)
         self._size = 0
-        self._put(self._head)
+        self._write(self._header)
 
-    def _put(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         rest = memoryview(data)
         try:
             while rest and self._file is not None:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            self._give_up(error)
+            self._stop(error)
         self._size += len(data)
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop(self, error: OSError) -> None:
         self.close()
-        self._failed(f"{self.path}: {error.strerror or error}")
+        self._on_error(f"{self.path}: {error.strerror or error}")
+
+
+def _create(path: Path) -> io.FileIO:
+    # Without a buffer, because a forked child would write the buffer a second time.
+    return io.FileIO(path, "w")

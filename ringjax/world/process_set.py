@@ -1,6 +1,7 @@
-"""ProcessSet: some of the ranks, who run collectives of their own. Horovod's class.
+"""ProcessSet: some ranks of the job that run collectives of their own. Horovod's class.
 
-Only the name of a group; its links and its registry are in world.py and runtime/.
+A `ProcessSet` is only the name of a group of ranks. Its communicators are in world.py,
+the registration of sets is in runtime/.
 """
 
 from __future__ import annotations
@@ -11,34 +12,36 @@ from collections.abc import Callable, Iterable
 from ringjax.world import timeouts
 
 
-class Identity:
-    """Who this process is; runtime/, which knows it and this module, fills it in.
+class RankProvider:
+    """Gives process sets the rank of this process without an import of runtime/.
 
     Attributes:
-        rank: gives the world rank; its argument names the caller in NotInitialized.
+        rank: returns the rank in the world. Its argument names the caller, for the text
+            of NotInitialized. `runtime.lifecycle` sets it.
     """
 
     rank: Callable[[str], int]
 
 
-this_process = Identity()
+rank_provider = RankProvider()
 
 
 class ProcessSet:
-    """A subset of the ranks, to be given to `init` or `add_process_set`.
+    """A subset of the ranks, for `init`, `add_process_set` and all collectives.
 
     Args:
-        ranks: world ranks, each once; they are kept sorted.
-        timeout: seconds that calls on this set may wait for its ranks, 0 for ever; None
-            as the job has it (RINGJAX_COLLECTIVE_TIMEOUT). Of this rank and this
-            object: ranks, and equal sets, may differ. It outlives changes of the
-            membership of an elastic job. `ringjax.collective_timeout` is stronger.
+        ranks: ranks of the world, each once, in any order.
+        timeout: seconds that calls on this set may wait for other ranks, 0 for no
+            limit, None for the job's limit (RINGJAX_COLLECTIVE_TIMEOUT). The limit
+            belongs to this object on this rank: other ranks, and equal sets, may have
+            other limits. It survives changes of the members of an elastic job. A limit
+            of `ringjax.collective_timeout` overrides it.
 
     Attributes:
-        ranks: the sorted ranks. Those of `global_process_set` are known after `init`.
-        process_set_id: its number while it is registered, else None.
-        timeout: as given; may be set. Compiled programs keep what it was when they were
-            traced.
+        ranks: the sorted ranks. `global_process_set.ranks` is empty before `init`.
+        process_set_id: the id of the set while it is registered, otherwise None.
+        timeout: the limit in seconds, which may be changed. A compiled program keeps
+            the limit of the moment when it was traced.
         mpi_comm: None, as in Horovod for a set that is not made of an MPI communicator.
 
     Raises:
@@ -57,67 +60,77 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int], timeout: float | None = None) -> None:
         self.process_set_id: int | None = None
-        self.ranks = _checked(ranks)
+        self.ranks = _checked_ranks(ranks)
         self.timeout = timeout
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that calls may wait; see the class."""
+        """Seconds that calls on this set may wait for other ranks; see the class."""
         return self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         what = "ProcessSet: timeout"
-        self._timeout = None if seconds is None else timeouts.checked(seconds, what)
+        self._timeout = (
+            None if seconds is None else timeouts.checked_limit(seconds, what)
+        )
 
     def limit(self) -> float:
-        """Seconds that a call made now may wait, 0 for ever, -1 as the job has it."""
-        return timeouts.now(self._timeout)
+        """Returns the limit of a call that is made now, in seconds.
+
+        Returns:
+            0 for no limit, -1 for the job's limit.
+        """
+        return timeouts.current_limit(self._timeout)
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """Returns the number of ranks in the set."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this process is one of them. Raises NotInitialized before `init`."""
-        return this_process.rank("ProcessSet.included") in self.ranks
-
-    def rank(self) -> int:
-        """This process's rank within the set.
+        """Returns whether this process is in the set.
 
         Raises:
-            NotInitialized: before `init`.
+            NotInitialized: `init` has not been called.
+        """
+        return rank_provider.rank("ProcessSet.included") in self.ranks
+
+    def rank(self) -> int:
+        """Returns the rank of this process within the set.
+
+        Raises:
+            NotInitialized: `init` has not been called.
             ValueError: this process is not in the set.
         """
-        mine = this_process.rank("ProcessSet.rank")
-        if mine not in self.ranks:
-            raise ValueError(f"rank {mine} is not in {self}")
-        return self.ranks.index(mine)
+        world_rank = rank_provider.rank("ProcessSet.rank")
+        if world_rank not in self.ranks:
+            raise ValueError(f"rank {world_rank} is not in {self}")
+        return self.ranks.index(world_rank)
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def __str__(self) -> str:
-        """Horovod's words, which its suites compare."""
+        """Returns the text that Horovod prints; Horovod's tests compare it."""
         return f"{repr(self)[:-1]}, mpi_comm={self.mpi_comm})"
 
 
-def _checked(ranks: Iterable[int]) -> list[int]:
+def _checked_ranks(ranks: Iterable[int]) -> list[int]:
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         raise TypeError(f"ranks must be a sequence of integers, not {ranks!r}")
-    found = []
+    checked = []
     for rank in ranks:
         if isinstance(rank, bool):
             raise TypeError(f"ranks must be integers, not {rank!r}")
         try:
-            found.append(operator.index(rank))
+            checked.append(operator.index(rank))
         except TypeError:
             raise TypeError(f"ranks must be integers, not {rank!r}") from None
-    if any(rank < 0 for rank in found):
-        raise ValueError(f"ranks must not be negative: {found}")
-    if len(set(found)) != len(found):
-        raise ValueError(f"ranks must be given once each: {found}")
-    return sorted(found)
+    if any(rank < 0 for rank in checked):
+        raise ValueError(f"ranks must not be negative: {checked}")
+    if len(set(checked)) != len(checked):
+        raise ValueError(f"ranks must be given once each: {checked}")
+    return sorted(checked)
 
 
 global_process_set = ProcessSet(())  # all ranks, after `init`

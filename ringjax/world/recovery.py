@@ -1,9 +1,10 @@
-"""The thread that keeps an elastic job going: from a loss to the next epoch.
+"""Recovery: the thread that takes this rank of an elastic job from epoch to epoch.
 
-It hears the heartbeat and the coordinator, stops an epoch that is over, reports how far
-this rank came, connects the members of the next one and puts it in force. Calls that
-are under way wait meanwhile, in the native core. What an epoch is made of is in
-epoch_sequence.py, who decides about members in membership.py.
+The thread waits for losses from the heartbeat and for orders from the coordinator. It
+stops an epoch that is over, reports how far this rank came, connects the members of the
+next epoch and puts that epoch in force. Calls of the program that are under way are
+parked in the native core meanwhile. epoch_sequence.py does the steps; which ranks are
+members is decided in ringjax/membership/.
 """
 
 from __future__ import annotations
@@ -38,119 +39,121 @@ from ringjax.membership.directives import (
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
 
-_DOUBT = 0.5  # seconds in which the coordinator may know better who is lost
+_SUSPECT_DELAY = 0.5  # seconds for the coordinator to report a loss before we do
 
 
-class Revoked(PeerLost):
-    """The epoch that is being formed is over already."""
+class EpochRevoked(PeerLost):
+    """The epoch that is being connected is over already."""
 
 
 class Recovery:
-    """Forms epochs in a thread of its own.
+    """Runs the recovery in its own thread.
 
     Args:
-        home: the world.
-        client: this rank's line to the coordinator; only this thread polls it.
+        world: the epochs of this rank.
+        client: the connection to the coordinator. Only this thread polls it.
 
     Attributes:
-        bell: an eventfd for heartbeats to ring.
+        notify_fd: the eventfd to which heartbeats write when a peer is lost.
     """
 
-    def __init__(self, home: EpochSequence, client: CoordinatorClient) -> None:
-        self._home, self._client = home, client
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    def __init__(self, world: EpochSequence, client: CoordinatorClient) -> None:
+        self._world, self._client = world, client
+        self.notify_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
-        self._forming = -1  # the epoch whose links are being made
-        self._heard: list[EpochDirective] = []  # since the epoch that is in force
-        self._next: EpochDirective | None = None  # the newest of them, unless revoked
-        self._times = _Times()
+        self._connecting = -1  # the epoch that is being connected
+        self._orders: list[EpochDirective] = []  # orders since the epoch in force
+        self._next: EpochDirective | None = (
+            None  # the newest order, unless it was revoked
+        )
+        self._timer = _PhaseTimer()
         self._thread = threading.Thread(
             target=self._run, name="ringjax-recovery", daemon=True
         )
 
     def start(self, first: Directive | None) -> None:
-        """Begins, with what this rank was told first."""
+        """Starts the thread with the first order, if there is one already."""
         if first is not None:
-            self._hear(first)
+            self._handle(first)
         self._thread.start()
 
     def leave(self) -> None:
-        """Asks to leave at the next pause. For signal handlers: takes no lock."""
+        """Asks to leave at the next pause. Signal handlers call it: takes no lock."""
         self._leaving = True
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self) -> None:
-        """Ends the thread, whatever it does. May be called twice."""
+        """Ends the thread and waits for it. Further calls do nothing."""
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._wakeup_fd, 1)
         if self._thread.is_alive():
             self._thread.join(10.0)
-        self.release()
+        self.close_in_child()
 
-    def release(self) -> None:
-        """Closes its descriptors, also in a forked child, which has no such thread."""
-        for fd in (self.bell, self._wakeup):
+    def close_in_child(self) -> None:
+        """Closes the eventfds only: a forked child has copies of them but no thread."""
+        for fd in (self.notify_fd, self._wakeup_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)
-        self.bell = self._wakeup = -1
+        self.notify_fd = self._wakeup_fd = -1
 
     def _run(self) -> None:
         try:
             poll = select.poll()
-            for fd in (self._client.fileno(), self.bell, self._wakeup):
+            for fd in (self._client.fileno(), self.notify_fd, self._wakeup_fd):
                 poll.register(fd, select.POLLIN)
             while not self._closing:
                 if self._next is None:
                     poll.poll()
                 self._serve()
-        except Exception as error:  # nobody else could say what is wrong
+        except Exception as error:  # no other thread could report the error
             text = f"{type(error).__name__}: {error}"
-            self._home.broken(f"the recovery of this rank failed: {text}")
+            self._world.on_thread_failure(f"the recovery of this rank failed: {text}")
 
     def _serve(self) -> None:
-        for fd in (self.bell, self._wakeup):
+        for fd in (self.notify_fd, self._wakeup_fd):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(fd)
         if self._leaving:
             self._leaving = False
             self._client.request_leave()
-        self._listen()
-        self._look_for_losses()
+        self._receive_orders()
+        self._check_heartbeat()
         if self._next is not None and not self._closing:
-            self._form(self._next)
+            self._begin_epoch(self._next)
 
-    # -- hearing -----------------------------------------------------------------------
+    # -- orders and losses -------------------------------------------------------------
 
-    def _listen(self) -> None:
-        for message in self._client.poll():
-            self._hear(message)
+    def _receive_orders(self) -> None:
+        for order in self._client.poll():
+            self._handle(order)
 
-    def _hear(self, message: Directive) -> None:
-        home = self._home
-        match message:
+    def _handle(self, order: Directive) -> None:
+        world = self._world
+        match order:
             case EpochDirective():
-                self._times.mark("members")
-                home.announce(0)
-                self._heard.append(message)
-                self._next = message
+                self._timer.mark("members")
+                world.pending_update = 0
+                self._orders.append(order)
+                self._next = order
             case Revoke():
-                self._on_revoke(message)
+                self._on_revoke(order)
             case ResizePending(number=number):
-                home.announce(number)
+                world.pending_update = number
             case Dismiss(text=text):
-                home.dismiss(text)
+                world.dismiss(text)
             case Fence(text=text):
-                home.end(
+                world.end(
                     errors.Fenced, f"this rank {errors.FENCED}: the others say: {text}"
                 )
             case Stop(text=text):
-                home.end(RingjaxError, f"the job was stopped: {text}")
+                world.end(RingjaxError, f"the job was stopped: {text}")
             case UserNotice(text=text):
-                home.log("warning", text)
+                world.log("warning", text)
 
     def _on_revoke(self, revoke: Revoke) -> None:
         if self._next is not None and self._next.epoch <= revoke.epoch:
@@ -158,94 +161,108 @@ class Recovery:
         if revoke.epoch <= self._reported:
             return
         rank, text = -1, "another rank asked to start again"
-        present = self._home.present
-        if present is not None and present.number == revoke.epoch:
-            # A wish to start again may have overtaken the accusation that caused it.
-            self._accuse_lost(present, revoke.lost)
+        epoch = self._world.current_epoch
+        if epoch is not None and epoch.number == revoke.epoch:
+            # Another rank may have asked for a restart because of a loss that it has
+            # not reported yet. Report the losses that this rank knows of.
+            self._suspect_lost(epoch, revoke.lost)
         if revoke.lost:
             rank, why = next(iter(revoke.lost.items()))
             text = f"rank {rank} {why}"
         self._stop(revoke.epoch, text, rank)
 
-    def _look_for_losses(self) -> None:
-        """Tells the coordinator whom the heartbeat has lost, and stops the epoch."""
-        epoch = self._home.present
+    def _check_heartbeat(self) -> None:
+        """Reports ranks that the heartbeat has lost, and stops the epoch."""
+        epoch = self._world.current_epoch
         if epoch is None or epoch.number <= self._reported:
             return
-        if self._heard and self._heard[-1].epoch > epoch.number:
-            return  # the others are on their way to the next one as well
+        if self._orders and self._orders[-1].epoch > epoch.number:
+            return  # the peers close this epoch, because they begin the next one
         lost = epoch.lost()
         if not lost:
             return
-        self._accuse_lost(epoch)
+        self._suspect_lost(epoch)
         self._stop(epoch.number, f"rank {lost[0][0]} {lost[0][1]}", lost[0][0])
 
-    def _accuse_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
-        """Names the ranks that the heartbeat has lost, but for those that are known."""
+    def _suspect_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
+        """Reports the ranks that the heartbeat has lost, except the `known` ones."""
         for rank, why in epoch.lost():
-            # If it is this rank, the others accuse it.
-            if rank != epoch.standing.rank and rank not in known:
+            # A heartbeat may blame its own rank. Then the other ranks report it.
+            if rank != epoch.rank_info.rank and rank not in known:
                 self._client.suspect(epoch.number, rank, why)
 
     def _stop(self, number: int, text: str, rank: int) -> None:
-        """Ends what runs in an epoch, and reports how far that came."""
-        self._times.start()
+        """Stops all calls of an epoch, and reports how far each communicator came."""
+        self._timer.start()
         lines: Mapping[int, CallProgress] = {}
-        epoch = self._home.present
+        epoch = self._world.current_epoch
         if epoch is not None and epoch.number == number:
-            lines = self._home.halt(text, rank)
-        self._times.mark("quiesce")
+            lines = self._world.halt(text, rank)
+        self._timer.mark("quiesce")
         failpoints.passing("recovery.halted")
-        sets, next_set, restart = self._home.reported()
+        sets, next_set, restart = self._world.epoch_report()
         self._client.report(number, lines, sets, next_set, restart=restart, text=text)
         self._reported = number
         failpoints.passing("recovery.reported")
-        self._times.mark("report")
+        self._timer.mark("report")
 
-    # -- forming -----------------------------------------------------------------------
+    # -- the next epoch ----------------------------------------------------------------
 
-    def _form(self, members: EpochDirective) -> None:
-        self._forming = members.epoch
+    def _begin_epoch(self, members: EpochDirective) -> None:
+        self._connecting = members.epoch
         try:
-            epoch = self._home.link(tuple(self._heard), self)
-            self._times.mark("links")
+            epoch = self._world.link(tuple(self._orders), self)
+            self._timer.mark("links")
             failpoints.passing("recovery.linked")
-            self._home.install(epoch, tuple(self._heard))
-            self._heard.clear()
+            self._world.install(epoch, tuple(self._orders))
+            self._orders.clear()
             self._next = None
-            self._times.mark("install")
+            self._timer.mark("install")
             failpoints.passing("recovery.installed")
-            self._home.log("debug", f"epoch {members.epoch} {self._times.end()}")
-            self._home.complete(members)
+            self._world.log("debug", f"epoch {members.epoch} {self._timer.end()}")
+            self._world.complete(members)
             failpoints.passing("recovery.completed")
-        except Revoked:
+        except EpochRevoked:
             pass
         except OutOfDescriptors:
-            raise  # it would be the same in the next epoch: the others are to go on
+            # The next epoch would fail for the same reason. This rank ends, so that
+            # the others can go on.
+            raise
         except (PeerLost, StartupError) as error:
-            # A link that breaks says less than the coordinator, who is about to.
-            self._accuse(members, error)
+            self._suspect_unreachable(members, error)
         finally:
-            self._forming = -1
-        os.eventfd_write(self.bell, 1)  # what was lost while it formed
+            self._connecting = -1
+        # Check the heartbeat once more: it may have lost ranks while this epoch was
+        # not the current one.
+        os.eventfd_write(self.notify_fd, 1)
 
     def departed_ranks(self) -> dict[int, str]:
-        """For the links of an epoch: raises if it is over already."""
-        self._listen()
-        self._look_for_losses()
+        """Raises EpochRevoked if the epoch that is being connected is over.
+
+        `MeshFactory.build` calls it again and again. Returns no ranks: a loss revokes
+        the whole epoch.
+        """
+        self._receive_orders()
+        self._check_heartbeat()
         if self._closing:
-            raise Revoked("ringjax is shut down")
-        newest = self._heard[-1].epoch if self._heard else -1
-        if self._reported >= self._forming or newest > self._forming:
-            raise Revoked(f"epoch {self._forming} is over")
+            raise EpochRevoked("ringjax is shut down")
+        newest = self._orders[-1].epoch if self._orders else -1
+        if self._reported >= self._connecting or newest > self._connecting:
+            raise EpochRevoked(f"epoch {self._connecting} is over")
         return {}
 
-    def _accuse(self, members: EpochDirective, error: PeerLost | StartupError) -> None:
-        """A member cannot be reached: without it, then, unless the others see it."""
+    def _suspect_unreachable(
+        self, members: EpochDirective, error: PeerLost | StartupError
+    ) -> None:
+        """Suspects members that cannot be reached, unless the coordinator reacts first.
+
+        A broken link says little about which rank is lost. The coordinator may learn
+        it from the other ranks, and revoke the epoch.
+        """
         ranks = error.ranks if isinstance(error, Unreachable) else []
         ranks = [error.rank] if isinstance(error, PeerLost) else ranks
-        with contextlib.suppress(Revoked):
-            deadline = time.monotonic() + _DOUBT
+        with contextlib.suppress(EpochRevoked):
+            deadline = time.monotonic() + _SUSPECT_DELAY
             while time.monotonic() < deadline:
                 self.departed_ranks()
                 left = max(0.0, deadline - time.monotonic())
@@ -257,30 +274,30 @@ class Recovery:
             self._stop(members.epoch, str(error), -1)
 
 
-class _Times:
-    """How long the parts of a recovery took, for the log."""
+class _PhaseTimer:
+    """Measures the phases of a recovery, for the log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = self._last = clock()
-        self._parts: dict[str, float] = {}
+        self._phases: dict[str, float] = {}
         self._running = False
 
     def start(self) -> None:
-        """A loss begins one."""
+        """Starts a recovery, unless one is running."""
         if not self._running:
             self._began = self._last = self._clock()
-            self._parts, self._running = {}, True
+            self._phases, self._running = {}, True
 
-    def mark(self, part: str) -> None:
-        """Everything since the last mark belongs to this part."""
+    def mark(self, phase: str) -> None:
+        """Adds the time since the last mark to a phase."""
         self.start()
         now = self._clock()
-        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
 
     def end(self) -> str:
-        """The whole story."""
+        """Ends the recovery and returns its total time and that of each phase."""
         self._running = False
-        parts = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._parts.items())
-        return f"in {1000 * (self._last - self._began):.0f} ms: {parts}"
+        phases = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._phases.items())
+        return f"in {1000 * (self._last - self._began):.0f} ms: {phases}"

@@ -1,10 +1,12 @@
-"""The process sets that a program has registered: objects by number.
+"""Registry of the process sets that a program has added: `ProcessSet` objects by id.
 
-Equal sets share a number; Horovod refuses the second. The ranks behind a number are the
-world's matter; here are the objects that programs hold, which must always show the
-same. In a job whose ranks come and go, a set of the job that this program has not asked
-for yet waits until it does: a newcomer runs the same program, so its first set is the
-first.
+Equal sets share an id, where Horovod refuses the second set. The objects belong to the
+program and must always show the current ranks and id; the communicators of a set belong
+to the world.
+
+In an elastic job, a newcomer runs the same program as the members. So a set that the
+job has, and that this program has not added yet, waits as *unclaimed*: the program's
+next `add_process_set` claims the unclaimed set with the lowest id.
 """
 
 from __future__ import annotations
@@ -13,139 +15,153 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ringjax.world.groups import REPLICAS
+from ringjax.world.communicator_ids import REPLICA_SET
 from ringjax.world.process_set import ProcessSet
 
 
-class Home(Protocol):
-    """What a registry needs of its world."""
+class ProcessSetBackend(Protocol):
+    """The part of `World` that connects and closes process sets."""
 
     sets: dict[int, list[int]]
     elastic: bool
 
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Registers a process set; collective."""
+        """Connects a process set. All ranks of the world must call it."""
 
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Ends one; collective."""
+        """Closes a process set. All ranks of the world must call it."""
 
 
 class Registry:
     """The process sets of one process.
 
     Args:
-        everybody: the set of all ranks, which has number 0.
-        replicas: of this process; it has a number in a job of groups.
+        everybody: the set of all ranks, which has id 0.
+        replicas: the replica set of this process, which has an id in a job of groups.
     """
 
     def __init__(self, everybody: ProcessSet, replicas: ProcessSet) -> None:
         self._everybody, self._replicas = everybody, replicas
-        self._known: dict[int, list[ProcessSet]] = {}
+        self._by_id: dict[int, list[ProcessSet]] = {}
         self._next_id = 1
-        self._lock = threading.RLock()  # of the tables; never held while waiting
+        self._lock = threading.RLock()  # guards the tables; never held during a wait
         self._unclaimed: list[int] = []
 
     def __contains__(self, number: int | None) -> bool:
-        return number in self._known or (
+        return number in self._by_id or (
             number is not None and number == self._replicas.process_set_id
         )
 
     @property
     def next_id(self) -> int:
-        """The least number that no set ever had here."""
+        """The lowest id that no set of this job has ever had."""
         return self._next_id
 
-    def begin(self, size: int, replicas: Sequence[int] = ()) -> None:
-        """There is a world of so many ranks now, and these are like this process."""
+    def reset(self, size: int, replicas: Sequence[int] = ()) -> None:
+        """Starts a new world with the set of all ranks only.
+
+        Args:
+            size: the number of ranks.
+            replicas: the ranks of this process's replica set.
+        """
         with self._lock:
             self._everybody.ranks = list(range(size))
-            self._known = {0: [self._everybody]}
+            self._by_id = {0: [self._everybody]}
             self._next_id, self._unclaimed = 1, []
-            self._renew_replicas(replicas)
+            self._set_replicas(replicas)
 
-    def _renew_replicas(self, ranks: Sequence[int]) -> None:
+    def _set_replicas(self, ranks: Sequence[int]) -> None:
         self._replicas.ranks = list(ranks)
-        self._replicas.process_set_id = REPLICAS if ranks else None
+        self._replicas.process_set_id = REPLICA_SET if ranks else None
 
-    def end(self) -> None:
-        """There is none any more."""
+    def clear(self) -> None:
+        """Removes all sets at the end of a world."""
         with self._lock:
-            for equals in self._known.values():
-                for process_set in equals:
+            for equal_sets in self._by_id.values():
+                for process_set in equal_sets:
                     if process_set is not self._everybody:
                         process_set.process_set_id = None
-            self._known = {}
+            self._by_id = {}
             self._everybody.ranks = []
-            self._renew_replicas(())
+            self._set_replicas(())
 
-    def renew(
+    def update(
         self,
         size: int,
         sets: Mapping[int, Sequence[int]],
         next_id: int,
         replicas: Sequence[int] = (),
     ) -> None:
-        """Other ranks, and numbers of ranks, from now on.
+        """Gives all sets the ranks that they have in a new epoch.
 
         Args:
-            sets: all sets of the job but the world, by number.
-            next_id: the least number that none ever had.
-            replicas: the ranks at this one's place in their groups.
+            size: the number of ranks.
+            sets: the ranks of all sets of the job except the world, by id.
+            next_id: the lowest id that no set of the job has ever had.
+            replicas: the ranks of this process's replica set.
         """
         with self._lock:
             self._everybody.ranks = list(range(size))
-            self._renew_replicas(replicas)
-            self._known.setdefault(0, [self._everybody])
-            for number in [n for n in self._known if n and n not in sets]:
-                for process_set in self._known.pop(number):
+            self._set_replicas(replicas)
+            self._by_id.setdefault(0, [self._everybody])
+            for number in [n for n in self._by_id if n and n not in sets]:
+                for process_set in self._by_id.pop(number):
                     process_set.process_set_id = None
-            for number, equals in self._known.items():
-                for process_set in equals:
+            for number, equal_sets in self._by_id.items():
+                for process_set in equal_sets:
                     if number:
                         process_set.ranks = list(sets[number])
-            new = [n for n in sets if n not in self._known and n >= self._next_id]
+            new = [n for n in sets if n not in self._by_id and n >= self._next_id]
             old = [n for n in self._unclaimed if n in sets]
             self._unclaimed = sorted({*old, *new})
             self._next_id = max(self._next_id, next_id, *(n + 1 for n in sets), 1)
 
-    def add(self, process_set: ProcessSet, world: Home) -> ProcessSet:
-        """Registers a set whose ranks are those of the world; raises as `Home.add`."""
+    def add(self, process_set: ProcessSet, world: ProcessSetBackend) -> ProcessSet:
+        """Registers a set of existing ranks.
+
+        Raises:
+            RingjaxError: see `ProcessSetBackend.add`.
+        """
         with self._lock:
-            for number, equals in self._known.items():
-                if equals[0].ranks == process_set.ranks:
-                    return self._join(number, process_set)
+            for number, equal_sets in self._by_id.items():
+                if equal_sets[0].ranks == process_set.ranks:
+                    return self._assign(number, process_set)
             if self._unclaimed:
                 return self._claim(process_set, world)
             number, self._next_id = self._next_id, self._next_id + 1
         world.add(number, process_set.ranks, "add_process_set")
         with self._lock:
-            self._known.setdefault(number, [])
-            # They may have got other numbers meanwhile.
+            self._by_id.setdefault(number, [])
+            # A new epoch may have begun in `world.add` and renumbered the ranks.
             process_set.ranks = list(world.sets[number])
             if number in self._unclaimed:
                 self._unclaimed.remove(number)
-            return self._join(number, process_set)
+            return self._assign(number, process_set)
 
-    def _join(self, number: int, process_set: ProcessSet) -> ProcessSet:
+    def _assign(self, number: int, process_set: ProcessSet) -> ProcessSet:
         process_set.process_set_id = number
-        equals = self._known[number]
-        if not any(known is process_set for known in equals):
-            equals.append(process_set)
+        equal_sets = self._by_id[number]
+        if not any(known is process_set for known in equal_sets):
+            equal_sets.append(process_set)
         return process_set
 
-    def _claim(self, process_set: ProcessSet, world: Home) -> ProcessSet:
+    def _claim(self, process_set: ProcessSet, world: ProcessSetBackend) -> ProcessSet:
         number = self._unclaimed.pop(0)
         process_set.ranks = list(world.sets[number])
-        self._known[number] = []
-        return self._join(number, process_set)
+        self._by_id[number] = []
+        return self._assign(number, process_set)
 
-    def remove(self, process_set: ProcessSet, world: Home) -> bool:
-        """Ends a set and all equal ones; False if it is none, or that of all ranks."""
+    def remove(self, process_set: ProcessSet, world: ProcessSetBackend) -> bool:
+        """Removes a set and all equal sets.
+
+        Returns:
+            False for the set of all ranks, a replica set or an unregistered set.
+        """
         number = process_set.process_set_id
-        if not number or number not in self._known:  # also the replicas
+        if not number or number not in self._by_id:
             return False
         world.remove(number, process_set.ranks, "remove_process_set")
         with self._lock:
-            for known in self._known.pop(number, []):
+            for known in self._by_id.pop(number, []):
                 known.process_set_id = None
         return True

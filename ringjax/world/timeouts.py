@@ -1,7 +1,8 @@
-"""How long a collective waits for other ranks: of one call, of a process set, of a job.
+"""Limits of how long a collective waits for other ranks.
 
-The nearest one counts: `collective_timeout` around the call, else the process set's,
-else RINGJAX_COLLECTIVE_TIMEOUT. A limit concerns this rank only, so ranks may differ.
+A call uses the first of these limits that is set: the limit of `collective_timeout`
+around the call, the limit of its process set, RINGJAX_COLLECTIVE_TIMEOUT. A limit
+applies to the waits of this rank only, so ranks may have different limits.
 """
 
 from __future__ import annotations
@@ -11,32 +12,36 @@ import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-JOBS = -1.0  # what the core takes for "as the job has it"
+JOB_LIMIT = -1.0  # the core's code for RINGJAX_COLLECTIVE_TIMEOUT
 
-_around: ContextVar[float | None] = ContextVar("collective_timeout", default=None)
+_context_limit: ContextVar[float | None] = ContextVar(
+    "collective_timeout", default=None
+)
 
 
 @contextlib.contextmanager
 def collective_timeout(seconds: float) -> Iterator[None]:
     """Limits how long the collectives called inside may wait for other ranks.
 
-    At the limit the same happens as at RINGJAX_COLLECTIVE_TIMEOUT: an error that names
-    who has not called; in an elastic job that rank is lost. Stronger than the limit of
-    a process set. Holds for collectives of JAX arrays, `ringjax.eager` and
-    `ringjax.torch`, as called by this thread (or asyncio task), and waits for what was
-    submitted inside keep it. Not for hooks that PyTorch runs in threads of its own, as
-    it does for CUDA tensors.
+    At the limit the call fails as it does at RINGJAX_COLLECTIVE_TIMEOUT: with an error
+    that names the ranks that have not made the call. In an elastic job those ranks
+    count as lost. The limit overrides the limit of a process set.
 
-    A compiled program keeps the limit of the moment when it was *traced*: inside of a
-    jitted function this works, around a call of it only the first time, and a program
-    that has been compiled before does not notice. Limits are no part of jax's cache.
+    The limit applies to collectives of JAX arrays, `ringjax.eager` and `ringjax.torch`
+    that are called by this thread or asyncio task. Operations that are submitted inside
+    keep the limit until they end. The limit does not apply to hooks that PyTorch runs
+    in its own threads, as it does for CUDA tensors.
+
+    A compiled program keeps the limit of the moment when it was *traced*. Use this
+    context manager inside of a jitted function: around a call of the function it works
+    only for the call that compiles it, because limits are no part of JAX's cache key.
 
     Args:
-        seconds: of this rank waiting, 0 (or infinity): for ever. Waits are looked at a
-            few times a second, so less than 0.1 means about that.
+        seconds: the longest wait of this rank; 0 or infinity for no limit. The core
+            checks waits a few times a second, so a limit below 0.1 means about 0.1.
 
     Raises:
-        ValueError: it is negative, NaN, or not a number.
+        ValueError: `seconds` is negative, NaN, or not a number.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -44,15 +49,24 @@ def collective_timeout(seconds: float) -> Iterator[None]:
         >>> with ringjax.collective_timeout(30):
         ...     total = ringjax.allreduce(jnp.ones(2), op=ringjax.Sum)
     """
-    token = _around.set(checked(seconds, "ringjax.collective_timeout: seconds"))
+    limit = checked_limit(seconds, "ringjax.collective_timeout: seconds")
+    token = _context_limit.set(limit)
     try:
         yield
     finally:
-        _around.reset(token)
+        _context_limit.reset(token)
 
 
-def checked(seconds: object, what: str) -> float:
-    """A limit that can be; `what` names it in the ValueError. Infinity becomes 0."""
+def checked_limit(seconds: object, what: str) -> float:
+    """Returns `seconds` as a valid limit; infinity becomes 0, which is no limit.
+
+    Args:
+        seconds: any object.
+        what: names the value in the error.
+
+    Raises:
+        ValueError: `seconds` is negative, NaN, or not a number.
+    """
     if isinstance(seconds, bool | str | bytes):
         number = math.nan
     else:
@@ -68,15 +82,15 @@ def checked(seconds: object, what: str) -> float:
     return 0.0 if math.isinf(number) else number
 
 
-def now(of_set: float | None) -> float:
-    """What a call made now has.
+def current_limit(set_limit: float | None) -> float:
+    """Returns the limit of a call that is made now.
 
     Args:
-        of_set: the limit of its process set, None for none.
+        set_limit: the limit of its process set; None if the set has none.
 
     Returns:
-        Seconds, 0 for no limit, `JOBS` for the job's.
+        Seconds, 0 for no limit, `JOB_LIMIT` for the job's limit.
     """
-    around = _around.get()
-    nearest = of_set if around is None else around
-    return JOBS if nearest is None else nearest
+    context_limit = _context_limit.get()
+    limit = set_limit if context_limit is None else context_limit
+    return JOB_LIMIT if limit is None else limit

@@ -1,9 +1,9 @@
-"""The live state of one `init`: membership, links, heartbeat, communicators.
+"""World: the live state of one `init` on this rank.
 
-It is formed from the settings and the environment, adds and removes communicators of
-process sets, and ends in good order, with a failure, or by being forgotten in a forked
-child. What users call is in runtime/; how a rank finds the others is in
-membership/rendezvous_discovery.py, how one epoch follows another in epoch_sequence.py.
+A world joins the job with the settings and the environment, adds and removes process
+sets, and ends in good order, with a failure, or in a forked child. Users call runtime/.
+How a rank finds the other ranks is in membership/rendezvous_discovery.py, how epochs
+follow each other in epoch_sequence.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ringjax import _native
 from ringjax.config import Config, horovod_names
@@ -32,108 +32,125 @@ from ringjax.membership.client import CallProgress
 from ringjax.membership.directives import EpochDirective, Welcome
 from ringjax.membership.rendezvous_discovery import join_job
 from ringjax.settings import horovod_variables
-from ringjax.settings.misspelt import misspelt
-from ringjax.world import devices, elastic_devices, forming, lanes, record
-from ringjax.world.carried_calls import Calls
-from ringjax.world.coordinates import Standing
+from ringjax.settings.unknown_variables import unknown_variable_warnings
+from ringjax.world import devices, epoch_devices
+from ringjax.world.communicator_ids import EAGER_LANE
+from ringjax.world.communicator_table import CommunicatorTable
 from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_builder import EpochBuilder
 from ringjax.world.epoch_sequence import CLOSED, EpochSequence
-from ringjax.world.introduction import check_agreement, hello, listening_hosts
-from ringjax.world.lanes import LANE
-from ringjax.world.profiling import Recording
+from ringjax.world.hello import check_hellos, create_hello, listening_hosts
+from ringjax.world.lanes import Lanes
+from ringjax.world.profile_recording import ProfileRecording
+from ringjax.world.rank_info import RankInfo
+from ringjax.world.recorder import create_recorder
 from ringjax.world.recovery import Recovery
 from ringjax.world.registry import Registry
-from ringjax.world.rehearsal import Rehearsal
-from ringjax.world.report import Reporter, to_standard_error
-from ringjax.world.telling import Teller
-from ringjax.world.whereabouts import Whereabouts
+from ringjax.world.reporter import Reporter, write_to_stderr
+from ringjax.world.solo_mode import SoloMode
+from ringjax.world.stack_probe import StackProbe
+from ringjax.world.telemetry_client import TelemetryClient
 
-_told: set[str] = set()  # each once, however often ringjax is initialised
-_left: set[tuple[str, int]] = set()  # jobs and workers that this process was once
-_NEWS = 1.0  # seconds until the coordinator has said why an agreement broke off
+_logged_warnings: set[str] = set()  # log each once, also after a second `init`
+_left_jobs: set[tuple[str, int]] = (
+    set()
+)  # (job, worker) of elastic jobs that ended here
+_REVOKE_DELAY = 1.0  # seconds in which the coordinator explains a failed exchange
+_Value = TypeVar("_Value")
 
 
 class World(EpochSequence):
-    """All ranks of the job, as this one is connected with them.
+    """All ranks of the job, as this rank is connected with them.
 
     Args:
+        config: the settings.
         registry: the process sets of the program.
 
     Raises:
-        StartupError, PeerLost: the job could not be brought together.
+        StartupError, PeerLost: this rank could not join the job.
 
     Attributes:
-        recorder: has heard of all calls since `init`.
-        recovery: keeps an elastic job going.
-        rehearsal: the time in which a newcomer's collectives run alone.
-        tuned: what autotune has found out; rank 0 tells of it in reports.
-        privates: how many private communicators the ranks of an epoch have had.
-        secret: the job's; a job of one has none.
+        recorder: records all calls since `init`.
+        recovery: the recovery thread; None in a static job.
+        solo_mode: runs a newcomer's collectives on this rank alone.
+        tuned: the result of autotune, for reports of rank 0.
+        privates: how many private communicators each choice of ranks has had in an
+            epoch.
+        secret: the job's secret; empty in a job of one process.
     """
 
     recorder: _native.Recorder
 
     def __init__(self, config: Config, registry: Registry) -> None:
         super().__init__(config, registry)
-        self.devices = devices.Devices(self, [0])
-        self.lanes = lanes.Lanes(self)
-        self.calls = Calls(self.lanes)
-        self.rehearsal = Rehearsal(self)
+        self.devices = devices.Devices(config, [0])
+        self.lanes = Lanes(self)
+        self.comm_table = CommunicatorTable(self.lanes)
+        self.solo_mode = SoloMode(self)
         self.recovery: Recovery | None = None
         self.privates: dict[tuple[int, ...], int] = {}  # see elastic_requests
         self.tuned, self.secret = "", b""
-        self._whereabouts: Whereabouts | None = None
-        self._telling: Reporter | Teller | None = None
-        self._recording: Recording | None = None
-        self._share: tuple[int, ...] | None = None
+        self._stack_probe: StackProbe | None = None
+        self._telemetry: Reporter | TelemetryClient | None = None
+        self._recording: ProfileRecording | None = None
+        self._device_share: tuple[int, ...] | None = None
         launch = launch_environment.detect_launch(config)
         self._prefix = f"ringjax {launch.rank}/{launch.size}"
-        self.standing = Standing.provisional(launch.rank, launch.size, config)
+        self.rank_info = RankInfo.provisional(launch.rank, launch.size, config)
         if launch.rank == 0:
-            for note in horovod_variables.notes(horovod_names()):
-                self.log("info", note)
-            for note in misspelt():
-                if note not in _told:
-                    self.log("warning", note)
-                    _told.add(note)
+            self._log_setting_notes()
         try:
-            self._begin(launch)
+            self._join(launch)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, launch: launch_environment.LaunchInfo) -> None:
-        """Joins the job, and its first epoch unless this rank comes later."""
+    def _log_setting_notes(self) -> None:
+        for note in horovod_variables.notes(horovod_names()):
+            self.log("info", note)
+        for warning in unknown_variable_warnings():
+            if warning not in _logged_warnings:
+                self.log("warning", warning)
+                _logged_warnings.add(warning)
+
+    def _join(self, launch: launch_environment.LaunchInfo) -> None:
+        """Joins the job, and its first epoch unless this rank is a newcomer."""
         config, size = self.config, launch.size
         if self.elastic:
-            _check(config)
+            _check_can_join(config)
         else:
-            self.group.check(size)
-        own = launch.rank if config.worker is None else config.worker
-        described = hello(launch.rank, size, config) | self.group.offer(own)
+            self.group.check_job_size(size)
+        worker = launch.rank if config.worker is None else config.worker
+        hello = create_hello(launch.rank, size, config)
+        hello |= self.group.reserve_port(worker)
         if size > 1 or self.elastic:
-            self._meet(launch, described)
-            self._whereabouts = Whereabouts(self.log)
-        job = "" if self._meeting is None else self._meeting.job
-        self.begin_recording(f"{'worker' if self.elastic else 'rank'} {own}", job)
-        self._registry.begin(0)
+            self._meet(launch, hello)
+            self._stack_probe = StackProbe(self.log)
+        job = "" if self._joined_job is None else self._joined_job.job
+        self.begin_recording(f"{'worker' if self.elastic else 'rank'} {worker}", job)
+        self._registry.reset(0)
         if self.elastic and self.client is not None:
             self.recovery = Recovery(self, self.client)
-        self._former = forming.Former(
-            *(config, self._meeting, self._listener),
-            -1 if self.recovery is None else self.recovery.bell,
-            *(self._whereabouts, self.log, self.recorder),
+        self._epoch_builder = EpochBuilder(
+            config,
+            joined_job=self._joined_job,
+            listener=self._listener,
+            notify=-1 if self.recovery is None else self.recovery.notify_fd,
+            stack_probe=self._stack_probe,
+            log=self.log,
+            recorder=self.recorder,
         )
         if self.client is None:
-            alone = (Member(0, "here", described, 0),)
+            alone = (Member(0, "here", hello, 0),)
             first: Any = EpochDirective(0, "start", alone, 0, (-1,), {}, {}, 1, {})
         else:
             first = self.client.first
         if isinstance(first, EpochDirective):
-            if not self.elastic:  # groups are a matter of the settings alone
+            if not self.elastic:
+                # The coordinator of a static job knows nothing of groups.
                 first = replace(first, group=config.group_size)
-            check_agreement(first.members)
-            self.group.meet(first.mates, first.group)
+            check_hellos(first.members)
+            self.group.join(first.mates, first.group)
         if self.recovery is None:
             self.install(self.link([first], self.client), [first])
             self._open_records()
@@ -141,17 +158,17 @@ class World(EpochSequence):
             self.recovery.start(first)
             self.wait_for_admission()
         else:
-            self._be_a_newcomer(first)
+            self._become_newcomer(first)
             self.recovery.start(None)
 
-    def _be_a_newcomer(self, welcome: Welcome) -> None:
-        """Rank and size are provisional until this rank is a member."""
+    def _become_newcomer(self, welcome: Welcome) -> None:
+        # Rank and size are provisional until this rank is a member.
         rank, size = welcome.rank, welcome.size
-        self.standing = Standing.provisional(rank, size, self.config)
+        self.rank_info = RankInfo.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
-        self.group.meet(welcome.mates, welcome.group)
+        self.group.join(welcome.mates, welcome.group)
         self.group.replicas = [rank] if self.group.mates else []
-        self._registry.renew(size, {}, 0, self.group.replicas)
+        self._registry.update(size, {}, 0, self.group.replicas)
         self.sets = {0: list(range(size))}
         self.devices.counts = [devices.count(self.config)] * size
 
@@ -159,176 +176,219 @@ class World(EpochSequence):
         """Waits until this rank is a member.
 
         Raises:
-            SystemExit: the job ends, in good order, without it.
+            SystemExit: the job has ended in good order without this rank.
         """
-        self.wait(lambda: self.generation is not None or self.dismissed)
-        if self.generation is None:
+        self.wait(lambda: self.epoch_info is not None or self.dismissed)
+        if self.epoch_info is None:
             raise SystemExit(0)
         self._open_records()
 
     def _open_records(self) -> None:
-        """What the settings ask for, now that the rank is known."""
+        """Starts what needs the final rank: the timeline and the profile."""
         self.lanes.open_timeline()
         self.open_profile()
-        mine, local = self.devices.counts[self.rank], self.standing.local_size
-        if mine and local > 1 and local * (self.config.devices_per_rank or mine) > mine:
+        count, local_size = self.devices.counts[self.rank], self.rank_info.local_size
+        needed = local_size * (self.config.devices_per_rank or count)
+        if count and local_size > 1 and needed > count:
             self.log(
                 "info",
-                f"{local} ranks of this host share {mine} CUDA device(s): let JAX take "
-                "a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+                f"{local_size} ranks of this host share {count} CUDA device(s): let "
+                "JAX take a part of the memory only (XLA_PYTHON_CLIENT_MEM_FRACTION)",
             )
 
-    def begin_recording(self, who: str, job: str) -> None:
-        """Calls are heard of from now on, and told to who wants to know."""
+    # -- records of calls --------------------------------------------------------------
+
+    def begin_recording(self, name: str, job: str) -> None:
+        """Starts the recorder, and the telemetry or the reports that the settings ask.
+
+        Args:
+            name: the name of this process, such as "rank 3".
+            job: the job's id; "" in a job of one process.
+        """
         config = self.config
-        self.recorder = record.recorder(config, who, job)
+        self.recorder = create_recorder(config, name, job)
         if config.monitor:
-            own = config.rank if config.worker is None else config.worker
-            self._telling = Teller(self, config.monitor, own or 0)
+            client_id = config.rank if config.worker is None else config.worker
+            self._telemetry = TelemetryClient(self, config.monitor, client_id or 0)
         elif config.report > 0:
-            self._telling = Reporter(self, config.report, to_standard_error)
-        self._named = (who, job[:8] or "alone")
+            self._telemetry = Reporter(self, config.report, write_to_stderr)
+        self._process_name, self._profile_run = name, job[:8] or "alone"
+
+    def end_telemetry(self) -> None:
+        """Sends or prints the last sample of this rank. Further calls do nothing."""
+        if self._telemetry is not None:
+            self._telemetry.close()
 
     def begin_profile(
         self, directory: str, *, steps: int = 0, jax_trace: bool | None = None
-    ) -> Recording:
-        """Begins this rank's part of a profile; one that runs comes to its end.
+    ) -> ProfileRecording:
+        """Starts this rank's part of a profile, after the end of a running one.
+
+        Args:
+            directory: the folder of the profile.
+            steps: see `ProfileRecording`.
+            jax_trace: see `ProfileRecording`.
 
         Raises:
-            OSError: nothing can be written there.
+            OSError: the folder cannot be written.
         """
         self.end_profile()
-        who, run = self._named
-        self._recording = Recording(
-            *(self, Path(directory), run, who), steps=steps, jax_trace=jax_trace
+        self._recording = ProfileRecording(
+            source=self,
+            directory=Path(directory),
+            run=self._profile_run,
+            name=self._process_name,
+            steps=steps,
+            jax_trace=jax_trace,
         )
         return self._recording
 
     def end_profile(self) -> None:
-        """Writes what is left of it. May be called twice."""
+        """Writes the rest of a running profile. Further calls do nothing."""
         if self._recording is not None:
             self._recording.end()
 
     def open_profile(self) -> None:
-        """Begins the one that the settings ask for; the job does not depend on it."""
+        """Starts the profile of RINGJAX_PROFILE; an error is a warning only."""
         if not self.config.profile or self._recording is not None:
             return
         try:
             self.begin_profile(self.config.profile)
         except OSError as error:
-            self.log("warning", f"no profile of {self._named[0]}: {error}")
+            self.log("warning", f"no profile of {self._process_name}: {error}")
 
-    def end_telling(self) -> None:
-        """Last words about the calls of this rank. May be called twice."""
-        if self._telling is not None:
-            self._telling.close()
+    # -- joining the job ---------------------------------------------------------------
 
     def _meet(
-        self, launch: launch_environment.LaunchInfo, described: dict[str, Any]
+        self, launch: launch_environment.LaunchInfo, hello: dict[str, Any]
     ) -> None:
-        """Joins the job; `described`: what the others shall know about this rank.
+        """Connects this rank with the coordinator.
 
         Raises:
-            StartupError: the job did not come together.
+            StartupError: the coordinator was not found, or a rank is missing.
         """
-        config = self.config
 
-        def open_doors(secret: bytes, job: str) -> dict[str, Any]:
-            """For the other ranks, before they can know about them."""
+        def open_listener(secret: bytes, job: str) -> dict[str, Any]:
+            # Listen before the hello is sent: the other ranks may connect as soon as
+            # they have received it.
             if self._listener is not None:
                 self._listener.close()
-            rank, size, one_host = launch.rank, launch.size, launch.single_host
-            if config.elastic:  # rank and hosts may be others in the next epoch
-                found = address.parse(config.rendezvous)
-                one_host = all(address.is_loopback(host) for host, _ in found)
-                rank, size = -1, 0
-            self._listener = LinkListener(
-                secret,
-                job,
-                rank=rank,
-                size=size,
-                hosts=listening_hosts(config, one_host=one_host),
-                log=lambda text: self.log("warning", text),
-                failed=self.broken,
-                tls=config.tls,
-            )
+            self._listener = self._listen(launch, secret, job)
             return self._listener.hello_entries()
 
-        say = partial(self.log, "warning")
-        self._meeting = join_job(launch, config, described, open_doors, say)
-        self.secret = self._meeting.secret
+        warn = partial(self.log, "warning")
+        self._joined_job = join_job(launch, self.config, hello, open_listener, warn)
+        self.secret = self._joined_job.secret
+
+    def _listen(
+        self, launch: launch_environment.LaunchInfo, secret: bytes, job: str
+    ) -> LinkListener:
+        config = self.config
+        rank, size, single_host = launch.rank, launch.size, launch.single_host
+        if config.elastic:
+            # Ranks and hosts may change in the next epoch, so expect any rank, and
+            # listen on loopback only if the coordinator does so, too.
+            coordinator = address.parse(config.rendezvous)
+            single_host = all(address.is_loopback(host) for host, _ in coordinator)
+            rank, size = -1, 0
+        return LinkListener(
+            secret,
+            job,
+            rank=rank,
+            size=size,
+            hosts=listening_hosts(config, single_host=single_host),
+            log=lambda text: self.log("warning", text),
+            failed=self.on_thread_failure,
+            tls=config.tls,
+        )
+
+    # -- devices -----------------------------------------------------------------------
 
     @property
     def cuda_absence(self) -> str:
-        """Why this rank has no CUDA device; nothing if its driver shows one."""
+        """Why this rank has no CUDA device; "" if its driver shows one."""
         return "" if self.devices.counts[self.rank] else devices.absence(self.config)
 
     @property
     def cuda_for_lanes(self) -> dict[str, Any] | None:
-        """What a lane needs to take CUDA tensors; None where no rank has a device."""
+        """Options for lanes that accept CUDA tensors; None if no rank has a device."""
         if not self.devices.possible:
             return None
-        have = self.devices.counts[self.rank]
+        has_device = self.devices.counts[self.rank] > 0
         first = (self.device_share or (0,))[0]
-        return devices.lane_options(self.config, first if have else -1)
+        return devices.lane_options(self.config, first if has_device else -1)
 
     @property
     def device_share(self) -> tuple[int, ...] | None:
-        """The CUDA devices that fall to this rank, None if there is no choice.
+        """The CUDA devices of this rank if the ranks of its host divide the devices.
 
-        A rank stays on them, whatever its number becomes.
+        None if there is nothing to divide. The share stays when the rank changes.
         """
-        if self._share is None:
-            here, each = self.standing, self.config.devices_per_rank
-            count = self.devices.counts[self.rank]
-            self._share = devices.share(here.local_rank, here.local_size, count, each)
-        return self._share
+        if self._device_share is None:
+            self._device_share = devices.share(
+                self.rank_info.local_rank,
+                self.rank_info.local_size,
+                devices=self.devices.counts[self.rank],
+                per_rank=self.config.devices_per_rank,
+            )
+        return self._device_share
 
     def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
-        """Builds the device communicators, once; collective over the world.
+        """Connects the device communicators. All ranks of the world must call it.
 
-        A newcomer does it when it is a member.
+        Further calls do nothing. The devices of a newcomer are connected when it is a
+        member.
 
         Args:
-            numbers: of the CUDA devices that this rank computes on; if there are none,
-                because of `why_not`.
+            numbers: the CUDA devices that this rank computes on.
+            why_not: why this rank has no devices.
 
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
         """
-        if self.device is not None:
+        if self.local_devices is not None:
             return
-        self.device = numbers, why_not
-        if self.generation is not None and not elastic_devices.renew(self):
-            elastic_devices.start_again(self, elastic_devices.LOST)
+        self.local_devices = numbers, why_not
+        is_member = self.epoch_info is not None
+        if is_member and not epoch_devices.reconnect_devices(self):
+            epoch_devices.restart_epoch(self, epoch_devices.LOST)
 
     def confirm(self) -> None:
         """Waits until all calls on devices have ended.
 
         Raises:
-            PeerLost, RingjaxError: they have failed, and their results are void.
+            PeerLost, RingjaxError: a call has failed, and its results are void.
         """
         try:
-            for communicator in self.devices.everyone():
+            for communicator in self.devices.all_communicators():
                 communicator.confirm()
             for lane in list(self.lanes.lanes.values()):
                 lane.confirm()
         except _native.StatusError as error:
             raise from_status(error) from error
 
-    def add(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Registers a process set; collective over the world.
+    # -- process sets ------------------------------------------------------------------
 
-        If ranks are lost meanwhile, it begins again with those that are left, unless
-        some rank has come to its end: then all have the set already.
+    def add(self, number: int, ranks: Sequence[int], what: str) -> None:
+        """Connects a process set. All ranks of the world must call it.
+
+        If ranks are lost meanwhile, the remaining ranks begin again. A rank that had
+        finished already has reported the set to the coordinator. Then the recovery
+        connects the set on all ranks.
+
+        Args:
+            number: the id of the set.
+            ranks: ranks of the world.
+            what: the name of the calling function, for errors.
 
         Raises:
-            Mismatch: ranks disagree about the set. Nothing was registered.
+            Mismatch: ranks disagree about the set, and nothing was connected.
         """
         while number not in self.sets:
-            generation, epoch = self.generation, self.present
-            if generation is None or epoch is None:
-                self.sets[number] = list(ranks)  # a newcomer: the job tells its ranks
+            epoch_info, epoch = self.epoch_info, self.current_epoch
+            if epoch_info is None or epoch is None:
+                # A newcomer gets the ranks of the set when it is a member.
+                self.sets[number] = list(ranks)
                 return
             try:
                 self._add(epoch, number, ranks, what)
@@ -336,25 +396,25 @@ class World(EpochSequence):
             except Mismatch:
                 raise
             except RingjaxError:
-                if not self.is_over(epoch, _NEWS):
+                if not self.is_over(epoch, _REVOKE_DELAY):
                     raise
-            self.wait_for_another(epoch.number)
-            if self.waits or self.generation is None:
+            self.wait_for_next_epoch(epoch.number)
+            if self.restart_pending or self.epoch_info is None:
                 raise PeerLost(f"ringjax.{what}: another rank starts again")
-            kept = {generation.workers[rank] for rank in ranks}
-            ranks = [r for r, w in enumerate(self.generation.workers) if w in kept]
-        mine = self.rank in self.sets[number]
-        # Where another rank had come to the end, the recovery connects it here.
-        self.wait(lambda: number in self.calls.serving or not mine)
+            kept = {epoch_info.workers[rank] for rank in ranks}
+            ranks = [r for r, w in enumerate(self.epoch_info.workers) if w in kept]
+        included = self.rank in self.sets[number]
+        # The recovery connects a set that another rank has reported.
+        self.wait(lambda: number in self.comm_table.active or not included)
 
     def _add(self, epoch: Epoch, number: int, ranks: Sequence[int], what: str) -> None:
-        self.agree(f"{what} {number}", ranks)
-        both = (number, number | LANE) if self.rank in ranks else ()
+        self.check_same_call(f"{what} {number}", ranks)
+        both = (number, number | EAGER_LANE) if self.rank in ranks else ()
         try:
             for each in both:
                 name = f"process set {number}"
-                epoch.link(each, ranks, name, self.within(epoch))
-            self.adopt(epoch, number, ranks)
+                epoch.link(each, ranks, name, self.fabric_of(epoch))
+            self.install_process_set(epoch, number, ranks)
         except BaseException:
             for each in both:
                 epoch.disconnect(each)
@@ -363,152 +423,159 @@ class World(EpochSequence):
             self.devices.add(number, ranks)
         except BaseException:
             if not self.elastic:
-                self._forget(number)
+                self._disconnect_set(number)
             raise
 
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
-        """Ends a process set; collective over the world.
+        """Closes a process set. All ranks of the world must call it.
 
-        In an elastic job what it holds ends with the epoch: here nobody can say whether
-        the other ranks have come as far.
+        In an elastic job the communicators of the set are closed at the end of the
+        epoch, because this rank cannot know whether all other ranks have made the same
+        call.
+
+        Args:
+            number: the id of the set.
+            ranks: the ranks of the set.
+            what: the name of the calling function, for errors.
+
+        Raises:
+            Mismatch: ranks disagree about the set, and nothing was closed.
         """
         if not self.elastic:
-            self.agree(f"{what} {number}", ranks)
+            self.check_same_call(f"{what} {number}", ranks)
             self.devices.remove(number)
-            self._forget(number)
+            self._disconnect_set(number)
             return
         with self.changed:
             self._removed.add(number)
             self.devices.remove(number)
 
-    def _forget(self, number: int) -> None:
-        """Ends what a process set holds in an epoch that goes on."""
+    def _disconnect_set(self, number: int) -> None:
         self.sets.pop(number, None)
         self.lanes.drop(number)
-        for each in (number, number | LANE):
-            self.calls.serving.pop(each, None)
+        for each in (number, number | EAGER_LANE):
+            self.comm_table.active.pop(each, None)
             self.epoch.disconnect(each)
 
-    def connect_control(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """A communicator for messages of a few bytes, beside a device communicator."""
-        return self.epoch.connect_small(number, ranks, name)
-
-    def disconnect(self, number: int) -> None:
-        """Ends a communicator, if there is one."""
-        self.epoch.disconnect(number)
-
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        """Gives every rank the values of all ranks; `what` names it in errors."""
+    def exchange(self, value: _Value, what: str) -> list[_Value]:
+        """Returns the values of all ranks; `what` names the exchange in errors."""
         if self.client is None:
             return [value]
         seconds = self.config.start_timeout
         return self.client.exchange(value, seconds, what, self.epoch.number)
 
-    def prepare(self, what: str) -> None:
-        """Called before each collective; has those of a newcomer run alone."""
-        if self.generation is None and not self.calls.serving:
-            self.rehearsal.begin(what)
-
-    def agree(self, what: str, ranks: Sequence[int]) -> None:
-        """All ranks say the same; raises Mismatch if one does not."""
+    def check_same_call(self, what: str, ranks: Sequence[int]) -> None:
+        """Raises Mismatch on all ranks if they make different calls."""
         text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
-        mine = f"{what} {text} {digest}"
-        for rank, other in enumerate(self.exchange(mine, f"ringjax.{what}")):
-            if other != mine:
+        own = f"{what} {text} {digest}"
+        for rank, other in enumerate(self.exchange(own, f"ringjax.{what}")):
+            if other != own:
                 raise Mismatch(
                     f"ringjax.{what} of ranks {text}: rank {rank} calls "
                     f"{str(other)[:-17]}"
                 )
 
+    def prepare_call(self, what: str) -> None:
+        """Starts solo mode if a newcomer calls collective `what`."""
+        if self.epoch_info is None and not self.comm_table.active:
+            self.solo_mode.begin(what)
+
+    # -- the end -----------------------------------------------------------------------
+
     def stop(self) -> None:
-        """Fails what is pending, and what comes."""
-        self.end_telling()
+        self.end_telemetry()
         super().stop()
         self.end_profile()
 
     def close(self) -> None:
-        """Leaves the job. Bounded in time; may be called on half of a world."""
-        self.end_telling()
+        """Leaves the job, within a bounded time; also a world that has partly joined.
+
+        The order matters. Telemetry and profile read the communicators, so they end
+        first. Device communicators close before this rank leaves, because calls that
+        still run on devices need all ranks. The lanes of a static job close before
+        their communicators do; those of an elastic job would wait for a next epoch, so
+        `stop` ends their communicators before.
+        """
+        self.end_telemetry()
         self.end_profile()
-        self.rehearsal.end()
+        self.solo_mode.end()
         in_order = not (self.failed or self._end or self.dismissed)
         if self.recovery is not None:
             self.recovery.close()
         epoch, client = self._epoch, self.client
         self.group.close()
-        self.devices.close()  # first: what the devices still do needs all ranks
+        self.devices.close()
         if not self.elastic:
             self.lanes.close()
         if in_order and epoch is not None:
             epoch.leave()
         if in_order and client is not None and (epoch is not None or not self.elastic):
-            client.leave(self._last_lines(), self._joined)
+            client.leave(self._last_lines(), self._last_joined)
         if self.elastic:
             self.stop()
             self.lanes.close()
-        self.calls.clear()
+        self.comm_table.clear()
         if epoch is not None:
             epoch.close()
-        if self._whereabouts is not None:
-            self._whereabouts.close()
+        if self._stack_probe is not None:
+            self._stack_probe.close()
         if self._listener is not None:
             self._listener.close()
-        self._registry.end()
-        if self._meeting is not None:
-            self._meeting.close()
+        self._registry.clear()
+        if self._joined_job is not None:
+            self._joined_job.close()
             if self.config.worker is not None:
-                _left.add((self.config.job, self.config.worker))
-        self._epoch = self._listener = self._meeting = self.recovery = None
+                _left_jobs.add((self.config.job, self.config.worker))
+        self._epoch = self._listener = self._joined_job = self.recovery = None
 
     def _last_lines(self) -> dict[int, CallProgress]:
-        """How far this rank came, for those that may still be inside the last call."""
-        if self.waits or not self.elastic:
+        """Returns how far this rank came; other ranks may still be in the last call."""
+        if self.restart_pending or not self.elastic:
             return {}
         try:
             return self.halt(CLOSED, -1)
-        except _native.StatusError as error:  # somebody is still in a call
+        except _native.StatusError as error:  # a thread is still inside a call
             self.log("info", f"leaving in the middle of a call: {error}")
             return {}
 
-    def abandon(self) -> None:
-        """In a forked child: lets go of the sockets and of nothing else.
+    def close_in_child(self) -> None:
+        """Closes a forked child's copies of the sockets, and nothing else.
 
-        Copies of them here would hide the parent's death from its peers. The threads of
-        the core do not exist in the child, so its objects must never be closed.
+        The copies would keep the connections open after the death of the parent, so its
+        peers would not notice it. The threads of the core do not exist in the child, so
+        the objects of the core must never be closed or destroyed there.
         """
-        _abandoned.append(self)
-        if isinstance(self._telling, Teller):
-            self._telling.release()
+        _kept_in_child.append(self)
+        if isinstance(self._telemetry, TelemetryClient):
+            self._telemetry.close_in_child()
         if self._epoch is not None:
-            self._epoch.abandon()
-        if self._whereabouts is not None:
-            self._whereabouts.release()
+            self._epoch.close_in_child()
+        if self._stack_probe is not None:
+            self._stack_probe.close_in_child()
         if self._listener is not None:
             self._listener.close_in_child()
-        if self._meeting is not None:
-            self._meeting.close_in_child()
+        if self._joined_job is not None:
+            self._joined_job.close_in_child()
         if self.recovery is not None:
-            self.recovery.release()
+            self.recovery.close_in_child()
 
 
-_abandoned: list[object] = []
+_kept_in_child: list[World] = []  # keeps the objects of the core alive
 
 
-def _check(config: Config) -> None:
-    """Refuses a process that cannot join an elastic job.
+def _check_can_join(config: Config) -> None:
+    """Checks that this process can join an elastic job.
 
     Raises:
-        StartupError: the environment does not say enough, or this process has left.
+        StartupError: a variable is missing, or this process has left the job before.
     """
     if not config.rendezvous or config.worker is None:
         raise StartupError(
             "RINGJAX_ELASTIC is set, but RINGJAX_RENDEZVOUS or RINGJAX_WORKER is not: "
             "start elastic jobs by ringrun --min-np"
         )
-    if (config.job, config.worker) in _left:
+    if (config.job, config.worker) in _left_jobs:
         raise StartupError(
             "this process has left its elastic job by ringjax.shutdown(), and cannot "
             "come back: another process would have to"

@@ -44,7 +44,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             "ringjax.init() first"
         )
     _configure_jax()
-    where = groups.coordinator(world.group.mates)
+    where = groups.coordinator_address(world.group.mates)
     _bypass_proxy(where.rpartition(":")[0].strip("[]"))
     try:
         jax.distributed.initialize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ringjax.world.groups import REPLICAS
+from ringjax.world.communicator_ids import REPLICA_SET
 
 
 class Program(NamedTuple):
@@ -61,7 +61,7 @@ def program_of(ctx: Any, name: str, platform: str) -> Program:
 
 def check_processes(program: Program, name: str, params: Mapping[str, Any]) -> None:
     """Of a program over several processes, each one averages its own shards."""
-    if params.get("comm", REPLICAS) == REPLICAS:
+    if params.get("comm", REPLICA_SET) == REPLICA_SET:
         return
     count = len({device.process_index for device in program.devices})
     if count > 1:

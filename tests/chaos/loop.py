@@ -84,7 +84,7 @@ class Training:
 
         @ringjax.elastic.run(warm_up=step, **more)
         def train(state: Any) -> int:
-            epoch = runtime.generation().epoch
+            epoch = runtime.epoch_info().epoch
             self.trace.write(event="begins", step=state.step, epoch=epoch)
             while True:
                 who = step(state)
@@ -97,7 +97,7 @@ class Training:
                     step=state.step,
                     who=who,
                     digest=digest(state.params),
-                    epoch=runtime.generation().epoch,
+                    epoch=runtime.epoch_info().epoch,
                     size=ringjax.size(),
                     rank=ringjax.rank(),
                 )

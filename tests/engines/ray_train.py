@@ -75,9 +75,9 @@ def test_a_worker_is_replaced_and_the_others_go_on(
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         import ringjax
-        from ringjax.runtime import visit
+        from ringjax.runtime import reused_process
 
-        visit.fail(ValueError("boom"))
+        reused_process.fail_job(ValueError("boom"))
         assert not ringjax.is_initialized()
 
     fit(train, tmp_path, 2)

@@ -94,7 +94,7 @@ def test_a_second_start_reads_what_the_first_one_found(
         said_by_all("before")
         if ringjax.rank() == 0:
             world = runtime.current("test")
-            network = calibration.describe(world.members, world.standing.hosts)
+            network = calibration.describe(world.members, world.rank_info.hosts)
             assert cost_file.read(str(folder), network) is not None
             assert cost_file.write(str(folder), network, MARK)
         said_by_all("after")

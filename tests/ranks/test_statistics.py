@@ -295,7 +295,7 @@ state = elastic.State(step=0)
 
 @elastic.run
 def train(state):
-    epoch, first = runtime.generation().epoch, state.step
+    epoch, first = runtime.epoch_info().epoch, state.step
     while ringjax.size() < 3 or state.step < first + 90 or epoch < 4:
         time.sleep(0.01)
         if ringjax.rank() == 1:

@@ -13,7 +13,7 @@ from support.launch import environment
 
 from ringjax import config
 from ringjax.config import Config
-from ringjax.settings.misspelt import misspelt
+from ringjax.settings.unknown_variables import unknown_variable_warnings
 
 SECRET = "ab" * 32
 
@@ -187,7 +187,7 @@ def test_misspelt_variables() -> None:
         "RINGJAX_EMPTY": "",
         "HOROVOD_LOGLEVEL": "info",
     }
-    assert misspelt(given) == [
+    assert unknown_variable_warnings(given) == [
         "RINGJAX_LOGLEVEL has no effect; is it RINGJAX_LOG_LEVEL?",
         "RINGJAX_QWXYZ has no effect",
     ]

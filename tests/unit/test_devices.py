@@ -18,8 +18,8 @@ import ringjax
 from ringjax import _native, runtime
 from ringjax.config import Config
 from ringjax.errors import Mismatch, RingjaxError, StartupError
-from ringjax.world import controls, devices, lanes
-from ringjax.world.coordinates import Standing
+from ringjax.world import communicator_ids, devices
+from ringjax.world.rank_info import RankInfo
 from ringjax.xla import placement
 
 VERSION = 22809
@@ -75,7 +75,7 @@ class Home:
 
     def __init__(self, core: Core, size: int = 2, **settings: Any) -> None:
         self.core, self.size, self.config = core, size, Config(**settings)
-        self.standing = Standing.of(0, ["here"] * size)
+        self.rank_info = RankInfo.from_hosts(0, ["here"] * size)
         self.others: Callable[[int, Any], Any] = lambda rank, value: value
         self.lost: dict[int, str] = {}
         self.lines: list[str] = []
@@ -99,7 +99,7 @@ class Home:
 
 
 def devices_of(home: Home, counts: Sequence[int] = (1, 1)) -> devices.Devices:
-    return devices.Devices(cast(devices.Home, home), counts)
+    return devices.Devices(home.config, counts, home)
 
 
 @pytest.fixture
@@ -192,9 +192,9 @@ def test_all_process_sets_get_one(core: Core) -> None:
     both.open([3], "", {0: [0, 1], 2: [1], 1: [0]})
     made = [call for call in core.calls if call[0] in ("connect", "make")]
     assert made == [
-        ("connect", 0 | controls.CONTROL, [0, 1], "world (device)"),
+        ("connect", 0 | communicator_ids.DEVICE_CONTROL, [0, 1], "world (device)"),
         ("make", 0),
-        ("connect", 1 | controls.CONTROL, [0], "process set 1 (device)"),
+        ("connect", 1 | communicator_ids.DEVICE_CONTROL, [0], "process set 1 (device)"),
         ("make", 1),
     ]
     assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
@@ -219,7 +219,10 @@ def test_the_end_in_good_order(core: Core) -> None:
     core.calls.clear()
     both.remove(1)
     both.remove(1)
-    assert core.calls == [("close", 1), ("disconnect", 1 | controls.CONTROL)]
+    assert core.calls == [
+        ("close", 1),
+        ("disconnect", 1 | communicator_ids.DEVICE_CONTROL),
+    ]
     both.stop("rank 0 fails", 0)
     both.close()
     assert core.calls[2:] == [("abort", 0, "rank 0 fails", 0), ("close", 0)]
@@ -289,11 +292,11 @@ def test_two_ranks_on_one_gpu_are_told_so(
     with pytest.raises(StartupError, match=r"rank 0 and rank 2 .* same GPU, GPU-b; "):
         devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     # Of another host it is another one, whatever it says.
-    home.standing = Standing.of(0, ["here", "here", "there"])
+    home.rank_info = RankInfo.from_hosts(0, ["here", "here", "there"])
     devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 1
     # Who has arranged for it may share one.
-    home.standing = Standing.of(0, ["here"] * 3)
+    home.rank_info = RankInfo.from_hosts(0, ["here"] * 3)
     monkeypatch.setenv("NCCL_HOSTID", "test-0")
     devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 2
@@ -305,7 +308,7 @@ def test_what_must_be_encrypted_does_not_go_by_nccl(core: Core, required: int) -
     home.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
     devices_of(home).open([0], "", {0: (0, 1)})  # it stays on this host
     assert ("make", 0) in core.calls
-    home.standing = Standing.of(0, ["here", "there"])
+    home.rank_info = RankInfo.from_hosts(0, ["here", "there"])
     found = devices_of(home)
     found.open([0], "", {0: (0, 1)})
     assert "NCCL does not encrypt what goes from host to host" in found.problem(0)
@@ -359,7 +362,7 @@ def test_nccls_words_and_who_is_gone(core: Core) -> None:
     text = str(error.value)
     assert "rank 0, device 2: ncclCommInitRank: broken; rank 1 was killed" in text
     assert "rank 7" not in text
-    assert ("disconnect", controls.CONTROL) in core.calls
+    assert ("disconnect", communicator_ids.DEVICE_CONTROL) in core.calls
     assert both.problem(0) == text
 
 
@@ -398,7 +401,7 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         ringjax.init()
         try:
-            expected = {0, lanes.LANE, controls.CONTROL}
+            expected = {0, communicator_ids.EAGER_LANE, communicator_ids.DEVICE_CONTROL}
             assert set(runtime.current("test").epoch.communicators) == expected
             two = ringjax.add_process_set([0])  # equal to the world: nothing new
             assert two.process_set_id == 0

@@ -43,9 +43,15 @@ class Runtime:
         self.pause_fails = 0
         self.lost = False
         for name in (
-            *("elastic", "is_newcomer", "rehearsal", "admit", "check_updates"),
-            "has_called_alone",
-            *("pause", "restart", "generation", "leave_at_next_pause"),
+            *(
+                "elastic",
+                "is_newcomer",
+                "solo_mode",
+                "request_admission",
+                "check_updates",
+            ),
+            "has_run_solo",
+            *("pause", "restart", "epoch_info", "leave_at_next_pause"),
         ):
             patch.setattr(runtime, name, getattr(self, name), raising=False)
         patch.setattr(sync_plan, "negotiate", self.agree)
@@ -61,15 +67,15 @@ class Runtime:
     def is_newcomer(self) -> bool:
         return self.newcomer
 
-    def has_called_alone(self) -> bool:
+    def has_run_solo(self) -> bool:
         return self.newcomer and "called alone" in self.pages
 
     @contextlib.contextmanager
-    def rehearsal(self):
+    def solo_mode(self):
         self.pages.append("rehearse")
         yield
 
-    def admit(self) -> None:
+    def request_admission(self) -> None:
         self.pages.append("admit")
         self.newcomer = False
 
@@ -89,7 +95,7 @@ class Runtime:
         self.pages.append(f"restart: {text}")
         self.epoch += 1
 
-    def generation(self):
+    def epoch_info(self):
         return self  # has an epoch
 
     def leave_at_next_pause(self) -> None:

@@ -18,18 +18,18 @@ class World:
 
     def __init__(self, *events: Callable[[World], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.generation = SimpleNamespace(epoch=5)
+        self.epoch_info = SimpleNamespace(epoch=5)
         self.resizes = 0
-        self.dismissed = self.waits = False
-        self.device, self.devices = None, self  # none to connect anew
+        self.dismissed = self.restart_pending = False
+        self.local_devices, self.devices = None, self  # none to connect anew
         self.client = self
         self.said: list[tuple[int, int]] = []
         self._events = list(events)
         self.elastic = True
 
     @property
-    def number(self) -> int:
-        return self.generation.epoch
+    def epoch_number(self) -> int:
+        return self.epoch_info.epoch
 
     def pause(self, epoch: int, number: int, *_: Any) -> None:
         self.said.append((epoch, number))
@@ -37,11 +37,13 @@ class World:
     def close(self) -> None:
         pass
 
-    def reported(self) -> tuple[dict[int, Any], int, bool]:
+    def epoch_report(self) -> tuple[dict[int, Any], int, bool]:
         return {}, 1, False
 
-    def wait_for_another(self, before: int) -> None:
-        while not (self.dismissed or self.waits or self.generation.epoch > before):
+    def wait_for_next_epoch(self, before: int) -> None:
+        while not (
+            self.dismissed or self.restart_pending or self.epoch_info.epoch > before
+        ):
             self._events.pop(0)(self)
 
 
@@ -51,7 +53,7 @@ def pause(world: World, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def repair(world: World) -> None:
-    world.generation = SimpleNamespace(epoch=world.generation.epoch + 1)
+    world.epoch_info = SimpleNamespace(epoch=world.epoch_info.epoch + 1)
 
 
 def resize(world: World) -> None:
@@ -61,7 +63,7 @@ def resize(world: World) -> None:
 
 def restart(world: World) -> None:
     repair(world)
-    world.waits = True
+    world.restart_pending = True
 
 
 def dismiss(world: World) -> None:

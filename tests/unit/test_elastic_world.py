@@ -16,20 +16,20 @@ from ringjax.config import Config
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost
 from ringjax.membership.directives import EpochDirective
-from ringjax.world.coordinates import Standing
 from ringjax.world.epoch import Epoch
+from ringjax.world.rank_info import RankInfo
 from ringjax.world.world import World
 
 
-class Former:
+class EpochBuilder:
     """Forms epochs with a heartbeat, whose links then break."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
 
-    def form(self, members: EpochDirective, watch: Any, before: Any) -> Epoch:
+    def build(self, members: EpochDirective, watch: Any, before: Any) -> Epoch:
         fabric: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
-        epoch = Epoch(Config(), Standing.of(0, ["here"] * 3), fabric)
+        epoch = Epoch(Config(), RankInfo.from_hosts(0, ["here"] * 3), fabric)
         epoch._heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
         return epoch
 
@@ -44,15 +44,15 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
     other = _native.Heartbeat(
         1, [(0, theirs.detach())], interval=0.05, timeout=60, notify=bell, inquire=-1
     )
-    former = Former(mine)
+    builder = EpochBuilder(mine)
     world: Any = World.__new__(World)
-    world.waits, world.generation, world._epoch, world._former = (
+    world.restart_pending, world.epoch_info, world._epoch, world._epoch_builder = (
         False,
         None,
         None,
-        former,
+        builder,
     )
-    world.calls = SimpleNamespace(resilient_comms={})
+    world.comm_table = SimpleNamespace(resilient={})
     everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
     order = EpochDirective(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
 

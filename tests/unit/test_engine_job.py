@@ -15,7 +15,7 @@ from support.waiting import until
 
 from ringjax.errors import LaunchError
 from ringjax.run.engine_job import EngineJob, places
-from ringjax.runtime.visit import visit
+from ringjax.runtime.reused_process import run_as_rank
 
 RANK = """
 import os, sys, time
@@ -247,10 +247,10 @@ def test_places_of_uneven_nodes() -> None:
 
 def test_a_visit_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
     before = dict(os.environ)
-    assert visit({"OURS": "yes"}, os.getenv, ["OURS"]) == "yes"
-    assert visit({}, sys.exit) is None
+    assert run_as_rank({"OURS": "yes"}, os.getenv, ["OURS"]) == "yes"
+    assert run_as_rank({}, sys.exit) is None
     with pytest.raises(RuntimeError, match="it ended with exit code 3"):
-        visit({"OURS": "yes"}, sys.exit, [3])
+        run_as_rank({"OURS": "yes"}, sys.exit, [3])
     assert dict(os.environ) == before
 
 

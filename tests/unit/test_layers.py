@@ -58,12 +58,17 @@ MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFr
 # the traces of another launcher, the system's folder for sockets, what NCCL and JAX
 # read when they start.
 ENVIRONMENT_READERS = {
-    *("config.py", "settings/misspelt.py", "run/environ.py", "world/devices.py"),
+    *(
+        "config.py",
+        "settings/unknown_variables.py",
+        "run/environ.py",
+        "world/devices.py",
+    ),
     *("control/launch_environment.py", "membership/job_credentials.py"),
     "spark/trainers/keras.py",  # says which backend a task's Keras has
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # changes it for a while, if a program asks for that
-    "runtime/visit.py",  # holds a job's variables in it as long as a call
+    "runtime/reused_process.py",  # holds a job's variables in it as long as a call
 }
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}

@@ -177,8 +177,8 @@ def test_groups_of_three() -> None:
             0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3
         )
         group = groups.Group(3)
-        group.meet(members.mates, members.group)
-        assert group.renew(workers, worker) == group.replicas == found[rank]
+        group.join(members.mates, members.group)
+        assert group.update(workers, worker) == group.replicas == found[rank]
         assert group.mates == (everybody[:3] if rank < 3 else everybody[3:])
 
 

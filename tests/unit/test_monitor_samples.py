@@ -20,7 +20,7 @@ from ringjax.monitor.sample import (
     parse_sample,
     subtract_sums,
 )
-from ringjax.world.telling import step, thinned
+from ringjax.world.telemetry_client import estimate_step_seconds, thin_waits
 
 
 def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
@@ -186,12 +186,12 @@ def test_an_older_epoch_says_nothing_about_this_one() -> None:
 
 def test_thinning_takes_the_same_calls_everywhere() -> None:
     calls = [(False, number, 1) for number in range(1000)]
-    one, other = thinned(calls[:700], 256), thinned(calls[100:], 256)
+    one, other = thin_waits(calls[:700], 256), thin_waits(calls[100:], 256)
     assert 100 < len(one) <= 256 and 100 < len(other) <= 256
     common = {number for _, number, _ in one} & {number for _, number, _ in other}
     assert len(common) > 100
     same = [(True, 5, 1)] * 1000
-    assert len(thinned(same, 256)) <= 256
+    assert len(thin_waits(same, 256)) <= 256
 
 
 def test_a_step_is_found_among_calls() -> None:
@@ -205,8 +205,11 @@ def test_a_step_is_found_among_calls() -> None:
         for layer in range(3)
     ]
     rare = [call("commit", 1.0), call("commit", 4.0)]
-    assert abs(step(steps + rare) - 0.1) < 1e-6
-    assert step([]) == 0 and step([call("once", 1.0)]) == 0
+    assert abs(estimate_step_seconds(steps + rare) - 0.1) < 1e-6
+    assert (
+        estimate_step_seconds([]) == 0
+        and estimate_step_seconds([call("once", 1.0)]) == 0
+    )
 
 
 def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:

@@ -31,7 +31,7 @@ from ringjax.membership import job_credentials
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 from ringjax.run import job, run
-from ringjax.world import record
+from ringjax.world import recorder
 
 WITH_SIGNALS = "import os, signal, sys; {}; os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -202,8 +202,8 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert temporary.folder() in ("/dev/shm", "")
     monkeypatch.setattr(temporary, "_MEMORY", "/nonexistent")
     assert temporary.folder() == job_credentials._runtime_folder() == ""
-    monkeypatch.setattr(record._native, "Recorder", lambda *given: given)
-    assert record.recorder(Config(), "rank 0", "0123456789abcdef")[2] == ""
+    monkeypatch.setattr(recorder._native, "Recorder", lambda *given: given)
+    assert recorder.create_recorder(Config(), "rank 0", "0123456789abcdef")[2] == ""
     with pytest.raises(StartupError, match="set TMPDIR, or MASTER_ADDR"):
         job_credentials.private_folder()
 

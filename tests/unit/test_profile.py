@@ -42,17 +42,17 @@ class Rank:
         path = folder / parts.PARTS / f"{run}.rank-{rank}.jsonl"
         self.file = PartFile(path, pytest.fail)
         at = shown(host, START - 1)
-        self.file.head(
+        self.file.write_header(
             format=1, run=run, who=f"rank {rank}", pid=1, host=host, clock=host,
             monotonic=at, realtime=1.7e9 + START,
         )  # fmt: skip
-        self.file.head(epoch=0, rank=rank, size=size, host=host, at=at)
+        self.file.write_header(epoch=0, rank=rank, size=size, host=host, at=at)
 
     def read_clock(self, when: float, there: float, back: float) -> None:
         """Asks rank 0, on host-a: the question and the answer take that long."""
         asked, heard = shown(self.host, when), shown(self.host, when + there + back)
         answered = shown("host-a", when + there)
-        self.file.say(
+        self.file.write_record(
             clock=0, epoch=0, when=heard, ahead=answered - (asked + heard) / 2,
             trip=heard - asked,
         )  # fmt: skip
@@ -63,7 +63,7 @@ class Rank:
         """A line for a call at those moments of the true clock."""
         times = {"entered": entered, "agreed": agreed, "done": done}
         told = {key: shown(self.host, when) for key, when in times.items()}
-        self.file.say(
+        self.file.write_record(
             **{
                 "op": "allreduce", "name": "grads", "lane": "compiled", "set": 0,
                 "epoch": 0, "seq": seq, "bytes": 8_000_000, "code": 0,
@@ -72,7 +72,7 @@ class Rank:
         )  # fmt: skip
 
     def end(self) -> None:
-        self.file.say(end=shown(self.host, START + 100), why="")
+        self.file.write_record(end=shown(self.host, START + 100), why="")
         self.file.close()
 
 
@@ -173,7 +173,7 @@ def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
         # Under way for 40 ms of 50, a quarter of it waiting; 8 ms are exposed.
         rank.call(seq, at, at + 0.01, at + 0.04, overlapped=True)
         when = shown("host-a", at + STEP - 0.001)
-        rank.file.say(sent=seq, exposed=seq * 0.008, at=when)
+        rank.file.write_record(sent=seq, exposed=seq * 0.008, at=when)
     rank.end()
     (found,) = breakdown.ranks(breakdown.MergedProfile.of(parts.read(tmp_path)))
     assert found.steps == 39
@@ -298,7 +298,7 @@ def jax_trace(folder: Path, rank: Rank, run: str = "abc") -> None:
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
     # Wall clock and monotonic clock are as in the head: of START - 1.
-    rank.file.say(jax=path.name, began=(1.7e9 + START + 1.5) * 1e9)
+    rank.file.write_record(jax=path.name, began=(1.7e9 + START + 1.5) * 1e9)
 
 
 def test_jax_traces_are_beside_ours(tmp_path: Path) -> None:
@@ -360,8 +360,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     for rank in ranks:
         rank.call(1, START, START + 1, START + 2)
         rank.call(2, START + 3, START + 4, START + 5)
-    ranks[0].file.say(lost=17, at=1.0)
-    ranks[0].file.say(jax_absent="RuntimeError: there is one")
+    ranks[0].file.write_record(lost=17, at=1.0)
+    ranks[0].file.write_record(jax_absent="RuntimeError: there is one")
     ranks[0].end()
     ranks[1].end()
     ranks[2].file.close()
@@ -390,8 +390,10 @@ def test_a_profile_without_a_call_says_so(tmp_path: Path) -> None:
 def test_the_newest_profile_of_a_folder_counts(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-a"], steps=3, run="old")
     one = Rank(tmp_path, 0, 1, "host-a", "new")
-    one.file._head = one.file._head.replace(b"17000", b"17001")  # later by the clock
-    one.file._begin_next()
+    one.file._header = one.file._header.replace(
+        b"17000", b"17001"
+    )  # later by the clock
+    one.file._rotate()
     one.call(1, START, START + 1, START + 2)
     one.end()
     assert [part.run for part in parts.read(tmp_path)] == ["new"]
@@ -406,14 +408,14 @@ def test_of_long_profiles_the_last_calls_are_read(tmp_path: Path) -> None:
 
 
 def test_a_part_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
-    file = PartFile(tmp_path / "parts" / "x.rank-0.jsonl", pytest.fail, most_bytes=4000)
-    file.head(
+    file = PartFile(tmp_path / "parts" / "x.rank-0.jsonl", pytest.fail, max_bytes=4000)
+    file.write_header(
         format=1, run="x", who="rank 0", pid=1, host="a", clock="a", monotonic=1.0,
         realtime=1.0,
     )  # fmt: skip
-    file.head(epoch=0, rank=0, size=1, host="a", at=1.0)
+    file.write_header(epoch=0, rank=0, size=1, host="a", at=1.0)
     for number in range(1000):
-        file.say(step=float(number))
+        file.write_record(step=float(number))
     file.close()
     assert sum(p.stat().st_size for p in (tmp_path / "parts").iterdir()) <= 4000
     (part,) = parts.read(tmp_path)

@@ -24,7 +24,7 @@ from ringjax.membership.directives import (
     Revoke,
     Stop,
 )
-from ringjax.world.coordinates import Standing
+from ringjax.world.rank_info import RankInfo
 from ringjax.world.recovery import Recovery
 
 
@@ -75,7 +75,7 @@ class Epoch:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.standing = Standing.of(0, ["here"] * 3)
+        self.rank_info = RankInfo.from_hosts(0, ["here"] * 3)
         self.dead: list[tuple[int, str]] = []
 
     def lost(self) -> list[tuple[int, str]]:
@@ -86,7 +86,7 @@ class World:
     """Installs epochs, and links them when the test lets it."""
 
     def __init__(self) -> None:
-        self.present: Any = None
+        self.current_epoch: Any = None
         self.linking: Callable[[Any], None] = lambda watch: None
         self.completing: Callable[[], None] = lambda: None
         self.story: list[Any] = []
@@ -96,7 +96,7 @@ class World:
         self.story.append(("halt", text, rank))
         return {0: (5, 6, True)}
 
-    def reported(self) -> tuple[dict[int, Sequence[int]], int, bool]:
+    def epoch_report(self) -> tuple[dict[int, Sequence[int]], int, bool]:
         return {}, 1, False
 
     def link(self, heard: Sequence[EpochDirective], watch: Any) -> Any:
@@ -108,10 +108,15 @@ class World:
 
     def install(self, epoch: Any, heard: Sequence[EpochDirective]) -> None:
         self.heard = [m.epoch for m in heard]
-        self.present = epoch
+        self.current_epoch = epoch
         self.story.append(("install", epoch.number))
 
-    def announce(self, update: int) -> None:
+    @property
+    def pending_update(self) -> int:
+        return 0
+
+    @pending_update.setter
+    def pending_update(self, update: int) -> None:
         self.story.append(("update", update))
 
     def dismiss(self, text: str) -> None:
@@ -120,7 +125,7 @@ class World:
     def end(self, kind: type[RingjaxError], text: str) -> None:
         self.story.append((kind, text))
 
-    def broken(self, text: str) -> None:
+    def on_thread_failure(self, text: str) -> None:
         self.story.append(("broken", text))
 
     def log(self, level: str, text: str) -> None:
@@ -140,8 +145,8 @@ class Stage:
         until(lambda: ("install", epoch) in self.world.story)
 
     def lose(self, rank: int) -> None:
-        self.world.present.dead = [(rank, "died")]
-        os.eventfd_write(self.recovery.bell, 1)
+        self.world.current_epoch.dead = [(rank, "died")]
+        os.eventfd_write(self.recovery.notify_fd, 1)
 
 
 @pytest.fixture
@@ -177,7 +182,7 @@ def test_an_accusation_comes_before_the_report_though_a_revoke_overtakes_it(
     stage: Stage,
 ) -> None:
     """The program asks to start again, another thread tells why: in any order."""
-    stage.world.present.dead = [(1, "has not called"), (2, "died")]
+    stage.world.current_epoch.dead = [(1, "has not called"), (2, "died")]
     stage.line.hear(Revoke(0, {2: "died"}, True))
     until(lambda: len(stage.line.said) == 2)
     assert stage.line.said == [

@@ -42,7 +42,7 @@ def test_the_text_of_a_set_is_horovods() -> None:
 
 def test_equal_sets_share_a_number(everybody: ProcessSet) -> None:
     registry, world = Registry(everybody, ProcessSet([])), World()
-    registry.begin(3)
+    registry.reset(3)
     one, two = ProcessSet([2, 0]), ProcessSet([0, 2])
     assert registry.add(one, world) is one
     assert registry.add(two, world).process_set_id == one.process_set_id == 1
@@ -52,7 +52,7 @@ def test_equal_sets_share_a_number(everybody: ProcessSet) -> None:
     assert [one.process_set_id, two.process_set_id] == [None, None]
     assert not registry.remove(two, world)
     assert registry.add(ProcessSet([1]), world).process_set_id == 2
-    registry.end()
+    registry.clear()
     assert 2 not in registry
     assert everybody.ranks == []
 
@@ -63,7 +63,7 @@ def test_a_failed_agreement_leaves_nothing(everybody: ProcessSet) -> None:
             raise ValueError(what)
 
     registry, refused = Registry(everybody, ProcessSet([])), ProcessSet([0])
-    registry.begin(2)
+    registry.reset(2)
     with pytest.raises(ValueError, match="add_process_set"):
         registry.add(refused, Refusing())
     assert refused.process_set_id is None
@@ -72,24 +72,24 @@ def test_a_failed_agreement_leaves_nothing(everybody: ProcessSet) -> None:
 
 def test_objects_follow_the_ranks_of_the_job(everybody: ProcessSet) -> None:
     registry, world = Registry(everybody, ProcessSet([])), World()
-    registry.begin(4)
+    registry.reset(4)
     low, high = ProcessSet([0, 1]), ProcessSet([2, 3])
     for each in (low, high):
         registry.add(each, world)
-    registry.renew(3, {1: [0], 2: [1, 2]}, 3)  # rank 1 was lost
+    registry.update(3, {1: [0], 2: [1, 2]}, 3)  # rank 1 was lost
     assert (low.ranks, high.ranks, everybody.ranks) == ([0], [1, 2], [0, 1, 2])
-    registry.renew(2, {2: [0, 1]}, 3)
+    registry.update(2, {2: [0, 1]}, 3)
     assert (low.process_set_id, high.process_set_id) == (None, 2)
 
 
 def test_a_newcomer_claims_the_sets_of_the_job_in_order(everybody: ProcessSet) -> None:
     registry, world = Registry(everybody, ProcessSet([])), World()
-    registry.begin(0)
-    registry.renew(3, {}, 0)
+    registry.reset(0)
+    registry.update(3, {}, 0)
     early = ProcessSet([0, 1])
     registry.add(early, world)  # before it is a member: the first set of all
     world.sets = {1: [0], 4: [0, 1]}
-    registry.renew(3, world.sets, 6)
+    registry.update(3, world.sets, 6)
     assert (early.process_set_id, early.ranks) == (1, [0])
     late = registry.add(ProcessSet([1, 2]), world)
     assert (late.process_set_id, late.ranks) == (4, [0, 1])

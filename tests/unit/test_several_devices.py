@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from support.ringrun import ringrun
@@ -13,8 +13,8 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.errors import PeerLost, Stalled, StartupError
 from ringjax.run import options
-from ringjax.world import controls, devices, elastic_devices, groups, lanes
-from ringjax.world.coordinates import Standing
+from ringjax.world import communicator_ids, devices, epoch_devices
+from ringjax.world.rank_info import RankInfo
 from ringjax.xla import placement
 
 
@@ -25,7 +25,7 @@ class Home:
 
     def __init__(self, **settings: Any) -> None:
         self.config = Config(**settings)
-        self.standing = Standing.of(0, ["here", "there"])
+        self.rank_info = RankInfo.from_hosts(0, ["here", "there"])
         self.others: Callable[[Any], Any] = lambda value: value
         self.controls: list[tuple[int, str]] = []
         self.fails: dict[str, BaseException] = {}  # by the end of a control's name
@@ -84,7 +84,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def of(home: Home) -> devices.Devices:
-    return devices.Devices(cast(devices.Home, home), (4, 4))
+    return devices.Devices(home.config, (4, 4), home)
 
 
 def test_each_device_has_a_control_and_an_id_of_its_own(log: list[str]) -> None:
@@ -108,20 +108,30 @@ def test_each_device_has_a_control_and_an_id_of_its_own(log: list[str]) -> None:
 def test_one_device_is_named_as_ever(log: list[str]) -> None:
     home = Home()
     of(home).open([3], "", {0: [0, 1]})
-    assert home.controls == [(controls.CONTROL, "world (device)")]
+    assert home.controls == [(communicator_ids.DEVICE_CONTROL, "world (device)")]
     assert log == ["connect [0]"]
 
 
 def test_their_controls_are_told_apart() -> None:
-    numbers = [0, 1, 7, groups.REPLICAS]
-    found = {controls.number_of(n, i): (n, i) for n in numbers for i in range(16)}
+    numbers = [0, 1, 7, communicator_ids.REPLICA_SET]
+    found = {
+        communicator_ids.control_id(n, i): (n, i) for n in numbers for i in range(16)
+    }
     assert len(found) == 64
     for number, (own, place) in found.items():
         assert number < 1 << 31  # the core's
-        assert (controls.set_of(number), controls.place_of(number)) == (own, place)
+        assert (
+            communicator_ids.process_set_of(number),
+            communicator_ids.device_index_of(number),
+        ) == (own, place)
     for number in numbers:
-        assert controls.set_of(number | lanes.LANE) == number
-        assert controls.place_of(number | lanes.LANE) == 0
+        assert (
+            communicator_ids.process_set_of(number | communicator_ids.EAGER_LANE)
+            == number
+        )
+        assert (
+            communicator_ids.device_index_of(number | communicator_ids.EAGER_LANE) == 0
+        )
 
 
 @pytest.mark.parametrize("error", [PeerLost("lost"), KeyboardInterrupt()])
@@ -136,8 +146,8 @@ def test_no_control_is_left_if_the_next_one_fails(
     with pytest.raises(type(error)):
         both.add(1, [0, 1])
     assert [number for number, _ in home.controls] == [
-        controls.number_of(0, 0),
-        controls.number_of(0, 1),
+        communicator_ids.control_id(0, 0),
+        communicator_ids.control_id(0, 1),
     ]
     home.fails.clear()
     both.add(1, [0, 1])
@@ -154,7 +164,7 @@ def test_who_asks_for_several_hears_that_there_are_none(
     ((how, text),) = home.said
     assert (how, log) == (level, [])
     assert text.endswith("rank 0 has no CUDA device: JAX computes on cpu")
-    assert "--group-size" in both.problem(groups.REPLICAS)
+    assert "--group-size" in both.problem(communicator_ids.REPLICA_SET)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +194,7 @@ def test_who_fits_waits_for_the_end_of_who_does_not(
     world: Any = Home(failure_timeout=7.0)
     error = StartupError("does not fit")
     error.rank = blamed
-    assert elastic_devices._patience(world, world, error) == seconds
+    assert epoch_devices._seconds_until_over(world, world, error) == seconds
 
 
 def test_ranks_that_do_not_take_part_are_accused() -> None:
@@ -199,9 +209,9 @@ def test_ranks_that_do_not_take_part_are_accused() -> None:
     world: Any = SimpleNamespace(
         client=line, config=Home(start_timeout=7.0).config, log=None
     )
-    epoch: Any = SimpleNamespace(standing=None, number=4)
+    epoch: Any = SimpleNamespace(rank_info=None, number=4)
     with pytest.raises(Stalled):
-        elastic_devices.Seat(world, epoch).exchange("mine", "NCCL")
+        epoch_devices.EpochControlPlane(world, epoch).exchange("mine", "NCCL")
     text = "did not take part within 7 s"
     assert accused == [(4, 1, text), (4, 3, text)]
 
@@ -211,7 +221,7 @@ def test_two_ranks_that_share_one_of_their_devices(
 ) -> None:
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     home = Home(devices_per_rank=2)
-    home.standing = Standing.of(0, ["here", "here"])
+    home.rank_info = RankInfo.from_hosts(0, ["here", "here"])
     home.others = lambda value: value | {"gpu": ["GPU-c", "GPU-b"]}
     shown = [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]
     found = devices.information() | {"devices": shown}

@@ -15,27 +15,29 @@ from ringjax.xla import primitive
 
 def test_the_nearest_limit_counts() -> None:
     plain, own = ProcessSet([0]), ProcessSet([0], timeout=5)
-    assert (plain.limit(), own.limit()) == (timeouts.JOBS, 5.0)
+    assert (plain.limit(), own.limit()) == (timeouts.JOB_LIMIT, 5.0)
     with ringjax.collective_timeout(30):
         assert (plain.limit(), own.limit()) == (30.0, 30.0)
         with ringjax.collective_timeout(0.5):
             assert own.limit() == 0.5
         assert own.limit() == 30.0
     own.timeout = 0
-    assert (plain.limit(), own.limit()) == (timeouts.JOBS, 0.0)
+    assert (plain.limit(), own.limit()) == (timeouts.JOB_LIMIT, 0.0)
     own.timeout = None
-    assert own.limit() == timeouts.JOBS
+    assert own.limit() == timeouts.JOB_LIMIT
 
 
 def test_a_limit_ends_with_an_exception_and_is_of_one_thread() -> None:
     seen = []
     with pytest.raises(KeyError), ringjax.collective_timeout(3):
-        thread = threading.Thread(target=lambda: seen.append(timeouts.now(None)))
+        thread = threading.Thread(
+            target=lambda: seen.append(timeouts.current_limit(None))
+        )
         thread.start()
         thread.join()
         raise KeyError
-    assert seen == [timeouts.JOBS]
-    assert timeouts.now(None) == timeouts.JOBS
+    assert seen == [timeouts.JOB_LIMIT]
+    assert timeouts.current_limit(None) == timeouts.JOB_LIMIT
 
 
 @pytest.mark.parametrize("bad", [-1, -0.001, math.nan, "5", b"5", True, [1], object()])

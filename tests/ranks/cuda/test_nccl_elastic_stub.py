@@ -49,7 +49,7 @@ def wait_for(done):
         time.sleep(1e-3)
 
 def total():
-    return sum(2.0**w for w in runtime.generation().workers)
+    return sum(2.0**w for w in runtime.epoch_info().workers)
 
 def train(step, ends, state=None, before=lambda state: None):
     say("started")
@@ -58,12 +58,12 @@ def train(step, ends, state=None, before=lambda state: None):
 
     @elastic.run(warm_up=step)
     def loop(state):
-        workers = runtime.generation().workers
-        say("begins", state.step, runtime.generation().kind, *workers)
+        workers = runtime.epoch_info().workers
+        say("begins", state.step, runtime.epoch_info().kind, *workers)
         say("at", f"{time.time():.3f}")
-        while not ends(state, set(runtime.generation().workers)):
+        while not ends(state, set(runtime.epoch_info().workers)):
             time.sleep(0.01)  # the rest of a step, and time for those who start
-            epoch = runtime.generation().epoch
+            epoch = runtime.epoch_info().epoch
             before(state)
             sums = step(state)
             void = [bool(np.isnan(x).any()) for x in sums]
@@ -71,7 +71,7 @@ def train(step, ends, state=None, before=lambda state: None):
             # What is neither is what nobody could tell from a result.
             assert all(v or r for v, r in zip(void, right)), [x[:2] for x in sums]
             if any(void):  # a long step: the ranks have come together meanwhile
-                wait_for(lambda: runtime.generation().epoch > epoch)
+                wait_for(lambda: runtime.epoch_info().epoch > epoch)
                 time.sleep(0.2)
             for param, x in zip(state.params, sums):
                 param += x
@@ -149,7 +149,7 @@ def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
         connect = _native.connect_devices
 
         def may_die(**options):
-            if WORKER == 2 and runtime.generation().workers[0] == 2:
+            if WORKER == 2 and runtime.epoch_info().workers[0] == 2:
                 die()
             return connect(**options)
 
@@ -157,7 +157,7 @@ def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
             _native.connect_devices = may_die
 
         def before(state):
-            workers = runtime.generation().workers
+            workers = runtime.epoch_info().workers
             if WORKER == 1 and state.step == 5:
                 die()
             if WORKER == 0 and len(workers) == 3 and workers[2] == 3:
@@ -187,7 +187,7 @@ def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
             world = runtime.current("test")
             assert calls.Device().core.device == WORKER
             assert world.device_share == (WORKER,)
-            workers = runtime.generation().workers
+            workers = runtime.epoch_info().workers
             mine = [w for w in workers if w > 0]
             if WORKER > 0 and state.step % 2:
                 x = np.full(7, 2.0**WORKER, np.float32)

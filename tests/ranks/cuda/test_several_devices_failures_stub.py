@@ -340,7 +340,7 @@ def train():
 
     @elastic.run
     def loop(state):
-        workers = runtime.generation().workers
+        workers = runtime.epoch_info().workers
         print("begins", state.step, *workers, flush=True)
         while state.step < 40 or LAST not in workers:
             if WORKER == 1 and state.step == 10:

@@ -33,14 +33,14 @@ def sync(ranks):
 
 if runtime.is_newcomer():
     say("newcomer", ringjax.rank(), ringjax.size())
-    with runtime.rehearsal():
+    with runtime.solo_mode():
         say("alone", add_all(), eager.allreduce(np.ones(3), name="x").tolist())
-    say("outside", runtime.has_called_alone())
+    say("outside", runtime.has_run_solo())
     say("outside", eager.allreduce(np.ones(2), name="x").tolist(), add_all())
-    say("outside", runtime.has_called_alone())
-    runtime.admit()
-    say("admitted", runtime.generation())
-    sync([0, *runtime.generation().newcomers])
+    say("outside", runtime.has_run_solo())
+    runtime.request_admission()
+    say("admitted", runtime.epoch_info())
+    sync([0, *runtime.epoch_info().newcomers])
 
 def leave(*_):
     runtime.leave_at_next_pause()
@@ -52,7 +52,7 @@ def again(error):
     runtime.restart(str(error))
     state[0] = state[0] // 10 * 10
     sync(range(runtime.size()))
-    say("again", state[0], runtime.generation().kind)
+    say("again", state[0], runtime.epoch_info().kind)
 
 while not os.path.exists(sys.argv[0] + ".stop"):
     try:
@@ -64,8 +64,8 @@ while not os.path.exists(sys.argv[0] + ".stop"):
         if not runtime.pause(number):
             say("left")
             sys.exit(0)
-        newcomers = runtime.generation().newcomers
-        say("paused", runtime.generation().size)
+        newcomers = runtime.epoch_info().newcomers
+        say("paused", runtime.epoch_info().size)
         if newcomers and runtime.rank() in (0, *newcomers):
             sync([0, *newcomers])
         continue

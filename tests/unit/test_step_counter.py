@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ringjax.world import steps
-from ringjax.world.steps import Steps
+from ringjax.world import step_counter
+from ringjax.world.step_counter import StepCounter
 
 
 def line(name: str, size: int = 4, agreed: float | None = 1.0, group: int = 0) -> bytes:
@@ -16,34 +16,34 @@ def line(name: str, size: int = 4, agreed: float | None = 1.0, group: int = 0) -
 def test_the_operation_that_moves_most_ends_a_step() -> None:
     one = line("loss") + line("grads", 1000) + line("failed", 9999, None)
     one += line("pair", 99999, group=3) + line("loss")
-    counted = Steps(3)
-    assert counted.within(3 * one) == 3 * one
+    counted = StepCounter(3)
+    assert counted.cut(3 * one) == 3 * one
     assert not counted.over
-    kept = counted.within(3 * one)
+    kept = counted.cut(3 * one)
     assert counted.over
     assert kept == line("loss") + line("grads", 1000)
 
 
 def test_what_was_smaller_at_first_may_end_the_steps() -> None:
-    counted = Steps(2)
-    counted.within(2 * line("a", 100) + 9 * line("b", 1))
-    assert counted.within(30 * line("b", 1000) + line("a", 100)) == 3 * line("b", 1000)
+    counted = StepCounter(2)
+    counted.cut(2 * line("a", 100) + 9 * line("b", 1))
+    assert counted.cut(30 * line("b", 1000) + line("a", 100)) == 3 * line("b", 1000)
     assert counted.over
 
 
 def test_if_there_have_been_enough_of_it_already_nothing_is_added() -> None:
-    counted = Steps(3)
-    counted.within(line("x", 1000) + 8 * line("y", 10))
+    counted = StepCounter(3)
+    counted.cut(line("x", 1000) + 8 * line("y", 10))
     assert not counted.over  # x is the one that counts
-    assert counted.within(100 * line("y", 10)) == b""
+    assert counted.cut(100 * line("y", 10)) == b""
     assert counted.over
 
 
 def test_names_that_never_come_again_are_forgotten() -> None:
-    counted = Steps(5)
+    counted = StepCounter(5)
     for number in range(3):
-        names = (line(f"{number}.{i}") for i in range(steps.MOST_KINDS))
-        counted.within(line("grads", 1000) + b"".join(names))
-        assert len(counted._counts) <= steps.MOST_KINDS
-    counted.within(b"".join(line("grads", 1000) for _ in range(6)))
+        names = (line(f"{number}.{i}") for i in range(step_counter.MAX_KINDS))
+        counted.cut(line("grads", 1000) + b"".join(names))
+        assert len(counted._counts) <= step_counter.MAX_KINDS
+    counted.cut(b"".join(line("grads", 1000) for _ in range(6)))
     assert counted.over

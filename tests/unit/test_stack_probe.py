@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 
 import ringjax
-from ringjax.world import whereabouts
+from ringjax.world import stack_probe
 
 
 def _frame_in(path: str) -> FrameType:
@@ -28,22 +28,22 @@ def test_the_innermost_line_of_the_users_is_named() -> None:
         os.path.dirname(ringjax.__file__),
     ):
         frame = _frame_in(os.path.join(folder, "somewhere", "deep.py"))
-        place = whereabouts.place(frame)
+        place = stack_probe.describe_location(frame)
         assert place.startswith(f"it is at {os.path.basename(__file__)}:"), place
         assert place.endswith("in _frame_in")
-    assert whereabouts.place(_frame_in("/home/ada/train.py")) == (
+    assert stack_probe.describe_location(_frame_in("/home/ada/train.py")) == (
         "it is at train.py:2 in installed"
     )
-    assert whereabouts.place(None) == "its main thread has ended"
+    assert stack_probe.describe_location(None) == "its main thread has ended"
 
 
 def test_a_stack_is_bounded() -> None:
     def deeper(n: int) -> str:
-        return deeper(n - 1) if n else whereabouts.stack(sys._getframe())
+        return deeper(n - 1) if n else stack_probe.format_stack(sys._getframe())
 
     text = deeper(300)
     assert len(text) <= (8 << 10) + 3
-    assert "whereabouts.stack(sys._getframe())" in text  # the innermost ones
+    assert "stack_probe.format_stack(sys._getframe())" in text  # the innermost ones
 
 
 class _Heartbeat:
@@ -74,23 +74,23 @@ def test_who_rings_is_answered_and_a_stall_is_printed_once() -> None:
         printed.set()
 
     one, gone = _Heartbeat(), _Heartbeat()
-    where = whereabouts.Whereabouts(log)
+    probe = stack_probe.StackProbe(log)
     try:
-        where.serve(one)
-        where.serve(gone)
-        where.forget(gone)
+        probe.register(one)
+        probe.register(gone)
+        probe.unregister(gone)
         one.newest, one.stalls = 3, ["rank 0 waits for this rank to call x"]
-        os.eventfd_write(where.bell, 1)
+        os.eventfd_write(probe.wakeup_fd, 1)
         assert one.answered.wait(20)
         assert printed.wait(20)
         one.answered.clear()
         one.newest = 4
-        os.eventfd_write(where.bell, 1)
+        os.eventfd_write(probe.wakeup_fd, 1)
         assert one.answered.wait(20)
     finally:
-        where.close()
-    where.close()
-    assert where.bell == -1
+        probe.close()
+    probe.close()
+    assert probe.wakeup_fd == -1
     assert [newest for newest, _ in one.answers] == [3, 4]
     for _, place in one.answers:
         assert place.startswith(f"it is at {os.path.basename(__file__)}:")
@@ -103,5 +103,9 @@ def test_who_rings_is_answered_and_a_stall_is_printed_once() -> None:
     assert text.startswith(
         "rank 0 waits for this rank to call x; the main thread is at"
     )
-    at = ("eventfd_write(where.bell, 1)", "one.answered.wait(20)", "printed.wait(20)")
+    at = (
+        "eventfd_write(probe.wakeup_fd, 1)",
+        "one.answered.wait(20)",
+        "printed.wait(20)",
+    )
     assert any(line in text for line in at)

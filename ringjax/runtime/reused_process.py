@@ -1,0 +1,106 @@
+"""Runs a rank in a process that existed before the job, such as a Ray actor.
+
+In a process that ringrun starts, the environment holds the job's variables from the
+beginning, and the end of the process tells the other ranks how the rank ended. Here
+both are limited to one call of a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ringjax.runtime import lifecycle
+
+_T = TypeVar("_T")
+
+
+def run_as_rank(
+    variables: Mapping[str, str],
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> _T | None:
+    """Calls `fn` as a rank of a job, and leaves the job.
+
+    Args:
+        variables: the environment of the rank, which holds during the call.
+        fn: a function that calls `ringjax.init()`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        See `call_reporting_failure`, which also raises the same errors.
+    """
+    with environment(variables):
+        try:
+            return call_reporting_failure(fn, args, kwargs)
+        finally:
+            lifecycle.shutdown()
+
+
+def call_reporting_failure(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> _T | None:
+    """Calls `fn` as a rank of the job that the environment describes.
+
+    If `fn` fails, the rank leaves the job and the other ranks get the reason.
+
+    Args:
+        fn: a function that calls `ringjax.init()`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The result of `fn`; None if it calls `sys.exit` without an error.
+
+    Raises:
+        RuntimeError: `fn` called `sys.exit` with an error.
+        Exception: the exception that `fn` raised.
+    """
+    try:
+        return fn(*args, **(kwargs or {}))
+    except SystemExit as end:
+        if not end.code:
+            return None
+        error = RuntimeError(f"it ended with exit code {end.code}")
+        fail_job(error)
+        raise error from end
+    except BaseException as error:
+        fail_job(error)
+        raise
+
+
+def fail_job(error: BaseException) -> None:
+    """Leaves the job with an error, of which the other ranks get the first line."""
+    if lifecycle.is_initialized():
+        text = lifecycle.first_line(type(error), error)
+        lifecycle.current("shutdown").fail(text)
+        lifecycle.shutdown()
+
+
+def set_environment(changes: Mapping[str, str]) -> None:
+    os.environ.update(changes)
+
+
+def get_environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the time of a `with` block."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,116 @@
+"""Communicator table: which communicator serves the program's calls, by id.
+
+In an elastic job a communicator lives for one epoch, and a resilient communicator for
+as long as its id exists: every epoch installs a new communicator into it. The native
+core parks the calls of a resilient communicator between two epochs, and repeats them if
+necessary. Eager lanes live as long as the resilient communicator that they use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+
+from ringjax import _native
+from ringjax.world.communicator_ids import EAGER_LANE
+from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_info import Transition
+from ringjax.world.lanes import Lanes
+
+
+class CommunicatorTable:
+    """The communicators of one world.
+
+    Args:
+        lanes: the eager lanes of the world.
+
+    Attributes:
+        resilient: resilient communicators, by id; empty in a static job.
+        active: the communicators that serve calls of the program, by id.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.resilient: dict[int, _native.ResilientComm] = {}
+        self.active: dict[int, _native.Communicator] = {}
+        self._lanes = lanes
+
+    def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
+        """Keeps the resilient communicators with these ids.
+
+        Returns:
+            The other resilient communicators. The caller must end them.
+        """
+        kept, before = set(numbers), self.resilient
+        self.resilient = {n: r for n, r in before.items() if n in kept}
+        return {n: r for n, r in before.items() if n not in kept}
+
+    def install_all(
+        self, epoch: Epoch, transitions: Mapping[int, Sequence[Transition]]
+    ) -> None:
+        """Lets the program's calls use the communicators of a new epoch.
+
+        Args:
+            epoch: the epoch that is now in force.
+            transitions: of the calls of communicators that survive, by id. A
+                communicator without transitions begins with this epoch. A communicator
+                that is not connected yet gets its transitions already.
+        """
+        self.active = {n: c for n, c in self.active.items() if n in transitions}
+        for number in {**transitions, **epoch.served}:
+            self.install(epoch, number, transitions.get(number, [Transition()]))
+        wanted = {number & ~EAGER_LANE for number in {**self.resilient, **self.active}}
+        for number in [n for n in self._lanes.lanes if n not in wanted]:
+            self._lanes.drop(number)
+
+    def install(
+        self, epoch: Epoch, number: int, transitions: Sequence[Transition]
+    ) -> None:
+        """Makes a communicator of an epoch serve calls, if it is connected already.
+
+        Args:
+            epoch: the epoch that is now in force.
+            number: the id of the communicator.
+            transitions: what happens to its earlier calls, epoch by epoch.
+        """
+        communicator = epoch.communicators.get(number)
+        resilient = self.resilient.get(number)
+        is_new = resilient is None
+        resilient = resilient or epoch.served.get(number)
+        if resilient is not None:
+            self.resilient[number] = resilient
+            # A resilient communicator that this rank has ended, for example after
+            # Ctrl-C, refuses an installation and stays ended.
+            with contextlib.suppress(_native.StatusError):
+                for transition in transitions[:-1]:
+                    resilient.install(None, *astuple(transition))
+                resilient.install(communicator, *astuple(transitions[-1]))
+        if communicator is None:
+            return
+        self.active[number] = communicator
+        if is_new and number & EAGER_LANE:
+            self._lanes.drop(number & ~EAGER_LANE)
+            self._lanes.attach(number & ~EAGER_LANE, communicator)
+
+    def end(
+        self,
+        resilient_comms: Mapping[int, _native.ResilientComm],
+        text: str,
+        *,
+        drop_lanes: bool = False,
+    ) -> None:
+        """Fails the pending and all later calls of resilient communicators.
+
+        Args:
+            resilient_comms: by id.
+            text: the reason.
+            drop_lanes: also close the eager lanes that use them.
+        """
+        for number, resilient in resilient_comms.items():
+            resilient.end(text, -1)
+            if drop_lanes and number & EAGER_LANE:
+                self._lanes.drop(number & ~EAGER_LANE)
+
+    def clear(self) -> None:
+        self.resilient.clear()
+        self.active.clear()

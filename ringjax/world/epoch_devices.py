@@ -1,0 +1,153 @@
+"""Device communicators of an elastic job: connected again whenever all ranks restart.
+
+The program's thread connects the devices, while the recovery thread may end the epoch
+at any time. So each set of device communicators has an `EpochControlPlane`, which is
+tied to one epoch: an operation that comes too late fails and cannot become a part of
+the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ringjax import _native, failpoints
+from ringjax.errors import RingjaxError, Stalled
+from ringjax.world.devices import Devices
+from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_sequence import EpochSequence
+
+LOST = "a rank was lost while the ranks connected their devices"
+_REVOKE_DELAY = 1.0  # seconds in which the coordinator reports a lost rank
+_Value = TypeVar("_Value")
+
+
+class EpochControlPlane:
+    """The control plane of one epoch, with which device communicators are connected."""
+
+    def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
+        self.log = world.log
+        self.rank_info = epoch.rank_info
+        self._world, self._epoch = world, epoch
+
+    def exchange(self, value: _Value, what: str) -> list[_Value]:
+        client, seconds = self._world.client, self._world.config.start_timeout
+        number = self._epoch.number
+        if client is None:
+            return [value]
+        try:
+            return client.exchange(value, seconds, what, number)
+        except Stalled as error:
+            # One program that hangs must not end the job: suspect its rank, so that
+            # the other ranks go on without it.
+            for rank in error.ranks:
+                client.suspect(number, rank, f"did not take part within {seconds:g} s")
+            raise
+
+    def connect_control(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        world, epoch = self._world, self._epoch
+        try:
+            small = epoch.link_small(number, ranks, name, world.fabric_of(epoch))
+            # Under the lock: after `check_epoch` the recovery cannot stop the epoch
+            # before this communicator is in it, and so it stops this one, too.
+            with world.changed:
+                world.check_epoch(epoch)
+                return epoch.open(number, ranks, name, config=small)
+        except BaseException:
+            epoch.disconnect(number)
+            raise
+
+    def disconnect(self, number: int) -> None:
+        self._epoch.disconnect(number)
+
+    def departed_ranks(self) -> dict[int, str]:
+        return self._world.departed_ranks()
+
+
+class SoloControlPlane(EpochControlPlane):
+    """The control plane of a newcomer in solo mode, whose epoch has one rank."""
+
+    def exchange(self, value: _Value, what: str) -> list[_Value]:
+        return [value]
+
+    def connect_control(
+        self, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Communicator:
+        return self._epoch.connect_small(number, ranks, name)
+
+
+def reconnect_devices(world: EpochSequence) -> bool:
+    """Connects the devices of all ranks in the current epoch. All ranks call it.
+
+    Returns:
+        False if nothing was connected, because the epoch is over or a restart is
+        pending.
+
+    Raises:
+        StartupError: see `Devices.open`. The epoch goes on.
+    """
+    world.devices.close()
+    if world.local_devices is None:
+        return True
+    with world.changed:
+        if world.restart_pending:
+            return False
+        # Leave out process sets that have lost all their ranks.
+        sets = {n: list(ranks) for n, ranks in world.sets.items() if ranks}
+        epoch = world.epoch
+        control_plane = EpochControlPlane(world, epoch)
+        devices = Devices(world.config, world.devices.counts, control_plane)
+        world.devices = devices
+    try:
+        devices.open(*world.local_devices, sets)
+    except RingjaxError as error:
+        if not world.is_over(epoch, _seconds_until_over(world, epoch, error)):
+            raise
+        world.log("debug", f"epoch {epoch.number} has ended: {error}")
+        return False
+    return True
+
+
+def restart_epoch(world: EpochSequence, text: str) -> None:
+    """Waits for an epoch in which all ranks restart, and connects devices in it.
+
+    Args:
+        world: the world of this rank.
+        text: why this rank asks for a restart, for the log.
+
+    Raises:
+        Fenced, RingjaxError: the job is over for this rank.
+        StartupError: the devices of this rank cannot be connected.
+    """
+    assert world.client is not None
+    while True:
+        with world.changed:
+            before, pending = world.epoch.number, world.restart_pending
+            if not pending:
+                world.check_end()
+                world.client.restart(before, text)
+        if not pending:
+            failpoints.passing("restart.said")
+            world.wait_for_next_epoch(before)
+            continue
+        world.accept_restart()
+        if reconnect_devices(world):
+            return
+
+
+def _seconds_until_over(
+    world: EpochSequence, epoch: Epoch, error: RingjaxError
+) -> float:
+    """Returns how long to wait for the end of an epoch in which NCCL has failed.
+
+    A rank whose device fails, or does not fit the others, ends with that error, and so
+    it is lost to the other ranks. They must not fail themselves before they learn of
+    the loss. This takes up to the failure timeout if the error blames another rank.
+    """
+    blamed = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
+    is_other = blamed not in (-1, epoch.rank_info.rank)
+    return (
+        max(_REVOKE_DELAY, world.config.failure_timeout) if is_other else _REVOKE_DELAY
+    )

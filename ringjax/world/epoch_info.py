@@ -1,0 +1,161 @@
+"""Epoch information: what a new epoch means for the program and for its calls.
+
+Computed from the coordinator's orders. Nothing in this module touches a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ringjax.membership.directives import EpochDirective
+from ringjax.world.communicator_ids import EAGER_LANE, REPLICA_SET
+from ringjax.world.groups import replicas
+
+
+@dataclass(frozen=True)
+class EpochInfo:
+    """One epoch of an elastic job, as a program sees it.
+
+    Attributes:
+        epoch: the number of the epoch. Numbers only grow.
+        kind: "start", "repair" (ranks were lost, calls went on), "restart" (all ranks
+            go back to the last commit) or "resize" (ranks joined or left at a pause).
+        newcomers: the ranks that had no rank in the previous epoch.
+        previous: for each rank, its rank in the previous epoch; -1 for a newcomer.
+        workers: for each rank, the number of its process, which is never used again.
+    """
+
+    epoch: int
+    kind: str
+    size: int
+    rank: int
+    newcomers: tuple[int, ...]
+    previous: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @staticmethod
+    def from_members(members: EpochDirective) -> EpochInfo:
+        """Takes the values from the coordinator's order."""
+        return EpochInfo(
+            epoch=members.epoch,
+            kind=members.kind,
+            size=len(members.members),
+            rank=members.rank,
+            newcomers=tuple(r for r, old in enumerate(members.previous) if old < 0),
+            previous=tuple(members.previous),
+            workers=tuple(m.worker for m in members.members),
+        )
+
+    @staticmethod
+    def of_static_job(rank: int, size: int) -> EpochInfo:
+        """Returns the only epoch of a job that is not elastic."""
+        ranks = tuple(range(size))
+        return EpochInfo(0, "start", size, rank, (), ranks, ranks)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What happens to the calls of one communicator at the transition to a new epoch.
+
+    Attributes:
+        finished: how many of its calls are complete on all ranks.
+        repeats: whether the next call runs again; if not, it fails.
+        ranks: for each rank of the communicator in the previous epoch, its rank now;
+            -1 if it was lost.
+        reason: why the previous epoch has ended.
+    """
+
+    finished: int = 0
+    repeats: bool = True
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+
+    @staticmethod
+    def unchanged(size: int) -> list[Transition]:
+        """Returns the transition of a communicator that has had no calls."""
+        return [Transition(ranks=tuple(range(size)))]
+
+
+# The id, ranks and name of a communicator that is to be connected.
+CommunicatorSpec = tuple[int, Sequence[int], str]
+
+
+def communicators_of(members: EpochDirective) -> Iterator[CommunicatorSpec]:
+    """Yields the communicators of this rank, the world's first.
+
+    All ranks of a communicator yield the same id, ranks and name for it.
+    """
+    everybody = range(len(members.members))
+    sets = {0: everybody, **{n: members.sets[n] for n in sorted(members.sets)}}
+    for number, ranks in sets.items():
+        if members.rank in ranks:
+            name = f"process set {number}" if number else "world"
+            yield number, ranks, name
+            yield number | EAGER_LANE, ranks, name
+    if members.group > 1:
+        yield REPLICA_SET, _ranks_in(members, REPLICA_SET), "replica set"
+
+
+def surviving_transitions(
+    orders: Sequence[EpochDirective],
+    before: Mapping[int, Sequence[int]],
+    known: Set[int],
+) -> dict[int, list[Transition]]:
+    """Returns the transitions of the communicators that survive, by id.
+
+    Args:
+        orders: the coordinator's orders since the current epoch, the oldest first.
+        before: the process sets of the current epoch; the world has id 0.
+        known: the ids of the communicators that this rank has.
+    """
+    wanted = {number for number, _, _ in communicators_of(orders[-1])}
+    return {number: transitions(number, before, orders) for number in wanted & known}
+
+
+def transitions(
+    number: int, before: Mapping[int, Sequence[int]], orders: Sequence[EpochDirective]
+) -> list[Transition]:
+    """Returns one transition of a communicator for each of the coordinator's orders.
+
+    Args:
+        number: the id of the communicator.
+        before: the process sets of the current epoch; the world has id 0.
+        orders: the orders since the current epoch, the oldest first. An epoch that was
+            ordered, but ended before it was in force, is a transition, too.
+    """
+    found = []
+    ranks = list(before.get(number & ~EAGER_LANE, ()))
+    for members in orders:
+        after = _ranks_in(members, number & ~EAGER_LANE)
+        moved = [_at(members.ranks, rank) for rank in ranks]
+        finished, repeats = members.verdicts.get(number, (0, members.kind != "restart"))
+        found.append(
+            Transition(
+                finished=finished,
+                repeats=repeats,
+                ranks=tuple(after.index(r) if r in after else -1 for r in moved),
+                reason=end_reason(members),
+            )
+        )
+        ranks = after
+    return found
+
+
+def _ranks_in(members: EpochDirective, number: int) -> list[int]:
+    if number == REPLICA_SET:
+        workers = [member.worker for member in members.members]
+        return replicas(workers, workers[members.rank], members.group)
+    everybody = range(len(members.members))
+    return list(members.sets.get(number, ()) if number else everybody)
+
+
+def _at(ranks: Sequence[int], rank: int) -> int:
+    return ranks[rank] if rank < len(ranks) else -1
+
+
+def end_reason(members: EpochDirective) -> str:
+    """Returns why the epoch before `members` has ended, as a clause."""
+    if members.lost:
+        return "; ".join(f"rank {r} {why}" for r, why in members.lost.items())
+    return {"restart": "all ranks start again"}.get(members.kind, "the ranks change")

@@ -1,0 +1,98 @@
+"""Hello: the description of a rank that all ranks get when it joins the job.
+
+Every rank compares the hellos of all ranks. So every rank raises the same error if they
+do not fit together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax import _native
+from ringjax.config import Config
+from ringjax.control import addresses as address
+from ringjax.control.member import Member
+from ringjax.errors import StartupError
+from ringjax.world import devices
+
+# Settings that must be equal on all ranks: links and algorithms depend on them.
+_COMMON_SETTINGS = (
+    *("ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"),
+    *("fusion_threshold", "group_fusion", "cache_capacity", "check_parameters"),
+    "group_size",
+)
+
+
+def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
+    """Returns the hello of this rank, without the addresses where it listens."""
+    return {
+        "rank": rank,
+        "size": size,
+        "version": _native.version(),
+        "hostname": config.hostname or socket.gethostname(),
+        "machine": _machine_id(),
+        "shm": config.shm,
+        "cuda": devices.count(config),
+        "settings": {name: getattr(config, name) for name in _COMMON_SETTINGS},
+    }
+
+
+def _machine_id() -> str:
+    """Identifies the host: ranks with equal ids share memory and unix sockets.
+
+    Ranks of two users, or of two user or network namespaces, have different ids, so TCP
+    connects them.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "user")]
+        return f"{boot} {spaces[0]} {spaces[1]} {os.geteuid()}"
+    except OSError:
+        return f"{socket.gethostname()} {os.geteuid()}"
+
+
+def listening_hosts(config: Config, *, single_host: bool) -> list[str]:
+    """Returns the addresses on which this rank listens for other ranks.
+
+    Raises:
+        StartupError: RINGJAX_NETWORK_INTERFACES names an interface that does not exist.
+    """
+    if single_host:
+        return [address.loopback()]
+    try:
+        return address.of_interfaces(config.network_interfaces)
+    except ValueError as error:
+        raise StartupError(f"RINGJAX_NETWORK_INTERFACES: {error}") from None
+
+
+def host_keys(members: Sequence[Member]) -> list[str]:
+    """Returns a text for each rank; ranks with equal texts are on one host."""
+    return [f"{m.hello.get('machine')} {m.hello.get('hostname')}" for m in members]
+
+
+def check_hellos(members: Sequence[Member]) -> None:
+    """Checks that all ranks have the same version and the same common settings.
+
+    Raises:
+        StartupError: a rank differs from rank 0.
+    """
+    first = members[0].hello
+    for member in members[1:]:
+        if member.hello.get("version") != first.get("version"):
+            raise StartupError(
+                f"rank {member.rank} runs ringjax {member.hello.get('version')}, "
+                f"rank 0 {first.get('version')}"
+            )
+        expected = first.get("settings", {})
+        found = member.hello.get("settings", {})
+        for name in _COMMON_SETTINGS:
+            if expected.get(name) != found.get(name):
+                raise StartupError(
+                    f"RINGJAX_{name.upper()} must be alike on all ranks: it is "
+                    f"{expected.get(name)!r} on rank 0 and {found.get(name)!r} on rank "
+                    f"{member.rank}"
+                )

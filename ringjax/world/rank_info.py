@@ -1,0 +1,74 @@
+"""Rank information: a rank's numbers in the job, on its host and across hosts.
+
+The numbers are computed from the host names of all ranks. How this process learns its
+rank from its launcher is in control/launch_environment.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringjax.config import Config
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The numbers of one rank, as Horovod defines them.
+
+    Attributes:
+        hosts: for each rank of the world, the number of its host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: tuple[int, ...]
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({self.hosts.count(host) for host in set(self.hosts)}) == 1
+
+    @staticmethod
+    def from_hosts(
+        rank: int, names: Sequence[str], config: Config | None = None
+    ) -> RankInfo:
+        """Computes the numbers of `rank` from the host name of each rank.
+
+        Args:
+            rank: the rank in question.
+            names: host names, by rank.
+            config: settings that override the computed numbers, if they are set.
+        """
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        hosts = tuple(numbers[name] for name in names)
+        own_host = hosts[rank]
+        local_rank = hosts[:rank].count(own_host)
+        # Hosts that have a rank with this local rank, in the order of the ranks.
+        cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
+        computed = {
+            "local_rank": local_rank,
+            "local_size": hosts.count(own_host),
+            "cross_rank": cross.index(own_host),
+            "cross_size": len(cross),
+        }
+        settings = {name: getattr(config, name, None) for name in computed}
+        overrides = {name: v for name, v in settings.items() if v is not None}
+        return RankInfo(rank=rank, size=len(hosts), hosts=hosts, **computed | overrides)
+
+    @staticmethod
+    def provisional(rank: int, size: int, config: Config) -> RankInfo:
+        """Returns numbers for a rank that has not met the other ranks yet."""
+        return RankInfo(
+            rank=rank,
+            size=size,
+            local_rank=config.local_rank or 0,
+            local_size=config.local_size or 1,
+            cross_rank=config.cross_rank or 0,
+            cross_size=config.cross_size or 1,
+            hosts=(0,) * size,
+        )

@@ -1,0 +1,225 @@
+"""Stack probe: reports where this rank's main thread is to ranks that wait for it.
+
+A rank that waits long in a collective asks the late ranks, over the heartbeat's
+sockets, where they are. Two threads of the late rank work on the reply:
+
+1. The heartbeat, a native thread that never takes the GIL, receives the request. If
+   this rank has already made the call, that is the whole reply. If not, the heartbeat
+   writes to the probe's eventfd.
+2. The probe, a Python thread, wakes up, finds the line of user code that the main
+   thread is executing, and hands it to the heartbeat, which sends the reply.
+
+The heartbeat waits half a second for the probe. If the probe cannot get the GIL in that
+time, the reply is "its interpreter is busy". The full stack is printed by the late rank
+itself, once for each call that others wait for.
+
+The native part of the protocol: xla_ext/engine/heartbeat/probe_responder.h. Periodic
+samples for profiles, instead of answers to requests: stack_sampler.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Protocol
+
+from ringjax import config
+from ringjax.monitor.locations import IN_COLLECTIVE
+
+_JAX_COMPILER_FILES = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
+_MAX_FRAMES, _MAX_STACK_CHARS = 40, 8 << 10
+# Code that is not the user's: ringjax, the standard library, installed packages.
+_RINGJAX_DIR = os.path.dirname(os.path.abspath(config.__file__)) + os.sep
+_LIBRARY_DIRS = tuple(
+    path + os.sep
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    if (path := sysconfig.get_paths().get(name))
+)
+
+
+class ProbeRequests(Protocol):
+    """The methods of `ringjax._native.Heartbeat` that the probe uses."""
+
+    def asked(self) -> tuple[int, list[str]]:
+        """Returns the requests that wait for a reply.
+
+        Returns:
+            The number of the newest request, 0 if there is none, and one sentence for
+            each call that others have begun to wait for since the last time.
+        """
+
+    def answer(self, newest: int, location: str) -> None:
+        """Replies to every request up to number `newest`."""
+
+
+class StackProbe:
+    """Replies to the stack requests of this process's heartbeats from its own thread.
+
+    An elastic job replaces its heartbeat in every epoch, so heartbeats are registered
+    and unregistered while the probe runs.
+
+    Args:
+        log: called with a level (``"warning"``) and a text.
+
+    Attributes:
+        wakeup_fd: the eventfd to which heartbeats write; -1 after `close`.
+    """
+
+    def __init__(self, log: Callable[[str, str], None]) -> None:
+        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._log = log
+        self._heartbeats: list[ProbeRequests] = []
+        self._lock = threading.Lock()  # guards _heartbeats
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._run, name="ringjax-stack-probe", daemon=True
+        )
+        self._thread.start()
+
+    def register(self, heartbeat: ProbeRequests) -> None:
+        """Starts replying to the requests that `heartbeat` receives."""
+        with self._lock:
+            self._heartbeats.append(heartbeat)
+
+    def unregister(self, heartbeat: ProbeRequests) -> None:
+        """Stops replying. Does nothing if `heartbeat` is not registered."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._heartbeats.remove(heartbeat)
+
+    def close(self) -> None:
+        """Ends the thread and closes the eventfd. Further calls do nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self.wakeup_fd, 1)
+        self._thread.join(5.0)
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Closes the eventfd only: a forked child has a copy of it but no thread."""
+        with contextlib.suppress(OSError):
+            os.close(self.wakeup_fd)
+        self.wakeup_fd = -1
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self.wakeup_fd, select.POLLIN)
+        while not self._closing:
+            poll.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.wakeup_fd)
+            if not self._closing:
+                try:
+                    self._reply()
+                except Exception as error:  # the next request may succeed
+                    why = f"{type(error).__name__}: {error}"
+                    self._log("warning", f"where this rank is cannot be told: {why}")
+
+    def _reply(self) -> None:
+        with self._lock:
+            heartbeats = list(self._heartbeats)
+        frame = _main_frame()
+        stalled_calls: list[str] = []
+        for heartbeat in heartbeats:
+            newest, new = heartbeat.asked()
+            if newest:
+                heartbeat.answer(newest, describe_location(frame))
+            stalled_calls += new
+        # Print only after all replies: formatting a stack reads source files, which may
+        # take longer than the half second that a heartbeat waits.
+        for call in stalled_calls:
+            stack = format_stack(frame)
+            self._log("warning", f"{call}; the main thread is at\n{stack}")
+
+
+def _main_frame() -> FrameType | None:
+    ident = threading.main_thread().ident
+    return None if ident is None else sys._current_frames().get(ident)
+
+
+def describe_location(frame: FrameType | None) -> str:
+    """Describes the line of user code that a stack is executing, as a clause.
+
+    Chooses the innermost frame outside ringjax, the standard library and installed
+    packages. If the stack has no such frame, chooses the innermost one.
+
+    Args:
+        frame: the innermost frame of the main thread; None if that thread has ended.
+
+    Returns:
+        For example ``"it is at train.py:41 in load_batch"``.
+
+    Examples:
+        >>> import sys
+        >>> describe_location(sys._getframe()).startswith("it is at ")
+        True
+        >>> describe_location(None)
+        'its main thread has ended'
+    """
+    if frame is None:
+        return "its main thread has ended"
+    shown = next((f for f in _outwards(frame) if _is_user_code(f)), frame)
+    code = shown.f_code
+    file = os.path.basename(code.co_filename)
+    return f"it is at {file}:{shown.f_lineno} in {code.co_name}"
+
+
+def main_thread_activity() -> str:
+    """Describes what the main thread is doing now, for profiles and reports.
+
+    Returns:
+        File, line and function of the innermost user code, followed by
+        ``" (compiling)"`` if JAX is compiling, or by ``" (exchanging)"`` if the
+        innermost frame is in ringjax.
+
+    Examples:
+        >>> ":" in main_thread_activity()
+        True
+    """
+    frame = _main_frame()
+    if frame is not None and not any(map(_is_user_code, _outwards(frame))):
+        # The main thread keeps running. If the frame returned before its callers were
+        # read, its f_back is None and the user's frames are missing: look once more.
+        frame = _main_frame()
+    location = describe_location(frame).removeprefix("it is at ")
+    if frame is None:
+        return location
+    if frame.f_code.co_filename.startswith(_RINGJAX_DIR):
+        return location + IN_COLLECTIVE
+    files = (f.f_code.co_filename for f in _outwards(frame))
+    if any(file.endswith(_JAX_COMPILER_FILES) for file in files):
+        return f"{location} (compiling)"
+    return location
+
+
+def format_stack(frame: FrameType | None) -> str:
+    """Formats the innermost 40 frames as a traceback, cut to 8 Ki characters."""
+    if frame is None:
+        return "(it has ended)"
+    lines = traceback.format_list(traceback.extract_stack(frame, limit=_MAX_FRAMES))
+    text = "".join(lines).rstrip()
+    return text if len(text) <= _MAX_STACK_CHARS else "..." + text[-_MAX_STACK_CHARS:]
+
+
+def _outwards(frame: FrameType) -> Iterator[FrameType]:
+    """Yields `frame` and its callers, innermost first."""
+    at: FrameType | None = frame
+    while at is not None:
+        yield at
+        at = at.f_back
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if path.startswith("<frozen "):
+        return False
+    # "<stdin>", "<string>" and "<ipython-input-1>" are the user's, and are no paths.
+    path = os.path.abspath(path) if not path.startswith("<") else path
+    return not path.startswith((_RINGJAX_DIR, *_LIBRARY_DIRS))

@@ -1,0 +1,77 @@
+"""Counts training steps by the calls that repeat once in each step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+# The lane, operation, name, bytes and process set of a call.
+CallKind = tuple[str, str, str, int, int]
+MAX_KINDS = 4096  # a program may put numbers into its names, so kinds are unbounded
+
+
+def find_step_marker(counts: Counter[CallKind]) -> CallKind | None:
+    """Returns the kind of call that ends a training step, None without calls.
+
+    That is the kind that has moved most bytes among all ranks of the world. As a rule,
+    these are the gradients.
+
+    Args:
+        counts: how often each kind was called by all ranks of its process set.
+    """
+    total = {kind: n * (kind[3] + 1) for kind, n in counts.items() if kind[4] == 0}
+    return max(total, key=lambda kind: total[kind], default=None)
+
+
+class StepCounter:
+    """Cuts the lines of a recorder after a number of training steps.
+
+    Args:
+        steps: the number of steps to keep.
+
+    Attributes:
+        over: whether that many steps have ended.
+
+    Example:
+        >>> call = b'{"lane": "named", "op": "allreduce", "name": "x", "bytes": 4,'
+        >>> call += b' "set": 0, "agreed": 1.0}' + bytes([10])
+        >>> counter = StepCounter(2)
+        >>> counter.cut(2 * call) == 2 * call, counter.over
+        (True, False)
+        >>> counter.cut(5 * call) == call, counter.over
+        (True, True)
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._counts: Counter[CallKind] = Counter()
+        self.over = False
+
+    def cut(self, lines: bytes) -> bytes:
+        """Returns the part of new recorder lines that belongs to the steps to keep."""
+        split = lines.splitlines(keepends=True)
+        kinds = list(map(_kind, map(json.loads, split)))
+        before = self._counts.copy()
+        self._counts.update(kind for kind in kinds if kind is not None)
+        marker = find_step_marker(self._counts)
+        if marker is None or self._counts[marker] <= self._steps:
+            self._drop_rare_kinds()
+            return lines
+        self.over = True
+        missing = self._steps + 1 - before[marker]  # N steps have N + 1 ends
+        ends = [end for end, kind in enumerate(kinds, 1) if kind == marker]
+        # `missing` is not positive if another kind was the marker until now, and this
+        # one has come often enough before these lines.
+        return b"".join(split[: ends[missing - 1] if missing > 0 else 0])
+
+    def _drop_rare_kinds(self) -> None:
+        if len(self._counts) > MAX_KINDS:
+            self._counts = Counter(dict(self._counts.most_common(MAX_KINDS // 2)))
+
+
+def _kind(call: Mapping[str, Any]) -> CallKind | None:
+    if call["agreed"] is None:  # not all ranks have made this call
+        return None
+    return (call["lane"], call["op"], call["name"], call["bytes"], call["set"])
