@@ -268,7 +268,7 @@ def main() -> None:
         [int(n) for n in x.split(",") if n]
         for x in (args.clients, args.ranks, args.elastic)
     )
-    open_files.allow(max(clients, default=0))
+    open_files.raise_limit(max(clients, default=0))
     for rows in (
         map(gather, clients),
         (job(n, args.timeout) for n in sizes),

@@ -1,5 +1,5 @@
-"""The control plane: ranks find each other, prove the job's secret, and talk in JSON.
+"""The control plane: ranks find each other, authenticate, and exchange JSON messages.
 
-Python's standard library only. Nothing here moves tensors (that is `links`), and
-nothing decides who belongs to a job (that is `membership`).
+The package needs only Python's standard library and NumPy. It moves no tensors (see
+`links`) and does not decide who belongs to a job (see `membership`).
 """

@@ -1,7 +1,8 @@
-"""Acceptor: listening sockets that hand over only connections which authenticate.
+"""Acceptor: listening sockets that hand over only connections that authenticate.
 
-Used inside a loop over a selector, by the servers of a job (server.py), the listener of
-a rank (listener.py) and ringrun. The messages are in handshake.py.
+It works inside a loop over a selector. Its users are the servers of a job (server.py),
+the listener of a rank (listener.py) and `ringrun --listen`. The messages are in
+handshake.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ringjax.control.handshake import (
     BUSY,
@@ -26,53 +26,64 @@ from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.unix_peer import peer_uid
 from ringjax.errors import AuthenticationError
 
-MAX_PENDING = 1024  # connections in a handshake at once; then some give way
+MAX_PENDING = 1024  # connections in a handshake at the same time
+_LOG_INTERVAL = 60.0  # seconds between two log lines about one address
+_MAX_LOGGED = 1024  # addresses; a scan from many must not use up memory
+
+# Takes a socket that does not block, its address, the request and the keys.
+Admit = Callable[[socket.socket, str, HandshakeRequest, SessionKeys], None]
 
 
 def run_once(
     selector: selectors.BaseSelector,
     seconds: float,
-    on_error: Callable[[Any, Exception], None],
+    on_error: Callable[[object, Exception], None],
 ) -> None:
-    """One round of a loop whose selector holds callables as data.
+    """Runs one round of an event loop.
 
-    What one of them raises is told to `fault`, with what it was called for, and does
-    not keep the others from their turns.
+    Args:
+        selector: its entries have callables as data, which are called with the socket.
+        seconds: how long to wait for an event.
+        on_error: called with the socket and the exception if a callable raises. The
+            other callables of this round still run.
     """
     for key, _ in selector.select(seconds):
-        # An earlier callable may have closed this one, and its number may be in use
-        # again for another socket.
-        now = selector.get_map().get(key.fd)
-        if now is not None and now.fileobj is key.fileobj:
+        # An earlier callable of this round may have closed this socket, and the kernel
+        # may have given its number to a new one. Look the entry up again.
+        entry = selector.get_map().get(key.fd)
+        if entry is not None and entry.fileobj is key.fileobj:
             try:
-                now.data(key.fileobj)
+                entry.data(key.fileobj)
             except Exception as error:
                 on_error(key.fileobj, error)
 
 
 class PendingConnection:
-    """A connection in its handshake."""
+    """A connection whose handshake is not over."""
 
     def __init__(self, sock: socket.socket, where: str, steps: HandshakeSteps) -> None:
         self.sock, self.where, self.steps = sock, where, steps
         self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self.received = b""
-        self.messages = 0  # messages; with the first one it has named this job
-        self.expected = next(steps)[1]
+        self.messages = 0  # after the first one the caller has named this job
+        self.expected = next(steps)[1]  # bytes of the next message
 
 
 class Acceptor:
-    """Listening sockets that let in only connections that prove themselves.
+    """Listening sockets that admit only connections that authenticate.
 
-    It works inside a loop over `selector`, whose entries carry a callable as data, and
-    which calls `expire` about once a second while there `has_pending`. A stranger costs
-    at most one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds. When all
-    are taken the oldest one gives way that has not named this job, which ranks do at
-    once; only if there is none, the oldest rank, and it is told to come again.
+    The loop over `selector` calls `expire` about once a second while `has_pending`.
+
+    A stranger can occupy one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds and
+    less than 100 bytes. If all places are taken, the oldest connection is evicted that
+    has not named this job yet, because ranks do so at once. If there is none, the
+    oldest connection is evicted and told to connect again.
 
     Args:
-        steps: starts a callee's half of a handshake, see `answer`, for a socket.
-        admit: takes the socket (not blocking) of whoever proved itself.
+        listeners: listening sockets, which the acceptor closes.
+        selector: its entries have callables as data, see `run_once`.
+        steps: starts the callee's end of a handshake on a socket, see `callee_steps`.
+        admit: called with each connection that has authenticated.
         log: takes a sentence about a refusal, at most one a minute for an address.
     """
 
@@ -81,22 +92,23 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         selector: selectors.BaseSelector,
         steps: Callable[[socket.socket], HandshakeSteps],
-        admit: Callable[[socket.socket, str, HandshakeRequest, SessionKeys], None],
+        admit: Admit,
         log: Callable[[str], None],
     ) -> None:
         self._listeners, self._selector = list(listeners), selector
         self._steps, self._admit, self._log = steps, admit, log
         self._pending: dict[socket.socket, PendingConnection] = {}
-        # Most of the descriptors are not for strangers.
-        self._max_pending = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._logged: dict[str, float] = {}  # address -> when it was logged
+        # Strangers must not use up the descriptors that connections of the job need.
+        quarter = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        self._max_pending = max(64, quarter)
+        self._logged: dict[str, float] = {}  # address -> when a refusal was logged
         for listener in self._listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ, self._accept)
 
     @property
     def has_pending(self) -> bool:
-        """Whether somebody is in a handshake, so that `sweep` matters."""
+        """Whether a handshake is running, so that `expire` must be called."""
         return bool(self._pending)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -114,33 +126,30 @@ class Acceptor:
             self._evict_oldest()
         self._pending[sock] = PendingConnection(sock, where, self._steps(sock))
         self._selector.register(sock, selectors.EVENT_READ, self._receive)
-        self._receive(sock)  # most have said who they are already
+        self._receive(sock)  # most callers have sent their request already
 
     def _evict_oldest(self) -> None:
-        connections = self._pending.values()
-        silent = next(
-            (pending for pending in connections if not pending.messages), None
-        )
-        oldest = silent or next(iter(connections))
-        self._evict(oldest, "gave way to newer connections")
+        connections = self._pending.values()  # the oldest first
+        silent = next((each for each in connections if not each.messages), None)
+        self._evict(silent or next(iter(connections)), "gave way to newer connections")
 
     def _receive(self, sock: socket.socket) -> None:
         pending = self._pending[sock]
         try:
             piece = sock.recv(pending.expected - len(pending.received))
             if not piece:
-                # A caller that has seen our proof and stops there does not believe it.
-                doubt = (
-                    ": it has another secret" if pending.expected == MAC_BYTES else ""
-                )
-                raise AuthenticationError(f"left before proving itself{doubt}")
+                # The caller has our proof, and closes instead of sending its own.
+                unproven = pending.expected == MAC_BYTES
+                why = ": it has another secret" if unproven else ""
+                raise AuthenticationError(f"left before proving itself{why}")
             pending.received += piece
             if len(pending.received) < pending.expected:
                 return
             output, pending.expected = pending.steps.send(pending.received)
             pending.received = b""
             pending.messages += 1
-            if sock.send(output) < len(output):  # a fresh socket takes 64 bytes
+            # The send buffer of a new socket has room for a message of the handshake.
+            if sock.send(output) < len(output):
                 raise AuthenticationError("does not read")
         except BlockingIOError:
             return
@@ -155,25 +164,26 @@ class Acceptor:
         try:
             pending.steps.send(b"")
         except StopIteration as finished:
-            introduction, keys = finished.value
-            self._admit(pending.sock, pending.where, introduction, keys)
+            request, keys = finished.value
+            self._admit(pending.sock, pending.where, request, keys)
 
-    def on_error(self, sock: Any, error: Exception) -> None:
-        """A callable of this door, or of the loop that it is in, has raised.
+    def on_error(self, sock: object, error: Exception) -> None:
+        """Handles an exception of a callable of this acceptor or of its loop.
 
-        The connection that it was about ends; anything else is tried again.
+        A pending connection that caused the exception is closed.
         """
         why = f"caused {type(error).__name__}: {error}"
-        if sock in self._pending:
+        if isinstance(sock, socket.socket) and sock in self._pending:
             self._evict(self._pending[sock], why)
         else:
-            # Out of descriptors, perhaps: then the connection stays in the queue, and
-            # a pause keeps this from being a busy loop.
+            # `accept` fails if no descriptor is free. The connection stays in the queue
+            # of the kernel and the listener stays readable: pause, or the loop would
+            # use a whole core.
             self._log_refusal("a caller", why)
             time.sleep(0.05)
 
     def expire(self) -> None:
-        """Ends the handshakes that take too long."""
+        """Ends the handshakes that have taken too long."""
         now = time.monotonic()
         for pending in [g for g in self._pending.values() if g.deadline <= now]:
             self._evict(pending, f"did not prove itself within {HANDSHAKE_TIMEOUT:g} s")
@@ -183,8 +193,8 @@ class Acceptor:
         self._selector.unregister(pending.sock)
 
     def _evict(self, pending: PendingConnection, why: str) -> None:
-        """Ends a handshake that may be genuine, but takes too long."""
-        if pending.messages == 1:  # in the place of the next proof
+        """Ends a handshake that may be genuine. The caller may connect again."""
+        if pending.messages == 1:  # the caller expects the next message: answer BUSY
             with contextlib.suppress(OSError):
                 pending.sock.send(BUSY)
         self._refuse(pending, why)
@@ -196,18 +206,18 @@ class Acceptor:
 
     def _log_refusal(self, where: str, why: str) -> None:
         now = time.monotonic()
-        if now - self._logged.get(where, -60.0) < 60.0:
+        if now - self._logged.get(where, -_LOG_INTERVAL) < _LOG_INTERVAL:
             return
-        if len(self._logged) >= 1024:  # many addresses: forget, do not grow
+        if len(self._logged) >= _MAX_LOGGED:
             self._logged.clear()
         self._logged[where] = now
         self._log(f"refused a connection from {where}: it {why}")
 
     def close(self) -> None:
-        """Closes the listening sockets and everything that has not proved itself.
+        """Closes the listening sockets and the pending connections.
 
-        The selector must be closed before: in a forked child it is shared with the
-        parent, which would lose what is unregistered here.
+        Close the selector first. A forked child shares it with its parent, so to
+        unregister a socket in the child would unregister it in the parent, too.
         """
         for sock in (*self._pending, *self._listeners):
             sock.close()
@@ -216,7 +226,7 @@ class Acceptor:
 
 
 def _foreign_user(sock: socket.socket) -> str:
-    """Why the process behind a local socket is refused: it belongs to another user."""
+    """Why a unix socket is refused: its process belongs to another user; "" if not."""
     if sock.family != socket.AF_UNIX:
         return ""
     uid = peer_uid(sock)

@@ -1,7 +1,7 @@
-"""Addresses as text, sockets with the right options, the addresses of this machine.
+"""Network addresses as text, TCP sockets with the right options, and this host's own.
 
-Not for names of hosts in an engine's notation: see launch_environment.py. IPv4 and
-IPv6.
+Handles IPv4 and IPv6. The notations in which batch systems name hosts are in
+launch_environment.py and slurm.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _SIOCGIFADDR = 0x8915
 
 
 def parse(text: str) -> list[tuple[str, int]]:
-    """Reads "host:port,[v6]:port,..."; ValueError if it is something else."""
+    """Reads "host:port,[v6]:port,...".
+
+    Raises:
+        ValueError: the text has another form.
+    """
     found = []
     for piece in filter(None, text.split(",")):
         host, colon, port = piece.strip().rpartition(":")
@@ -34,12 +38,12 @@ def parse(text: str) -> list[tuple[str, int]]:
 
 
 def show(host: str, port: int) -> str:
-    """The inverse of `parse` for one address."""
+    """Formats one address as text. The inverse is `parse`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening TCP socket on one address, never on all of them by accident."""
+    """Opens a listening TCP socket on one address, never on all addresses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -55,23 +59,27 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def listen_on(
-    hosts: Sequence[str], port: int = 0, patience: float = 0.0
+    hosts: Sequence[str], port: int = 0, timeout: float = 0.0
 ) -> list[socket.socket]:
-    """Listening sockets on all of these addresses; of several, one may be gone.
+    """Opens a listening socket on each of these addresses.
+
+    An address that this host does not have any more is left out, unless none remains.
 
     Args:
-        patience: seconds for somebody to let go of the port who is about to end.
+        hosts: the addresses.
+        port: the same port on each address; 0 takes a free one for each.
+        timeout: seconds to wait until another process that ends frees the port.
 
     Raises:
-        StartupError: one cannot be had.
+        StartupError: a socket cannot be opened.
     """
     found: list[socket.socket] = []
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     for host in hosts:
         try:
-            found.append(_listen_patiently(host, port, deadline))
+            found.append(_listen_until(host, port, deadline))
         except OSError as error:
-            # An address of IPv6 is not usable at once, and interfaces lose theirs.
+            # An IPv6 address is not usable at once, and interfaces lose addresses.
             last = host == hosts[-1] and not found
             if error.errno == errno.EADDRNOTAVAIL and not last:
                 continue
@@ -82,18 +90,18 @@ def listen_on(
     return found
 
 
-def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
+def _listen_until(host: str, port: int, deadline: float) -> socket.socket:
     while True:
         try:
             return listen(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
-        time.sleep(0.05)  # who had the port ends, and nobody tells when
+        time.sleep(0.05)  # poll: the kernel does not notify when a port becomes free
 
 
 def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
-    """Connects to a TCP address, or to a unix socket given as a string."""
+    """Connects to a TCP address, or to a unix socket if `where` is a string."""
     if isinstance(where, tuple):
         return socket.create_connection(where, timeout=seconds)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -106,9 +114,15 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
     return sock
 
 
-def tune(sock: socket.socket, failure_timeout: float) -> None:
-    """Makes a TCP socket send at once, and notice a silent peer in that time."""
-    if sock.family == socket.AF_UNIX:  # the kernel tells at once
+def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
+    """Makes a TCP socket send at once, and fail if the peer is silent for too long.
+
+    Args:
+        sock: a socket of a link. A unix socket needs no options: the kernel reports the
+            end of the peer immediately.
+        failure_timeout: seconds of silence.
+    """
+    if sock.family == socket.AF_UNIX:
         return
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
@@ -116,26 +130,29 @@ def tune(sock: socket.socket, failure_timeout: float) -> None:
     sock.setsockopt(tcp, socket.TCP_KEEPIDLE, 1)
     sock.setsockopt(tcp, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, 3)
-    # Keepalive does not count while data waits for an acknowledgement; this does.
+    # The kernel sends no keepalive probes while sent data waits for an acknowledgement.
+    # TCP_USER_TIMEOUT limits that wait.
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(failure_timeout * 1000))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
     return host.startswith("127.") or host == "::1"
 
 
 def loopback() -> str:
-    """The address by which this machine reaches itself; not all have one of IPv4."""
+    """The loopback address of this host; some hosts have only the one of IPv6."""
     for host in ("127.0.0.1", "::1"):
         with contextlib.suppress(OSError):
             listen(host).close()
             return host
-    return "127.0.0.1"  # errors will name it
+    return "127.0.0.1"  # no loopback interface is up: later errors contain this address
 
 
 def of_interfaces(names: str = "") -> list[str]:
-    """The addresses of the named interfaces, or of all; the loopback ones come last.
+    """The addresses of network interfaces, the loopback addresses last.
+
+    Args:
+        names: of interfaces, separated by commas; empty for all interfaces.
 
     Raises:
         ValueError: an interface does not exist or has no address.
@@ -153,14 +170,14 @@ def of_interfaces(names: str = "") -> list[str]:
 
 
 def by_interface() -> dict[str, list[str]]:
-    """The addresses of each interface that has some."""
+    """The addresses of each network interface that has any."""
     found: dict[str, list[str]] = {}
-    for name, address in (*_version_4(), *_version_6()):
+    for name, address in (*_ipv4_addresses(), *_ipv6_addresses()):
         found.setdefault(name, []).append(address)
     return found
 
 
-def _version_4() -> Sequence[tuple[str, str]]:
+def _ipv4_addresses() -> Sequence[tuple[str, str]]:
     found = []
     with (
         contextlib.suppress(OSError),  # a kernel without IPv4
@@ -174,13 +191,13 @@ def _version_4() -> Sequence[tuple[str, str]]:
     return found
 
 
-def _version_6() -> Sequence[tuple[str, str]]:
+def _ipv6_addresses() -> Sequence[tuple[str, str]]:
     try:
         with open("/proc/net/if_inet6") as table:
             rows = [line.split() for line in table]
-    except OSError:  # no IPv6 here
+    except OSError:  # a kernel without IPv6
         return []
-    # Link-local addresses (scope 20) mean nothing without the interface's number.
+    # Link-local addresses (scope 20) are ambiguous without the number of the interface.
     return [
         (row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])))
         for row in rows

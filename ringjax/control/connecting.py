@@ -1,4 +1,4 @@
-"""Connects to a server of the job: the first address at which it proves itself."""
+"""Connects to a server of the job: to the first address whose server authenticates."""
 
 from __future__ import annotations
 
@@ -17,35 +17,40 @@ SERVER_RANK = -1
 def connect_to_server(
     addresses: str,
     secret: bytes,
-    introduction: HandshakeRequest,
+    request: HandshakeRequest,
     deadline: float,
     server: str = "coordinator",
 ) -> tuple[socket.socket, SessionKeys, str]:
-    """Connects to the first address where a server proves itself; tries each once.
+    """Connects to the first address whose server authenticates; tries each once.
 
     Args:
-        server: what it is called in errors.
+        addresses: "host:port,[v6]:port,...".
+        secret: the secret of the job.
+        request: describes this end of the connection.
+        deadline: of `time.monotonic`, for all addresses together.
+        server: the name of the server in errors.
 
     Returns:
-        The socket, its keys, and where it leads to.
+        The socket, the keys of the session, and the server and its address as text.
 
     Raises:
-        AuthenticationError: what answers cannot prove itself.
-        StartupError: this host has no loopback interface that is up.
-        OSError: nobody answers; its cause is a `socket.gaierror` where the name of a
-            host means nothing here, or not yet.
+        AuthenticationError: a server answers but does not know the secret.
+        StartupError: the loopback interface of this host is down.
+        OSError: no server answers. The cause is a `socket.gaierror` if the name of a
+            host cannot be resolved here, or not yet.
     """
-    stranger, absent = None, None
+    unauthenticated, absent = None, None
     candidates = address.parse(addresses)
-    # Something else that listens there and says nothing must not use up all the time.
+    # Another program may listen at the first address and never answer. It must leave
+    # time for the other addresses.
     share = (deadline - time.monotonic()) / (2 * len(candidates))
     limit = min(HANDSHAKE_TIMEOUT, max(0.1, share))
     for host, port in candidates:
         where = f"the {server} at {address.show(host, port)}"
         try:
-            return *_connect((host, port), secret, introduction, limit), where
+            return *_connect((host, port), secret, request, limit), where
         except AuthenticationError as error:
-            stranger = AuthenticationError(f"{where} {error}")
+            unauthenticated = AuthenticationError(f"{where} {error}")
         except OSError as error:
             if error.errno == errno.ENETUNREACH and address.is_loopback(host):
                 raise StartupError(
@@ -54,24 +59,28 @@ def connect_to_server(
                 ) from None
             absent = OSError(f"{where}: {error.strerror or error}")
             absent.__cause__ = error
-    raise stranger or absent or OSError("no address")
+    raise unauthenticated or absent or OSError("no address")
 
 
 def _connect(
-    where: tuple[str, int], secret: bytes, introduction: HandshakeRequest, limit: float
+    where: tuple[str, int], secret: bytes, request: HandshakeRequest, limit: float
 ) -> tuple[socket.socket, SessionKeys]:
     sock = socket.create_connection(where, timeout=limit)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return sock, authenticate(sock, secret, introduction, limit)
+        return sock, authenticate(sock, secret, request, limit)
     except BaseException:
         sock.close()
         raise
 
 
 def enable_keepalive(sock: socket.socket, seconds: float) -> None:
-    """Has the kernel end a TCP connection whose other end is silent for so long."""
+    """Makes the kernel end a TCP connection if the peer is silent for `seconds`.
+
+    The options work also while this process is busy or stopped. A host that loses
+    power sends no FIN, so without them its connections would stay open.
+    """
     interval = max(int(seconds / 3), 1)
     options = {
         socket.TCP_USER_TIMEOUT: max(int(1000 * seconds), 1),

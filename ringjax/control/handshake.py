@@ -1,16 +1,24 @@
-"""Who is at the other end: mutual HMAC-SHA256 challenge and response on a connection.
+"""Handshake: mutual HMAC-SHA256 challenge and response on a new connection.
 
-Four messages of fixed size prove to both ends that the other knows the job's secret:
-    caller -> callee   introduction: job, purpose, TLS, epoch, comm, ranks, nonce
-    callee -> caller   its nonce, TLS, HMAC(callee key, all so far)
-    caller -> callee   HMAC(caller key, all so far)
-    callee -> caller   HMAC(welcome key, all so far)
-The keys differ by direction and job, so that nothing can be replayed or reflected.
-Afterwards either JSON messages flow, sealed with an HMAC and a counter and inside TLS
-if both ends can (tls.py), or, on links between ranks, the bytes of the native core:
-plain (an attacker on the path could alter them), or encrypted if an end requires it. As
-the HMACs cover what both say of TLS, nobody between them can talk them out of it.
-The protocol is a pure state machine; sockets are driven below it and in `Acceptor`.
+Four messages of fixed size prove to both ends that the other end knows the secret of
+the job. Each HMAC covers all bytes of the handshake before it (the *transcript*)::
+
+    caller -> callee   request: job, purpose, TLS offer, epoch, comm, ranks, nonce
+    callee -> caller   nonce, TLS offer, HMAC(callee key)
+    caller -> callee   HMAC(caller key)
+    callee -> caller   HMAC(welcome key)
+
+The keys differ by job and direction, so an attacker can neither replay nor reflect a
+message. The HMACs cover both TLS offers, so an attacker on the path cannot make the two
+ends go on without TLS.
+
+Afterwards a server and its peers exchange JSON messages, sealed with an HMAC and a
+counter (sealed_messages.py) and inside TLS if both ends support it (tls.py). On links
+between ranks the native core sends its own bytes: encrypted if an end requires TLS,
+else in the clear, so an attacker on the path could alter tensors.
+
+The protocol is a state machine without I/O. `authenticate` runs it on the socket of a
+caller, acceptor.py on the sockets of a server.
 """
 
 from __future__ import annotations
@@ -29,15 +37,15 @@ from ringjax.control.tls import TlsEndpoint, TlsOffer, agree
 from ringjax.errors import AuthenticationError
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a whole handshake
-BUSY = b"RINGJAX busy"  # to a caller that gives way: it may come again
+BUSY = b"RINGJAX busy"  # tells a caller to connect again, because too many are waiting
 _MAGIC = b"RINGJAX\x02"
-_INTRODUCTION = struct.Struct("!8s8sBBHIIii32s")
-_NONCE, MAC_BYTES = 32, 32
-_ANSWER = struct.Struct("!32sB")  # nonce, offer
+_REQUEST = struct.Struct("!8s8sBBHIIii32s")
+_NONCE_BYTES, MAC_BYTES = 32, 32
+_ANSWER = struct.Struct("!32sB")  # nonce, TLS offer
 
 
 class Purpose(enum.IntEnum):
-    """What a connection is for; part of what both ends prove."""
+    """What a connection is for. Both ends prove it together with the rest."""
 
     RENDEZVOUS = 1
     CONTROL = 2
@@ -45,17 +53,25 @@ class Purpose(enum.IntEnum):
     AGENT = 4
 
     @property
-    def links(self) -> bool:
-        """Whether it is a connection between ranks."""
+    def is_link(self) -> bool:
+        """Whether the connection is between two ranks."""
         return self in (Purpose.CONTROL, Purpose.DATA)
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakeRequest:
-    """What a connection claims to be. Ranks are world ranks, -1 is a server.
+    """The first message: what a connection claims to be.
 
     Attributes:
-        tls: what the caller says of it; not to be trusted before it has proved itself.
+        job: the id of the job, 16 hexadecimal digits.
+        purpose: what the connection is for.
+        caller: the world rank that connects, or the number of a worker or an agent.
+        callee: the world rank to which it connects; -1 is a server.
+        epoch: the epoch of a link.
+        comm: the number of the communicator of a link.
+        stream: the number of a data connection within its link.
+        tls: the TLS offer of the caller. It must not be trusted before the caller has
+            authenticated.
     """
 
     job: str
@@ -68,8 +84,7 @@ class HandshakeRequest:
     tls: TlsOffer = TlsOffer.NONE
 
     def pack(self, nonce: bytes) -> bytes:
-        """The first message."""
-        return _INTRODUCTION.pack(
+        return _REQUEST.pack(
             _MAGIC,
             bytes.fromhex(self.job),
             self.purpose,
@@ -84,9 +99,13 @@ class HandshakeRequest:
 
     @staticmethod
     def unpack(message: bytes) -> HandshakeRequest:
-        """Reads the first message; AuthenticationError if it is something else."""
+        """Reads the first message.
+
+        Raises:
+            AuthenticationError: the message is no request of ringjax.
+        """
         magic, job, purpose, tls, stream, epoch, comm, caller, callee, _ = (
-            _INTRODUCTION.unpack(message)
+            _REQUEST.unpack(message)
         )
         if magic != _MAGIC:
             raise AuthenticationError(f"does not speak ringjax: {message[:8]!r}")
@@ -95,11 +114,11 @@ class HandshakeRequest:
         except ValueError:
             raise AuthenticationError(f"unknown purpose {purpose}") from None
         return HandshakeRequest(
-            job.hex(), known, caller, callee, epoch, comm, stream, _offer(tls)
+            job.hex(), known, caller, callee, epoch, comm, stream, _read_offer(tls)
         )
 
 
-def _offer(number: int) -> TlsOffer:
+def _read_offer(number: int) -> TlsOffer:
     try:
         return TlsOffer(number)
     except ValueError:
@@ -112,82 +131,92 @@ class _KeySchedule:
     def __init__(self, secret: bytes, job: str) -> None:
         self._root = hmac.digest(bytes.fromhex(job), secret, "sha256")
 
-    def key(self, label: bytes) -> bytes:
-        return hmac.digest(self._root, b"ringjax " + label + b"\x01", "sha256")
-
     def mac(self, label: bytes, transcript: bytes) -> bytes:
-        return hmac.digest(self.key(label), transcript, "sha256")
+        """The HMAC of the transcript under the key of this label.
+
+        The result also serves as a key that only the two ends of this connection have,
+        because the transcript contains both nonces.
+        """
+        key = hmac.digest(self._root, b"ringjax " + label + b"\x01", "sha256")
+        return hmac.digest(key, transcript, "sha256")
 
 
-# Yields (bytes to send, how many bytes it wants next), takes these, returns its result.
+# One end of a handshake. Yields the bytes to send and the number of bytes that it needs
+# next (0: the handshake is over), and is sent these bytes. Returns the request and the
+# keys of the session.
 HandshakeSteps = Generator[
     tuple[bytes, int], bytes, tuple[HandshakeRequest, SessionKeys]
 ]
 
 
-def caller_steps(secret: bytes, introduction: HandshakeRequest) -> HandshakeSteps:
-    """The caller's half."""
-    schedule = _KeySchedule(secret, introduction.job)
-    said = introduction.pack(secrets.token_bytes(_NONCE))
-    answer = yield said, _ANSWER.size + MAC_BYTES
-    said += answer[: _ANSWER.size]
-    _verify(answer[_ANSWER.size :], schedule.mac(b"callee", said))
-    said += answer[_ANSWER.size :]
-    proof = schedule.mac(b"caller", said)
-    said += proof
-    link = introduction.purpose.links
-    theirs = _offer(_ANSWER.unpack_from(answer)[1])
+def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
+    """Runs the end of the handshake that connects."""
+    schedule = _KeySchedule(secret, request.job)
+    transcript = request.pack(secrets.token_bytes(_NONCE_BYTES))
+    answer = yield transcript, _ANSWER.size + MAC_BYTES
+    transcript += answer[: _ANSWER.size]
+    _verify(answer[_ANSWER.size :], schedule.mac(b"callee", transcript))
+    transcript += answer[_ANSWER.size :]
+    proof = schedule.mac(b"caller", transcript)
+    transcript += proof
+    is_link = request.purpose.is_link
+    peer = _read_offer(_ANSWER.unpack_from(answer)[1])
     try:
-        encrypted = agree(introduction.tls, theirs, link=link)
+        encrypted = agree(request.tls, peer, is_link=is_link)
     except AuthenticationError:
-        yield proof, 0  # so that the other end can say the same with certainty
+        # Send the proof nevertheless. The other end then trusts the offer of this end
+        # and fails with the same reason, not with "left before proving itself".
+        yield proof, 0
         raise
     welcome = yield proof, MAC_BYTES
-    _verify(welcome, schedule.mac(b"welcome", said))
-    layer, key = None, b""
+    _verify(welcome, schedule.mac(b"welcome", transcript))
+    tls, link_key = None, b""
     if encrypted:
-        layer = TlsEndpoint(schedule.mac(b"tls", said), server=False)
-        root = schedule.mac(b"link", said) if link else b""
-        key = yield from layer.handshake(root)
-    keys = SessionKeys(
-        schedule.mac(b"up", said), schedule.mac(b"down", said), layer, key
-    )
-    return introduction, keys
+        tls = TlsEndpoint(schedule.mac(b"tls", transcript), server=False)
+        root = schedule.mac(b"link", transcript) if is_link else b""
+        link_key = yield from tls.handshake(root)
+    up, down = schedule.mac(b"up", transcript), schedule.mac(b"down", transcript)
+    return request, SessionKeys(up, down, tls, link_key)
 
 
 def callee_steps(
     secret: bytes,
     job: str,
-    accepts: Callable[[HandshakeRequest], str],
-    tls: TlsOffer = TlsOffer.NONE,
+    refusal_of: Callable[[HandshakeRequest], str],
+    tls_offer: TlsOffer = TlsOffer.NONE,
 ) -> HandshakeSteps:
-    """The callee's half. `accepts` returns why it refuses, or nothing."""
+    """Runs the end of the handshake that accepts.
+
+    Args:
+        secret: the secret of the job.
+        job: the id of the job.
+        refusal_of: returns why a request is refused; "" accepts the request.
+        tls_offer: the TLS offer of this end.
+    """
     schedule = _KeySchedule(secret, job)
-    said = yield b"", _INTRODUCTION.size
-    introduction = HandshakeRequest.unpack(said)
-    if introduction.job != job:
-        raise AuthenticationError(f"belongs to job {introduction.job}, not to {job}")
-    if why := accepts(introduction):
+    transcript = yield b"", _REQUEST.size
+    request = HandshakeRequest.unpack(transcript)
+    if request.job != job:
+        raise AuthenticationError(f"belongs to job {request.job}, not to {job}")
+    if why := refusal_of(request):
         raise AuthenticationError(why)
-    reply = _ANSWER.pack(secrets.token_bytes(_NONCE), tls)
-    reply += schedule.mac(b"callee", said + reply)
-    said += reply
+    reply = _ANSWER.pack(secrets.token_bytes(_NONCE_BYTES), tls_offer)
+    reply += schedule.mac(b"callee", transcript + reply)
+    transcript += reply
     proof = yield reply, MAC_BYTES
-    _verify(proof, schedule.mac(b"caller", said))
-    said += proof
-    link = introduction.purpose.links
-    encrypted = agree(tls, introduction.tls, link=link)
-    welcome, layer, key = schedule.mac(b"welcome", said), None, b""
+    _verify(proof, schedule.mac(b"caller", transcript))
+    transcript += proof
+    is_link = request.purpose.is_link
+    encrypted = agree(tls_offer, request.tls, is_link=is_link)
+    welcome, tls, link_key = schedule.mac(b"welcome", transcript), None, b""
     if encrypted:
-        layer = TlsEndpoint(schedule.mac(b"tls", said), server=True)
-        root = schedule.mac(b"link", said) if link else b""
-        key = yield from layer.handshake(root, welcome)
+        tls = TlsEndpoint(schedule.mac(b"tls", transcript), server=True)
+        root = schedule.mac(b"link", transcript) if is_link else b""
+        link_key = yield from tls.handshake(root, welcome)
     else:
         yield welcome, 0
-    keys = SessionKeys(
-        schedule.mac(b"down", said), schedule.mac(b"up", said), layer, key
-    )
-    return introduction, keys
+    up, down = schedule.mac(b"up", transcript), schedule.mac(b"down", transcript)
+    return request, SessionKeys(down, up, tls, link_key)
 
 
 def _verify(mac: bytes, expected: bytes) -> None:
@@ -198,25 +227,32 @@ def _verify(mac: bytes, expected: bytes) -> None:
 def authenticate(
     sock: socket.socket,
     secret: bytes,
-    introduction: HandshakeRequest,
+    request: HandshakeRequest,
     limit: float = HANDSHAKE_TIMEOUT,
 ) -> SessionKeys:
-    """Calls on a connected socket and waits for the proof of the other end.
+    """Runs the caller's end of the handshake on a connected socket.
+
+    Args:
+        sock: the socket.
+        secret: the secret of the job.
+        request: describes this end of the connection.
+        limit: seconds for the whole handshake.
 
     Raises:
-        AuthenticationError: the other end refuses, or cannot prove itself.
-        TimeoutError, OSError: it does not answer.
+        AuthenticationError: the other end refuses the request or does not know the
+            secret.
+        OSError: the other end does not answer, or has too many callers.
     """
     deadline = time.monotonic() + limit
-    steps = caller_steps(secret, introduction)
-    output, wants = next(steps)
+    steps = caller_steps(secret, request)
+    output, expected = next(steps)
     while True:
         sock.settimeout(_left(deadline))
         sock.sendall(output)
         received = b""
-        while len(received) < wants:
+        while len(received) < expected:
             sock.settimeout(_left(deadline))
-            piece = sock.recv(wants - len(received))
+            piece = sock.recv(expected - len(received))
             if not piece and received == BUSY:
                 raise ConnectionAbortedError("it has too many callers at once")
             if not piece:
@@ -226,7 +262,7 @@ def authenticate(
                 )
             received += piece
         try:
-            output, wants = steps.send(received)
+            output, expected = steps.send(received)
         except StopIteration as finished:
             keys: SessionKeys = finished.value[1]
             return keys

@@ -1,10 +1,15 @@
-"""Who this process is in its job, when that is known from the environment alone.
+"""Launch environment: finds rank and size in the variables that a launcher has set.
 
-Own variables (ringrun, or set by hand; Horovod's names too) are the strongest, then the
-launchers of a table, the innermost first. Traces of several processes that do not tell
-rank and size are an error, because N trainings that each believe to be alone look like
-one that works. Without traces this is a job of one. Reads no settings of ringjax
-(config.py does) and opens no connection (see rendezvous_discovery.py).
+The sources, the strongest first:
+
+1. RINGJAX_RANK and RINGJAX_SIZE, or Horovod's names of them, from ringrun or the user;
+2. a table of launchers, the innermost first;
+3. without any variable of a launcher, this process is a job of one.
+
+If some variables show that there are several processes but rank or size is missing, the
+result is an error and not a job of one: N separate trainings would look like one that
+works. The settings of ringjax are read in config.py, and no connection is opened here
+(see membership/rendezvous_discovery.py).
 """
 
 from __future__ import annotations
@@ -19,24 +24,27 @@ from ringjax.control import addresses as address
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
-# The numbers that Slurm gives to what is not a step of srun: batch script, interactive
-# shell, and so on. They carry the job's variables but are not rank 0 of N.
+# Slurm numbers the batch script, an interactive shell and the like from here on. These
+# processes have the variables of the job, but are not started by srun as ranks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MAX = 2**31 - 1  # as for RINGJAX_RANK and RINGJAX_SIZE
+_MAX = 2**31 - 1  # the limit of RINGJAX_RANK and RINGJAX_SIZE, too
 
 Environ = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """A process's place in its job.
+    """Rank, size and hosts of a process, as its launcher has set them.
 
     Attributes:
-        launcher: who told.
-        single_host: whether all ranks are known to be on this host.
-        identity: the same text on all ranks of this job and on no others, if known.
-        rank0_host: a name or address of rank 0's host, if known.
-        port: a port that the engine reserved for this job.
+        rank: of this process.
+        size: the number of ranks.
+        launcher: its name, for errors.
+        single_host: whether all ranks are known to run on this host.
+        identity: a text that is equal on all ranks of this job and on no other rank;
+            "" if there is none.
+        rank0_host: a name or address of the host of rank 0; "" if it is not known.
+        port: a port on the host of rank 0 that is reserved for this job; 0 if none.
     """
 
     rank: int
@@ -49,11 +57,15 @@ class LaunchInfo:
 
 
 def detect_launch(config: Config, environ: Environ = os.environ) -> LaunchInfo:
-    """This process's place.
+    """Finds rank and size of this process.
+
+    Args:
+        config: the settings.
+        environ: the environment variables.
 
     Raises:
-        StartupError: there are traces of several processes, but they do not tell which
-            one this is; the text says what was found and what to set.
+        StartupError: a launcher has started several processes, but rank or size is
+            missing. The text says which variables exist and which to set.
     """
     if config.rank is not None and config.size is not None:
         return _from_settings(config, environ)
@@ -62,7 +74,7 @@ def detect_launch(config: Config, environ: Environ = os.environ) -> LaunchInfo:
             if (info := detect(environ)) is not None:
                 return info
     except StartupError:
-        if not config.elastic:  # there the coordinator tells rank and size
+        if not config.elastic:  # the coordinator of an elastic job assigns ranks
             raise
     if config.rendezvous and not config.elastic:
         raise StartupError(
@@ -90,24 +102,28 @@ def _from_settings(config: Config, environ: Environ) -> LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _LaunchVariables:
-    """The names of the variables by which a launcher tells who a process is.
+    """The variables in which one launcher describes a process.
 
     An empty variable counts as unset.
 
     Attributes:
-        launcher: the launcher, for the user.
-        rank: this process's number.
-        size: how many there are; "": no variable says it.
-        local_size: how many of them are on this host.
-        needs: without this variable, the others are not this launcher's.
-        both: rank or size alone means nothing, since anybody may have set it.
-        same: what tells `size` once more; if it tells another, this row does not count.
-        trace: another variable that only several processes have.
-        per_node: the processes of a node, if rank and size are those of nodes.
-        hosts: where rank 0's host may be told, the first host of a list.
-        port: where a port is told that is free on rank 0's host.
-        identity: what together only this job has.
-        instead: a better way than to set variables by hand.
+        launcher: its name, for errors.
+        rank: the variable with the rank.
+        size: the variable with the number of ranks; "" if the launcher sets none.
+        local_size: the variable with the number of ranks on this host.
+        needs: a variable without which the other ones are not from this launcher.
+        both: rank and size count only together, because users set one of these
+            variables for other purposes.
+        size_copy: a variable that repeats the size. If its value is another one, this
+            launcher has not set rank and size.
+        marker: another variable that shows that there are several processes.
+        per_node: the variable with the number of processes of a node, if rank and size
+            count nodes.
+        hosts: variables that may name the host of rank 0, or a list that begins with
+            it.
+        port: a variable with a port that is free on the host of rank 0.
+        identity: variables whose values together identify the job.
+        instead: for errors: a better advice than to set variables by hand.
     """
 
     launcher: str
@@ -116,8 +132,8 @@ class _LaunchVariables:
     local_size: str = ""
     needs: str = ""
     both: bool = False
-    same: str = ""
-    trace: str = ""
+    size_copy: str = ""
+    marker: str = ""
     per_node: str = ""
     hosts: tuple[str, ...] = ("MASTER_ADDR",)
     port: str = ""
@@ -125,10 +141,10 @@ class _LaunchVariables:
     instead: str = ""
 
     def detect(self, environ: Environ) -> LaunchInfo | None:
-        """This process's place, if this launcher has started it.
+        """Rank and size of this process; None if another launcher has started it.
 
         Raises:
-            StartupError: it has, but does not tell enough.
+            StartupError: this launcher has started it, but a variable is missing.
         """
         if not self._applies(environ):
             return None
@@ -158,7 +174,11 @@ class _LaunchVariables:
         )
 
     def rank_and_size(self, environ: Environ) -> tuple[int, int]:
-        """Rank and size; raises as `place`."""
+        """Reads rank and size.
+
+        Raises:
+            StartupError: one of them is missing or invalid.
+        """
         if not self.size:
             raise self._error(environ, "nothing tells how many there are")
         rank, size = (self._number(environ, name) for name in (self.rank, self.size))
@@ -168,23 +188,22 @@ class _LaunchVariables:
         return rank, size
 
     def _error(self, environ: Environ, why: str, instead: str = "") -> StartupError:
-        """Says what was found, what is wrong with it, and what to set."""
         names = (self.needs, self.rank, self.size, self.local_size, self.per_node)
         found = [
             f"{name}={environ[name]:.60}"
-            for name in dict.fromkeys((*names, self.trace))
+            for name in dict.fromkeys((*names, self.marker))
             if environ.get(name)
         ]
         instead = instead or self.instead
-        ours = "RINGJAX_RANK and RINGJAX_SIZE"
+        variables = "RINGJAX_RANK and RINGJAX_SIZE"
         if not self.size:
-            ours = (
+            variables = (
                 f"RINGJAX_RANK to ${self.rank} and RINGJAX_SIZE to how many there are"
             )
         return StartupError(
             f"{self.launcher} seems to have started this process as one of several "
-            f"({' '.join(found)}), but {why}: {instead}set {ours}, and between hosts "
-            f"MASTER_ADDR to the host of rank 0; for a job of one on purpose set "
+            f"({' '.join(found)}), but {why}: {instead}set {variables}, and between "
+            f"hosts MASTER_ADDR to the host of rank 0; for a job of one on purpose set "
             f"RINGJAX_RANK=0 and RINGJAX_SIZE=1"
         )
 
@@ -194,9 +213,9 @@ class _LaunchVariables:
         rank, size = environ.get(self.rank), environ.get(self.size)
         if self.both and not (rank and size):
             return False
-        if self.same and environ.get(self.same, "") not in ("", size):
+        if self.size_copy and environ.get(self.size_copy, "") not in ("", size):
             return False
-        return bool(rank or environ.get(self.trace) or (size and size != "1"))
+        return bool(rank or environ.get(self.marker) or (size and size != "1"))
 
     def _number(self, environ: Environ, name: str) -> int:
         text = environ.get(name, "")
@@ -209,9 +228,9 @@ class _LaunchVariables:
         return int(text)
 
     def _check_per_node(self, environ: Environ, nodes: int) -> None:
-        """Raises if a node was to have more processes than the one that runs here."""
+        """Raises an error if the node should run more processes than this one."""
         text = environ.get(self.per_node, "")
-        # Words as "auto" stand for a number that nobody has counted yet.
+        # A word such as "auto" stands for a number that torchrun would have to count.
         if text in ("", "1") or (nodes == 1 and text.isalpha()):
             return
         raise self._error(environ, f"{self.per_node} is {text!r:.60} and not 1")
@@ -231,7 +250,7 @@ _TORCHRUN = _LaunchVariables(
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
     needs="TORCHELASTIC_RUN_ID",
-    # The port is in use by torch's own store, so it only tells jobs apart.
+    # torch's own store uses MASTER_PORT, so the port can only identify the job.
     identity=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
 )
 _MPICH = _LaunchVariables(
@@ -239,7 +258,7 @@ _MPICH = _LaunchVariables(
     rank="PMI_RANK",
     size="PMI_SIZE",
     local_size="MPI_LOCALNRANKS",
-    needs="MPI_LOCALNRANKS",  # Slurm's own PMI sets the others, too
+    needs="MPI_LOCALNRANKS",  # Slurm's PMI sets rank and size, too
     port="MASTER_PORT",
 )
 _JSRUN = _LaunchVariables(
@@ -262,8 +281,8 @@ _KUBEFLOW_JAX = _LaunchVariables(
     launcher="Kubeflow's runtime for JAX",
     rank="JAX_PROCESS_ID",
     size="JAX_NUM_PROCESSES",
-    trace="JAX_COORDINATOR_ADDRESS",
-    hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),  # its port is for jax.distributed
+    marker="JAX_COORDINATOR_ADDRESS",
+    hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),  # jax.distributed uses the port
     identity=("JAX_COORDINATOR_ADDRESS",),
 )
 _PYTORCH = _LaunchVariables(
@@ -272,7 +291,7 @@ _PYTORCH = _LaunchVariables(
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
     both=True,
-    same="PET_NNODES",
+    size_copy="PET_NNODES",
     port="MASTER_PORT",
     identity=("MASTER_ADDR", "MASTER_PORT"),
 )
@@ -280,7 +299,7 @@ _KUBEFLOW_PYTORCH = _LaunchVariables(
     launcher="Kubeflow's runtime for PyTorch",
     rank="PET_NODE_RANK",
     size="PET_NNODES",
-    trace="PET_RDZV_ENDPOINT",
+    marker="PET_RDZV_ENDPOINT",
     per_node="PET_NPROC_PER_NODE",
     hosts=("PET_MASTER_ADDR", "MASTER_ADDR"),
     port="PET_MASTER_PORT",
@@ -309,7 +328,7 @@ _PMI = _LaunchVariables(
 
 
 def _pmix(environ: Environ) -> LaunchInfo | None:
-    # srun --mpi=pmix sets PMIX_RANK as well, and Slurm's own variables tell enough.
+    # srun --mpi=pmix sets PMIX_RANK, too. Slurm's own variables contain rank and size.
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
         return None
     return _PMIX.detect(environ)
@@ -344,13 +363,14 @@ def _slurm(environ: Environ) -> LaunchInfo | None:
 
 
 def _slurm_outside_of_steps(environ: Environ) -> LaunchInfo | None:
-    # What is not a step has number 0, and is alone; another number has company.
+    # Outside of the steps of srun, a single process has number 0. Another number means
+    # that there are several processes.
     if environ.get("SLURM_PROCID", "0") in ("", "0"):
         return None
     return _SLURM.detect(environ)
 
 
-# The innermost first: mpirun runs within a step of Slurm, torchrun within a pod.
+# The innermost first: mpirun may run inside a step of Slurm, torchrun inside a pod.
 _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
     _TORCHRUN.detect,
     _OPEN_MPI.detect,
@@ -369,7 +389,7 @@ _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
 
 
 def _host(text: str) -> str:
-    """The first host of a list of hosts, each of which may have a port."""
+    """The first host of a list in which each host may have a port."""
     first = next(iter(text.split()), "")
     found = re.fullmatch(r"(?:\[([^]]+)\]|([^:]+))(?::\d+)?", first)
     return (found[1] or found[2]) if found else first
@@ -380,6 +400,6 @@ def _is_this_host(host: str) -> bool:
 
 
 def _port(text: str) -> int:
-    """The port in a variable; 0 if it holds none."""
+    """Reads a port; 0 if the text is none."""
     known = text.isascii() and text.isdecimal() and len(text) <= 5
     return int(text) if known and int(text) < 65536 else 0

@@ -1,9 +1,10 @@
-"""Where other ranks call: this rank's listening sockets and the thread behind them.
+"""Link listener: the sockets on which other ranks connect to this one.
 
-A unix socket in the abstract namespace (it has no file and goes with the process) for
-ranks of this host, TCP sockets for the others. Whoever proves itself (handshake.py) is
-kept under what it introduced itself as, until `mesh` takes it. Connections for a
-communicator that this rank has not begun to build yet simply wait here.
+Ranks of this host connect to a unix socket in the abstract namespace: such a socket has
+no file and disappears with the process. Ranks of other hosts connect over TCP. A thread
+accepts and authenticates (handshake.py). It keeps a connection under its key until
+links/mesh.py takes it, because another rank may connect before this rank begins to
+build the communicator.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ringjax.control import addresses as address
 from ringjax.control.acceptor import Acceptor, run_once
@@ -23,11 +25,12 @@ from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import TlsOffer, offer_for
 
-_MAX_WAITING = 1 << 16  # connections; only members can cause them
+# Connections that nobody has taken yet. Only members of the job can open some.
+_MAX_WAITING = 1 << 16
 
 
 class ConnectionKey(NamedTuple):
-    """What a connection is; `caller` is a world rank."""
+    """Identifies a connection between two ranks; `caller` is a world rank."""
 
     epoch: int
     comm: int
@@ -36,26 +39,32 @@ class ConnectionKey(NamedTuple):
     caller: int
 
 
-class AcceptedConnection(NamedTuple):
-    """A connection that has proved itself, and the key of what flows on it."""
+@dataclass(frozen=True, slots=True)
+class AcceptedConnection:
+    """A connection that has authenticated.
+
+    Attributes:
+        sock: its socket.
+        key: encrypts its data in the native core; empty: the data are not encrypted.
+    """
 
     sock: socket.socket
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 class LinkListener:
-    """Takes the calls of the higher ranks.
+    """Accepts the connections of higher ranks.
 
     Args:
-        secret: the job's secret.
-        job: its id.
-        rank: this rank; the calls must be meant for it, and come from higher ones.
-            -1: that differs from epoch to epoch.
-        size: the job's size, if `rank` is given.
+        secret: the secret of the job.
+        job: the id of the job.
+        rank: this rank. A caller must name it, and must have a higher rank itself.
+            -1: the rank changes from epoch to epoch, so neither is checked.
+        size: the size of the job, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: takes sentences about refused connections.
-        failed: takes a sentence if nobody can call here any more.
-        tls: whether what comes over TCP is encrypted, as in RINGJAX_TLS.
+        failed: takes a sentence if the thread fails, so that nobody can connect.
+        tls: whether data that come over TCP are encrypted, as in RINGJAX_TLS.
     """
 
     def __init__(
@@ -73,11 +82,11 @@ class LinkListener:
         self._tls = offer_for(tls)
         self._rank, self._size = rank, size
         self._failed = failed
-        self._oldest = 0  # epochs before this one are over
+        self._oldest = 0  # earlier epochs are over
         self._accepted: dict[ConnectionKey, AcceptedConnection] = {}
         self._changed = threading.Condition()
         self._closing = False
-        # Random, so that nobody can sit on the name before us.
+        # A random name, which no other user can bind before this process does.
         name = str(rank) if rank >= 0 else "e"
         self.unix_name = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
         listeners: list[socket.socket] = []
@@ -87,7 +96,7 @@ class LinkListener:
             local.bind("\0" + self.unix_name)
             local.listen(1024)
             for host in hosts:
-                # An interface may have lost its address meanwhile; others will do.
+                # An interface may have lost its address meanwhile. One is enough.
                 with contextlib.suppress(OSError):
                     listeners.append(address.listen(host))
             if hosts and len(listeners) == 1:
@@ -103,61 +112,64 @@ class LinkListener:
         self._acceptor = Acceptor(
             listeners,
             self._selector,
-            lambda sock: callee_steps(secret, job, self._accepts, self._offer(sock)),
+            lambda sock: callee_steps(
+                secret, job, self._refusal_of, self._offer_on(sock)
+            ),
             self._admit,
             log,
         )
         self._thread = threading.Thread(
-            target=self._serve, name="ringjax-reception", daemon=True
+            target=self._serve, name="ringjax-link-listener", daemon=True
         )
         self._thread.start()
 
     def _serve(self) -> None:
         try:
             while not self._closing:
-                # Without guests there is nothing to sweep, so it can sleep long.
-                rest = 0.5 if self._acceptor.has_pending else 60.0
-                run_once(self._selector, rest, self._acceptor.on_error)
+                # Only pending connections can expire, so sleep long without them.
+                pause = 0.5 if self._acceptor.has_pending else 60.0
+                run_once(self._selector, pause, self._acceptor.on_error)
                 self._acceptor.expire()
         except Exception as error:
             if not self._closing:
                 why = f"{type(error).__name__}: {error}"
                 self._failed(f"the listening thread of this rank failed: {why}")
 
-    def _offer(self, sock: socket.socket) -> TlsOffer:
-        """What leaves this host is encrypted, what stays in it is not."""
+    def _offer_on(self, sock: socket.socket) -> TlsOffer:
+        """The TLS offer on a socket: data that stay on this host are not encrypted."""
         return TlsOffer.NONE if sock.family == socket.AF_UNIX else self._tls
 
-    def _accepts(self, introduction: HandshakeRequest) -> str:
-        if not introduction.purpose.links:
+    def _refusal_of(self, request: HandshakeRequest) -> str:
+        if not request.purpose.is_link:
             return "looks for a server, which is not here"
         if self._rank < 0:
-            # An epoch that has not reached this rank yet: the connection waits.
-            late = introduction.epoch < self._oldest
-            return f"calls in epoch {introduction.epoch}, which is over" if late else ""
-        if introduction.callee != self._rank:
-            return f"looks for rank {introduction.callee}, this is {self._rank}"
-        if not self._rank < introduction.caller < self._size:
-            return f"claims to be rank {introduction.caller} of {self._size}"
+            # The other rank may have entered an epoch before this rank does. Then its
+            # connection waits.
+            late = request.epoch < self._oldest
+            return f"calls in epoch {request.epoch}, which is over" if late else ""
+        if request.callee != self._rank:
+            return f"looks for rank {request.callee}, this is {self._rank}"
+        if not self._rank < request.caller < self._size:
+            return f"claims to be rank {request.caller} of {self._size}"
         return ""
 
     def _admit(
         self,
         sock: socket.socket,
         where: str,
-        introduction: HandshakeRequest,
+        request: HandshakeRequest,
         keys: SessionKeys,
     ) -> None:
         del where
         key = ConnectionKey(
-            introduction.epoch,
-            introduction.comm,
-            introduction.purpose,
-            introduction.stream,
-            introduction.caller,
+            request.epoch,
+            request.comm,
+            request.purpose,
+            request.stream,
+            request.caller,
         )
         with self._changed:
-            old = self._accepted.pop(key, None)  # the caller gave up on it
+            old = self._accepted.pop(key, None)  # the caller has given it up
             if len(self._accepted) >= _MAX_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:
@@ -166,29 +178,23 @@ class LinkListener:
         if old is not None:
             old.sock.close()
 
-    def hello_entries(self) -> dict[str, Any]:
-        """Where to call this rank, for its hello."""
+    def hello_entries(self) -> dict[str, str]:
+        """The addresses of this listener, for the hello of this rank."""
         return {"door": self.unix_name, "addresses": ",".join(self.addresses)}
 
     def accept(self, key: ConnectionKey, seconds: float) -> AcceptedConnection | None:
-        """The connection of that key, once; None if it has not come by then."""
+        """Waits for a connection and removes it here; None if none comes in time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._accepted, seconds)
             return self._accepted.pop(key, None)
 
     def has(self, key: ConnectionKey) -> bool:
-        """Whether that connection waits here."""
+        """Whether a connection waits to be taken by `accept`."""
         with self._changed:
             return key in self._accepted
 
-    def discard(self, comm: int) -> None:
-        """Closes what waits for a communicator that will not be built."""
-        with self._changed:
-            for key in [key for key in self._accepted if key.comm == comm]:
-                self._accepted.pop(key).sock.close()
-
     def discard_before(self, epoch: int) -> None:
-        """Closes what waits for epochs before this one; nobody calls there any more."""
+        """Closes the connections of earlier epochs and refuses new ones of them."""
         with self._changed:
             self._oldest = max(self._oldest, epoch)
             for key in [key for key in self._accepted if key.epoch < epoch]:
@@ -204,7 +210,7 @@ class LinkListener:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
+        """Closes all sockets in a forked child, which has no thread to end."""
         self._closing = True
         self._selector.close()
         self._acceptor.close()

@@ -1,4 +1,4 @@
-"""A rank as the others know it, and ranks in a sentence."""
+"""A member of the job as all ranks know it, and ranks as text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank as all others know it.
+    """A worker that has a rank in the present epoch.
 
     Attributes:
-        seen: the address from which it reached the coordinator; it is known to work.
-        hello: what it said about itself when it joined.
-        worker: the number of its process: in an elastic job one that is never used
-            again, else its rank.
+        rank: its rank.
+        seen: the address from which it reached the coordinator, so packets can travel
+            to this address.
+        hello: the description that it sent when it joined, as JSON.
+        worker: its number. An elastic job never uses a number again; in other jobs the
+            number is the rank.
     """
 
     rank: int
@@ -25,7 +27,7 @@ class Member:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks for a sentence: "rank 3", or "ranks 1, 2, 5 and 40 more"."""
+    """Formats ranks: "rank 3", or "ranks 1, 2, 5 and 40 more"."""
     shown = ", ".join(map(str, ranks[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"

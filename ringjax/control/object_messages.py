@@ -83,7 +83,7 @@ def open_message(
       TypeError: the sender could not encode the object; with the sender's reason.
       ValueError: the message is not genuine, or is no object.
     """
-    data = seal.checked(bool(head[0]), body[: int(head[1])])
+    data = seal.verify(bool(head[0]), body[: int(head[1])])
     if head[0]:
         raise TypeError(data.decode(errors="replace"))
     return decode(data, allow_pickle=allow_pickle)

@@ -1,7 +1,8 @@
-"""How many descriptors this process may have, and having the kernel allow more.
+"""The limit of open files (RLIMIT_NOFILE): raises it, and explains when it is too low.
 
-A rank has several for each other one, so that some hundred ranks need more than the
-1,024 that most systems give at first. A process may raise that up to its hard limit.
+A rank has several descriptors for each other rank, so a job of some hundred ranks needs
+more than the 1,024 that most systems allow by default. A process may raise its soft
+limit up to the hard limit.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import resource
 
 from ringjax.errors import OutOfDescriptors
 
-_SPARE = 1024  # besides, for the program
+_SPARE = 1024  # descriptors for the program itself
 
 
-def allow(more: int) -> int:
-    """Lets `more` descriptors be opened, besides those that are open.
+def raise_limit(more: int) -> int:
+    """Raises the soft limit so that `more` descriptors can be opened.
 
-    Only as far as needed: there are programs that close every number up to the limit.
+    The limit becomes no higher than necessary, because some programs close every number
+    up to the limit when they start.
 
     Returns:
-        How many of them the hard limit forbids.
+        The number of descriptors that the hard limit forbids.
     """
     needed = _open_now() + more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # As a number: RLIM_INFINITY is -1.
+    # RLIM_INFINITY is -1: replace it, so that limits can be compared.
     soft, hard = (1 << 31 if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     if soft < needed + _SPARE and soft < hard:
         with contextlib.suppress(OSError, ValueError):
@@ -36,12 +38,16 @@ def allow(more: int) -> int:
 
 
 def require(more: int, what: str) -> None:
-    """As `allow`; `what` names who needs them in the error.
+    """Raises the soft limit so that `more` descriptors can be opened.
+
+    Args:
+        more: the number of descriptors.
+        what: the part of ringjax that needs them, for the error.
 
     Raises:
-        OutOfDescriptors: the hard limit forbids it.
+        OutOfDescriptors: the hard limit forbids some of them.
     """
-    if missing := allow(more):
+    if missing := raise_limit(more):
         raise OutOfDescriptors(
             f"{what}: {more} descriptors are needed and {missing} of them not allowed: "
             f"{limit_text()}"
@@ -49,7 +55,7 @@ def require(more: int, what: str) -> None:
 
 
 def limit_text() -> str:
-    """What forbids more, and what to do about it."""
+    """The limit, its use, and how to raise it, for an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"this process may have {soft} (RLIMIT_NOFILE, at most {hard}) and has "
@@ -59,7 +65,11 @@ def limit_text() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether that is what went wrong: here, in the whole system, or on the way."""
+    """Whether an error means that no descriptor is free.
+
+    EMFILE is the limit of this process, ENFILE the limit of the system, and
+    ETOOMANYREFS the limit of descriptors that are in flight on unix sockets.
+    """
     few = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
     return isinstance(error, OSError) and error.errno in few
 

@@ -1,8 +1,8 @@
-"""JSON messages sealed with an HMAC and a counter, inside TLS where there is some.
+"""Sealed messages: JSON messages with an HMAC and a counter, inside TLS if possible.
 
-What flows on control connections after the handshake (handshake.py), which gives out
-the keys. The seal alone keeps anything altered, lost, replayed or made up from being
-believed; TLS (tls.py) keeps it from being read. `ObjectSeal` is for objects on links.
+These messages flow on the connections to a server after the handshake (handshake.py),
+which supplies the keys. The seal protects against messages that are altered, dropped,
+replayed or forged, with and without TLS. TLS (tls.py) keeps them secret, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,81 +18,93 @@ from ringjax.control.tls import TlsEndpoint
 from ringjax.errors import AuthenticationError
 
 MAX_BYTES = 16 << 20  # of one sealed message
-_MAC = 32
-JsonMessage = dict[str, Any] | bytes  # a JSON object, or what `encode` made of it
+_MAC_BYTES = 32
+JsonMessage = Mapping[str, Any] | bytes  # a JSON object, or the result of `encode`
 
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys for sealed messages after a handshake, one per direction.
+    """The keys that a handshake supplies.
 
     Attributes:
-        layer: this end of TLS, if both ends have it.
-        link: what a link between ranks is encrypted with in the native core.
+        send: seals the messages that this end sends.
+        receive: seals the messages that this end receives.
+        tls: this end of the TLS connection; None if the session is not encrypted.
+        link: encrypts a link between ranks in the native core; empty: the link is not
+            encrypted.
     """
 
-    send: bytes = b""
-    receive: bytes = b""
-    layer: TlsEndpoint | None = None
+    send: bytes = field(default=b"", repr=False)
+    receive: bytes = field(default=b"", repr=False)
+    tls: TlsEndpoint | None = None
     link: bytes = field(default=b"", repr=False)
 
     def sealer(self) -> MessageSealer:
-        """For what is sent from now on; there must be one only."""
-        return MessageSealer(self.send, self.layer)
+        """Makes the sealer of this session. A second one would repeat the counter."""
+        return MessageSealer(self.send, self.tls)
 
-    def opener(self, most: int = MAX_BYTES) -> MessageOpener:
-        """For what is received from now on; there must be one only."""
-        return MessageOpener(self.receive, most, self.layer)
+    def opener(self, max_bytes: int = MAX_BYTES) -> MessageOpener:
+        """Makes the opener of this session. A second one would repeat the counter."""
+        return MessageOpener(self.receive, max_bytes, self.tls)
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """The text of a message, once for many who get the same one."""
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Encodes a message once that is sent to many peers."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 class MessageSealer:
-    """Packs JSON messages so that the other end notices any change, loss or replay."""
+    """Seals messages, so that the other end notices any change, loss or replay."""
 
-    def __init__(self, key: bytes, layer: TlsEndpoint | None = None) -> None:
-        self._key, self._count, self._layer = key, 0, layer
+    def __init__(self, key: bytes, tls: TlsEndpoint | None = None) -> None:
+        self._key, self._count, self._tls = key, 0, tls
 
     def seal(self, message: JsonMessage) -> bytes:
-        """Length (4 bytes), HMAC(key, counter, length, text), text; all that in TLS."""
+        """Returns length (4 bytes), HMAC(key, counter, length, text) and text, in TLS.
+
+        Raises:
+            ValueError: the message has more than MAX_BYTES.
+        """
         text = message if isinstance(message, bytes) else encode(message)
         if len(text) > MAX_BYTES:
             raise ValueError(f"message of {len(text)} bytes, at most {MAX_BYTES}")
         head = struct.pack("!QI", self._count, len(text))
         self._count += 1
         sealed = head[8:] + hmac.digest(self._key, head + text, "sha256") + text
-        return sealed if self._layer is None else self._layer.protect(sealed)
+        return sealed if self._tls is None else self._tls.encrypt(sealed)
 
 
 class MessageOpener:
-    """Takes bytes as they come, returns the messages that are complete and genuine."""
+    """Collects bytes as they arrive and returns the complete, genuine messages."""
 
     def __init__(
-        self, key: bytes, most: int = MAX_BYTES, layer: TlsEndpoint | None = None
+        self, key: bytes, max_bytes: int = MAX_BYTES, tls: TlsEndpoint | None = None
     ) -> None:
-        self._key, self._count, self._most, self._layer = key, 0, most, layer
+        self._key, self._count, self._max_bytes, self._tls = key, 0, max_bytes, tls
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> list[dict[str, Any]]:
-        """Raises AuthenticationError on the first message that is not genuine."""
-        self._buffer += piece if self._layer is None else self._layer.expose(piece)
+        """Returns the messages that are complete with this piece.
+
+        Raises:
+            AuthenticationError: a message is not genuine, or too long.
+        """
+        self._buffer += piece if self._tls is None else self._tls.decrypt(piece)
         messages = []
-        while len(self._buffer) >= 4 + _MAC:
+        while len(self._buffer) >= 4 + _MAC_BYTES:
             length = int.from_bytes(self._buffer[:4], "big")
-            if length > self._most:
+            # The length is not authenticated until the whole message has arrived. The
+            # limit keeps an attacker from making this process collect gigabytes.
+            if length > self._max_bytes:
                 raise AuthenticationError(f"announces a message of {length} bytes")
-            if len(self._buffer) < 4 + _MAC + length:
+            if len(self._buffer) < 4 + _MAC_BYTES + length:
                 break
             head = struct.pack("!QI", self._count, length)
-            mac = bytes(self._buffer[4 : 4 + _MAC])
-            text = bytes(self._buffer[4 + _MAC : 4 + _MAC + length])
-            del self._buffer[: 4 + _MAC + length]
-            if not hmac.compare_digest(
-                mac, hmac.digest(self._key, head + text, "sha256")
-            ):
+            mac = bytes(self._buffer[4 : 4 + _MAC_BYTES])
+            text = bytes(self._buffer[4 + _MAC_BYTES : 4 + _MAC_BYTES + length])
+            del self._buffer[: 4 + _MAC_BYTES + length]
+            expected = hmac.digest(self._key, head + text, "sha256")
+            if not hmac.compare_digest(mac, expected):
                 raise AuthenticationError("sent a message that was altered or replayed")
             self._count += 1
             try:
@@ -105,31 +118,33 @@ class MessageOpener:
 
 
 class ObjectSeal:
-    """Tells what a rank of this job has sent from what was altered or made up.
+    """Proves that a rank of this job has sent an object, by a certain function.
 
-    Links between hosts may be plain TCP, and a pickle runs code. The seal is an HMAC
-    (RFC 2104, SHA-256) under a key that only this job's ranks have. It does not hide
-    anything, and an object that was genuine once could be played again.
+    Links between hosts may be plain TCP, and to load a pickle runs code. The seal is an
+    HMAC (RFC 2104, SHA-256) under a key that only the ranks of the job have. It does
+    not encrypt, and it does not detect that a genuine object is replayed.
 
     Args:
-        secret: the job's; empty in a job of one.
-        what: what the object is sent by; another function's objects are not genuine.
+        secret: the secret of the job; empty in a job of one.
+        function: the function that sends the object. An object that another function
+            has sent is not genuine.
     """
 
     SIZE = 32
 
-    def __init__(self, secret: bytes, what: str) -> None:
-        self._key = hmac.digest(secret, b"ringjax objects " + what.encode(), "sha256")
+    def __init__(self, secret: bytes, function: str) -> None:
+        label = b"ringjax objects " + function.encode()
+        self._key = hmac.digest(secret, label, "sha256")
 
     def of(self, failed: bool, data: bytes) -> bytes:
-        """The seal of a message."""
+        """Returns the seal of a message, which is the object or a failure."""
         return hmac.digest(self._key, bytes([failed]) + data, "sha256")
 
-    def checked(self, failed: bool, data: bytes) -> bytes:
-        """The message without its seal.
+    def verify(self, failed: bool, data: bytes) -> bytes:
+        """Returns a message without its seal.
 
         Raises:
-            ValueError: it is not genuine.
+            ValueError: the message is not genuine.
         """
         data, seal = data[: -self.SIZE], data[-self.SIZE :]
         if not hmac.compare_digest(seal, self.of(failed, data)):

@@ -1,8 +1,8 @@
-"""A server of one job: listening sockets, authenticated sessions, one thread.
+"""Job server: listening sockets, authenticated sessions, and one thread that serves.
 
-What a job's coordinator and the directory of a data service have in common; what they
-say is their own. A session is a stream of sealed JSON messages (sealing.py). Losing one
-is told to the subclass, never raised.
+The coordinator of a job and the registry of a data service derive from it and define
+the messages. A session is a stream of sealed JSON messages (sealed_messages.py). When a
+session ends, the subclass is notified by a method; no exception leaves the server.
 """
 
 from __future__ import annotations
@@ -26,39 +26,43 @@ from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, SessionKeys
 from ringjax.control.tls import offer_for
 from ringjax.errors import AuthenticationError
 
-MAX_UNREAD = 4 * MAX_BYTES  # bytes that wait for one peer before it is given up
+MAX_UNREAD = 4 * MAX_BYTES  # bytes queued for a peer before its session is ended
 
 
 class ServerSession:
     """The server's end of one session.
 
     Attributes:
-        caller: the number that the peer introduced itself with.
-        seen: its address.
+        caller: the number with which the peer has introduced itself.
+        seen: the address of the peer.
     """
 
     def __init__(
         self,
-        service: JobServer,
+        server: JobServer,
         sock: socket.socket,
         caller: int,
         seen: str,
         keys: SessionKeys,
     ) -> None:
-        self._service, self.sock = service, sock
+        self._server, self.sock = server, sock
         self._sealer = keys.sealer()
-        self._opener = keys.opener(service.max_message_bytes)
+        self._opener = keys.opener(server.max_message_bytes)
         self.caller, self.seen = caller, seen
         self._output = bytearray()
         self._ending = False  # close once the output is written
 
     def send(self, message: JsonMessage, *, last: bool = False) -> None:
-        """Writes what is possible now, the rest later.
+        """Queues a message and writes as much as the socket takes now.
+
+        Args:
+            message: to send.
+            last: close the session once everything is written.
 
         Raises:
-            OSError: the connection is gone, or the peer does not read.
+            OSError: the connection has ended, or the peer does not read.
         """
-        if len(self._output) > self._service.max_unread:
+        if len(self._output) > self._server.max_unread:
             raise OSError("it does not read what it is sent")
         self._output += self._sealer.seal(message)
         self._ending |= last
@@ -69,10 +73,10 @@ class ServerSession:
             while self._output:
                 del self._output[: self.sock.send(self._output[: 1 << 16])]
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._output else 0)
-        self._service.selector.modify(self.sock, wanted, self.turn)
+        self._server.selector.modify(self.sock, wanted, self.on_ready)
 
-    def turn(self, sock: socket.socket) -> None:
-        """Reads and writes what is possible now."""
+    def on_ready(self, sock: socket.socket) -> None:
+        """Reads and writes as much as possible. The event loop calls it."""
         try:
             if self._output:
                 self._write()
@@ -81,36 +85,37 @@ class ServerSession:
                 if not piece:
                     raise ConnectionResetError("the connection was closed")
                 for message in self._opener.feed(piece):
-                    self._service.on_message(self, message)
+                    self._server.on_message(self, message)
         except (OSError, AuthenticationError) as error:
-            self._service.drop(self, str(error))
+            self._server.drop(self, str(error))
             return
         if self._ending and not self._output:
-            self._service.drop(self, "it was sent away")
+            self._server.drop(self, "it was sent away")
 
 
 class JobServer(abc.ABC):
-    """Serves one job. Subclasses say whom they take and what they answer.
+    """Serves one job. A subclass decides who may connect and answers the messages.
 
     Args:
-        secret: the job's secret.
-        job: its id, 16 hexadecimal digits.
-        hosts: the addresses to listen on; None: this machine's loopback alone.
-        port: the same port on each of them; 0 takes a free one for each.
+        secret: the secret of the job.
+        job: the id of the job, 16 hexadecimal digits.
+        hosts: the addresses to listen on; None for the loopback address only.
+        port: the same port on each address; 0 takes a free one for each.
         log: takes sentences about refused connections.
-        listeners: sockets that listen already, besides `hosts`.
+        listeners: sockets that listen already, in addition to `hosts`.
         tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
-        name: in sentences and of the thread.
+        name: of the server, in log lines and of its thread.
         addresses: where it listens, "host:port" each.
 
     Raises:
-        StartupError: it cannot listen there, or it must encrypt and cannot.
+        StartupError: it cannot listen on an address, or TLS is required and this Python
+            does not support it.
     """
 
     name = "service"
-    max_message_bytes = 1 << 20  # bytes of one message
+    max_message_bytes = 1 << 20  # of a message from a peer
     max_unread = MAX_UNREAD
 
     def __init__(
@@ -124,38 +129,40 @@ class JobServer(abc.ABC):
         listeners: Sequence[socket.socket] = (),
         tls: str = "auto",
     ) -> None:
-        offered = offer_for(tls)
+        own_offer = offer_for(tls)
         self._sessions: set[ServerSession] = set()
         self._failed_sends: deque[tuple[ServerSession, str]] = deque()
         self._closing = False
-        self._wakeup_lock = threading.RLock()  # of the eventfd; a signal may wake, too
+        # Guards the eventfd. Reentrant, because a signal handler may call `wake` while
+        # its thread is in `wake`.
+        self._wakeup_lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        doors = list(listeners)
-        doors += address.listen_on(
+        sockets = list(listeners)
+        sockets += address.listen_on(
             [address.loopback()] if hosts is None else hosts, port
         )
-        self.addresses = [address.show(*s.getsockname()[:2]) for s in doors]
+        self.addresses = [address.show(*s.getsockname()[:2]) for s in sockets]
         self.selector = selectors.DefaultSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.selector.register(
             self._wakeup, selectors.EVENT_READ, lambda fd: os.eventfd_read(fd)
         )
         self._acceptor = Acceptor(
-            doors,
+            sockets,
             self.selector,
-            lambda sock: callee_steps(secret, job, self._accepts, offered),
+            lambda sock: callee_steps(secret, job, self._refusal_of_request, own_offer),
             self._admit,
             log or self._print,
         )
 
-    # --- what a subclass says ---
+    # --- a subclass overrides these ---
 
     @abc.abstractmethod
     def refusal_of(self, caller: int) -> str:
-        """Why somebody with this number is not let in; nothing if it is."""
+        """Returns why a peer with this number is refused; "" admits the peer."""
 
-    def on_connected(self, session: ServerSession) -> None:  # noqa: B027  (some only wait for messages)
-        """Somebody has proved itself."""
+    def on_connected(self, session: ServerSession) -> None:  # noqa: B027  (optional)
+        """Called once a peer has authenticated."""
 
     @abc.abstractmethod
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
@@ -163,37 +170,38 @@ class JobServer(abc.ABC):
 
     @abc.abstractmethod
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """A session has ended; the session is closed already."""
+        """Called when a session has ended. Its socket is closed already."""
 
-    def after_round(self) -> None:  # noqa: B027  (some do nothing between rounds)
-        """Called after each round of the loop."""
+    def after_round(self) -> None:  # noqa: B027  (optional)
+        """Called after each round of the event loop."""
 
     def on_session_error(self, session: ServerSession, error: Exception) -> None:
-        """Called when a session's message could not be served: that session ends."""
+        """Ends a session whose message made `on_message` raise an exception."""
         self.on_crash(error)
-        self.drop(session, f"it could not be served: {type(error).__name__}: {error}")
+        why = f"it could not be served: {type(error).__name__}: {error}"
+        self.drop(session, why)
 
     def on_crash(self, error: Exception) -> None:
-        """Called when the thread ends because of a fault of its own."""
+        """Called when the thread ends because of an exception."""
         stderr.line("".join(traceback.format_exception(error)).rstrip())
 
     def max_wait(self) -> float:
-        """The most seconds until `after_round` is to be called again."""
+        """Seconds after which `after_round` must be called again at the latest."""
         return 0.25
 
-    # --- what they need not ---
+    # --- the server itself ---
 
     def start(self) -> None:
-        """Serves in a daemon thread until `close`."""
+        """Starts a daemon thread, which serves until `close`."""
         self._thread = threading.Thread(
             target=self._serve, name=f"ringjax-{self.name}", daemon=True
         )
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the thread do a round now; from any thread."""
+        """Makes the event loop do a round now. May be called from any thread."""
         with self._wakeup_lock:
-            if self._wakeup >= 0:  # it may have ended by itself
+            if self._wakeup >= 0:  # else the thread has ended by itself
                 os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
@@ -203,7 +211,7 @@ class JobServer(abc.ABC):
         self._closing = True
         self.wake()
         if self._thread is None:
-            self.close_in_child()
+            self._close_sockets()
         elif self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -218,17 +226,21 @@ class JobServer(abc.ABC):
         except Exception as error:
             self.on_crash(error)
         finally:
-            self.close_in_child()
+            self._close_sockets()
 
     def close_in_child(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
+        """Closes all sockets in a forked child, which has no thread to end."""
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._closing = True
         self.selector.close()
         self._acceptor.close()
         for session in self._sessions:
             session.sock.close()
         self._sessions.clear()
-        # A forked child may have been made while another thread had it.
+        # If the process forked while another thread held this lock, no thread of the
+        # child ever releases it: do not wait for long.
         held = self._wakeup_lock.acquire(timeout=1.0)
         if self._wakeup >= 0:
             os.close(self._wakeup)
@@ -237,42 +249,39 @@ class JobServer(abc.ABC):
             self._wakeup_lock.release()
 
     def _on_error(self, sock: object, error: Exception) -> None:
-        """Something was wrong with one connection; see `on_session_error`."""
-        session = next(
-            (session for session in self._sessions if session.sock is sock), None
-        )
+        session = next((s for s in self._sessions if s.sock is sock), None)
         if session is None:
             self._acceptor.on_error(sock, error)
         else:
             self.on_session_error(session, error)
 
-    def _accepts(self, introduction: HandshakeRequest) -> str:
-        if introduction.purpose != Purpose.RENDEZVOUS:
-            return f"wants {introduction.purpose.name.lower()} from the {self.name}"
-        return self.refusal_of(introduction.caller)
+    def _refusal_of_request(self, request: HandshakeRequest) -> str:
+        if request.purpose != Purpose.RENDEZVOUS:
+            return f"wants {request.purpose.name.lower()} from the {self.name}"
+        return self.refusal_of(request.caller)
 
     def _admit(
         self,
         sock: socket.socket,
         where: str,
-        introduction: HandshakeRequest,
+        request: HandshakeRequest,
         keys: SessionKeys,
     ) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        session = ServerSession(self, sock, introduction.caller, where, keys)
+        session = ServerSession(self, sock, request.caller, where, keys)
         self._sessions.add(session)
-        self.selector.register(sock, selectors.EVENT_READ, session.turn)
+        self.selector.register(sock, selectors.EVENT_READ, session.on_ready)
         self.on_connected(session)
 
     def send(
         self, session: ServerSession, message: JsonMessage, *, last: bool = False
     ) -> None:
-        """Sends it, or ends the session once this round of the loop is done.
+        """Sends a message. If that fails, the session ends after this round.
 
-        Not at once: whoever sends is in the middle of something, perhaps of telling
-        everybody that another session has ended.
+        It does not end at once, because the caller may be in the middle of a loop over
+        sessions, for example to report the end of another session.
         """
         try:
             session.send(message, last=last)
@@ -280,7 +289,7 @@ class JobServer(abc.ABC):
             self._failed_sends.append((session, str(error)))
 
     def drop(self, session: ServerSession, why: str) -> None:
-        """Ends a session, if it has not ended yet."""
+        """Ends a session. Does nothing if the session has ended already."""
         if session not in self._sessions:
             return
         self._sessions.discard(session)

@@ -1,16 +1,16 @@
-"""Slurm's notation for lists of nodes, for ranks (srun) and for ringrun (salloc)."""
+"""Slurm's notation for lists of nodes, which ranks under srun and ringrun read."""
 
 from __future__ import annotations
 
-_MOST_NODES = 65536
-_MOST_DIGITS = 20
+_MAX_NODES = 65536
+_MAX_DIGITS = 20
 
 
 def hosts_of(nodelist: str) -> list[str]:
     """Expands Slurm's notation for lists of nodes.
 
     Raises:
-        ValueError: it is not such a list, or names more than 65536 nodes.
+        ValueError: the text is no list of nodes, or names more than 65536 nodes.
 
     Example:
         >>> hosts_of("gpu[08-10,12]-ib,login")
@@ -26,9 +26,9 @@ def hosts_of(nodelist: str) -> list[str]:
             if not closing or "]" in head:
                 raise ValueError(f"node list {nodelist!r}: brackets do not match")
             numbers = _numbers(inside, nodelist) if bracket else [""]
-            if len(hosts) + len(names) * len(numbers) > _MOST_NODES:
+            if len(hosts) + len(names) * len(numbers) > _MAX_NODES:
                 raise ValueError(
-                    f"node list {nodelist!r}: more than {_MOST_NODES} nodes"
+                    f"node list {nodelist!r}: more than {_MAX_NODES} nodes"
                 )
             names = [name + head + number for name in names for number in numbers]
         hosts += names
@@ -36,7 +36,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def _split(nodelist: str) -> list[str]:
-    """Splits at the commas outside brackets."""
+    """Splits a list at the commas that are outside of brackets."""
     entries, depth = [""], 0
     for character in nodelist.strip():
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -48,15 +48,15 @@ def _split(nodelist: str) -> list[str]:
 
 
 def _numbers(text: str, nodelist: str) -> list[str]:
-    """Expands "08-10,12" and keeps leading zeros."""
+    """Expands "08-10,12" to ["08", "09", "10", "12"]: leading zeros are kept."""
     numbers: list[str] = []
     for piece in text.split(","):
         first, dash, last = piece.partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
             raise ValueError(f"node list {nodelist!r}: {piece!r} is no range")
-        if int(last) - int(first) >= _MOST_NODES or len(first) > _MOST_DIGITS:
-            raise ValueError(f"node list {nodelist!r}: more than {_MOST_NODES} nodes")
+        if int(last) - int(first) >= _MAX_NODES or len(first) > _MAX_DIGITS:
+            raise ValueError(f"node list {nodelist!r}: more than {_MAX_NODES} nodes")
         width = len(first) if first.startswith("0") else 0
         numbers += [f"{n:0{width}}" for n in range(int(first), int(last) + 1)]
     return numbers

@@ -1,7 +1,7 @@
-"""The folder in which ringjax makes temporary files: records of calls and sockets.
+"""The folder for temporary files of ringjax: records of calls, and sockets.
 
-A container may have a read-only root and no folder for temporary files. What is written
-there is a convenience, so the answer may be that there is no such folder.
+A container may have a read-only root file system without such a folder. Training does
+not need these files, so their users must work without the folder.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ _MEMORY = "/dev/shm"
 
 
 def folder() -> str:
-    """A folder where this process can make files; empty: there is none.
+    """Returns a folder where this process can make files; "" if there is none.
 
     Example:
         >>> folder() == "" or os.path.isdir(folder())
         True
     """
-    import tempfile  # rarely needed, and ringrun is to start in a moment
+    import tempfile  # slow to import, and ringrun should start at once
 
     try:
         return tempfile.gettempdir()

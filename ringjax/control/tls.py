@@ -1,13 +1,18 @@
-"""TLS on the connections of a job, where Python's ssl can do it without files.
+"""TLS 1.3 with a pre-shared key on the connections of a job.
 
-That is from Python 3.13 on: TLS 1.3 with a pre-shared key instead of certificates. The
-key is made of what both ends proved to each other before (handshake.py), so it is new
-for each connection, and it only authenticates: what is encrypted with comes from a
-Diffie-Hellman exchange, so who records a conversation and learns the job's secret later
-still cannot read it. No sockets here: bytes in, bytes out.
+Python's ssl supports pre-shared keys without certificate files from Python 3.13 on. The
+key is derived from the handshake before (handshake.py), so each connection has a new
+one. It only authenticates. The encryption keys come from a Diffie-Hellman exchange
+(*forward secrecy*): an attacker who records a connection and learns the secret of the
+job later still cannot read the recording. This module opens no socket: it turns bytes
+into bytes.
 
-Links between hosts (RINGJAX_TLS=required) only shake hands here, and agree in TLS on
-the keys with which the native core makes its records (xla_ext/transport/channel.h).
+A link between hosts (RINGJAX_TLS=required) uses this TLS connection only to agree on
+new keys. The native core then makes the records of the link itself, in the format of
+TLS 1.3 and with libcrypto's AES-256-GCM (xla_ext/transport/channel.h). The core does
+not use the kernel's TLS (kTLS), with which a connection keeps one key for its whole
+life: RFC 8446 (5.5) allows 2^24.5 records for one key, and the core derives a new key
+after 2^24 records (256 GiB).
 """
 
 from __future__ import annotations
@@ -22,21 +27,21 @@ from typing import Any
 
 from ringjax.errors import AuthenticationError, StartupError
 
-SETTINGS = ("auto", "required", "off")
 _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name in ssl
-_HEAD = 5  # bytes of a record that say how long it is
-_LONGEST = 16384 + 256  # bytes of the rest of a record
-_PIECE = 1 << 16
-_RANDOM = 32  # bytes of each end, for the keys of a link
-_SEALED = _HEAD + _RANDOM + 1 + 16  # as a record: its type, and the tag
+_HEADER_BYTES = 5  # of a record; bytes 3 and 4 are the length of the rest
+_MAX_RECORD_BYTES = 16384 + 256  # of the rest of a record
+_READ_BYTES = 1 << 16
+_RANDOM_BYTES = 32  # that each end contributes to the keys of a link
+_RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16  # content type and tag
 
-# Yields (bytes to send, how many bytes it wants next) and takes these. Returns the keys
-# of a link: key and IV for sending, then for receiving, as the native core takes them.
+# Yields the bytes to send and the number of bytes that it needs next, and is sent these
+# bytes. Returns the keys of a link: key and IV for sending, then for receiving, as the
+# native core expects them.
 Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
 class TlsOffer(enum.IntEnum):
-    """What one end of a connection says about TLS, in the handshake before."""
+    """What one end of a connection announces about TLS in the handshake before."""
 
     NONE = 0
     ABLE = 1
@@ -44,15 +49,15 @@ class TlsOffer(enum.IntEnum):
 
 
 def supported() -> bool:
-    """Whether this Python can."""
+    """Whether this Python supports TLS 1.3 with pre-shared keys."""
     return bool(getattr(ssl, "HAS_PSK", False) and ssl.HAS_TLSv1_3)
 
 
 def offer_for(setting: str) -> TlsOffer:
-    """What a process with this setting of RINGJAX_TLS says.
+    """The offer of a process with this value of RINGJAX_TLS.
 
     Raises:
-        StartupError: it is required and this Python cannot.
+        StartupError: TLS is required and this Python does not support it.
 
     Example:
         >>> offer_for("off").name
@@ -70,29 +75,32 @@ def offer_for(setting: str) -> TlsOffer:
     return TlsOffer.REQUIRED
 
 
-def agree(mine: TlsOffer, theirs: TlsOffer, *, link: bool = False) -> bool:
-    """Whether two ends use TLS; alike on both.
+def agree(own: TlsOffer, peer: TlsOffer, *, is_link: bool = False) -> bool:
+    """Decides whether two ends use TLS. Both ends get the same result.
 
     Args:
-        link: it is a link between ranks, which is encrypted only if one requires it.
+        own: the offer of this end.
+        peer: the offer of the other end.
+        is_link: the connection is a link between ranks. A link is encrypted only if an
+            end requires it.
 
     Raises:
-        AuthenticationError: one requires what the other does not have.
+        AuthenticationError: one end requires TLS and the other end does not have it.
 
     Example:
         >>> agree(TlsOffer.ABLE, TlsOffer.REQUIRED), agree(TlsOffer.ABLE, TlsOffer.NONE)
         (True, False)
-        >>> agree(TlsOffer.ABLE, TlsOffer.ABLE, link=True)
+        >>> agree(TlsOffer.ABLE, TlsOffer.ABLE, is_link=True)
         False
     """
-    if TlsOffer.NONE not in (mine, theirs):
-        return not link or TlsOffer.REQUIRED in (mine, theirs)
-    if mine == TlsOffer.REQUIRED:
+    if TlsOffer.NONE not in (own, peer):
+        return not is_link or TlsOffer.REQUIRED in (own, peer)
+    if own == TlsOffer.REQUIRED:
         raise AuthenticationError(
             "has no TLS, and here RINGJAX_TLS=required: it needs Python 3.13 or newer "
             "and must not have RINGJAX_TLS=off"
         )
-    if theirs == TlsOffer.REQUIRED:
+    if peer == TlsOffer.REQUIRED:
         raise AuthenticationError(
             "requires TLS (RINGJAX_TLS=required), which this end does not have: "
             + ("RINGJAX_TLS=off" if supported() else "it needs Python 3.13 or newer")
@@ -101,13 +109,13 @@ def agree(mine: TlsOffer, theirs: TlsOffer, *, link: bool = False) -> bool:
 
 
 class TlsEndpoint:
-    """One end of a TLS connection, between plain bytes and records.
+    """One end of a TLS connection: converts between plain bytes and records.
+
+    Usable from several threads. No method waits.
 
     Args:
-        key: 32 bytes that both ends know and nobody else.
-        server: which end.
-
-    Usable from several threads; nothing here waits.
+        key: the pre-shared key, 32 bytes that only the two ends know.
+        server: whether this end is the TLS server.
     """
 
     def __init__(self, key: bytes, *, server: bool) -> None:
@@ -118,17 +126,19 @@ class TlsEndpoint:
         self._server = server
 
     def handshake(self, root: bytes = b"", first: bytes = b"") -> Steps:
-        """What this end does until both have the keys.
+        """Runs this end of the TLS handshake.
 
-        It takes whole records, and none that comes after its end.
+        The steps read whole records, and no byte beyond the handshake: bytes of the
+        native core may follow at once.
 
         Args:
-            root: 32 bytes that both ends know, if they are to agree on keys of a link.
-            first: to be sent before anything of its own.
+            root: 32 bytes that only the two ends know, to agree on keys of a link;
+                empty for a connection that is no link.
+            first: bytes to send before the first record.
 
         Raises:
-            AuthenticationError: the other end does not know the key, or somebody has
-                altered what it said.
+            AuthenticationError: the other end does not know the key, or an attacker has
+                altered a record.
         """
         while True:
             try:
@@ -137,13 +147,13 @@ class TlsEndpoint:
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise _refusal(error) from None
-            head = yield first + self._out.read(), _HEAD
+                raise _authentication_error(error) from None
+            header = yield first + self._out.read(), _HEADER_BYTES
             first = b""
-            length = int.from_bytes(head[3:], "big")
-            if not 0 < length <= _LONGEST:
+            length = int.from_bytes(header[3:], "big")
+            if not 0 < length <= _MAX_RECORD_BYTES:
                 raise AuthenticationError(f"announces a TLS record of {length} bytes")
-            self._in.write(head)
+            self._in.write(header)
             self._in.write((yield b"", length))
         last = self._out.read()
         if root:
@@ -152,86 +162,82 @@ class TlsEndpoint:
         return b""
 
     def _link_keys(self, root: bytes, last: bytes) -> Steps:
-        """Agrees on the keys of a link; nothing is left unread."""
-        mine = secrets.token_bytes(_RANDOM)
+        """Agrees on the keys of a link. Each end sends random bytes inside TLS."""
+        own = secrets.token_bytes(_RANDOM_BYTES)
         if self._server:
-            record = yield last, _SEALED
-            both = self._random(record) + mine
-            yield self.protect(mine), 0
+            record = yield last, _RANDOM_RECORD_BYTES
+            both = self._read_random(record) + own
+            yield self.encrypt(own), 0
         else:
-            record = yield last + self.protect(mine), _SEALED
-            both = mine + self._random(record)
-        keys = [
-            _expand(hmac.digest(root, both, "sha256"), way) for way in (b"up", b"down")
-        ]
-        return b"".join(keys[::-1] if self._server else keys)
+            record = yield last + self.encrypt(own), _RANDOM_RECORD_BYTES
+            both = own + self._read_random(record)
+        key = hmac.digest(root, both, "sha256")
+        up, down = _expand(key, b"up"), _expand(key, b"down")
+        return down + up if self._server else up + down
 
-    def _random(self, record: bytes) -> bytes:
-        plain = self.expose(record)
-        if len(plain) != _RANDOM:
+    def _read_random(self, record: bytes) -> bytes:
+        plain = self.decrypt(record)
+        if len(plain) != _RANDOM_BYTES:
             raise AuthenticationError(f"sent {len(plain)} bytes for the keys of a link")
         return plain
 
     @property
     def cipher(self) -> str:
-        """Version and cipher suite.
-
-        Example: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256".
-        """
+        """Version and cipher suite: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256"."""
         suite = self._tls.cipher()
         return f"{self._tls.version()} {suite[0] if suite else '-'}"
 
-    def protect(self, plain: bytes) -> bytes:
-        """The records that carry these bytes."""
+    def encrypt(self, plain: bytes) -> bytes:
+        """Returns the records that carry these bytes."""
         view = memoryview(plain)
         with self._lock:
             while view:
                 view = view[self._tls.write(view) :]
             return self._out.read()
 
-    def expose(self, records: bytes) -> bytes:
-        """The plain bytes in what has come so far.
+    def decrypt(self, records: bytes) -> bytes:
+        """Returns the plain bytes of the records that are complete.
 
         Raises:
-            AuthenticationError: it was altered, or is something else.
+            AuthenticationError: a record was altered, or the bytes are no record.
         """
         plain = []
         with self._lock:
             self._in.write(records)
             try:
-                while piece := self._tls.read(_PIECE):
+                while piece := self._tls.read(_READ_BYTES):
                     plain.append(piece)
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise _refusal(error) from None
+                raise _authentication_error(error) from None
         return b"".join(plain)
 
 
-def _context(key: bytes, server: bool) -> Any:
-    """An SSLContext; what it is asked for here, older Pythons do not have."""
+def _context(key: bytes, server: bool) -> ssl.SSLContext:
     kind = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
-    context: Any = ssl.SSLContext(kind)
+    context = ssl.SSLContext(kind)
+    psk: Any = context  # these methods are not in the types of Python 3.11
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The system's configuration must not take forward secrecy away.
+    # openssl.cnf of the system may set this option, which gives up forward secrecy.
     context.options &= ~_WITHOUT_DIFFIE_HELLMAN
     if server:
-        context.num_tickets = 0  # a connection is never resumed
-        context.set_psk_server_callback(lambda identity: key)
+        context.num_tickets = 0  # no connection is resumed
+        psk.set_psk_server_callback(lambda identity: key)
     else:
         context.check_hostname = False  # there are no certificates
         context.verify_mode = ssl.CERT_NONE
-        context.set_psk_client_callback(lambda hint: ("ringjax", key))
+        psk.set_psk_client_callback(lambda hint: ("ringjax", key))
     return context
 
 
-def _expand(root: bytes, way: bytes) -> bytes:
-    """Key and IV of one direction (HKDF-Expand, RFC 5869)."""
-    label = b"ringjax link " + way
+def _expand(root: bytes, direction: bytes) -> bytes:
+    """Derives key and IV of one direction (HKDF-Expand, RFC 5869)."""
+    label = b"ringjax link " + direction
     first = hmac.digest(root, label + b"\x01", "sha256")
     return first + hmac.digest(root, first + label + b"\x02", "sha256")[:12]
 
 
-def _refusal(error: ssl.SSLError) -> AuthenticationError:
+def _authentication_error(error: ssl.SSLError) -> AuthenticationError:
     reason = (error.reason or "no reason").replace("_", " ").lower()
     return AuthenticationError(f"sent TLS that was altered or is wrong ({reason})")

@@ -1,4 +1,4 @@
-"""The process and the user at the other end of a unix socket (SO_PEERCRED)."""
+"""Process and user at the other end of a unix socket (SO_PEERCRED)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import struct
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user of the process that connected a unix socket, or that listened."""
+    """The user id of the process at the other end of a unix socket."""
     return _credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The number of that process here; 0 if its namespace is not seen from here."""
+    """The process id, or 0 if its PID namespace is not visible to this process."""
     return _credentials(sock)[0]
 
 

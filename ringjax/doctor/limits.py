@@ -30,7 +30,7 @@ def descriptors(host: HostContext) -> Iterator[Finding]:
     """Those that a rank needs for the others, and some for the program."""
     needed = 256 + _DESCRIPTORS * (host.size - 1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if open_files.allow(needed):
+    if open_files.raise_limit(needed):
         text = f"at most {hard} (ulimit -Hn), and a rank needs {needed} (Docker: "
         text += "--ulimit nofile=65536, systemd: LimitNOFILE=)"
         mend = "sudo prlimit --pid $$ --nofile=65536"

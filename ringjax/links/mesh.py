@@ -122,7 +122,7 @@ class _MeshBuilder:
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
         open_files.require(self._descriptors(), f"{what}: rank {fabric.rank}")
         # What all processes of a user have sent and not received counts for each.
-        open_files.allow(2 * sum(pair.shared for pair in self.pairs) ** 2)
+        open_files.raise_limit(2 * sum(pair.shared for pair in self.pairs) ** 2)
         self.mesh = LinkDescriptors(
             doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         )
@@ -207,7 +207,7 @@ class _MeshBuilder:
                 inside = sock.family == socket.AF_UNIX
                 said = replace(introduction, tls=TlsOffer.NONE if inside else offered)
                 pair.keys[sock] = authenticate(sock, fabric.secret, said, limit).link
-                address.tune(sock, fabric.config.failure_timeout)
+                address.set_link_options(sock, fabric.config.failure_timeout)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
                     sock.close()
@@ -352,9 +352,10 @@ class _MeshBuilder:
                     )
                 }
             )
-        sock, pair.keys[accepted.sock] = accepted
+        sock = accepted.sock
+        pair.keys[sock] = accepted.key
         try:
-            address.tune(sock, self.fabric.config.failure_timeout)
+            address.set_link_options(sock, self.fabric.config.failure_timeout)
         except OSError as error:
             sock.close()
             raise self._lost(pair, error) from error

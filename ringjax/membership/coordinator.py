@@ -125,7 +125,7 @@ class Coordinator(JobServer):
         # Members need one each, and so do newcomers whose places are still taken; and
         # a door gives a fourth of all to callers that have not proved themselves. The
         # number of members is often not limited at all.
-        open_files.allow(4 * min(most, 4096))
+        open_files.raise_limit(4 * min(most, 4096))
         super().__init__(
             secret,
             job,

@@ -59,6 +59,6 @@ def test_a_port_that_is_taken() -> None:
             addresses.listen_on(["127.0.0.1"], port)
         timer = threading.Timer(0.3, taken.close)
         timer.start()
-        (sock,) = addresses.listen_on(["127.0.0.1"], port, patience=20)
+        (sock,) = addresses.listen_on(["127.0.0.1"], port, timeout=20)
         sock.close()
         timer.join()

@@ -172,7 +172,7 @@ def test_sealed_messages_arrive_in_any_pieces() -> None:
 def test_an_altered_sealed_message_is_noticed(place: int, change: int) -> None:
     sealed = bytearray(MessageSealer(b"k").seal({"text": "x" * 20}))
     sealed[place % len(sealed)] ^= change
-    opener = MessageOpener(b"k", most=4096)
+    opener = MessageOpener(b"k", max_bytes=4096)
     with contextlib.suppress(AuthenticationError):
         assert opener.feed(bytes(sealed)) == []  # a longer length waits for more
 

@@ -56,7 +56,7 @@ def test_epochs_come_and_go(listener: LinkListener) -> None:
 def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
     listener: LinkListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_accepts", lambda introduction: 1 / 0)
+    monkeypatch.setattr(listener, "_refusal_of", lambda request: 1 / 0)
     with pytest.raises((AuthenticationError, OSError)):
         call(listener, 1)
     monkeypatch.undo()

@@ -71,7 +71,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed(
     limit: Callable[[int], None],
 ) -> None:
     limit(256)
-    assert open_files.allow(300) == 0
+    assert open_files.raise_limit(300) == 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 300 < soft <= min(hard, 4096)
 

@@ -49,7 +49,7 @@ def test_without_one_of_both_it_stays_in_the_clear(
     mine: TlsOffer, theirs: TlsOffer
 ) -> None:
     one, other = converse(SECRET, HELLO, mine, theirs)
-    assert one.layer is other.layer is None
+    assert one.tls is other.tls is None
     assert other.opener().feed(one.sealer().seal({"a": 1})) == [{"a": 1}]
 
 
@@ -58,9 +58,9 @@ def test_without_one_of_both_it_stays_in_the_clear(
 @pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
 def test_two_that_can_do(mine: TlsOffer, theirs: TlsOffer) -> None:
     one, other = converse(SECRET, HELLO, mine, theirs)
-    assert one.layer is not None and other.layer is not None
-    assert one.layer.cipher == other.layer.cipher
-    assert one.layer.cipher in [f"TLSv1.3 {suite}" for suite in SUITES]
+    assert one.tls is not None and other.tls is not None
+    assert one.tls.cipher == other.tls.cipher
+    assert one.tls.cipher in [f"TLSv1.3 {suite}" for suite in SUITES]
     to, back = (one.sealer(), other.opener()), (other.sealer(), one.opener())
     for sealer, opener in (to, back):
         message = {"text": TOKEN, "n": "x" * (1 << 20)}

@@ -1,6 +1,8 @@
 // A connected stream socket, with or without encryption. Encrypted bytes travel as TLS
 // 1.3 application records (RFC 8446, 5.2) of AES-256-GCM. The caller supplies the keys:
-// a Channel performs no handshake.
+// a Channel performs no handshake. It does not use the kernel's TLS, which keeps one
+// key for the life of a connection: a Channel changes the key
+// (Cipher::kRecordsPerKey).
 //
 // Without a key a Channel just calls sendmsg and recvmsg. With a key, bytes that Send
 // has taken may still wait in the Channel to be sent (`pending`), and bytes that have

@@ -135,7 +135,7 @@ class Agent:
     def _spawn(self, message: Message) -> None:
         payload = message.get("payload")
         task = None if payload is None else base64.b64decode(payload)
-        open_files.allow(5 * len(message["children"]))
+        open_files.raise_limit(5 * len(message["children"]))
         with contextlib.suppress(OSError):
             # A directory that only the first host has: stay where ssh put us.
             os.chdir(message["cwd"])
