@@ -1,7 +1,8 @@
-"""What a job does while it runs, from what its ranks tell: a report, metrics, a view.
+"""Aggregates samples of all ranks while a job runs, and formats them for people.
 
-Each rank tells sums and its last waits (`sample`); `aggregator` puts those of all ranks
-together; `report`, `metrics` and ringjax.top show it. Whoever gathers gives all of them
-the same aggregator: ringrun (run/monitor/), and where there is none, the first rank
-(world/reporter.py). Standard library only; nothing here does I/O but `sockets`.
+Each rank sends totals and its last waits (`sample`). The `aggregator` combines the
+samples of all ranks. `report`, `metrics` and ringjax.top show the result. The process
+that aggregates is ringrun (run/monitor/), or the first rank in a job without ringrun
+(world/reporter.py). Only `sockets` does I/O, and all modules need only the standard
+library.
 """

@@ -1,7 +1,8 @@
-"""The job as its ranks tell of it: sums of all that ever were, and windows of time.
+"""Aggregates the samples of all ranks: totals since the start, and windows of time.
 
-Ranks come and go, and so do their numbers: what is summed up for rank 3 is what whoever
-was rank 3 did meanwhile, so that no sum ever falls. Pure bookkeeping: no clock, no I/O.
+Ranks come and go in an elastic job, and rank numbers are given to other processes. The
+totals of rank 3 are the totals of all processes that had this rank, each for the time
+when it had it, so no total ever falls. This module reads no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from ringjax.monitor.sample import CollectiveKey, CollectiveSums, Sample, subtra
 from ringjax.monitor.stragglers import LastArrival, Stragglers, StragglerTally
 from ringjax.ops import bus_factor
 
-OTHER_SETS = -1  # stands for all process sets beyond the first _MOST_SETS
-_MOST_SETS = 32
-_MOST_EVENTS = 100
-SILENT_SECONDS = 5.0  # seconds without news, from where on it is said
+OTHER_SETS = -1  # stands for all process sets beyond the first _MAX_SETS
+_MAX_SETS = 32
+_MAX_EVENTS = 100
+SILENT_SECONDS = 5.0  # without a sample, after which displays point out the rank
 
 
 @dataclass(slots=True)
-class Share:
-    """What one rank has done in all: calls, seconds, bytes over its busiest link."""
+class CallTotals:
+    """Totals of the calls of one rank: numbers, seconds, bytes over its busiest link.
+
+    The attributes have the meaning of those of `Sample`.
+    """
 
     calls: int = 0
     waiting: float = 0.0
@@ -29,9 +33,22 @@ class Share:
     exposed: float = 0.0
     bus_bytes: float = 0.0
 
-    def since(self, before: Share) -> Share:
-        """Of the time between the two."""
-        return Share(
+    @classmethod
+    def of(cls, sample: Sample) -> CallTotals:
+        bus_bytes = sum(
+            totals.bytes
+            * bus_factor(op, sample.size)
+            # The sample counts the bytes that each rank contributes, and the factor
+            # of allgather refers to the bytes of its result.
+            * (sample.size if op == "allgather" else 1)
+            for (op, _, process_set), totals in sample.sums.items()
+            if process_set == 0
+        )
+        spent = (sample.waiting, sample.moving, sample.exposed)
+        return cls(sample.calls, *spent, bus_bytes)
+
+    def since(self, before: CallTotals) -> CallTotals:
+        return CallTotals(
             max(0, self.calls - before.calls),
             max(0.0, self.waiting - before.waiting),
             max(0.0, self.moving - before.moving),
@@ -39,8 +56,7 @@ class Share:
             max(0.0, self.bus_bytes - before.bus_bytes),
         )
 
-    def add(self, other: Share) -> None:
-        """Adds the other one's numbers."""
+    def add(self, other: CallTotals) -> None:
         self.calls += other.calls
         self.waiting += other.waiting
         self.moving += other.moving
@@ -48,82 +64,70 @@ class Share:
         self.bus_bytes += other.bus_bytes
 
 
-def _share(sample: Sample) -> Share:
-    moved = sum(
-        one.bytes
-        * bus_factor(op, sample.size)
-        # `bytes` are the rank's own; the factor is of what it ends up with.
-        * (sample.size if op == "allgather" else 1)
-        for (op, _, number), one in sample.sums.items()
-        if number == 0
-    )
-    spent = (sample.calls, sample.waiting, sample.moving, sample.exposed)
-    return Share(*spent, moved)
-
-
 @dataclass(slots=True)
-class Seen:
-    """The last that was heard of a worker, and when."""
+class LatestSample:
+    """The latest sample of a worker, and when it was received."""
 
     sample: Sample
-    share: Share
-    when: float
+    totals: CallTotals
+    received: float
 
 
 @dataclass(slots=True)
 class RankTotals:
-    """What was summed up for one rank, whoever that was.
+    """Totals of all workers that had one rank.
 
     Attributes:
-        last: in how many of the judged calls it came last.
-        lost: seconds that the others waited for it, judged by those.
+        last: the number of calls in which the rank came last, among those that all
+            ranks have reported.
+        lost: seconds that others have waited for the rank, extrapolated to all calls.
     """
 
-    share: Share = field(default_factory=Share)
+    totals: CallTotals = field(default_factory=CallTotals)
     last: int = 0
     lost: float = 0.0
 
 
 class Window:
-    """Some time of the job, for shares and for judgements.
+    """An interval of the job that began at a known moment and is still open.
 
     Attributes:
-        began: when, on the clock of whoever feeds the aggregator.
-        tally: of its calls.
-        base: what each worker had told at its beginning, and when.
+        began: the start, on the clock of the caller of `Aggregator`.
+        tally: who came last in the calls since then.
+        baseline: the totals of each worker at the start, and when they were received.
     """
 
-    def __init__(self, size: int, seen: dict[int, Seen], now: float) -> None:
-        self.begin(size, seen, now)
+    def __init__(self, size: int, workers: dict[int, LatestSample], now: float) -> None:
+        self.restart(size, workers, now)
 
-    def begin(self, size: int, seen: dict[int, Seen], now: float) -> None:
-        """Forgets what was."""
+    def restart(self, size: int, workers: dict[int, LatestSample], now: float) -> None:
         self.began = now
         self.tally = StragglerTally(size)
-        self.base = {w: (one.share, one.when) for w, one in seen.items()}
+        self.baseline = {w: (seen.totals, seen.received) for w, seen in workers.items()}
 
-    def since(self, worker: int, seen: Seen) -> tuple[Share, float]:
-        """What a worker has done, and in how many seconds."""
-        base, began = self.base.get(worker, (seen.share, seen.when))
-        return seen.share.since(base), max(seen.when - began, 1e-9)
+    def since(self, worker: int, latest: LatestSample) -> tuple[CallTotals, float]:
+        """Returns a worker's totals in this window, and the seconds they cover."""
+        base, began = self.baseline.get(worker, (latest.totals, latest.received))
+        return latest.totals.since(base), max(latest.received - began, 1e-9)
 
 
 class Aggregator:
-    """Puts together what the ranks tell.
+    """Combines the samples of all ranks.
 
     Attributes:
-        epoch, size: the newest membership that somebody told of; 0 ranks: nobody has.
-        seen: who runs, by number of the worker; in a static job that is the rank.
-        sums: of all workers that ever were, by collective, lane and process set.
-        ranks: likewise, by rank.
-        events: when something happened, and what.
-        joins, losses: of workers, once the job had begun.
-        tuned: what autotune has found out, if anything.
+        epoch, size: the newest epoch of which a sample has come, and its number of
+            ranks; 0 ranks if no sample has come.
+        workers: the present workers by number; in a static job that is the rank.
+        sums: totals of all workers that ever were, by collective, lane and process set.
+        ranks: totals of all workers that ever were, by rank.
+        events: (when, text) of the last events.
+        joins, losses: numbers of workers that joined and were lost after the start.
+        tuned: the results of autotune, if there are any.
     """
 
     def __init__(self) -> None:
         self.epoch, self.size = -1, 0
-        self.workers: dict[int, Seen] = {}
+        self.workers: dict[int, LatestSample] = {}
         self.sums: dict[CollectiveKey, CollectiveSums] = {}
         self.ranks: dict[int, RankTotals] = {}
         self.events: list[tuple[float, str]] = []
@@ -134,80 +138,78 @@ class Aggregator:
         self._sets: list[int] = []
 
     def add_sample(self, worker: int, sample: Sample, now: float) -> None:
-        """A worker has told how it is."""
         if sample.epoch > self.epoch:
-            self._follow(sample, now)
+            self._begin_epoch(sample, now)
         before = self.workers.get(worker)
-        share = _share(sample)
-        self.workers[worker] = Seen(sample, share, now)
+        totals = CallTotals.of(sample)
+        self.workers[worker] = LatestSample(sample, totals, now)
         if sample.rank == 0 and sample.tuned not in ("", self.tuned):
             self.tuned = sample.tuned
             self.add_event(f"autotune: {self.tuned}", now)
         for window in self._windows:
-            if worker not in window.base or share.calls < window.base[worker][0].calls:
-                window.base[worker] = share, now
-        old = Share() if before is None else before.share
-        anew = share.calls < old.calls
+            base = window.baseline.get(worker)
+            if base is None or totals.calls < base[0].calls:
+                window.baseline[worker] = totals, now
+        old = CallTotals() if before is None else before.totals
+        # Fewer calls than before: the process has called `init` again, and counts anew.
+        restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
-        of_rank.share.add(share if anew else share.since(old))
-        for key, one in subtract_sums(
-            sample.sums, {} if before is None else before.sample.sums
-        ).items():
-            self.sums.setdefault(self._bounded(key), CollectiveSums()).add(one)
+        of_rank.totals.add(totals if restarted else totals.since(old))
+        old_sums = {} if before is None else before.sample.sums
+        for key, new in subtract_sums(sample.sums, old_sums).items():
+            self.sums.setdefault(self._bounded(key), CollectiveSums()).add(new)
         if sample.epoch == self.epoch and sample.rank < self.size:
-            judged = self._stragglers.add_waits(sample.rank, sample.waits)
-            self._judge(judged, sample.part)
+            arrivals = self._stragglers.add_waits(sample.rank, sample.waits)
+            self._count(arrivals, sample.part)
 
-    def _follow(self, sample: Sample, now: float) -> None:
-        """A new epoch: numbers of calls begin anew, and ranks are other ones."""
+    def _begin_epoch(self, sample: Sample, now: float) -> None:
+        # Sequence numbers restart, and ranks are given to other workers: waits of the
+        # previous epoch cannot be compared with those of this one.
         self.epoch, self.size = sample.epoch, sample.size
         self._stragglers = Stragglers(sample.size)
         for window in self._windows:
-            window.begin(sample.size, self.workers, now)
+            window.restart(sample.size, self.workers, now)
 
-    def _judge(self, calls: Iterable[LastArrival], part: float) -> None:
-        for judged in calls:
-            of_rank = self.ranks.setdefault(judged.last, RankTotals())
+    def _count(self, arrivals: Iterable[LastArrival], part: float) -> None:
+        for arrival in arrivals:
+            of_rank = self.ranks.setdefault(arrival.last, RankTotals())
             of_rank.last += 1
-            of_rank.lost += judged.behind / part
+            of_rank.lost += arrival.behind / part
             for window in self._windows:
-                window.tally.add(judged)
+                window.tally.add(arrival)
 
     def _bounded(self, key: CollectiveKey) -> CollectiveKey:
-        op, named, number = key
-        if number not in self._sets:
-            if len(self._sets) >= _MOST_SETS:
+        """Replaces the process set by OTHER_SETS if there are too many of them."""
+        op, named, process_set = key
+        if process_set not in self._sets:
+            if len(self._sets) >= _MAX_SETS:
                 return op, named, OTHER_SETS
-            self._sets.append(number)
+            self._sets.append(process_set)
         return key
 
     def remove_worker(self, worker: int) -> None:
-        """A worker has ended; what it did stays in the sums."""
+        """Removes a worker that has ended. Its numbers stay in the totals."""
         self.workers.pop(worker, None)
 
     def add_event(self, text: str, now: float) -> None:
-        """Something has happened that people want to know."""
         self.events.append((now, text))
-        del self.events[:-_MOST_EVENTS]
+        del self.events[:-_MAX_EVENTS]
 
     def open_window(self, now: float) -> Window:
-        """A window that begins now, until `close`."""
         window = Window(self.size, self.workers, now)
         self._windows.append(window)
         return window
 
     def restart_window(self, window: Window, now: float) -> None:
-        """A window begins anew."""
-        window.begin(self.size, self.workers, now)
+        window.restart(self.size, self.workers, now)
 
     def close_window(self, window: Window) -> None:
-        """It takes note of nothing any more."""
         self._windows.remove(window)
 
-    def members(self) -> dict[int, tuple[int, Seen]]:
-        """Of the present epoch, by rank: the worker, and what was heard of it."""
+    def members(self) -> dict[int, tuple[int, LatestSample]]:
+        """Returns the workers of the present epoch: number and sample by rank."""
         return {
-            one.sample.rank: (worker, one)
-            for worker, one in sorted(self.workers.items())
-            if one.sample.epoch == self.epoch and one.sample.rank < self.size
+            latest.sample.rank: (worker, latest)
+            for worker, latest in sorted(self.workers.items())
+            if latest.sample.epoch == self.epoch and latest.sample.rank < self.size
         }

@@ -1,8 +1,9 @@
-"""Where programs spend their time, and where one is more than the others.
+"""Locations: where programs spend their time, and where a rank spends more than usual.
 
-A rank tells of few lines, each with its share. All ranks of a job run one program, so
-what a slow one has that the others have not is why it is slow: a line that loads data,
-a compiler, garbage collection; or more of the same, if its processor is slow.
+A rank sends a few lines of code, each with a share of its time. All ranks of a job run
+one program, so a line where a slow rank spends more time than the others explains why
+the rank is slow: it loads data, compiles, or collects garbage. If the processor is
+slow, the line is one of the usual ones.
 """
 
 from __future__ import annotations
@@ -11,34 +12,34 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 GARBAGE_COLLECTION = "garbage collection"
-IN_COLLECTIVE = " (exchanging)"  # at the end of a place where the program is in a call
-_MOST_BYTES = 180  # of the heartbeat's room for it
-_BETWEEN = "|"
+IN_COLLECTIVE = " (exchanging)"  # ends a location where the program is in a call
+_MAX_BYTES = 180  # the heartbeat has room for so many
+_SEPARATOR = "|"
 
 
 def pack_shares(spent: Mapping[str, float]) -> str:
-    """The places with the largest shares, in percent, as a short text.
+    """Formats the locations with the largest shares, in percent, as a short text.
 
     Args:
-        spent: seconds by place.
+        spent: seconds by location.
 
     Example:
         >>> spent = {"a.py:3 in load": 1.0, "a.py:7 in step": 3.0, "a.py:9 in f": 0.01}
         >>> pack_shares(spent)
         '75 a.py:7 in step|25 a.py:3 in load'
     """
-    whole = sum(spent.values())
+    total = sum(spent.values())
     parts: list[str] = []
-    for place in sorted(spent, key=spent.__getitem__, reverse=True):
-        percent = round(100 * spent[place] / whole) if whole > 0 else 0
-        part = f"{percent} {place.replace(_BETWEEN, '/')}"
-        if percent and len(_BETWEEN.join([*parts, part]).encode()) <= _MOST_BYTES:
+    for location in sorted(spent, key=spent.__getitem__, reverse=True):
+        percent = round(100 * spent[location] / total) if total > 0 else 0
+        part = f"{percent} {location.replace(_SEPARATOR, '/')}"
+        if percent and len(_SEPARATOR.join([*parts, part]).encode()) <= _MAX_BYTES:
             parts.append(part)
-    return _BETWEEN.join(parts)
+    return _SEPARATOR.join(parts)
 
 
 def unpack_shares(text: str) -> dict[str, float]:
-    """Shares by place. What is not of that form is one place.
+    """Returns shares by location. A text of another form counts as one location.
 
     Example:
         >>> unpack_shares("75 a.py:7 in step|25 a.py:3 in load")
@@ -47,20 +48,28 @@ def unpack_shares(text: str) -> dict[str, float]:
         {'a.py:7 in step': 1.0}
     """
     found = {}
-    for part in filter(None, text.split(_BETWEEN)):
-        percent, _, place = part.partition(" ")
-        told = place and percent.isascii() and percent.isdigit() and len(percent) <= 3
-        found[place if told else part] = int(percent) / 100 if told else 1.0
+    for part in filter(None, text.split(_SEPARATOR)):
+        percent, _, location = part.partition(" ")
+        # isascii, because isdigit alone accepts digits that int() refuses.
+        packed = percent.isascii() and percent.isdigit() and len(percent) <= 3
+        if location and packed:
+            found[location] = int(percent) / 100
+        else:
+            found[part] = 1.0
     return found
 
 
-def distinctive_locations(told: Mapping[int, str]) -> dict[int, str]:
-    """The place where each rank is more than is usual; empty: nothing is known.
+def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
+    """Returns the location where each rank spends more of its time than usual.
 
-    A rank that all wait for is not late because of the calls where it waits itself.
+    Locations inside of collectives come last: a rank that others wait for is not late
+    because of the calls in which it waits itself.
 
     Args:
-        told: by rank, pack_shares.
+        packed: results of `pack_shares` by rank.
+
+    Returns:
+        A location by rank; empty if none is known.
 
     Example:
         >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
@@ -71,35 +80,36 @@ def distinctive_locations(told: Mapping[int, str]) -> dict[int, str]:
         >>> distinctive_locations({0: "99 a.py:7 in f", 1: slow})[1]
         'a.py:7 in f'
     """
-    shares = {rank: unpack_shares(text) for rank, text in told.items()}
-    of_place: dict[str, list[float]] = {}
-    for mine in shares.values():
-        for place, share in mine.items():
-            of_place.setdefault(place, []).append(share)
-    for known in of_place.values():
+    shares_of = {rank: unpack_shares(text) for rank, text in packed.items()}
+    by_location: dict[str, list[float]] = {}
+    for shares in shares_of.values():
+        for location, share in shares.items():
+            by_location.setdefault(location, []).append(share)
+    for known in by_location.values():
         known.sort()
 
-    def more(place: str, share: float) -> tuple[bool, float]:
-        excess = share - _usual(of_place[place], len(told), share)
-        return not place.endswith(IN_COLLECTIVE), excess
+    def excess(location: str, share: float) -> tuple[bool, float]:
+        usual = _median_of_others(by_location[location], len(packed), share)
+        return not location.endswith(IN_COLLECTIVE), share - usual
 
     return {
-        rank: max(mine, key=lambda place: more(place, mine[place]), default="")
-        for rank, mine in shares.items()
+        rank: max(shares, key=lambda at: excess(at, shares[at]), default="")
+        for rank, shares in shares_of.items()
     }
 
 
-def _usual(known: Sequence[float], ranks: int, own: float) -> float:
-    """The median of all ranks but one, whose share is `own`.
+def _median_of_others(known: Sequence[float], ranks: int, own: float) -> float:
+    """Returns the median share of all ranks but one, whose share is `own`.
 
     Args:
-        known: shares in rising order; the ranks that tell of none have 0.
+        known: the shares that are not 0, in rising order.
+        ranks: the number of ranks, of which those without a known share have 0.
     """
-    nothing, others = ranks - len(known), ranks - 1
-    mine = nothing + bisect_left(known, own)
+    zeros, others = ranks - len(known), ranks - 1
+    own_index = zeros + bisect_left(known, own)
 
-    def other(number: int) -> float:
-        number += number >= mine
-        return known[number - nothing] if number >= nothing else 0.0
+    def other(index: int) -> float:
+        index += index >= own_index
+        return known[index - zeros] if index >= zeros else 0.0
 
     return (other((others - 1) // 2) + other(others // 2)) / 2 if others else 0.0

@@ -1,7 +1,7 @@
-"""What a job does, as metrics with Prometheus's names, units and conventions.
+"""Formats a job as metrics with Prometheus's names, units and conventions.
 
-Labels are bounded: collectives, two lanes, the process sets of a job (32 of them, then
-"other"), ranks. Who serves them: run/monitor/ for a job, observe/ for a rank.
+Labels take few values: collectives, two lanes, process sets (32 of them, then "other")
+and ranks. run/monitor/ serves the metrics of a job, observe/ those of one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _ENDS = (*(2**bucket * 1e-6 for bucket in range(BUCKETS - 1)), math.inf)
 
 @dataclass(slots=True)
 class MetricFamily:
-    """A metric: a sample is what comes behind its name, labels, and a number."""
+    """All samples of one metric.
+
+    Attributes:
+        about: the help text.
+        samples: for each sample the suffix of its name, its labels and its value.
+    """
 
     name: str
     kind: str
@@ -31,13 +36,13 @@ class MetricFamily:
     samples: list[tuple[str, Labels, float]] = field(default_factory=list)
 
     def add(self, value: float, **labels: object) -> None:
-        """A sample under the metric's own name."""
-        given = {name: str(label) for name, label in labels.items()}
-        self.samples.append(("", given, value))
+        """Adds a sample under the metric's own name."""
+        texts = {name: str(label) for name, label in labels.items()}
+        self.samples.append(("", texts, value))
 
 
 def format_metrics(families: Iterable[MetricFamily]) -> str:
-    r"""In Prometheus's text format.
+    r"""Formats metrics as Prometheus's text format.
 
     Example:
         >>> family = MetricFamily("ringjax_ranks", "gauge", "Ranks of the job.")
@@ -54,18 +59,18 @@ def format_metrics(families: Iterable[MetricFamily]) -> str:
         lines.append(f"# HELP {family.name} {family.about}")
         lines.append(f"# TYPE {family.name} {family.kind}")
         for suffix, labels, value in family.samples:
-            pairs = ",".join(_PAIR.format(k, _escaped(v)) for k, v in labels.items())
+            pairs = ",".join(_PAIR.format(k, _escape(v)) for k, v in labels.items())
             name = f"{family.name}{suffix}" + (f"{{{pairs}}}" if pairs else "")
             lines.append(f"{name} {format_number(value)}")
     return "\n".join([*lines, ""])
 
 
-def _escaped(label: str) -> str:
+def _escape(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def format_number(value: float) -> str:
-    """As Prometheus reads it, without a loss.
+    """Formats a number for Prometheus without a loss of digits.
 
     Example:
         >>> format_number(3), format_number(0.25), format_number(math.inf)
@@ -77,35 +82,42 @@ def format_number(value: float) -> str:
     return str(int(value)) if whole else repr(float(value))
 
 
-def build_info(version: str) -> MetricFamily:
-    """Which ringjax this is."""
-    family = MetricFamily("ringjax_build_info", "gauge", "1; the version of ringjax.")
-    family.add(1, version=version)
+def single_metric(
+    name: str, kind: str, about: str, value: float, **labels: object
+) -> MetricFamily:
+    """Returns the metric ``ringjax_`` + `name` with one sample."""
+    family = MetricFamily(f"ringjax_{name}", kind, about)
+    family.add(value, **labels)
     return family
+
+
+def build_info(version: str) -> MetricFamily:
+    about = "1; the version of ringjax."
+    return single_metric("build_info", "gauge", about, 1, version=version)
 
 
 def collective_metrics(
     sums: Mapping[CollectiveKey, CollectiveSums],
 ) -> Iterator[MetricFamily]:
-    """What was exchanged, by collective, lane and process set."""
-    of = {key: _labels(key) for key in sorted(sums)}
-    for name, what in (
+    """Yields the metrics by collective, lane and process set."""
+    labels_of = {key: _labels(key) for key in sorted(sums)}
+    for name, meaning in (
         ("wait", "from a call until all ranks had come"),
         ("move", "from then on until the result was there"),
     ):
         family = MetricFamily(
-            f"ringjax_collective_{name}_seconds", "histogram", f"Time {what}."
+            f"ringjax_collective_{name}_seconds", "histogram", f"Time {meaning}."
         )
-        for key, labels in of.items():
+        for key, labels in labels_of.items():
             seconds = getattr(sums[key], f"{name}_seconds")
-            _histogram(family, labels, getattr(sums[key], name), seconds)
+            _add_histogram(family, labels, getattr(sums[key], name), seconds)
         yield family
     for name, about in (
         ("bytes", "Bytes of the ranks' tensors in collectives."),
         ("failures", "Collectives that failed."),
     ):
         family = MetricFamily(f"ringjax_collective_{name}_total", "counter", about)
-        for key, labels in of.items():
+        for key, labels in labels_of.items():
             family.add(getattr(sums[key], name), **labels)
         yield family
 
@@ -119,7 +131,7 @@ def _labels(key: CollectiveKey) -> dict[str, str]:
     }
 
 
-def _histogram(
+def _add_histogram(
     family: MetricFamily, labels: Labels, counts: Iterable[int], seconds: float
 ) -> None:
     total = 0
@@ -131,86 +143,78 @@ def _histogram(
 
 
 def job_metrics(aggregator: Aggregator, view: View, version: str) -> list[MetricFamily]:
-    """All of a job; `view` is of the last seconds, for what is no sum."""
+    """Returns all metrics of a job: totals of `aggregator`, gauges of `view`."""
     epoch = max(aggregator.epoch, 0)
-    return [
-        build_info(version),
-        single_metric("ranks", "gauge", "Ranks of the job now.", aggregator.size),
-        single_metric("hosts", "gauge", "Hosts that have ranks now.", view.hosts),
-        single_metric(
-            "epoch", "gauge", "Which membership of an elastic job it is.", epoch
-        ),
-        single_metric(
-            "joins_total", "counter", "Processes that joined later.", aggregator.joins
-        ),
-        single_metric(
-            "losses_total", "counter", "Processes that were lost.", aggregator.losses
-        ),
-        single_metric(
-            "step_seconds", "gauge", "From step to step, by calls.", view.step
-        ),
-        single_metric(
-            *("bus_bandwidth_bytes_per_second", "gauge"),
+    single: tuple[tuple[str, str, str, float], ...] = (
+        ("ranks", "gauge", "Ranks of the job now.", aggregator.size),
+        ("hosts", "gauge", "Hosts that have ranks now.", view.hosts),
+        ("epoch", "gauge", "Which membership of an elastic job it is.", epoch),
+        ("joins_total", "counter", "Processes that joined later.", aggregator.joins),
+        ("losses_total", "counter", "Processes that were lost.", aggregator.losses),
+        ("step_seconds", "gauge", "From step to step, by calls.", view.step),
+        (
+            "bus_bandwidth_bytes_per_second",
+            "gauge",
             "Over the busiest link while data moves, of the slowest rank.",
             view.busbw,
         ),
-        *_ranks(aggregator, view),
+    )
+    return [
+        build_info(version),
+        *(single_metric(*metric) for metric in single),
+        *_rank_metrics(aggregator, view),
         *collective_metrics(aggregator.sums),
     ]
 
 
-def single_metric(name: str, kind: str, about: str, value: float) -> MetricFamily:
-    """A metric that is one number."""
-    family = MetricFamily(f"ringjax_{name}", kind, about)
-    family.add(value)
-    return family
-
-
-def _ranks(aggregator: Aggregator, view: View) -> Iterator[MetricFamily]:
+def _rank_metrics(aggregator: Aggregator, view: View) -> Iterator[MetricFamily]:
     info = MetricFamily("ringjax_rank_info", "gauge", "1; the host of a rank.")
     for row in view.rows:
         info.add(1, rank=row.rank, host=row.host)
     yield info
-    for name, about, field_name in (
-        (
-            "lateness_seconds",
-            "How late a rank usually is, if it is last.",
-            "late_by",
-        ),
+    for name, about, attribute in (
+        ("lateness_seconds", "How late a rank usually is, if it is last.", "late_by"),
         ("memory_bytes", "Memory of a rank's process.", "memory"),
         ("silence_seconds", "Time since a rank told something.", "silent"),
     ):
         family = MetricFamily(f"ringjax_rank_{name}", "gauge", about)
         for row in view.rows:
-            family.add(getattr(row, field_name), rank=row.rank)
+            family.add(getattr(row, attribute), rank=row.rank)
         yield family
     known = sorted(rank for rank in aggregator.ranks if rank < aggregator.size)
-    for name, (_, read) in _OF_RANK.items():
+    for name, (_, read) in _RANK_COUNTERS.items():
         family = rank_counter(name)
         for rank in known:
             family.add(read(aggregator.ranks[rank]), rank=rank)
         yield family
 
 
-_OF_RANK: dict[str, tuple[str, Callable[[RankTotals], float]]] = {
-    "calls": ("Calls of a rank.", lambda one: one.share.calls),
+_RANK_COUNTERS: dict[str, tuple[str, Callable[[RankTotals], float]]] = {
+    "calls": ("Calls of a rank.", lambda rank: rank.totals.calls),
     "wait_seconds": (
         "Time in which some call waited for ranks.",
-        lambda one: one.share.waiting,
+        lambda rank: rank.totals.waiting,
     ),
     "move_seconds": (
         "Time in which some call moved data.",
-        lambda one: one.share.moving,
+        lambda rank: rank.totals.moving,
     ),
     "exposed_seconds": (
         "Time that overlapping did not hide.",
-        lambda one: one.share.exposed,
+        lambda rank: rank.totals.exposed,
     ),
-    "last": ("Calls in which a rank came last, of those looked at.", lambda o: o.last),
-    "delay_seconds": ("Time that others waited for a rank in those.", lambda o: o.lost),
+    "last": (
+        "Calls in which a rank came last, of those looked at.",
+        lambda rank: rank.last,
+    ),
+    "delay_seconds": (
+        "Time that others waited for a rank in those.",
+        lambda rank: rank.lost,
+    ),
 }
 
 
 def rank_counter(name: str) -> MetricFamily:
-    """A sum that each rank has, by its name; without samples."""
-    return MetricFamily(f"ringjax_rank_{name}_total", "counter", _OF_RANK[name][0])
+    """Returns a counter that each rank has, without samples."""
+    about = _RANK_COUNTERS[name][0]
+    return MetricFamily(f"ringjax_rank_{name}_total", "counter", about)

@@ -1,4 +1,4 @@
-"""What the job does as a short block of text, every few seconds, and at its end."""
+"""Formats the numbers of a job as a block of text, every few seconds and at its end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ringjax.monitor.aggregator import SILENT_SECONDS, Aggregator, RankTotals
 from ringjax.monitor.view import View
 
 NO_SAMPLES = "ringjax report: no rank has told anything yet"
-_MOST_RANKS = 20
+_MAX_RANKS = 20
 
 
 def format_report(view: View) -> str:
-    """Who waits, who moves data, whom all wait for; a line for each rank."""
+    """Formats a window: one line about the job, and one for each rank."""
     if not view.rows:
         return NO_SAMPLES
     step = f", {format_duration(view.step)} a step" if view.step else ""
@@ -33,49 +33,47 @@ def format_report(view: View) -> str:
         if row.rank == view.culprit:
             line += "   <- all wait for it"
         lines.append(line)
-    return "\n".join(_shortened(lines))
+    return "\n".join(_shorten(lines))
 
 
 def format_summary(aggregator: Aggregator, seconds: float, step: float = 0.0) -> str:
-    """What is worth knowing when the job has ended.
+    """Formats the totals of a job that has ended.
 
     Args:
-        seconds: how long it was looked at.
-        step: seconds from step to step, lately.
+        seconds: the time that the totals cover.
+        step: seconds of a training step, lately; 0: unknown.
     """
     if not aggregator.ranks:
         return NO_SAMPLES
-    share = aggregator.ranks.get(0, RankTotals()).share
-    if not share.calls:
+    totals = aggregator.ranks.get(0, RankTotals()).totals
+    if not totals.calls:
         return "ringjax summary of rank 0: no calls"
     seconds = max(seconds, 1e-9)
     steps = f", {format_duration(step)} a step" if step else ""
     worst, of_worst = max(aggregator.ranks.items(), key=lambda item: item[1].lost)
     lines = [
-        f"ringjax summary of rank 0: {share.calls} calls in {seconds:.3g} s{steps}",
-        f"  waiting for other ranks {share.waiting / seconds:.1%}",
-        f"  moving data             {share.moving / seconds:.1%}{_rate(aggregator)}",
+        f"ringjax summary of rank 0: {totals.calls} calls in {seconds:.3g} s{steps}",
+        f"  waiting for other ranks {totals.waiting / seconds:.1%}",
+        f"  moving data             {totals.moving / seconds:.1%}"
+        f"{_bandwidth(aggregator)}",
         f"  the slowest was rank {worst}: others waited {of_worst.lost:.3g} s for it",
     ]
     if aggregator.tuned:
         lines.append(f"  autotune: {aggregator.tuned}")
-    if share.exposed:
-        exposed = f"  exposed                 {share.exposed / seconds:.1%}"
+    if totals.exposed:
+        exposed = f"  exposed                 {totals.exposed / seconds:.1%}"
         lines.insert(3, f"{exposed}, what overlapping did not hide")
     return "\n".join(lines)
 
 
-def _rate(aggregator: Aggregator) -> str:
-    rates = [
-        one.share.bus_bytes / one.share.moving
-        for one in aggregator.ranks.values()
-        if one.share.moving > 0 and one.share.bus_bytes
-    ]
+def _bandwidth(aggregator: Aggregator) -> str:
+    all_totals = [rank.totals for rank in aggregator.ranks.values()]
+    rates = [t.bus_bytes / t.moving for t in all_totals if t.moving > 0 and t.bus_bytes]
     return f", busbw {min(rates) / 1e9:.3g} GB/s" if rates else ""
 
 
 def format_duration(seconds: float) -> str:
-    """Three digits and a unit.
+    """Formats a duration with three digits and a unit.
 
     Example:
         >>> format_duration(0.03184), format_duration(1.5), format_duration(0)
@@ -87,9 +85,9 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _shortened(lines: Sequence[str]) -> list[str]:
-    """Of many ranks the first, and those that are pointed at."""
-    most = _MOST_RANKS + 2
+def _shorten(lines: Sequence[str]) -> list[str]:
+    """Keeps the first ranks, and the ranks at which an arrow points."""
+    most = _MAX_RANKS + 2
     if len(lines) <= most:
         return list(lines)
     pointed = [line for line in lines[most:] if "<-" in line]

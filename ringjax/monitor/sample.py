@@ -1,7 +1,7 @@
-"""What a rank tells of itself now and then: sums since it began, and its last waits.
+"""Samples: the totals of one rank since it began, and the waits of its last calls.
 
-One line of JSON; reading it believes nothing. Who sends it and who asks for it is
-elsewhere.
+A sample travels as one line of JSON. `parse_sample` checks every field, because a rank
+may run on another host.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ringjax.monitor.stragglers import WaitRecord
 
-BUCKETS = 26  # of a histogram, as the core's recorder has them
-_MOST_SUMS = 1024
-_MOST_TEXT = 255
-_MOST_RANKS = 1 << 20
-_MOST = 2.0**63
+BUCKETS = 26  # histograms have as many in the core's recorder
+_MAX_COLLECTIVES = 1024
+_MAX_TEXT = 255  # characters
+_MAX_RANKS = 1 << 20
+_END_OF_NUMBERS = 2.0**63
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(slots=True)
 class CollectiveSums:
-    """Of one collective in one lane of one process set; seconds, bytes, calls."""
+    """Totals of one collective in one lane of one process set.
+
+    Attributes:
+        wait, move: histograms of the calls by time, see ringjax.stats.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -34,7 +39,6 @@ class CollectiveSums:
     move: list[int] = field(default_factory=lambda: [0] * BUCKETS)
 
     def add(self, other: CollectiveSums, sign: int = 1) -> None:
-        """Adds the other one's numbers, or takes them away."""
         self.calls += sign * other.calls
         self.bytes += sign * other.bytes
         self.failures += sign * other.failures
@@ -44,23 +48,25 @@ class CollectiveSums:
         self.move = [a + sign * b for a, b in zip(self.move, other.move, strict=True)]
 
 
-CollectiveKey = tuple[str, bool, int]  # collective, of the named lane, process set
+# Collective, whether it ran in the eager lane, process set.
+CollectiveKey = tuple[str, bool, int]
 
 
 @dataclass(slots=True)
 class Sample:
-    """A rank at one moment.
+    """The state of one rank at one moment.
 
     Attributes:
-        epoch: in which `rank` and `size` hold.
-        waiting, moving: seconds in which some call waited, or moved data.
-        exposed: seconds that programs have waited for what overlaps with them.
-        waits: of the last calls of the world, if not of all then of this `part`.
-        place: lines of the program where it is, and how much, see places.py.
-        tuned: what autotune has found out.
-        memory: bytes of the process.
-        step: seconds from one call to the next one of the same name, 0: unknown.
-        sums: by collective, lane and process set.
+        epoch: the epoch in which `rank` and `size` hold.
+        waiting, moving: seconds in which at least one call waited, or moved data.
+        exposed: seconds that programs have waited for overlapped calls.
+        waits: waits of the last calls of the world; if not of all calls, then of the
+            fraction `part`.
+        place: the lines of Python where the program spends its time, see locations.py.
+        tuned: the results of autotune.
+        memory: resident bytes of the process.
+        step: seconds of a training step, estimated from repeated calls; 0: unknown.
+        sums: totals by collective, lane and process set.
     """
 
     rank: int
@@ -80,7 +86,7 @@ class Sample:
     sums: dict[CollectiveKey, CollectiveSums] = field(default_factory=dict)
 
     def text(self) -> str:
-        """As a line of JSON, without its end.
+        """Formats the sample as a line of JSON, without the newline.
 
         Example:
             >>> parse_sample(Sample(0, 2, waits=[(True, 7, 15)]).text()).waits
@@ -88,34 +94,30 @@ class Sample:
         """
         message = {
             name: getattr(self, name)
-            for name in ("rank", "size", "part", *_NUMBERS, *_TEXTS)
+            for name in ("rank", "size", "part", *_INTEGERS, *_FLOATS, *_TEXTS)
         }
         waits = [number for each in self.waits for number in map(int, each)]
         sums = [
-            [*key, *(getattr(one, name) for name in _SUMS)]
-            for key, one in self.sums.items()
+            [*key, *(getattr(totals, name) for name in _SUMS)]
+            for key, totals in self.sums.items()
         ]
         message |= {"waits": waits, "sums": sums}
         return json.dumps(message, separators=(",", ":"))
 
 
-_NUMBERS = {
-    **dict.fromkeys(("epoch", "calls", "memory"), int),
-    **dict.fromkeys(("waiting", "moving", "exposed", "step"), float),
-}
+_INTEGERS = ("epoch", "calls", "memory")
+_FLOATS = ("waiting", "moving", "exposed", "step")
 _TEXTS = ("host", "place", "tuned")
-_PLAIN: dict[str, type] = {
-    **dict.fromkeys(("calls", "bytes", "failures"), int),
-    **dict.fromkeys(("wait_seconds", "move_seconds"), float),
-}
-_SUMS = (*_PLAIN, "wait", "move")
+_SUMS_INTEGERS = ("calls", "bytes", "failures")
+_SUMS_FLOATS = ("wait_seconds", "move_seconds")
+_SUMS = (*_SUMS_INTEGERS, *_SUMS_FLOATS, "wait", "move")
 
 
 def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
-    """From what the core's recorder has, see ringjax.stats."""
+    """Converts the totals of the core's recorder."""
     return {
         (one["op"], bool(one["named"]), one["set"]): CollectiveSums(
-            **{name: one[name] for name in _PLAIN},
+            **{name: one[name] for name in (*_SUMS_INTEGERS, *_SUMS_FLOATS)},
             wait=list(one["wait_histogram"]),
             move=list(one["move_histogram"]),
         )
@@ -124,10 +126,10 @@ def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
 
 
 def parse_sample(text: str) -> Sample:
-    """A sample from what a rank has sent.
+    """Parses the line that a rank has sent.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line is no sample.
 
     Example:
         >>> parse_sample('{"rank": 3, "size": 2}')
@@ -142,44 +144,49 @@ def parse_sample(text: str) -> Sample:
         raise ValueError("not an object")
     size = _number(message.get("size"), int)
     rank = _number(message.get("rank"), int)
-    if not rank < size <= _MOST_RANKS:
+    if not rank < size <= _MAX_RANKS:
         raise ValueError(f"rank {rank} of {size}")
-    given: dict[str, Any] = {
-        name: _number(message.get(name, 0), kind) for name, kind in _NUMBERS.items()
+    fields: dict[str, Any] = {
+        name: _number(message.get(name, 0), int) for name in _INTEGERS
     }
-    given["part"] = min(max(_number(message.get("part", 1), float), 1e-3), 1.0)
-    given |= {name: _printable(message.get(name, "")) for name in _TEXTS}
+    fields |= {name: _number(message.get(name, 0), float) for name in _FLOATS}
+    fields |= {name: _printable(message.get(name, "")) for name in _TEXTS}
     return Sample(
         rank,
         size,
-        waits=_read_waits(message.get("waits", [])),
-        sums=_read_sums(message.get("sums", [])),
-        **given,
+        part=min(max(_number(message.get("part", 1), float), 1e-3), 1.0),
+        waits=_parse_waits(message.get("waits", [])),
+        sums=_parse_sums(message.get("sums", [])),
+        **fields,
     )
 
 
-def _number(value: Any, kind: type) -> Any:
-    right = isinstance(value, int) or (kind is float and isinstance(value, float))
-    if not right or isinstance(value, bool) or not math.isfinite(value):
+def _number(value: object, kind: type[_Number]) -> _Number:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or (kind is int and isinstance(value, float))
+        or not math.isfinite(value)
+    ):
         raise ValueError(f"no number: {value!r:.40}")
-    if not 0 <= value < _MOST:
+    if not 0 <= value < _END_OF_NUMBERS:
         raise ValueError(f"out of range: {value!r:.40}")
     return kind(value)
 
 
-def _printable(value: Any) -> str:
+def _printable(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"no text: {value!r:.40}")
-    return "".join(c if c.isprintable() else "?" for c in value[:_MOST_TEXT])
+    return "".join(c if c.isprintable() else "?" for c in value[:_MAX_TEXT])
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"no list: {value!r:.40}")
     return value
 
 
-def _read_waits(value: Any) -> list[WaitRecord]:
+def _parse_waits(value: object) -> list[WaitRecord]:
     numbers = [_number(each, int) for each in _list(value)]
     if len(numbers) % 3:
         raise ValueError("half a call")
@@ -187,42 +194,49 @@ def _read_waits(value: Any) -> list[WaitRecord]:
     return [(bool(named), sequence, us) for named, sequence, us in triples]
 
 
-def _read_sums(value: Any) -> dict[CollectiveKey, CollectiveSums]:
-    if len(_list(value)) > _MOST_SUMS:
-        raise ValueError(f"{len(value)} sums")
-    return dict(map(_read_one, value))
+def _parse_sums(value: object) -> dict[CollectiveKey, CollectiveSums]:
+    rows = _list(value)
+    if len(rows) > _MAX_COLLECTIVES:
+        raise ValueError(f"{len(rows)} sums")
+    return dict(map(_parse_collective, rows))
 
 
-def _read_one(value: Any) -> tuple[CollectiveKey, CollectiveSums]:
-    if len(_list(value)) != 3 + len(_SUMS):
-        raise ValueError(f"{len(value)} numbers of a collective")
-    op, named, number, *plain, wait, move = value
-    numbers = zip(_PLAIN.items(), plain, strict=True)
-    one = CollectiveSums(
-        **{name: _number(each, kind) for (name, kind), each in numbers},
-        wait=_read_histogram(wait),
-        move=_read_histogram(move),
+def _parse_collective(value: object) -> tuple[CollectiveKey, CollectiveSums]:
+    row = _list(value)
+    if len(row) != 3 + len(_SUMS):
+        raise ValueError(f"{len(row)} numbers of a collective")
+    op, named, process_set, *numbers = row
+    totals = CollectiveSums(
+        _number(numbers[0], int),
+        _number(numbers[1], int),
+        _number(numbers[2], int),
+        wait_seconds=_number(numbers[3], float),
+        move_seconds=_number(numbers[4], float),
+        wait=_parse_histogram(numbers[5]),
+        move=_parse_histogram(numbers[6]),
     )
-    return (_printable(op), bool(named), _number(number, int)), one
+    return (_printable(op), bool(named), _number(process_set, int)), totals
 
 
-def _read_histogram(value: Any) -> list[int]:
-    if len(_list(value)) != BUCKETS:
-        raise ValueError(f"{len(value)} buckets")
-    return [_number(each, int) for each in value]
+def _parse_histogram(value: object) -> list[int]:
+    counts = _list(value)
+    if len(counts) != BUCKETS:
+        raise ValueError(f"{len(counts)} buckets")
+    return [_number(each, int) for each in counts]
 
 
 def subtract_sums(
     now: Mapping[CollectiveKey, CollectiveSums],
     before: Mapping[CollectiveKey, CollectiveSums],
 ) -> dict[CollectiveKey, CollectiveSums]:
-    """What has come since; where numbers are smaller, they have begun anew."""
+    """Returns what was added since `before`; only collectives with new numbers."""
     found = {}
-    for key, one in now.items():
+    for key, totals in now.items():
         new = CollectiveSums()
-        new.add(one)
+        new.add(totals)
         old = before.get(key)
-        if old is not None and old.calls <= one.calls and old.bytes <= one.bytes:
+        # Smaller numbers mean that the process has restarted and counts from 0 again.
+        if old is not None and old.calls <= totals.calls and old.bytes <= totals.bytes:
             new.add(old, -1)
         if new.calls or new.bytes or new.failures:
             found[key] = new

@@ -1,7 +1,7 @@
-"""Where a job's ringrun can be found by `ringjax top` of the same user.
+"""Unix sockets by which `ringjax top` finds the jobs of the same user.
 
-A unix socket in a folder that nobody else may enter, as tmux has it; who connects and
-who is connected to are asked of the kernel, too.
+The sockets are in a folder that only its owner may enter, as tmux does it. In addition,
+both ends ask the kernel for the user of the other end.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from ringjax.control import temporary
 from ringjax.control.unix_peer import peer_uid
 
-HELLO = b"ringjax top 1\n"  # what somebody says first who wants to look
+HELLO = b"ringjax top 1\n"  # a viewer sends this first
 _NAME = re.compile(r"(\d+)-\d+\.sock")
-_MAX_ADDRESS_BYTES = 100  # bytes of a path that may be an address
-_CONNECT_TIMEOUT = 2.0  # seconds to connect
+_MAX_ADDRESS_BYTES = 100  # the kernel allows 107
+_CONNECT_TIMEOUT = 2.0  # seconds
 
 
 class JobSocketError(OSError):
-    """There is no job to connect to, or it is not ours."""
+    """There is no job to connect to, or it belongs to another user."""
 
 
 def socket_folder() -> Path:
-    """Where the sockets of this user are; may not be there.
+    """Returns the folder of this user's sockets, which need not exist.
 
     Raises:
         OSError: there is no folder for temporary files.
@@ -43,37 +43,39 @@ def socket_folder() -> Path:
     return Path(base) / f"ringjax-{os.geteuid()}"
 
 
-def _open_folder(place: Path) -> int:
-    """A descriptor of the folder.
+def _open_folder(folder: Path) -> int:
+    """Returns a descriptor of the folder.
 
     Raises:
-        OSError: it is not there, or others may enter it.
+        OSError: it does not exist, or other users may enter it.
     """
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # The folder may be in /tmp, where another user can create it first, or a link in
+    # its place. fstat of the descriptor cannot be deceived by a later replacement.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         os.close(fd)
-        raise PermissionError(f"{place}: it is not this user's alone")
+        raise PermissionError(f"{folder}: it is not this user's alone")
     return fd
 
 
 def listen() -> tuple[socket.socket, Path]:
-    """Makes this process's socket; `remove` it at the end.
+    """Creates a listening socket of this process. The caller removes its file.
 
     Raises:
-        OSError: there is no place for it.
+        OSError: the socket cannot be created.
     """
-    place = socket_folder()
+    folder = socket_folder()
     with contextlib.suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    fd = _open_folder(place)
+        folder.mkdir(mode=0o700)
+    fd = _open_folder(folder)
     sock = socket.socket(socket.AF_UNIX)
     try:
         for number in range(1000):
-            name = f"{os.getpid()}-{number}.sock"
-            path = place / name
+            path = folder / f"{os.getpid()}-{number}.sock"
             if _is_alive(path):  # another job of this process
                 continue
+            # A killed process with the same id has left its file.
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             sock.bind(_address(path, fd))
@@ -81,7 +83,7 @@ def listen() -> tuple[socket.socket, Path]:
             sock.listen(8)
             sock.setblocking(False)
             return sock, path
-        raise FileExistsError(f"{place}: too many jobs of this process")
+        raise FileExistsError(f"{folder}: too many jobs of this process")
     except BaseException:
         sock.close()
         raise
@@ -90,10 +92,10 @@ def listen() -> tuple[socket.socket, Path]:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection with the ringrun behind a socket.
+    """Connects to the ringrun that listens at `path`.
 
     Raises:
-        JobSocketError: it is not there, or somebody else's.
+        JobSocketError: nobody listens there, or a process of another user.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -111,26 +113,28 @@ def connect(path: Path) -> socket.socket:
 
 
 def _address(path: Path, folder: int) -> str:
-    """Of a socket; by its folder's descriptor if it is longer than one may be."""
+    """Returns an address for a path, which may be too long to be one itself."""
     short = len(os.fsencode(path)) < _MAX_ADDRESS_BYTES
     return str(path) if short else f"/proc/self/fd/{folder}/{path.name}"
 
 
 def connect_within(sock: socket.socket, address: str, seconds: float) -> None:
-    """Connects a unix socket within that time, which also is its timeout then.
+    """Connects a unix socket, and sets its timeout to `seconds`.
 
     Raises:
-        OSError: nobody listens there, or too many wait.
+        OSError: nobody listens there, or the listener's queue stays full.
     """
     deadline = time.monotonic() + seconds
     sock.settimeout(seconds)
     while True:
         try:
             return sock.connect(address)
-        except BlockingIOError:  # others wait there, too
+        except BlockingIOError:  # the listener's queue is full
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)  # a full unix socket wakes nobody who wants to connect
+            # A socket with a timeout does not block here, and the kernel does not
+            # report when the queue has room again.
+            time.sleep(0.02)
 
 
 def _is_alive(path: Path) -> bool:
@@ -142,9 +146,9 @@ def _is_alive(path: Path) -> bool:
 
 
 def find_jobs() -> dict[int, list[Path]]:
-    """The sockets of this user's jobs, by ringrun's process id.
+    """Returns the sockets of this user's jobs by the process id of ringrun.
 
-    Those that a killed ringrun has left are removed.
+    Removes the files of processes that were killed.
     """
     found: dict[int, list[Path]] = {}
     with contextlib.suppress(OSError):

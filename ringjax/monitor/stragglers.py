@@ -1,10 +1,10 @@
-"""Whom all wait for: judged from how long each rank has waited, without any clock.
+"""Finds the rank that all others wait for, from the waits of each rank, without clocks.
 
-In a call of all ranks, whoever waits least has come last, and the others have waited
-for it. One such call says nothing; a rank that is the last in most calls, or for which
-most of the waiting is, and costs the others a share of their time that is worth a
-sentence, is named. The latter because a step may be a hundred calls, and in the first
-of them alone all wait for a rank that was slow before.
+In a call of all ranks, the rank that waits least has come last, and the others have
+waited for it. One call proves nothing. A rank is a straggler if it is last in most
+calls, or causes most of the waiting, and costs the others a relevant part of their
+time. The second condition is needed because a training step may have a hundred calls:
+only in the first of them do all ranks wait for a rank that computed for too long.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# (of the named lane, sequence number, microseconds waited)
+# Whether the call ran in the eager lane, sequence number, microseconds waited.
 WaitRecord = tuple[bool, int, int]
 
-MAX_PENDING_CALLS = 8192  # calls that some ranks have not told about yet
-LAST_IN = 0.5  # of the calls, from where on a rank is suspected
-OF_TWO = 2 / 3  # likewise if there are two ranks, of which one always is the last
-MIN_COST = 0.02  # of the time, likewise
-ACCIDENTS = 3  # calls that cost most, of each rank
-MIN_CALLS = 8  # calls, to say anything about
+MAX_PENDING_CALLS = 8192  # calls that some ranks have not reported yet
+_MIN_SHARE = 0.5  # a straggler has this share of the calls or of the waiting
+_MIN_SHARE_OF_TWO = 2 / 3  # more, because one of two ranks is always the last
+MIN_COST = 0.02  # a straggler costs the others this share of their time
+_MAX_OUTLIERS = 3  # the most expensive calls of each rank, which do not count
+MIN_CALLS = 8  # for a judgement
 
 
 class LastArrival(NamedTuple):
-    """Of one call: who came last, and how many seconds behind the others."""
+    """The rank that came last to one call, and its delay to the others in seconds."""
 
     last: int
     behind: float
 
 
 class Stragglers:
-    """Brings together what ranks tell of the same calls.
+    """Matches the wait records of all ranks by call.
 
     Args:
-        size: ranks of the world.
+        size: the number of ranks of the world.
 
     Example:
         >>> seen = Stragglers(2)
@@ -48,61 +48,70 @@ class Stragglers:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._open: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
+        self._pending: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
 
     def add_waits(self, rank: int, waits: Iterable[WaitRecord]) -> list[LastArrival]:
-        """What one rank tells of its waits; of one call the least counts.
+        """Adds wait records of one rank.
 
         Returns:
-            The calls of which all ranks have told now.
+            A result for each call that all ranks have reported now.
         """
         touched = {}
         for named, sequence, us in waits:
-            told = self._open.setdefault((named, sequence), {})
-            told[rank] = min(us, told.get(rank, us))
-            touched[named, sequence] = told
-        # LastArrival late, so that all operations of a call have been told.
-        full = [key for key, told in touched.items() if len(told) == self.size]
-        judged = [_judge(self._open.pop(key)) for key in full]
-        while len(self._open) > MAX_PENDING_CALLS:
-            self._open.popitem(last=False)
-        return judged
+            reported = self._pending.setdefault((named, sequence), {})
+            # Several named operations may share one call. The rank was complete when
+            # the last of them was submitted, which is the one that waited least.
+            reported[rank] = min(us, reported.get(rank, us))
+            touched[named, sequence] = reported
+        # Only after the loop, so that all operations of a call are taken into account.
+        full = [key for key, reported in touched.items() if len(reported) == self.size]
+        arrivals = [_last_arrival(self._pending.pop(key)) for key in full]
+        while len(self._pending) > MAX_PENDING_CALLS:
+            self._pending.popitem(last=False)
+        return arrivals
 
 
-def _judge(told: dict[int, int]) -> LastArrival:
-    last = min(told, key=lambda rank: (told[rank], rank))
-    others = sorted(us for rank, us in told.items() if rank != last)
-    behind = others[len(others) // 2] - told[last] if others else 0
+def _last_arrival(waits: dict[int, int]) -> LastArrival:
+    last = min(waits, key=lambda rank: (waits[rank], rank))
+    others = sorted(us for rank, us in waits.items() if rank != last)
+    behind = others[len(others) // 2] - waits[last] if others else 0
     return LastArrival(last, behind * 1e-6)
 
 
 @dataclass
 class RankLateness:
-    """Of one rank: in how many calls it came last, and how late it was in these."""
+    """The calls in which one rank came last.
 
-    times: int = 0
+    Attributes:
+        seconds: how late the rank was in each of them.
+    """
+
     seconds: list[float] = field(default_factory=list)
 
     @property
+    def times(self) -> int:
+        return len(self.seconds)
+
+    @property
     def lost(self) -> float:
-        """Seconds that the others have waited for it, in all."""
+        """Seconds that the others have waited for this rank."""
         return sum(self.seconds)
 
     @property
     def typical(self) -> float:
-        """The median, in seconds."""
+        """The median delay in seconds."""
         ordered = sorted(self.seconds)
         return ordered[len(ordered) // 2] if ordered else 0.0
 
 
 class StragglerTally:
-    """The judgements of one interval.
+    """Counts the last arrivals of one interval.
 
     Example:
-        >>> seen = StragglerTally(2)
+        >>> tally = StragglerTally(2)
         >>> for call in range(10):
-        ...     seen.add(LastArrival(1, 0.005))
-        >>> seen.straggler(elapsed=0.1)
+        ...     tally.add(LastArrival(1, 0.005))
+        >>> tally.straggler(elapsed=0.1)
         1
     """
 
@@ -110,17 +119,15 @@ class StragglerTally:
         self.calls = 0
         self.late = [RankLateness() for _ in range(size)]
 
-    def add(self, judged: LastArrival) -> None:
-        """One more call."""
+    def add(self, arrival: LastArrival) -> None:
         self.calls += 1
-        self.late[judged.last].times += 1
-        self.late[judged.last].seconds.append(judged.behind)
+        self.late[arrival.last].seconds.append(arrival.behind)
 
     def straggler(self, elapsed: float) -> int | None:
-        """The rank that all wait for, if there is one.
+        """Returns the rank that all others wait for, None if there is none.
 
         Args:
-            elapsed: seconds in which these calls were made.
+            elapsed: seconds in which the calls were made.
         """
         if self.calls < MIN_CALLS or elapsed <= 0:
             return None
@@ -128,14 +135,15 @@ class StragglerTally:
         times = [float(late.times) for late in self.late]
         if (rank := self._worst(elapsed, costs, times)) is not None:
             return rank
-        # Not because of an accident or two.
-        costs = [sum(sorted(late.seconds)[:-ACCIDENTS]) for late in self.late]
+        # A rank may be seldom last, but late then. The worst calls of each rank do not
+        # count, because one or two accidents make no straggler.
+        costs = [sum(sorted(late.seconds)[:-_MAX_OUTLIERS]) for late in self.late]
         return self._worst(elapsed, costs, costs)
 
     def _worst(
         self, elapsed: float, costs: list[float], shares: list[float]
     ) -> int | None:
         rank = max(range(len(costs)), key=lambda r: costs[r])
-        least = OF_TWO if len(costs) == 2 else LAST_IN
+        least = _MIN_SHARE_OF_TWO if len(costs) == 2 else _MIN_SHARE
         most = shares[rank] >= least * sum(shares)
         return rank if most and costs[rank] >= MIN_COST * elapsed else None

@@ -1,8 +1,4 @@
-"""A window of time in numbers that mean something to people, rank by rank.
-
-`report` prints it, ringrun's metrics and `ringjax top` show it. `aggregator` collects
-the numbers.
-"""
+"""Numbers of one window of time, rank by rank, for reports, metrics and top."""
 
 from __future__ import annotations
 
@@ -11,20 +7,22 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ringjax.monitor import locations
-from ringjax.monitor.aggregator import Aggregator, Share, Window
+from ringjax.monitor.aggregator import Aggregator, CallTotals, Window
 
 
 @dataclass(slots=True)
 class RankRow:
-    """One rank.
+    """Numbers of one rank.
 
     Attributes:
-        waits, moves: shares of the time in which some call waited, or moved data.
-        last_in: share of the calls in which it came last.
-        late_by: seconds that it was late then, usually.
-        busbw: bytes a second over its busiest link while data moved; 0: unknown.
-        memory: bytes of its process.
-        silent: seconds since it should have told something.
+        waits, moves: the shares of the time in which at least one call waited, or
+            moved data.
+        last_in: the share of the calls in which the rank came last.
+        late_by: the median delay in those calls, in seconds.
+        busbw: bytes per second over its busiest link while data moved; 0: unknown.
+        memory: resident bytes of the process.
+        place: the line of code where it spends more time than other ranks.
+        silent: seconds by which its next sample is overdue.
     """
 
     rank: int
@@ -42,13 +40,14 @@ class RankRow:
 
 @dataclass(slots=True)
 class View:
-    """The job in a window.
+    """Numbers of the job in a window.
 
     Attributes:
-        seconds: how long the window is.
-        rate: calls a second, of the busiest rank.
-        step: seconds from step to step, 0: unknown.
-        culprit: the rank that all wait for, None: there is none.
+        seconds: the length of the window.
+        rate: calls per second of the rank with most calls.
+        step: seconds of a training step; 0: unknown.
+        busbw: the `busbw` of the slowest rank.
+        culprit: the rank that all others wait for; None: there is none.
     """
 
     seconds: float
@@ -62,15 +61,15 @@ class View:
     rows: list[RankRow] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
-        """As plain objects."""
+        """Converts the view to values that JSON can hold."""
         return asdict(self)
 
 
 def view_from_message(message: Mapping[str, Any]) -> View:
-    """What `View.message` has made; of names that are not known, nothing.
+    """Reads the result of `View.message`. Ignores names that this version lacks.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: `message` is no view.
 
     Example:
         >>> view_from_message(View(2.0, rows=[RankRow(0, 0)]).message()).rows[0].rank
@@ -80,35 +79,34 @@ def view_from_message(message: Mapping[str, Any]) -> View:
     return View(**{**_known(View, message), "rows": rows})
 
 
-def _known(kind: type, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"no {kind.__name__}: {given!r:.40}")
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in given.items() if name in names}
+def _known(kind: type[RankRow | View], message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"no {kind.__name__}: {message!r:.40}")
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in message.items() if name in names}
 
 
 def make_view(
     aggregator: Aggregator, window: Window, now: float, every: float = 0.0
 ) -> View:
-    """What the aggregator says about a window that is still open.
+    """Computes the numbers of a window that is still open.
 
     Args:
-        every: seconds from one word of a rank to the next one.
+        every: seconds between two samples of a rank.
     """
-    import statistics  # rarely needed, and ringrun is to start in a moment
+    import statistics  # slow to import, and a job without a view does not need it
 
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
     rates, speeds, steps, parts = [0.0], [], [], [1.0]
     members = aggregator.members()
-    apart = locations.distinctive_locations(
-        {r: seen.sample.place for r, (_, seen) in members.items()}
-    )
-    for rank, (worker, seen) in sorted(members.items()):
-        share, spent = window.since(worker, seen)
-        sample, late = seen.sample, tally.late[rank]
-        rates.append(share.calls / spent)
-        speeds.append(_busbw(share))
+    places = {rank: latest.sample.place for rank, (_, latest) in members.items()}
+    distinctive = locations.distinctive_locations(places)
+    for rank, (worker, latest) in sorted(members.items()):
+        totals, spent = window.since(worker, latest)
+        sample, late = latest.sample, tally.late[rank]
+        rates.append(totals.calls / spent)
+        speeds.append(_busbw(totals))
         parts.append(sample.part)
         if sample.step:
             steps.append(sample.step)
@@ -117,14 +115,14 @@ def make_view(
                 rank,
                 worker,
                 host=sample.host,
-                waits=min(share.waiting / spent, 1.0),
-                moves=min(share.moving / spent, 1.0),
+                waits=min(totals.waiting / spent, 1.0),
+                moves=min(totals.moving / spent, 1.0),
                 last_in=late.times / tally.calls if tally.calls else 0.0,
                 late_by=late.typical,
                 busbw=speeds[-1],
                 memory=sample.memory,
-                place=apart[rank],
-                silent=max(0.0, now - seen.when - every),
+                place=distinctive[rank],
+                silent=max(0.0, now - latest.received - every),
             )
         )
     return View(
@@ -135,10 +133,11 @@ def make_view(
         rate=max(rates),
         step=statistics.median(steps) if steps else 0.0,
         busbw=min(filter(None, speeds), default=0.0),
+        # The tally covers only a part of the calls, and so only a part of the time.
         culprit=tally.straggler(seconds * min(parts)),
         rows=rows,
     )
 
 
-def _busbw(share: Share) -> float:
-    return share.bus_bytes / share.moving if share.moving > 1e-6 else 0.0
+def _busbw(totals: CallTotals) -> float:
+    return totals.bus_bytes / totals.moving if totals.moving > 1e-6 else 0.0

@@ -116,11 +116,12 @@ def test_sums_never_fall() -> None:
     aggregator.add_sample(1, of(0, 1, 20, epoch=1), 3.0)
     assert aggregator.sums["allreduce", True, 0].calls == 30
     assert (
-        aggregator.ranks[0].share.calls == 15 and aggregator.ranks[1].share.calls == 15
+        aggregator.ranks[0].totals.calls == 15
+        and aggregator.ranks[1].totals.calls == 15
     )
     aggregator.add_sample(1, of(0, 1, 2, epoch=1), 4.0)  # it has called init again
     assert aggregator.sums["allreduce", True, 0].calls == 32
-    assert aggregator.ranks[0].share.calls == 17
+    assert aggregator.ranks[0].totals.calls == 17
     assert sum(aggregator.sums["allreduce", True, 0].wait) == 32
 
 
