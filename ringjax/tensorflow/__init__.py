@@ -1,7 +1,8 @@
-"""Horovod's TensorFlow API: `import ringjax.tensorflow as hvd`, and a script runs.
+"""Horovod's TensorFlow API: a script needs only `import ringjax.tensorflow as hvd`.
 
-Every name that `horovod.tensorflow` 0.28 has, in the modules where it has them. Nothing
-here is compiled against TensorFlow. `init`, `rank` and the like are ringjax's own.
+The package has every name of `horovod.tensorflow` 0.28, in the modules where Horovod
+has them. Nothing here is compiled against TensorFlow. Functions such as `init` and
+`rank` are ringjax's own.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _refuse_groups("ringjax.tensorflow")
 def __getattr__(name: str) -> Any:
     if name in ("elastic", "util"):
         return importlib.import_module(f"ringjax.tensorflow.{name}")
-    if name == "_executing_eagerly":  # Horovod's own, which its tests use
+    if name == "_executing_eagerly":  # a private name that Horovod's tests use
         return importlib.import_module("ringjax.tensorflow.util")._executing_eagerly
     if name == "SyncBatchNormalization":  # imports Keras
         module = importlib.import_module("ringjax.tensorflow.sync_batch_norm")

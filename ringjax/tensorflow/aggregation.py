@@ -1,7 +1,7 @@
-"""Gradients of several backward passes added up on this rank before they are reduced.
+"""Adds up the gradients of several backward passes on this rank, to reduce the sums.
 
-For every kind of optimizer, eagerly, inside of `tf.function` and in the graphs of
-TensorFlow 1. How the sums are reduced is gradients.py.
+All kinds of optimizers use it, in eager mode, inside of `tf.function` and in graphs of
+TensorFlow 1, which the sessions of TensorFlow 2.21 run. gradients.py reduces the sums.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ import tensorflow as tf
 
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.gradients import divide_gradient
+from ringjax.tensorflow.tf_types import Gradient, TensorLike, Variable
 
 _SPARSE = (
     "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
     "`sparse_as_dense` is False."
 )
-_COLLECTIONS = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
 
 
 class LocalAggregation:
-    """Adds gradients up, and hands the sums on every so many calls.
+    """Adds gradients up, and reduces the sums in every n-th call.
 
-    In a graph of TensorFlow 1 the sums are local variables, which a program
-    initializes with `tf.compat.v1.local_variables_initializer`.
+    In a graph of TensorFlow 1 the sums are local variables, which a program initializes
+    with `tf.compat.v1.local_variables_initializer`.
 
     Args:
-        passes: `backward_passes_per_step`, at least 1.
-        reduce: makes the sums those of all ranks; gets gradients and variables.
-        sparse_as_dense: whether `tf.IndexedSlices` may come, to be added up as dense.
+        passes: `backward_passes_per_step`, the number n; at least 1.
+        reduce: reduces the sums over all ranks. Its arguments are the sums and the
+            variables.
+        sparse_as_dense: convert `tf.IndexedSlices` to dense tensors, and do not refuse
+            them.
         average: divide the sums by `passes`.
-        name: of the variables.
+        name: the prefix of the variables' names.
 
     Attributes:
-        counter: a variable, the calls since sums were handed on last.
+        counter: a variable, the number of calls since the last reduction.
 
     Raises:
         ValueError: `passes` is below 1.
@@ -44,7 +46,7 @@ class LocalAggregation:
     def __init__(
         self,
         passes: int,
-        reduce: Callable[[list[Any], Sequence[Any]], list[Any]],
+        reduce: Callable[[list[Gradient], Sequence[Variable]], list[Gradient]],
         sparse_as_dense: bool,
         average: bool,
         name: str,
@@ -56,55 +58,56 @@ class LocalAggregation:
         self._sparse_as_dense = sparse_as_dense
         self._average = average
         self._name = name
-        self._sums: dict[int, Any] = {}
+        self._sums: dict[int, tf.Variable] = {}
         with tf.init_scope():
-            self.counter = self._variable(0, tf.int32, "aggregation_counter")
+            self.counter = self._create_variable(0, tf.int32, "aggregation_counter")
 
     @do_not_convert
     def compute_gradients(
-        self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> list[Any]:
-        """Adds these gradients.
+        self, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> list[Gradient]:
+        """Adds gradients to the sums.
 
         Returns:
-            Every `passes` calls the sums, reduced, and the sums begin anew. After other
-            calls the sums so far, which are not to be applied: `apply_gradients` knows.
+            In every n-th call the reduced sums; the sums then begin anew. In other
+            calls the present sums, which `apply_gradients` does not apply.
 
         Raises:
-            ValueError: `tf.IndexedSlices` come, and `sparse_as_dense` is False.
+            ValueError: a gradient is `tf.IndexedSlices` and `sparse_as_dense` is False.
         """
-        dense = [self._dense(gradient) for gradient in gradients]
-        places = [i for i, gradient in enumerate(dense) if gradient is not None]
-        self._create_variables(dense, places)
-        sums = [self._sums[i] for i in places]
-        added = [self._sums[i].assign_add(dense[i]) for i in places]
+        dense = [self._to_dense(gradient) for gradient in gradients]
+        present = [i for i, gradient in enumerate(dense) if gradient is not None]
+        self._create_sums(dense, present)
+        sums = [self._sums[i] for i in present]
+        added = [self._sums[i].assign_add(dense[i]) for i in present]
         with tf.control_dependencies(added):
             count = tf.identity(self.counter.assign_add(1))
 
-        def hand_on() -> list[Any]:
-            whole: list[Any] = [None] * len(dense)
-            for i, total in zip(places, sums, strict=True):
-                whole[i] = tf.identity(total.read_value())
-            with tf.control_dependencies([whole[i] for i in places]):
-                # Before they are reduced: after a failure they begin anew, too.
+        def reduce() -> list[tf.Tensor]:
+            totals: list[Gradient] = [None] * len(dense)
+            for i, total in zip(present, sums, strict=True):
+                totals[i] = tf.identity(total.read_value())
+            with tf.control_dependencies([totals[i] for i in present]):
+                # Clear the sums before the reduction: if the reduction fails, the next
+                # step must not add to them.
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
                 cleared.append(self.counter.assign(0))
             with tf.control_dependencies(cleared):
-                reduced = self._reduce(whole, variables)
+                reduced = self._reduce(totals, variables)
                 divisor = self._passes if self._average else 1
                 return [
-                    tf.identity(divide_gradient(reduced[i], divisor)) for i in places
+                    tf.identity(divide_gradient(reduced[i], divisor)) for i in present
                 ]
 
-        def hold() -> list[Any]:
+        def keep() -> list[tf.Tensor]:
             return [tf.identity(total.read_value()) for total in sums]
 
-        if not places:
+        if not present:
             return dense
         with tf.control_dependencies([count]):
-            found = tf.cond(tf.equal(count, self._passes), hand_on, hold)
+            found = tf.cond(tf.equal(count, self._passes), reduce, keep)
         found = [found] if tf.is_tensor(found) else list(found)
-        for i, gradient in zip(places, found, strict=True):
+        for i, gradient in zip(present, found, strict=True):
             dense[i] = gradient
         return dense
 
@@ -113,40 +116,37 @@ class LocalAggregation:
         self,
         apply: Callable[[], Any],
         otherwise: Callable[[], Any],
-        gradients: Sequence[Any],
+        gradients: Sequence[Gradient],
     ) -> Any:
-        """Calls `apply` if the last gradients were handed on, else `otherwise`.
+        """Calls `apply` if the last call reduced the sums, else `otherwise`.
 
         Args:
             apply: applies the gradients.
-            otherwise: counts a step in which nothing is applied.
-            gradients: what `compute_gradients` has returned.
+            otherwise: counts a step in which no gradients are applied.
+            gradients: the result of `compute_gradients`.
 
         Returns:
-            What the function has, in eager mode; an operation in a graph.
+            The result of the called function in eager mode; an operation in a graph.
         """
         if tf.executing_eagerly():
             return otherwise() if int(self.counter.numpy()) else apply()
+        present = [gradient for gradient in gradients if gradient is not None]
+        with tf.control_dependencies(present):
+            return tf.cond(
+                tf.equal(self.counter.read_value(), 0),
+                lambda: _as_operation(apply()),
+                lambda: _as_operation(otherwise()),
+            )
 
-        def then() -> Any:
-            return _operation(apply())
-
-        def other() -> Any:
-            return _operation(otherwise())
-
-        known = [gradient for gradient in gradients if gradient is not None]
-        with tf.control_dependencies(known):
-            return tf.cond(tf.equal(self.counter.read_value(), 0), then, other)
-
-    def _dense(self, gradient: Any) -> Any:
+    def _to_dense(self, gradient: Gradient) -> tf.Tensor | None:
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         if not self._sparse_as_dense:
             raise ValueError(_SPARSE)
         return tf.convert_to_tensor(gradient)
 
-    def _create_variables(self, gradients: list[Any], places: list[int]) -> None:
-        for i in places:
+    def _create_sums(self, gradients: list[Gradient], present: list[int]) -> None:
+        for i in present:
             if i in self._sums:
                 continue
             gradient = gradients[i]
@@ -158,21 +158,23 @@ class LocalAggregation:
             shape, dtype = tuple(gradient.shape.as_list()), gradient.dtype
             with tf.init_scope():
                 zeros = tf.zeros(shape, dtype)
-                self._sums[i] = self._variable(zeros, dtype, f"aggregation_{i}")
+                self._sums[i] = self._create_variable(zeros, dtype, f"aggregation_{i}")
 
-    def _variable(self, value: Any, dtype: Any, name: str) -> Any:
+    def _create_variable(
+        self, value: TensorLike, dtype: tf.DType, name: str
+    ) -> tf.Variable:
         name = f"{self._name}_{name}"
         if tf.executing_eagerly():
             return tf.Variable(value, trainable=False, dtype=dtype, name=name)
         return tf.compat.v1.Variable(
-            *(value,),
+            value,
             trainable=False,
             dtype=dtype,
             name=name,
-            collections=_COLLECTIONS,
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
             use_resource=True,
         )
 
 
-def _operation(done: Any) -> Any:
-    return tf.no_op() if done is None else tf.group(done)
+def _as_operation(result: Any) -> tf.Operation:
+    return tf.no_op() if result is None else tf.group(result)

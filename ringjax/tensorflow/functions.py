@@ -1,13 +1,13 @@
 """Horovod's functions on variables and on Python objects.
 
-Objects travel over `ringjax.eager.objects`, at once, also where a graph is being made.
-As in Horovod an object of any type may be sent, so what is not plain data is pickled: a
-rank runs code that its sender chose.
+Objects travel at once, over `ringjax.eager.objects`, also while a graph is traced. As
+in Horovod an object of any type may be sent. Objects that are not plain data are
+pickled, so a rank runs code that the sender chose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -15,34 +15,36 @@ import tensorflow as tf
 from ringjax.eager import objects
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.movement import broadcast_group
+from ringjax.tensorflow.tf_types import Variable
 from ringjax.tensorflow.variables import as_variable_list
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @do_not_convert
 def broadcast_variables(
-    variables: Any,
+    variables: Iterable[Variable] | Variable,
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> Any:
-    """Gives every rank the root's values.
+) -> tf.Operation | None:
+    """Gives every rank the root's values of variables.
 
-    All ranks call it with the same variables in the same order, in eager mode, inside
-    of `tf.function`, or to get an operation for a session of TensorFlow 1.
+    All ranks call it with equal lists of variables: in eager mode, inside of
+    `tf.function`, or to get an operation for a session of TensorFlow 1.
 
     Args:
-        variables: variables of TensorFlow or of Keras; any number, of any dtypes.
-        root_rank: the rank that has the values, its number in the world.
+        variables: any number of variables of TensorFlow or Keras, of any dtypes.
+        root_rank: the root's rank in the world.
         process_set: the ranks that take part; this rank must be one of them.
-        inplace: Horovod's; variables are always written where they are.
+        inplace: an argument of Horovod without effect; the variables are always
+            assigned in place.
 
     Returns:
         An operation in a graph, None in eager mode.
 
     Raises:
         ValueError: `root_rank` is not in the process set.
-        RingjaxError, tf.errors.OpError: the ranks' variables differ, or a rank is gone.
+        RingjaxError, tf.errors.OpError: the ranks' variables differ, or a rank is lost.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
@@ -55,9 +57,9 @@ def broadcast_variables(
     if not found:
         return None if eager else tf.no_op()
     values = [tf.convert_to_tensor(variable) for variable in found]
-    sent = broadcast_group(values, root_rank, process_set=process_set)
+    received = broadcast_group(values, root_rank, process_set=process_set)
     written = [
-        variable.assign(value) for variable, value in zip(found, sent, strict=True)
+        variable.assign(value) for variable, value in zip(found, received, strict=True)
     ]
     return None if eager else tf.group(*written)
 
@@ -65,25 +67,26 @@ def broadcast_variables(
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
-    session: Any = None,
+    session: tf.compat.v1.Session | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank: there the same, elsewhere a copy.
+    """Returns the root's object on every rank: itself on the root, elsewhere a copy.
 
-    Any object that cloudpickle can pickle may be sent; receiving one runs code that the
-    root chose. `ringjax.broadcast_object` takes plain data only, unless it is asked.
+    Any object that cloudpickle can pickle may be sent. A rank that receives it runs
+    code that the root chose. `ringjax.broadcast_object` takes only plain data by
+    default.
 
     Args:
-        obj: looked at on the root only.
-        root_rank: the sender's rank in the world.
-        session: Horovod's; no session is needed.
-        name: what the operation is called on all ranks.
+        obj: read on the root only.
+        root_rank: the root's rank in the world.
+        session: an argument of Horovod without effect; no session is needed.
+        name: the name of the operation on all ranks.
         process_set: the ranks that take part; this rank must be one of them.
 
     Raises:
-        TypeError: the root's object cannot be pickled; on every rank.
-        HorovodInternalError: a rank is gone.
+        TypeError: the root's object cannot be pickled; all ranks raise it.
+        HorovodInternalError: a rank is lost.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -97,11 +100,11 @@ def broadcast_object(
 
 def broadcast_object_fn(
     root_rank: int = 0,
-    session: Any = None,
+    session: tf.compat.v1.Session | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that is `broadcast_object` with these arguments.
+    """Returns a function of an object that is `broadcast_object` with these arguments.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -118,11 +121,13 @@ def broadcast_object_fn(
 
 def allgather_object(
     obj: Any,
-    session: Any = None,
+    session: tf.compat.v1.Session | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Returns the objects of all ranks, in their order; see `broadcast_object`.
+    """Returns the objects of all ranks in the order of the ranks.
+
+    Args, Raises: as `broadcast_object`; every rank's object is read.
 
     Example:
         >>> import ringjax.tensorflow as hvd

@@ -1,19 +1,18 @@
-"""The variables of a graph of TensorFlow 1 from one rank to all, and a hook for it.
+"""Broadcasts the variables of a TensorFlow 1 graph, by an operation or by a hook.
 
-With eager execution there are no global variables; `broadcast_variables` is for that.
+TensorFlow 2.21 runs such graphs in `tf.compat.v1.Session` and MonitoredTrainingSession.
+With eager execution there are no global variables; use `broadcast_variables`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import tensorflow as tf
 
 from ringjax.tensorflow.functions import broadcast_variables
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
-    """An operation that gives every rank the root's values of all global variables.
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """Returns an operation that gives all ranks the root's values of global variables.
 
     Raises:
         RuntimeError: called with eager execution.
@@ -37,15 +36,16 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Gives every rank the root's global variables when a session has been made.
+    """Gives every rank the root's global variables after a session was created.
 
     Args:
-        root_rank: the rank that has the values.
-        device: where the operation is placed.
+        root_rank: the rank whose values all ranks get.
+        device: the device of the operation.
 
     Attributes:
-        root_rank: as given, as is `device`.
-        bcast_op: the operation, once there is one.
+        root_rank: as given.
+        device: as given.
+        bcast_op: the operation; None before `begin`.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -57,15 +57,17 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         super().__init__()
         self.root_rank = root_rank
         self.device = device
-        self.bcast_op: Any = None
+        self.bcast_op: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Adds the operation to the graph, if it is another one than last time."""
+        """Adds the operation to the graph, unless it is there already."""
         graph = tf.compat.v1.get_default_graph()
         if self.bcast_op is None or self.bcast_op.graph is not graph:
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
-        """Runs it."""
+    def after_create_session(
+        self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
+    ) -> None:
+        """Runs the operation."""
         session.run(self.bcast_op)

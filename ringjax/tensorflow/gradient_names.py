@@ -1,106 +1,107 @@
-"""Names of the operations on gradients in a graph, which all ranks find alone.
+"""Names of the operations on gradients in a graph; all ranks derive equal names.
 
-They are numbered in the order in which a graph is traced. TensorFlow traces a function
-that makes variables twice, and that is not so on all ranks: one of them may have
-trained before, or have read its model from a file. So what is traced in place of
-something else gets its numbers again.
+Names have numbers, in the order in which a graph is traced. TensorFlow traces a
+function that creates variables twice, but not on all ranks: one rank may have trained
+before, or may have read its model from a file. A second trace of a function in the same
+position therefore gets the numbers of the first trace again.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
 
 @dataclass(frozen=True)
 class _TracePosition:
-    """Where a function is traced within another one."""
+    """The position at which a function is traced within another function."""
 
-    outer: weakref.ref[Any]
+    outer: weakref.ref[tf.Graph]
     name: str
-    calls: int  # in `outer` before it
-    before: Counter[str]  # the numbers given until then
+    calls: int  # of functions in `outer` before it
+    before: Counter[str]  # the last numbers that were given before the trace
 
-    def is_at(self, outer: Any, name: str, calls: int) -> bool:
-        here = self.outer() is outer
-        return here and (self.name, self.calls) == (name, calls)
+    def is_at(self, outer: tf.Graph, name: str, calls: int) -> bool:
+        same_outer = self.outer() is outer
+        return same_outer and (self.name, self.calls) == (name, calls)
 
 
 @dataclass
 class _GraphNames:
-    """What has been numbered in an outermost graph.
+    """The names given in an outermost graph, and in all functions traced in it.
 
     Attributes:
-        counter: the last numbers, by the beginnings of names.
-        last: where the last one was given, from the outside to the inside.
-        places: of the functions traced in it.
+        counter: the last number for each prefix of names.
+        last: the positions of the last name, from the outermost function to the
+            innermost one.
+        positions: the position of each function.
     """
 
     counter: Counter[str] = field(default_factory=Counter)
     last: list[_TracePosition] = field(default_factory=list)
-    places: weakref.WeakKeyDictionary[Any, _TracePosition] = field(
+    positions: weakref.WeakKeyDictionary[tf.Graph, _TracePosition] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
-    def enter(self, inner: list[Any]) -> None:
-        """Begins to number in the innermost of these functions, from the outside."""
+    def enter(self, inner: Sequence[tf.Graph]) -> None:
+        """Prepares for names in the last of `inner`, functions from outer to inner."""
         path = []
         for graph in inner:
-            if graph not in self.places:
-                self.places[graph] = self._place(graph)
-            path.append(self.places[graph])
+            if graph not in self.positions:
+                self.positions[graph] = self._position_of(graph)
+            path.append(self.positions[graph])
         self.last = path
 
-    def _place(self, graph: Any) -> _TracePosition:
+    def _position_of(self, graph: tf.Graph) -> _TracePosition:
         outer, name = graph.outer_graph, str(graph.name)
-        calls = _calls(outer)
-        for place in self.last:
-            if place.is_at(outer, name, calls):
-                # Nobody has called that one, and nobody will.
-                self.counter = Counter(place.before)
-                return place
+        calls = _count_calls(outer)
+        for position in self.last:
+            if position.is_at(outer, name, calls):
+                # This is the second trace: TensorFlow has discarded the first one, so
+                # its numbers are free.
+                self.counter = Counter(position.before)
+                return position
         return _TracePosition(weakref.ref(outer), name, calls, Counter(self.counter))
 
 
-_given: weakref.WeakKeyDictionary[Any, _GraphNames] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[tf.Graph, _GraphNames] = weakref.WeakKeyDictionary()
 
 
 def gradient_namer(prefix: str) -> Callable[[], str]:
-    """Gives names that no other operation in this graph has; none ends in eager mode.
+    """Returns a function that makes names that are unique in the current graph.
 
-    Eager operations have ended before the next begins, and an outermost graph runs
-    once at a time.
+    In eager mode the numbers begin anew with each namer. Names may repeat there,
+    because an eager operation ends before the next one begins.
 
     Example:
         >>> name = gradient_namer("step")
         >>> name(), name()
         ('step.gradients.1', 'step.gradients.2')
     """
-    given = _GraphNames()
+    names = _GraphNames()
     if not tf.executing_eagerly():
-        top, inner = _nested(tf.compat.v1.get_default_graph())
-        given = _given.setdefault(top, given)
-        given.enter(inner)
+        outermost, inner = _nesting(tf.compat.v1.get_default_graph())
+        names = _names.setdefault(outermost, names)
+        names.enter(inner)
 
     def name() -> str:
-        given.counter[prefix] += 1
-        return f"{prefix}.gradients.{given.counter[prefix]}"
+        names.counter[prefix] += 1
+        return f"{prefix}.gradients.{names.counter[prefix]}"
 
     return name
 
 
-def _nested(graph: Any) -> tuple[Any, list[Any]]:
-    """The function that all is traced in or the graph around all, and those inside.
+def _nesting(graph: tf.Graph) -> tuple[tf.Graph, list[tf.Graph]]:
+    """Returns the outermost graph around `graph`, and the functions inside of it.
 
-    The last of them is `graph`; none if that is the outermost.
+    The last of these functions is `graph` itself, unless `graph` is the outermost one.
     """
-    inner: list[Any] = []
-    outer: Any = getattr(graph, "outer_graph", None)
+    inner: list[tf.Graph] = []
+    outer: tf.Graph = getattr(graph, "outer_graph", None)
     while hasattr(outer, "outer_graph"):
         inner.append(graph)
         graph, outer = outer, outer.outer_graph
@@ -110,6 +111,5 @@ def _nested(graph: Any) -> tuple[Any, list[Any]]:
     return graph, inner[::-1]
 
 
-def _calls(graph: Any) -> int:
-    """How many functions a graph calls."""
+def _count_calls(graph: tf.Graph) -> int:
     return sum(op.type.endswith("PartitionedCall") for op in graph.get_operations())

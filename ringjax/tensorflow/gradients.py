@@ -1,8 +1,7 @@
-"""How a step's gradients become those of all ranks, eagerly and in graphs.
+"""Makes the gradients of a step those of all ranks, eagerly and in graphs.
 
-What `DistributedGradientTape` and all `DistributedOptimizer`s do with gradients once
-they have them: cut them into buckets, reduce each in one operation, leave local ones
-alone. Not here: where gradients come from, and how one operation runs.
+`DistributedGradientTape` and all `DistributedOptimizer`s use it. It cuts gradients into
+buckets, reduces each bucket in one operation, and leaves local gradients alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,10 +18,11 @@ from ringjax.ops import Adasum, Average, Sum
 from ringjax.tensorflow import parameter_check
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.collective_spec import process_set_id_of
-from ringjax.tensorflow.compression import Compression
+from ringjax.tensorflow.compression import Compression, Compressor
 from ringjax.tensorflow.gradient_names import gradient_namer
 from ringjax.tensorflow.movement import process_set_included_op, size_op
 from ringjax.tensorflow.reductions import grouped_allreduce
+from ringjax.tensorflow.tf_types import Gradient, Groups, Variable
 from ringjax.tensorflow.variables import shape_and_dtype, variable_key
 from ringjax.world.process_set import ProcessSet, global_process_set
 from ringjax.xla import buckets
@@ -36,32 +35,32 @@ class GradientSettings:
     """The arguments of Horovod's tapes and optimizers that say how gradients travel.
 
     Attributes:
-        name: the beginning of the operations' names, alike on all ranks.
+        name: the prefix of the operations' names; the same on all ranks.
         device_dense: where dense gradients are reduced.
-        device_sparse: where `tf.IndexedSlices` are.
+        device_sparse: where `tf.IndexedSlices` are reduced.
         compression: one of `Compression`.
         sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
         op: Average, Sum or Adasum.
-        gradient_predivide_factor: gradients are divided by it before the sum, and
-            multiplied by it and divided by the size after.
-        groups: into how many operations to put all gradients, or the lists of
-            variables that are put into one each; None: by their bytes.
+        gradient_predivide_factor: gradients are divided by this factor before the sum;
+            the sum is multiplied by it and divided by the size.
+        groups: the number of operations for all gradients, or lists of variables whose
+            gradients travel in one operation each; None: buckets limited by bytes.
         num_groups: Horovod's former name of an integer for `groups`.
-        process_set: the ranks that take part. Others keep their gradients.
+        process_set: the ranks that take part. Other ranks keep their gradients.
         scale_local_gradients: divide the gradients of local variables by the size.
 
     Raises:
-        ValueError: a bad argument; the text is Horovod's where Horovod has one.
+        ValueError: an argument is wrong; the text is Horovod's if Horovod has one.
     """
 
     name: str
     device_dense: str = ""
     device_sparse: str = ""
-    compression: Any = Compression.none
+    compression: type[Compressor] = Compression.none
     sparse_as_dense: bool = False
     op: int = Average
     gradient_predivide_factor: float = 1.0
-    groups: Any = None
+    groups: Groups = None
     num_groups: int = 0
     process_set: ProcessSet = global_process_set
     scale_local_gradients: bool = True
@@ -84,7 +83,7 @@ class GradientSettings:
         _check_groups(self.groups)
 
 
-def _check_groups(groups: Any) -> None:
+def _check_groups(groups: Groups) -> None:
     if groups is None:
         return
     if isinstance(groups, list):
@@ -95,15 +94,15 @@ def _check_groups(groups: Any) -> None:
 
 
 class GradientReducer:
-    """Reduces gradients as `settings` say, all but those of local variables.
+    """Reduces gradients as `settings` say, except for those of local variables.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
         >>> hvd.init()
-        >>> reduction = GradientReducer(GradientSettings("example"))
+        >>> reducer = GradientReducer(GradientSettings("example"))
         >>> variables = [tf.Variable([1.0]), tf.Variable([2.0])]
         >>> gradients = [tf.constant([3.0]), None]
-        >>> reduction(gradients, variables)[0].shape, reduction.settings.name
+        >>> reducer(gradients, variables)[0].shape, reducer.settings.name
         (TensorShape([1]), 'example')
     """
 
@@ -111,37 +110,38 @@ class GradientReducer:
         self.settings = settings
         self._local: set[Hashable] = set()
 
-    def register_local(self, variable: Any) -> None:
-        """From now on the gradients of this variable are this rank's own."""
+    def register_local(self, variable: Variable) -> None:
+        """Makes a variable local: its later gradients are not reduced."""
         self._local.add(variable_key(variable))
 
-    def is_local(self, variable: Any) -> bool:
-        """Whether it was registered."""
+    def is_local(self, variable: Variable) -> bool:
+        """Returns whether a variable was registered as local."""
         return bool(self._local) and variable_key(variable) in self._local
 
     @do_not_convert
     def __call__(
         self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None = None,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Variable] | None = None,
         use_generic_names: bool = True,
-    ) -> list[Any]:
-        """The gradients of all ranks, in the same order.
+    ) -> list[Gradient]:
+        """Reduces gradients.
 
         Args:
-            gradients: tensors, `tf.IndexedSlices` and None; None where all ranks
-                have it.
-            variables: what they are the gradients of; needed for local variables and
+            gradients: tensors, `tf.IndexedSlices` and None. A gradient that is None
+                must be None on all ranks.
+            variables: the variables of the gradients; needed for local variables and
                 for groups of variables.
-            use_generic_names: Horovod's; names never depend on the variables' here.
+            use_generic_names: an argument of Horovod without effect; names never
+                depend on the variables.
 
         Returns:
-            The reduced ones. Those of local variables are divided by the size, or as
-            they are; None stays None; all stay as they are on a rank outside of the
-            process set.
+            The reduced gradients, in the same order. Those of local variables are
+            divided by the size if the settings say so. None stays None. On a rank
+            outside of the process set all gradients stay as they are.
 
         Raises:
-            ValueError: `variables` are fewer or more than the gradients, or missing.
+            ValueError: `variables` is missing, or has another length than `gradients`.
             NotImplementedError: Adasum of `tf.IndexedSlices`, as in Horovod.
             RingjaxError, tf.errors.OpError: as the operations.
         """
@@ -156,10 +156,10 @@ class GradientReducer:
             )
         local = [i for i, v in enumerate(variables or ()) if self.is_local(v)]
         shared = sorted(set(range(len(gradients))) - set(local))
-        held = None if variables is None else [variables[i] for i in shared]
+        own = None if variables is None else [variables[i] for i in shared]
         chosen = [gradients[i] for i in shared]
-        groups = group_indices(self.settings.groups, chosen, held)
-        reduced = reduce_gradients(chosen, groups, self.settings, held)
+        groups = group_indices(self.settings.groups, chosen, own)
+        reduced = reduce_gradients(chosen, groups, self.settings, own)
         for i, gradient in zip(shared, reduced, strict=True):
             gradients[i] = gradient
         if local and self.settings.scale_local_gradients:
@@ -173,17 +173,23 @@ def _make_allreduce_grads_fn(
     name: str,
     device_dense: str,
     device_sparse: str,
-    compression: Any,
+    compression: type[Compressor],
     sparse_as_dense: bool,
     op: int,
     gradient_predivide_factor: float = 1.0,
-    groups: Any = None,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
 ) -> GradientReducer:
     """Makes a `GradientReducer`; Horovod's name, for programs with their own tapes."""
     settings = GradientSettings(
-        *(name, device_dense, device_sparse, compression, sparse_as_dense, op),
-        *(gradient_predivide_factor, groups),
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
         process_set=process_set,
     )
     return GradientReducer(settings)
@@ -191,20 +197,21 @@ def _make_allreduce_grads_fn(
 
 @do_not_convert
 def reduce_gradients(
-    gradients: Sequence[Any],
+    gradients: Sequence[Gradient],
     groups: Sequence[Sequence[int]],
     settings: GradientSettings,
-    variables: Sequence[Any] | None = None,
-) -> list[Any]:
-    """Reduces all of these; what is None stays None.
+    variables: Sequence[Variable] | None = None,
+) -> list[Gradient]:
+    """Reduces all gradients; None stays None.
 
     Args:
-        gradients: tensors, `tf.IndexedSlices` and None; None where all ranks have it.
-        groups: indices of gradients that are to be one operation each; others are put
-            together by their bytes. `settings.groups` is not looked at.
-        settings: how they travel.
-        variables: whose gradients these are. In some steps there is a look whether all
-            ranks have the same, and a warning if not.
+        gradients: tensors, `tf.IndexedSlices` and None. A gradient that is None must be
+            None on all ranks.
+        groups: indices of gradients that travel in one operation each. Other gradients
+            share buckets that are limited by bytes. `settings.groups` is not read.
+        settings: how the gradients travel.
+        variables: the variables of the gradients. In some steps they are compared
+            between the ranks, and a warning names a difference.
 
     Raises:
         NotImplementedError, RingjaxError, tf.errors.OpError: as `GradientReducer`.
@@ -212,63 +219,68 @@ def reduce_gradients(
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
         >>> hvd.init()
-        >>> len(reduce_gradients([tf.zeros(2), None], [], GradientSettings("example")))
+        >>> settings = GradientSettings("example")
+        >>> len(reduce_gradients([tf.zeros(2), None], [], settings))
         2
     """
-    made: list[Any] = list(gradients)
+    found: list[Gradient] = list(gradients)
     if settings.sparse_as_dense:
-        made = [
+        found = [
             tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g
-            for g in made
+            for g in found
         ]
-    if settings.op == Adasum and any(isinstance(g, tf.IndexedSlices) for g in made):
+    if settings.op == Adasum and any(isinstance(g, tf.IndexedSlices) for g in found):
         raise NotImplementedError(
             "Adasum does not reduce tf.IndexedSlices; pass sparse_as_dense=True"
         )
-    present = [i for i, gradient in enumerate(made) if gradient is not None]
+    present = [i for i, gradient in enumerate(found) if gradient is not None]
     process_set, config = settings.process_set, runtime.config()
     if not present or (not config.elastic and _has_no_peers(process_set)):
-        return made
+        return found
 
-    def reduce() -> list[Any]:
+    def reduce() -> list[Gradient]:
         own = [variables[i] for i in present] if variables else []
-        looks = parameter_check.check(
+        checks = parameter_check.check(
             settings.name, own, process_set, config.check_parameters
         )
-        with tf.control_dependencies(looks):
-            cut = plan_buckets(made, groups, config.bucket_bytes)
-            reduced = _reduce_buckets(made, cut, settings)
+        with tf.control_dependencies(checks):
+            units = plan_buckets(found, groups, config.bucket_bytes)
+            reduced = _reduce_buckets(found, units, settings)
         return [reduced[i] for i in present]
 
-    def keep() -> list[Any]:
-        return [_copy(made[i]) for i in present]
+    def keep() -> list[Gradient]:
+        return [_copy(found[i]) for i in present]
 
     if process_set is global_process_set or not config.elastic:
-        found = reduce()
-    else:  # a graph outlives changes of the ranks
+        results = reduce()
+    else:
+        # The graph of an elastic job outlives changes of the members, so it must ask
+        # at each run whether this rank is in the process set.
         included = process_set_included_op(process_set_id_of(process_set, "allreduce"))
-        found = tf.cond(tf.equal(included, 1), reduce, keep)
-        found = list(found) if isinstance(found, list | tuple) else [found]
-    for i, gradient in zip(present, found, strict=True):
-        made[i] = gradient
-    return made
+        results = tf.cond(tf.equal(included, 1), reduce, keep)
+        results = list(results) if isinstance(results, list | tuple) else [results]
+    for i, gradient in zip(present, results, strict=True):
+        found[i] = gradient
+    return found
 
 
 def _has_no_peers(process_set: ProcessSet) -> bool:
-    """Whether there is nobody to reduce with now."""
     return not process_set.included() or process_set.size() == 1
 
 
 def _reduce_buckets(
-    gradients: Sequence[Any], cut: Sequence[Sequence[int]], settings: GradientSettings
-) -> dict[int, Any]:
+    gradients: Sequence[Gradient],
+    units: Sequence[Sequence[int]],
+    settings: GradientSettings,
+) -> dict[int, Gradient]:
+    """Returns the reduced gradients by their indices."""
     factor = settings.gradient_predivide_factor
     # The core divides by the size after the sum.
     before, after = (1.0 / factor, factor) if settings.op == Average else (1.0, 1.0)
     name = gradient_namer(settings.name)
-    reduced: dict[int, Any] = {}
+    reduced: dict[int, Gradient] = {}
     with tf.name_scope(f"{settings.name}_Allreduce"):
-        for unit in cut:
+        for unit in units:
             results = grouped_allreduce(
                 [gradients[i] for i in unit],
                 device_dense=settings.device_dense,
@@ -286,18 +298,18 @@ def _reduce_buckets(
 
 
 def plan_buckets(
-    gradients: Sequence[Any], groups: Sequence[Sequence[int]], bucket_bytes: int
+    gradients: Sequence[Gradient], groups: Sequence[Sequence[int]], bucket_bytes: int
 ) -> list[list[int]]:
-    """Which gradients are reduced in one operation.
+    """Plans which gradients are reduced in one operation.
 
     Args:
         gradients: tensors, `tf.IndexedSlices` and None.
-        groups: what the program wants together, as indices.
-        bucket_bytes: what of the rest is together at most.
+        groups: indices of gradients that the program wants in one operation.
+        bucket_bytes: the limit of a bucket with other gradients.
 
     Returns:
-        Lists of indices of all that are not None. In one list all have the same dtype,
-        and all are dense or none is.
+        Lists of the indices of all gradients that are not None. The gradients of one
+        list have the same dtype, and are all dense or all sparse.
 
     Example:
         >>> import tensorflow as tf
@@ -306,8 +318,8 @@ def plan_buckets(
         [[0, 1], [2]]
     """
     found = [unit for group in groups for unit in _split_by_kind(gradients, group)]
-    taken = {i for unit in found for i in unit}
-    free = [i for i in range(len(gradients)) if i not in taken]
+    grouped = {i for unit in found for i in unit}
+    free = [i for i in range(len(gradients)) if i not in grouped]
     sparse = [i for i in free if isinstance(gradients[i], tf.IndexedSlices)]
     dense = [i for i in free if tf.is_tensor(gradients[i]) and i not in set(sparse)]
     avals = [shape_and_dtype(gradients[i]) for i in dense]
@@ -316,10 +328,12 @@ def plan_buckets(
     return found + _split_by_kind(gradients, sparse)
 
 
-def _split_by_kind(gradients: Sequence[Any], part: Iterable[int]) -> list[list[int]]:
-    """Cut so that dtypes are not mixed, nor dense and sparse ones."""
-    kinds: dict[Any, list[int]] = {}
-    for i in part:
+def _split_by_kind(
+    gradients: Sequence[Gradient], indices: Iterable[int]
+) -> list[list[int]]:
+    """Splits indices so that no part mixes dtypes, or dense and sparse gradients."""
+    kinds: dict[tuple[bool, tf.DType], list[int]] = {}
+    for i in indices:
         gradient = gradients[i]
         if gradient is not None:
             kind = (isinstance(gradient, tf.IndexedSlices), gradient.dtype)
@@ -328,9 +342,11 @@ def _split_by_kind(gradients: Sequence[Any], part: Iterable[int]) -> list[list[i
 
 
 def group_indices(
-    groups: Any, gradients: Sequence[Any], variables: Sequence[Any] | None
+    groups: Groups,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Variable] | None,
 ) -> list[list[int]]:
-    """The argument `groups` of Horovod as indices of gradients.
+    """Returns Horovod's argument `groups` as indices of gradients.
 
     Raises:
         ValueError: a variable is in two groups.
@@ -346,7 +362,8 @@ def group_indices(
         return [list(part) for part in split_list(present, groups)]
     index = {variable_key(variable): i for i, variable in enumerate(variables or ())}
     found = [
-        [index[k] for k in map(variable_key, group) if k in index] for group in groups
+        [index[key] for key in map(variable_key, group) if key in index]
+        for group in groups
     ]
     flat = [i for group in found for i in group]
     if len(set(flat)) < len(flat):
@@ -354,8 +371,8 @@ def group_indices(
     return found
 
 
-def divide_gradient(gradient: Any, divisor: Any) -> Any:
-    """A gradient of any kind divided by a number; None stays None."""
+def divide_gradient(gradient: Gradient, divisor: int | tf.Tensor) -> Gradient:
+    """Divides a dense or sparse gradient by a number; None stays None."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -364,7 +381,7 @@ def divide_gradient(gradient: Any, divisor: Any) -> Any:
     return gradient / tf.cast(divisor, gradient.dtype)
 
 
-def _copy(gradient: Any) -> Any:
+def _copy(gradient: Gradient) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         parts = (gradient.values, gradient.indices, gradient.dense_shape)
         values, indices, shape = (None if p is None else tf.identity(p) for p in parts)

@@ -1,7 +1,7 @@
 """Horovod's operations that move TensorFlow's tensors, and those that only wait.
 
-allgather, broadcast, alltoall; join and barrier; rank and size as tensors. How they run
-is in operations.py.
+These are allgather, broadcast and alltoall, join and barrier, and rank and size as
+tensors. operations.py runs them.
 """
 
 from __future__ import annotations
@@ -16,111 +16,120 @@ from ringjax.eager import lane
 from ringjax.tensorflow import tf_private
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.operations import (
+    Tensors,
     as_argument_error,
+    average_gradients,
     make_spec,
     read_rank_info,
-    reduction_options,
     run,
     run_allgather,
-    run_allreduce,
 )
+from ringjax.tensorflow.tf_types import Splits, TensorLike
 from ringjax.tensorflow.variables import as_variable_list
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @do_not_convert
 def allgather(
-    tensor: Any,
+    tensor: TensorLike,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Returns the rows of all ranks' tensors, in the order of the ranks.
+) -> tf.Tensor:
+    """Returns the rows of the tensors of all ranks, in the order of the ranks.
 
-    Args, Raises: as `allreduce`. The tensor is not 0-d, and the number of its rows may
-    differ from rank to rank.
+    The derivative is, as in Horovod, this rank's rows of the average of all ranks'
+    gradients.
+
+    Args, Raises: as `allreduce`. The tensor has at least one dimension, and its number
+    of rows may differ from rank to rank.
 
     Example:
         >>> import ringjax.tensorflow as hvd
         >>> hvd.init()
         >>> hvd.allgather(tf.constant([7])).numpy().tolist()
         [7]
-
-    Derivatives: this rank's rows of the average of all ranks' gradients, as Horovod has
-    it.
     """
-    return run_allgather([tensor], name, process_set, ignore_name_scope)[0]
+    call = make_spec("allgather", name, process_set, ignore_name_scope)
+    return run_allgather(call, [tensor])[0]
 
 
 @do_not_convert
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Sequence[TensorLike],
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """`allgather` of several tensors as one operation; returns a list."""
+) -> list[tf.Tensor]:
+    """Runs `allgather` of several tensors as one operation; returns a list."""
     if not tensors:
         return []
-    return run_allgather(tensors, name, process_set, ignore_name_scope)
+    call = make_spec("allgather", name, process_set, ignore_name_scope)
+    return list(run_allgather(call, tensors))
 
 
 @do_not_convert
 def broadcast(
-    tensor: Any,
+    tensor: TensorLike,
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Returns the tensor of `root_rank`, a rank of the world, on every rank.
+) -> tf.Tensor:
+    """Returns the tensor of `root_rank` on every rank.
 
-    Args, Raises: as `allreduce`; the root is one of the process set.
+    The derivative is, as in Horovod, the average of all ranks' gradients on the root,
+    and zero on all other ranks.
+
+    Args:
+        tensor: read on the root; its dtype and shape are the same on all ranks.
+        root_rank: the root's rank in the world; the root is one of the process set.
+        name, ignore_name_scope, process_set: as for `allreduce`.
+
+    Raises: as `allreduce`.
 
     Example:
         >>> import ringjax.tensorflow as hvd
         >>> hvd.init()
         >>> hvd.broadcast(tf.range(3), root_rank=0).numpy().tolist()
         [0, 1, 2]
-
-    Derivatives: on the root the average of all ranks' gradients, as Horovod has it,
-    elsewhere zero.
     """
     return broadcast_group([tensor], root_rank, name, ignore_name_scope, process_set)[0]
 
 
 @do_not_convert
 def broadcast_group(
-    tensors: Sequence[Any],
+    tensors: Sequence[TensorLike],
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """`broadcast` of several tensors as one operation; not one of Horovod's."""
-
-    def rule(gradients: Sequence[Any], _: Sequence[Any]) -> list[Any]:
-        how = reduction_options("allreduce", None, None, 1.0, 1.0)
-        means = run_allreduce(gradients, None, process_set, ignore_name_scope, how)
-        here = tf.equal(read_rank_info("rank"), root_rank)
-        return [tf.where(here, mean, tf.zeros_like(mean)) for mean in means]
-
+) -> list[tf.Tensor]:
+    """Runs `broadcast` of several tensors as one operation; Horovod has no such one."""
     try:
         lane.root_in_set("broadcast", root_rank, process_set)
-        call = make_spec("broadcast", name, process_set, root=int(root_rank))
+        call = make_spec(
+            "broadcast", name, process_set, ignore_name_scope, root=int(root_rank)
+        )
     except (ValueError, TypeError) as error:
         raise as_argument_error(error) from None
-    return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
+
+    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+        means = average_gradients(call, gradients)
+        is_root = tf.equal(read_rank_info("rank"), root_rank)
+        return [tf.where(is_root, mean, tf.zeros_like(mean)) for mean in means]
+
+    return run(call, tensors, rule)[0]
 
 
 @do_not_convert
 def broadcast_(
-    variables: Sequence[Any],
+    variables: Sequence[tf.Variable],
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """Gives all variables the values they have on `root_rank`, as one operation.
+) -> list[tf.Tensor]:
+    """Gives all variables their values on `root_rank`, as one operation.
 
     Args:
         variables: a list of `tf.Variable`, of the same dtypes and shapes on all ranks.
@@ -144,33 +153,35 @@ def broadcast_(
         variable.assign(value)
         for variable, value in zip(variables, values, strict=True)
     ]
-    # In a graph of TensorFlow 1 a value that is read says when: after this.
+    # A graph of TensorFlow 1 does not order reads after writes by itself.
     with tf.control_dependencies([] if tf_private.executing_eagerly() else written):
         return [variable.read_value() for variable in variables]
 
 
 @do_not_convert
 def alltoall(
-    tensor: Any,
-    splits: Any = None,
+    tensor: TensorLike,
+    splits: Splits = None,
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Sends a part of the rows to each rank, and returns the rows for this one.
+) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """Sends a part of the rows to each rank, and returns the rows for this rank.
+
+    The derivative sends each gradient back to the rank that the row came from.
 
     Args:
-        tensor: not 0-d; the same dtype and the same dimensions but the first on all
-            ranks.
-        splits: how many rows go to each rank, a list or tensor of integers; None: all
-            the same.
+        tensor: has at least one dimension; its dtype, and its dimensions except for the
+            first, are the same on all ranks.
+        splits: the number of rows for each rank, a list or tensor of integers; None
+            sends equally many rows to all ranks.
         name, ignore_name_scope, process_set: as for `allreduce`.
 
     Returns:
-        The rows that came, in the order of the ranks; with `splits` also, as an int32
-        tensor, how many came from each. Derivatives go the way back.
+        The received rows, in the order of the ranks. With `splits` also an int32 tensor
+        with the number of rows that came from each rank.
 
-    Raises: as `allreduce`; InvalidArgumentError also for splits that do not fit.
+    Raises: as `allreduce`; tf.errors.InvalidArgumentError also if `splits` do not fit.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -180,27 +191,27 @@ def alltoall(
         ([0, 1, 2], [3])
     """
 
-    def rule(gradients: Sequence[Any], received: Sequence[Any]) -> list[Any]:
+    def rule(gradients: Tensors, received: Sequence[Any]) -> Tensors:
         (gradient,), (back,) = gradients, received
-        rest = (None, ignore_name_scope, process_set)
-        return [alltoall(gradient, back, *rest)[0]]
+        return [alltoall(gradient, back, None, ignore_name_scope, process_set)[0]]
 
-    call = make_spec("alltoall", name, process_set)
-    (out,), (rows,) = run(call, [tensor], rule, splits, ignore_name_scope)
+    call = make_spec("alltoall", name, process_set, ignore_name_scope)
+    (out,), (rows,) = run(call, [tensor], rule, splits)
     return out if splits is None else (out, tf.convert_to_tensor(rows, tf.int32))
 
 
 @do_not_convert
-def join() -> Any:
-    """Says that this rank has no more data, and waits until all ranks say so.
+def join() -> tf.Tensor:
+    """Declares that this rank has no more data, and waits until all ranks have done so.
 
-    Until then it takes part in what the others submit, with zeros or no rows.
+    Until then this rank takes part in the operations that other ranks submit, with
+    zeros or no rows.
 
     Returns:
         The rank that was the last to join, an int32 tensor.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank is lost.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -217,26 +228,26 @@ def join() -> Any:
 
 @do_not_convert
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks of the set have come here, when the program is run."""
+    """Waits until all ranks of the process set have called `barrier`."""
     call = make_spec("barrier", None, process_set)
     run(call, [], lambda gradients, _: [])
 
 
 @do_not_convert
-def rank_op(name: str | None = None) -> Any:
-    """The rank, an int32 tensor; in a graph, when that runs."""
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Returns the rank as an int32 tensor; a graph reads it when it runs."""
     return read_rank_info("rank", name=name)
 
 
 @do_not_convert
-def local_rank_op(name: str | None = None) -> Any:
-    """The rank on this host, an int32 tensor; in a graph, when that runs."""
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Returns the rank on this host as int32; a graph reads it when it runs."""
     return read_rank_info("local_rank", name=name)
 
 
 @do_not_convert
-def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """How many ranks a process set has, an int32 tensor; in a graph, when that runs.
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Returns the size of a process set as int32; a graph reads it when it runs.
 
     Raises:
         tf.errors.InvalidArgumentError: there is no such process set.
@@ -245,15 +256,18 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
 
 
 @do_not_convert
-def local_size_op(name: str | None = None) -> Any:
-    """How many ranks this host has, an int32 tensor; in a graph, when that runs."""
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Returns the number of ranks on this host; a graph reads it when it runs."""
     return read_rank_info("local_size", name=name)
 
 
 @do_not_convert
-def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Whether this rank is in a process set, 0 or 1; in a graph, when that runs.
+def process_set_included_op(
+    process_set_id: int = 0, name: str | None = None
+) -> tf.Tensor:
+    """Returns 1 if this rank is in a process set, and 0 if it is not.
 
-    -1 before `init`, -2 if there is no such set.
+    A graph reads the number when it runs. The number is -1 before `init`, and -2 if
+    there is no such process set.
     """
     return read_rank_info("process_set_included", process_set_id, name)

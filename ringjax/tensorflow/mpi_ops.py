@@ -1,10 +1,15 @@
-"""Horovod's module of operations: every name it has, handed on. No MPI is used.
+"""Horovod's module of operations, with every name that it has. No MPI is used.
 
-The operations are in reductions.py and movement.py, those that Horovod keeps to itself
-in private_reductions.py; the rest is ringjax's own.
+The public operations are in reductions.py and movement.py. Here are the reductions that
+Horovod's own modules call and that programs import from this path. They add up by
+default, and know no compression and no sparse tensors.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
 
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.horovod.basics import HorovodBasics
@@ -14,6 +19,7 @@ from ringjax.ops import Average as Average
 from ringjax.ops import Max as Max
 from ringjax.ops import Min as Min
 from ringjax.ops import Product as Product
+from ringjax.ops import ReduceOp
 from ringjax.ops import Sum as Sum
 from ringjax.runtime import ProcessSet as ProcessSet
 from ringjax.runtime import add_process_set as add_process_set
@@ -40,6 +46,7 @@ from ringjax.runtime.build import mpi_threads_supported as mpi_threads_supported
 from ringjax.runtime.build import nccl_built as nccl_built
 from ringjax.runtime.build import rocm_built as rocm_built
 from ringjax.runtime.build import sycl_built as sycl_built
+from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.graph_collectives import normalize_name
 from ringjax.tensorflow.movement import allgather as allgather
 from ringjax.tensorflow.movement import alltoall as alltoall
@@ -55,20 +62,105 @@ from ringjax.tensorflow.movement import (
 )
 from ringjax.tensorflow.movement import rank_op as rank_op
 from ringjax.tensorflow.movement import size_op as size_op
-from ringjax.tensorflow.private_reductions import _allreduce as _allreduce
-from ringjax.tensorflow.private_reductions import (
-    _grouped_allreduce as _grouped_allreduce,
+from ringjax.tensorflow.operations import (
+    make_spec,
+    reduction_options,
+    run_allreduce,
+    run_reducescatter,
 )
-from ringjax.tensorflow.private_reductions import (
-    _grouped_reducescatter as _grouped_reducescatter,
-)
-from ringjax.tensorflow.private_reductions import _reducescatter as _reducescatter
-from ringjax.tensorflow.private_reductions import (
-    handle_average_backwards_compatibility as handle_average_backwards_compatibility,
-)
+from ringjax.tensorflow.tf_types import TensorLike
 from ringjax.timeline import start_timeline as start_timeline
 from ringjax.timeline import stop_timeline as stop_timeline
 
 _basics = HorovodBasics()
 _normalize_name = normalize_name
 check_num_rank_power_of_2 = num_rank_is_power_2
+
+
+@do_not_convert
+def handle_average_backwards_compatibility(
+    op: int | None, average: bool | None
+) -> ReduceOp:
+    """Returns the reduction that Horovod's new or old argument names.
+
+    Example:
+        >>> handle_average_backwards_compatibility(None, None).name
+        'Average'
+    """
+    return ReduceOp(reduction_options("allreduce", average, op, 1.0, 1.0)["reduce_op"])
+
+
+@do_not_convert
+def _allreduce(
+    tensor: TensorLike,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    return _grouped_allreduce(
+        [tensor],
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        ignore_name_scope,
+        process_set,
+    )[0]
+
+
+@do_not_convert
+def _grouped_allreduce(
+    tensors: Sequence[TensorLike],
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    options = reduction_options(
+        "allreduce", None, op, prescale_factor, postscale_factor
+    )
+    call = make_spec("allreduce", name, process_set, ignore_name_scope, **options)
+    return list(run_allreduce(call, tensors))
+
+
+@do_not_convert
+def _reducescatter(
+    tensor: TensorLike,
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    return _grouped_reducescatter(
+        [tensor],
+        name,
+        op,
+        ignore_name_scope,
+        process_set,
+        prescale_factor,
+        postscale_factor,
+    )[0]
+
+
+@do_not_convert
+def _grouped_reducescatter(
+    tensors: Sequence[TensorLike],
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    options = reduction_options(
+        "reducescatter", None, op, prescale_factor, postscale_factor
+    )
+    call = make_spec("reducescatter", name, process_set, ignore_name_scope, **options)
+    return list(run_reducescatter(call, tensors))

@@ -1,21 +1,19 @@
-"""How operations on tensors run, in either mode, and are differentiated.
+"""Runs collectives on tensors, eagerly or in a graph, and differentiates them.
 
-The public functions, which say what is reduced or moved, are in reductions.py and
-movement.py. Derivatives are operations again, so the rules that several of them share
-are here. Outside of graphs a rule is told to the tape directly: TensorFlow's decorator
-takes as long as the whole operation.
+The public functions are in reductions.py and movement.py. A derivative is a collective
+again, so the rules that several operations share are here. In eager mode the tape is
+told of a rule directly, because `tf.custom_gradient` takes as long as the collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import tensorflow as tf
 
 from ringjax.eager import lane
-from ringjax.ops import Sum
+from ringjax.ops import Average, Sum
 from ringjax.tensorflow import (
     eager_collectives,
     graph_collectives,
@@ -24,19 +22,43 @@ from ringjax.tensorflow import (
     xla_collectives,
 )
 from ringjax.tensorflow.collective_spec import CollectiveSpec, process_set_id_of
+from ringjax.tensorflow.compression import Compressor
 from ringjax.tensorflow.failures import to_tensorflow_error
+from ringjax.tensorflow.tf_types import Gradient, Splits, TensorLike
 from ringjax.world.process_set import ProcessSet
 
-Tensors = Sequence[Any]
-# From the gradients of the results, and the rows that came from each rank, to the
-# gradients of the arguments.
-Rule = Callable[[Tensors, Tensors], Tensors]
+Tensors: TypeAlias = Sequence[tf.Tensor]
+Rule: TypeAlias = Callable[[Tensors, Sequence[Any]], Tensors]
+"""Computes the gradients of the arguments.
+
+Its arguments are the gradients of the results, and for each result of allgather and
+alltoall the rows that came from each rank.
+"""
+
+
+class ReductionOptions(TypedDict):
+    """The attributes of a `CollectiveSpec` that say how to reduce."""
+
+    reduce_op: int
+    prescale: float
+    postscale: float
 
 
 def make_spec(
-    op: str, name: str | None, process_set: ProcessSet, **more: Any
+    op: str,
+    name: str | None,
+    process_set: ProcessSet,
+    ignore_name_scope: bool = False,
+    **options: Any,
 ) -> CollectiveSpec:
-    """What an operation says of itself.
+    """Makes the specification of a collective from a user's arguments.
+
+    Args:
+        op: the name of the collective.
+        name: the name of the operation; None gives it a number.
+        process_set: the ranks that take part.
+        ignore_name_scope: in a graph, use `name` without the scope around it.
+        **options: further attributes of `CollectiveSpec`.
 
     Raises:
         TypeError, ValueError: `name` or `process_set` is wrong.
@@ -47,25 +69,32 @@ def make_spec(
         number = process_set_id_of(process_set, op)
     except ValueError as error:
         raise as_argument_error(error) from None
-    return CollectiveSpec(op=op, name=name or "", process_set_id=number, **more)
+    return CollectiveSpec(
+        op, name or "", process_set_id=number, bare=ignore_name_scope, **options
+    )
 
 
 def as_argument_error(error: Exception) -> Exception:
-    """What to raise for a bad argument.
+    """Returns the exception to raise for a bad argument.
 
-    While a function is traced the exception stays as it is: AutoGraph makes another one
-    of every exception that comes out, and knows Python's own only.
+    While a function is traced the exception stays as it is. AutoGraph rebuilds every
+    exception that leaves a function, and can rebuild only Python's own classes.
     """
     return to_tensorflow_error(error) if tf_private.executing_eagerly() else error
 
 
 def reduction_options(
-    op: str, average: bool | None, reduce_op: int | None, prescale: Any, postscale: Any
-) -> dict[str, Any]:
-    """What a reduction says of itself besides.
+    op: str,
+    average: bool | None,
+    reduce_op: int | None,
+    prescale: float,
+    postscale: float,
+) -> ReductionOptions:
+    """Makes the options of a reduction from a user's arguments.
 
     Raises:
-        TypeError, ValueError: there is no such reduction, or both ways to name one.
+        TypeError, ValueError: an argument is wrong, or `average` and `reduce_op` are
+            both given.
     """
     reduce_op = lane.op_or_average(average, reduce_op, stacklevel=3)
     return {
@@ -77,21 +106,21 @@ def reduction_options(
 
 def run(
     call: CollectiveSpec,
-    tensors: Tensors,
+    tensors: Sequence[TensorLike],
     rule: Rule,
-    splits: Any = None,
-    ignore_name_scope: bool = False,
-) -> tuple[list[Any], list[Any]]:
-    """Runs an operation, or adds it to a graph; differentiable.
+    splits: Splits = None,
+) -> tuple[list[tf.Tensor], Sequence[Any]]:
+    """Runs a collective, or adds it to the current graph; differentiable.
 
     Args:
-        rule: for its derivative.
-        splits: of alltoall.
-        ignore_name_scope: in a graph, leave the name as it is.
+        call: the collective.
+        tensors: the arguments.
+        rule: computes the derivative.
+        splits: the rows for each rank, for alltoall.
 
     Returns:
-        The results; for each of allgather and alltoall the rows that came from each
-        rank: lists, or in a graph tensors.
+        The results, and for each result of allgather and alltoall the rows that came
+        from each rank: a list, or in a graph a tensor.
     """
     tensors = [
         tensor
@@ -99,28 +128,24 @@ def run(
         else tf.convert_to_tensor(tensor)
         for tensor in tensors
     ]
-    if tf_private.executing_eagerly():
-        rows = [] if splits is None else _splits_as_list(call, splits)
-        outs, received = eager_collectives.run(call, tensors, rows)
-        if tf_private.may_record():
+    if not tf_private.executing_eagerly():
+        return _add_to_graph(call, tensors, rule, splits)
+    rows = [] if splits is None else _splits_as_list(call, splits)
+    outs, received = eager_collectives.run(call, tensors, rows)
+    if tf_private.may_record():
 
-            def back(*gradients: Any) -> Tensors:
-                return rule(_dense_gradients(gradients, outs), received)
+        def derivative(*gradients: Gradient) -> Tensors:
+            return rule(_dense_gradients(gradients, outs), received)
 
-            tf_private.record_operation(f"Ringjax_{call.op}", outs, list(tensors), back)
-        return outs, received
-    return _add_to_graph(call, tensors, rule, splits, ignore_name_scope)
+        name = f"Ringjax_{call.op}"
+        tf_private.record_operation(name, outs, list(tensors), derivative)
+    return outs, received
 
 
 def _add_to_graph(
-    call: CollectiveSpec,
-    tensors: Tensors,
-    rule: Rule,
-    splits: Any,
-    ignore_name_scope: bool,
-) -> tuple[list[Any], list[Any]]:
-    call = replace(call, bare=ignore_name_scope)
-    add = graph_collectives.run
+    call: CollectiveSpec, tensors: Tensors, rule: Rule, splits: Splits
+) -> tuple[list[tf.Tensor], Sequence[Any]]:
+    add: Callable[..., tuple[list[tf.Tensor], list[Any]]] = graph_collectives.run
     if _in_xla_function():
         add = xla_collectives.run
     elif call.op == "alltoall":
@@ -131,27 +156,26 @@ def _add_to_graph(
     counts: list[Any] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def collective(*inputs: Any) -> Any:
+    def collective(*inputs: tf.Tensor) -> tuple[tuple[tf.Tensor, ...], object]:
         outs, received = add(call, inputs, splits)
 
-        def back(*gradients: Any) -> Tensors:
+        def derivative(*gradients: Gradient) -> Tensors:
             return rule(_dense_gradients(gradients, outs), received)
 
         counts.extend(received)
-        return tuple(outs), back
+        return tuple(outs), derivative
 
     return list(collective(*tensors)), counts
 
 
-def _dense_gradients(gradients: Tensors, outs: Tensors) -> list[Any]:
-    """Gradients as dense tensors, also those that TensorFlow leaves out."""
+def _dense_gradients(gradients: Sequence[Gradient], outs: Tensors) -> Tensors:
     return [
         tf.zeros_like(out) if gradient is None else tf.convert_to_tensor(gradient)
         for gradient, out in zip(gradients, outs, strict=True)
     ]
 
 
-def _splits_as_list(call: CollectiveSpec, splits: Any) -> list[int]:
+def _splits_as_list(call: CollectiveSpec, splits: Splits) -> list[int]:
     given = splits.numpy() if isinstance(splits, tf_private.EagerTensor) else splits
     try:
         return lane.parse_splits(call.op, call.name, given)
@@ -159,7 +183,7 @@ def _splits_as_list(call: CollectiveSpec, splits: Any) -> list[int]:
         raise to_tensorflow_error(error) from None
 
 
-def _splits_as_tensor(splits: Any) -> Any:
+def _splits_as_tensor(splits: Splits) -> tf.Tensor:
     if splits is None:
         return tf.constant([], tf.int32)
     given = tf.convert_to_tensor(splits)
@@ -170,95 +194,95 @@ def _splits_as_tensor(splits: Any) -> Any:
 
 
 def run_compressed(
-    tensors: Tensors, compression: Any, go: Callable[[Tensors], Tensors]
-) -> list[Any]:
-    """Compresses, runs, decompresses."""
+    run: Callable[[CollectiveSpec, Tensors], Tensors],
+    call: CollectiveSpec,
+    tensors: Sequence[TensorLike],
+    compression: type[Compressor],
+) -> list[tf.Tensor]:
+    """Compresses tensors, runs a collective on them, and decompresses the results."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    outs = go([tensor for tensor, _ in pairs])
+    outs = run(call, [tensor for tensor, _ in pairs])
     return [
         compression.decompress(out, context)
         for out, (_, context) in zip(outs, pairs, strict=True)
     ]
 
 
-def run_allreduce(
-    tensors: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-    how: dict[str, Any],
-) -> list[Any]:
-    """A differentiable allreduce of `tensors` as one operation."""
-
-    def rule(gradients: Tensors, _: Tensors) -> Tensors:
-        return run_allreduce(gradients, None, process_set, ignore_name_scope, how)
-
-    call = make_spec("allreduce", name, process_set, **how)
-    return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
+def _unnamed(call: CollectiveSpec, op: str, **options: Any) -> CollectiveSpec:
+    """Makes the specification of a collective in the derivative of `call`."""
+    number = call.process_set_id
+    return CollectiveSpec(op, process_set_id=number, bare=call.bare, **options)
 
 
-def run_reducescatter(
-    tensors: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-    how: dict[str, Any],
-) -> list[Any]:
-    """A differentiable reducescatter of `tensors` as one operation."""
+def average_gradients(call: CollectiveSpec, gradients: Tensors) -> Tensors:
+    """Averages the gradients of the results of `call` over its ranks."""
+    return run_allreduce(_unnamed(call, "allreduce", reduce_op=Average), gradients)
 
-    def rule(gradients: Tensors, _: Tensors) -> Tensors:
-        factor = how["prescale"] * how["postscale"]
-        if how["reduce_op"] == Sum:
-            factor *= process_set.size()
+
+def run_allreduce(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
+    """Runs a differentiable allreduce of `tensors` as one operation."""
+
+    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+        options = ReductionOptions(
+            reduce_op=call.reduce_op, prescale=call.prescale, postscale=call.postscale
+        )
+        return run_allreduce(_unnamed(call, "allreduce", **options), gradients)
+
+    return run(call, tensors, rule)[0]
+
+
+def run_reducescatter(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
+    """Runs a differentiable reducescatter of `tensors` as one operation."""
+
+    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+        factor = call.prescale * call.postscale
+        if call.reduce_op == Sum:
+            factor *= call.process_set().size()
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return run_allgather(scaled, None, process_set, ignore_name_scope)
+        return run_allgather(_unnamed(call, "allgather"), scaled)
 
-    call = make_spec("reducescatter", name, process_set, **how)
-    return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
+    return run(call, tensors, rule)[0]
 
 
-def run_allgather(
-    tensors: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-) -> list[Any]:
-    """A differentiable allgather of `tensors` as one operation."""
+def run_allgather(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
+    """Runs a differentiable allgather of `tensors` as one operation."""
 
-    def rule(gradients: Tensors, received: Tensors) -> Tensors:
-        how = reduction_options("allreduce", None, None, 1.0, 1.0)
-        means = run_allreduce(gradients, None, process_set, ignore_name_scope, how)
-        me = own_set_rank(process_set)
+    def rule(gradients: Tensors, received: Sequence[Any]) -> Tensors:
+        means = average_gradients(call, gradients)
+        rank = _own_set_rank(call)
         parts = []
         for mean, rows in zip(means, received, strict=True):
             rows = tf.convert_to_tensor(rows, tf.int32)
-            start = tf.reduce_sum(rows[:me])
-            parts.append(mean[start : start + rows[me]])
+            start = tf.reduce_sum(rows[:rank])
+            parts.append(mean[start : start + rows[rank]])
         return parts
 
-    call = make_spec("allgather", name, process_set)
-    return run(call, tensors, rule, ignore_name_scope=ignore_name_scope)[0]
+    return run(call, tensors, rule)[0]
 
 
 def _in_xla_function() -> bool:
-    """Whether XLA compiles the graph of the moment: then numbers are constants."""
+    """Returns whether XLA compiles the current graph, so that numbers are constants."""
     return tf_private.is_compiled(tf.compat.v1.get_default_graph())
 
 
-def own_set_rank(process_set: ProcessSet) -> Any:
-    """This rank's rank in the set, when the program or graph runs."""
+def _own_set_rank(call: CollectiveSpec) -> int | tf.Tensor:
     if tf_private.executing_eagerly() or _in_xla_function():
-        return process_set.rank()
-    return graph_collectives.add_query(
-        "set_rank", process_set_id_of(process_set, "rank"), None
-    )
+        return call.process_set().rank()
+    return graph_collectives.add_query("set_rank", call.process_set_id, None)
 
 
-def read_rank_info(what: str, process_set_id: int = 0, name: str | None = None) -> Any:
-    """Reads a number of `rank_queries` as an int32 tensor, in a graph when it runs."""
+def read_rank_info(
+    quantity: str, process_set_id: int = 0, name: str | None = None
+) -> tf.Tensor:
+    """Reads a number of `rank_queries` as an int32 tensor; a graph does when it runs.
+
+    Args:
+        quantity, process_set_id: as for `rank_queries.query`.
+        name: the name of the node in a graph.
+    """
     if not (tf_private.executing_eagerly() or _in_xla_function()):
-        return graph_collectives.add_query(what, process_set_id, name)
+        return graph_collectives.add_query(quantity, process_set_id, name)
     try:
-        return tf.constant(rank_queries.query(what, process_set_id), tf.int32)
+        return tf.constant(rank_queries.query(quantity, process_set_id), tf.int32)
     except (RuntimeError, ValueError) as error:
         raise to_tensorflow_error(error) from None

@@ -1,68 +1,69 @@
 """Horovod's DistributedOptimizer: an optimizer that applies all ranks' gradients.
 
-Only which kind of optimizer it is: those of TensorFlow 1 are in legacy_optimizer.py,
-those of Keras 3 in ringjax.keras.
+This module only chooses the implementation. Optimizers of TensorFlow 1 are in
+legacy_optimizer.py, those of Keras 3 in ringjax.keras.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from typing import Any
 
 from ringjax.ops import Adasum, Average
 from ringjax.tensorflow import legacy_optimizer
-from ringjax.tensorflow.compression import Compression
+from ringjax.tensorflow.compression import Compression, Compressor
 from ringjax.tensorflow.gradients import GradientSettings
+from ringjax.tensorflow.tf_types import Groups, Optimizer
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any,
+    optimizer: Optimizer,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
-    groups: Any = None,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> Optimizer:
     """Makes an optimizer like `optimizer` that applies the gradients of all ranks.
 
     All ranks must compute gradients of the same variables.
 
     Args:
-        optimizer: one of Keras 3 on TensorFlow, or a `tf.compat.v1.train.Optimizer`.
-            With one of the latter, gradients are reduced by `compute_gradients`.
-        name: the beginning of the operations' names; None makes one of the class.
-        use_locking: of a `tf.compat.v1.train.Optimizer`.
+        optimizer: an optimizer of Keras 3 on TensorFlow, or a
+            `tf.compat.v1.train.Optimizer`, whose `compute_gradients` then reduces.
+        name: the prefix of the operations' names; None derives it from the class.
+        use_locking: an argument of `tf.compat.v1.train.Optimizer`.
         device_dense: where dense gradients are reduced.
-        device_sparse: where `tf.IndexedSlices` are.
-        compression: what travels, for instance `Compression.fp16`.
+        device_sparse: where `tf.IndexedSlices` are reduced.
+        compression: the representation on the wire, for instance `Compression.fp16`.
         sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
         backward_passes_per_step: gradients of so many steps are added up before they
             are reduced and applied.
         op: Average, Sum, or Adasum (not for optimizers of Keras).
-        gradient_predivide_factor: with Average, gradients are divided by it before the
-            sum, and multiplied by it and divided by the size after.
-        average_aggregated_gradients: divide what was added up by
+        gradient_predivide_factor: with Average, gradients are divided by this factor
+            before the sum; the sum is multiplied by it and divided by the size.
+        average_aggregated_gradients: divide the sums of several steps by
             `backward_passes_per_step`.
         num_groups: Horovod's former name of an integer for `groups`.
-        groups: into how many operations to put all gradients, or the lists of
-            variables that are put into one each.
-        process_set: the ranks that take part. On others the result is like `optimizer`.
+        groups: the number of operations for all gradients, or lists of variables whose
+            gradients travel in one operation each.
+        process_set: the ranks that take part. On other ranks the result works like
+            `optimizer`.
         scale_local_gradients: divide gradients of local variables by the size.
 
     Raises:
-        ValueError: a bad argument, or no optimizer; the text is Horovod's where Horovod
-            has one.
+        ValueError: an argument is wrong, or `optimizer` is no optimizer; the text is
+            Horovod's if Horovod has one.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
@@ -91,10 +92,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "scale_local_gradients": scale_local_gradients,
     }
     if isinstance(optimizer, legacy_optimizer.LegacyOptimizer):
-        return legacy_optimizer.distributed(
+        unnamed_adasum = op == Adasum and name is None
+        prefix = "DistributedDelta" if unnamed_adasum else "Distributed"
+        name = name or f"{prefix}{type(optimizer).__name__}"
+        settings = GradientSettings(name, **common)
+        if op == Adasum:
+            return legacy_optimizer._DistributedAdasumOptimizer(
+                optimizer, settings, use_locking, backward_passes_per_step
+            )
+        return legacy_optimizer._DistributedOptimizer(
             optimizer,
-            partial(GradientSettings, **common),
-            name,
+            settings,
             use_locking,
             backward_passes_per_step,
             average_aggregated_gradients,
@@ -107,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")
-    adapter: Any = importlib.import_module("ringjax.tensorflow.keras")
+    adapter = importlib.import_module("ringjax.tensorflow.keras")
     return adapter.DistributedOptimizer(
         optimizer,
         name=name,

@@ -1,21 +1,23 @@
 """Horovod's reductions of TensorFlow's tensors: allreduce and reducescatter.
 
-Differences to Horovod 0.28: bool, bfloat16 and complex numbers work; scaling factors
-keep float64's precision. How they run is in operations.py.
+Differences to Horovod 0.28: bool, bfloat16 and complex numbers work, and scaling
+factors keep the precision of float64. operations.py runs the operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import tensorflow as tf
 
 from ringjax.eager import lane
 from ringjax.ops import Adasum, Average, Sum
 from ringjax.tensorflow.autograph import do_not_convert
-from ringjax.tensorflow.compression import Compression
+from ringjax.tensorflow.collective_spec import CollectiveSpec
+from ringjax.tensorflow.compression import Compression, Compressor
 from ringjax.tensorflow.operations import (
+    make_spec,
     read_rank_info,
     reduction_options,
     run_allgather,
@@ -23,88 +25,81 @@ from ringjax.tensorflow.operations import (
     run_compressed,
     run_reducescatter,
 )
+from ringjax.tensorflow.tf_types import TensorLike
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 @do_not_convert
 def allreduce(
-    tensor: Any,
+    tensor: TensorLike | tf.IndexedSlices,
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
-) -> Any:
-    """Returns the reduction of all ranks' tensors.
+) -> tf.Tensor | tf.IndexedSlices:
+    """Returns the reduction of the tensors of all ranks.
+
+    The derivative is the allreduce of the gradients, with the same op and factors.
 
     Args:
         tensor: a tensor or variable of the same dtype and shape on all ranks, or
-            `tf.IndexedSlices`, whose entries are put side by side.
-        average: deprecated; True is op=Average, False is op=Sum.
-        device_dense, device_sparse: accepted for Horovod's sake.
-        compression: what it travels as, see `Compression`.
+            `tf.IndexedSlices`, whose result has the entries of all ranks.
+        average: deprecated; True means op=Average, False means op=Sum.
+        device_dense, device_sparse: arguments of Horovod without effect.
+        compression: the representation on the wire, see `Compression`.
         op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers wrap
-            around in their own dtype, also those that Average then divides.
+            around in their own dtype, also the sums that Average divides.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
-        name: what the operation is called on all ranks; ranks may submit their names in
-            any order. None gives it a number, in the order of the calls, or in a graph
-            a name after its tensor.
+        name: the name of the operation on all ranks; ranks may submit named operations
+            in any order. If it is None, the operation is numbered in the order of the
+            calls, or in a graph named after its tensor.
         process_set: the ranks that take part; this rank must be one of them.
-        ignore_name_scope: in a graph, leave `name` as it is.
+        ignore_name_scope: in a graph, use `name` without the scope around it.
 
     Raises:
-        tf.errors.FailedPreconditionError: the ranks disagree about dtype, shape or op;
-            on all of them.
-        tf.errors.InvalidArgumentError: a bad argument; nothing was sent.
-        tf.errors.UnknownError: a rank is gone. Outside of graphs all three are
-            HorovodInternalError or ValueError, too.
+        tf.errors.FailedPreconditionError: the ranks disagree about dtype, shape or op.
+            All ranks raise it.
+        tf.errors.InvalidArgumentError: an argument is wrong; nothing was sent.
+        tf.errors.UnknownError: a rank is lost. Outside of graphs these three are also
+            HorovodInternalError or ValueError.
 
     Example:
         >>> import ringjax.tensorflow as hvd
         >>> hvd.init()
         >>> hvd.allreduce(tf.constant([1.0, 2.0]), name="loss").numpy().tolist()
         [1.0, 2.0]
-
-    Derivatives: the allreduce of the gradients, with the same op and factors.
     """
     del device_dense, device_sparse
-    how = reduction_options("allreduce", average, op, prescale_factor, postscale_factor)
+    options = reduction_options(
+        "allreduce", average, op, prescale_factor, postscale_factor
+    )
+    call = make_spec("allreduce", name, process_set, ignore_name_scope, **options)
     if isinstance(tensor, tf.IndexedSlices):
-        return _side_by_side(tensor, name, process_set, ignore_name_scope, how)
-
-    def go(tensors: Sequence[Any]) -> Sequence[Any]:
-        return run_allreduce(tensors, name, process_set, ignore_name_scope, how)
-
-    return run_compressed([tensor], compression, go)[0]
+        return _allreduce_slices(tensor, call)
+    return run_compressed(run_allreduce, call, [tensor], compression)[0]
 
 
-def _side_by_side(
-    slices: tf.IndexedSlices,
-    name: str | None,
-    process_set: ProcessSet,
-    ignore_name_scope: bool,
-    how: dict[str, Any],
-) -> tf.IndexedSlices:
-    """The entries of all ranks, together."""
-    if how["reduce_op"] not in (Average, Sum):
+def _allreduce_slices(slices: tf.IndexedSlices, call: CollectiveSpec) -> object:
+    """Gathers the entries of all ranks and scales the values."""
+    if call.reduce_op not in (Average, Sum):
         advice = "; sparse_as_dense=True makes them dense"
         raise NotImplementedError(
-            f"{lane.title('allreduce', name)}: tf.IndexedSlices can be averaged and "
-            f"added up only{advice if how['reduce_op'] == Adasum else ''}"
+            f"{lane.title('allreduce', call.name)}: tf.IndexedSlices can be averaged "
+            f"and added up only{advice if call.reduce_op == Adasum else ''}"
         )
     parts = [tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)]
-    values, indices = run_allgather(
-        parts, f"{name}.sparse" if name else None, process_set, ignore_name_scope
-    )
-    factor = how["prescale"] * how["postscale"]
-    if how["reduce_op"] == Average:
-        size = read_rank_info("size", process_set.process_set_id or 0)
+    name = f"{call.name}.sparse" if call.name else ""
+    values, indices = run_allgather(replace(call, op="allgather", name=name), parts)
+    factor = call.prescale * call.postscale
+    if call.reduce_op == Average:
+        size = read_rank_info("size", call.process_set_id)
         values = values / tf.cast(size, values.dtype)
     if factor != 1.0:
         values = values * tf.cast(factor, values.dtype)
@@ -113,21 +108,27 @@ def _side_by_side(
 
 @do_not_convert
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Sequence[TensorLike | tf.IndexedSlices],
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
-) -> list[Any]:
-    """`allreduce` of several tensors as one operation; returns a list.
+) -> list[tf.Tensor | tf.IndexedSlices]:
+    """Reduces several tensors as one operation.
 
-    They may differ in dtype and shape. `tf.IndexedSlices` are reduced one by one.
+    The tensors may differ in dtype and shape. If one of them is `tf.IndexedSlices`,
+    each tensor is reduced by an operation of its own.
+
+    Args, Raises: as `allreduce`.
+
+    Returns:
+        A list of the results.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -138,49 +139,52 @@ def grouped_allreduce(
     if not tensors:
         return []
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        how = (compression, op, prescale_factor, postscale_factor)
-        names = [f"{name}.{i}" if name else None for i in range(len(tensors))]
-        rest = (process_set, ignore_name_scope)
         return [
-            allreduce(tensor, average, device_dense, device_sparse, *how, each, *rest)
-            for tensor, each in zip(tensors, names, strict=True)
+            allreduce(
+                tensor,
+                average,
+                compression=compression,
+                op=op,
+                prescale_factor=prescale_factor,
+                postscale_factor=postscale_factor,
+                name=f"{name}.{i}" if name else None,
+                process_set=process_set,
+                ignore_name_scope=ignore_name_scope,
+            )
+            for i, tensor in enumerate(tensors)
         ]
-    call = reduction_options(
+    options = reduction_options(
         "allreduce", average, op, prescale_factor, postscale_factor
     )
-
-    def go(given: Sequence[Any]) -> Sequence[Any]:
-        return run_allreduce(given, name, process_set, ignore_name_scope, call)
-
-    return run_compressed(tensors, compression, go)
+    call = make_spec("allreduce", name, process_set, ignore_name_scope, **options)
+    return run_compressed(run_allreduce, call, tensors, compression)
 
 
 @do_not_convert
 def reducescatter(
-    tensor: Any,
+    tensor: TensorLike,
     device_dense: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Any:
-    """`allreduce` of which each rank gets only its share of the rows.
+) -> tf.Tensor:
+    """Reduces a tensor over all ranks and returns this rank's part of the rows.
 
-    If they cannot be divided evenly, the first ranks get one more.
+    If the rows cannot be divided evenly, the first ranks get one row more. The
+    derivative is the allgather of the gradients, times the factors, and for Sum also
+    times the number of ranks.
 
-    Args, Raises: as `allreduce`; the tensor is not 0-d.
+    Args, Raises: as `allreduce`; the tensor has at least one dimension.
 
     Example:
         >>> import ringjax.tensorflow as hvd
         >>> hvd.init()
         >>> hvd.reducescatter(tf.ones([4, 2])).shape[0] * hvd.size()
         4
-
-    Derivatives: the allgather of the gradients, times the factors, for Sum also times
-    the ranks.
     """
     return grouped_reducescatter(
         [tensor],
@@ -197,9 +201,9 @@ def reducescatter(
 
 @do_not_convert
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Sequence[TensorLike],
     device_dense: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
@@ -207,16 +211,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     *,
     name: str | None = None,
-) -> list[Any]:
-    """`reducescatter` of several tensors as one operation; returns a list."""
+) -> list[tf.Tensor]:
+    """Runs `reducescatter` of several tensors as one operation; returns a list."""
     del device_dense
-    how = reduction_options(
+    options = reduction_options(
         "reducescatter", None, op, prescale_factor, postscale_factor
     )
     if not tensors:
         return []
-
-    def go(given: Sequence[Any]) -> Sequence[Any]:
-        return run_reducescatter(given, name, process_set, ignore_name_scope, how)
-
-    return run_compressed(tensors, compression, go)
+    call = make_spec("reducescatter", name, process_set, ignore_name_scope, **options)
+    return run_compressed(run_reducescatter, call, tensors, compression)

@@ -1,8 +1,12 @@
 """Batch normalization with the statistics of all ranks' batches, a layer of Keras.
 
-S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015. Means and squared deviations of
-the ranks are combined as in T. Chan, G. Golub, R. LeVeque, Updating Formulae and a
-Pairwise Algorithm for Computing Sample Variances, 1979: nothing cancels.
+The means and squared deviations of the ranks are combined without cancellation, as in
+Chan, Golub and LeVeque.
+
+References:
+    S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015.
+    T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances, 1979.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import tensorflow as tf
 from ringjax import runtime
 from ringjax.ops import Sum
 from ringjax.tensorflow.movement import rank_op, size_op
-from ringjax.tensorflow.private_reductions import _allreduce
+from ringjax.tensorflow.mpi_ops import _allreduce
 
 _NAME = "sync_batch_normalization"
 
@@ -27,7 +31,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     may differ in size. With one rank it is the ordinary batch normalization.
 
     Args:
-        fused: Horovod's; must be False.
+        fused: an argument of Horovod; must be False.
         **kwargs: as for `keras.layers.BatchNormalization`.
 
     Raises:
@@ -50,36 +54,40 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             )
         kwargs["name"] = kwargs.get("name") or _NAME
         super().__init__(**kwargs)
-        self.supports_jit = False  # ranks meet while it runs
+        self.supports_jit = False  # the layer runs collectives
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    def _moments(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         mean, variance = super()._moments(inputs, mask)
         if runtime.size() == 1 and not runtime.elastic():
             return mean, variance
-        count = tf.cast(self._count(inputs, mask), mean.dtype)
-        # A rank without values has no mean.
+        count = tf.cast(self._values_per_channel(inputs, mask), mean.dtype)
+        # The mean of a rank without values may be NaN.
         parts = [tf.where(count > 0, p, tf.zeros_like(p)) for p in (mean, variance)]
-        mine = tf.concat([tf.reshape(p, [-1]) for p in (count, *parts)], 0)
-        # A row for each rank. Not an allgather: its gradient would be an average.
-        place = tf.one_hot(rank_op(), size_op(), dtype=mine.dtype)
-        every = _allreduce(place[:, None] * mine[None], op=Sum)
+        own = tf.concat([tf.reshape(p, [-1]) for p in (count, *parts)], 0)
+        # Sum matrices in which each rank fills its own row. An allgather would do the
+        # same, but its gradient would be an average.
+        row = tf.one_hot(rank_op(), size_op(), dtype=own.dtype)
+        rows = _allreduce(row[:, None] * own[None], op=Sum)
         channels = tf.size(mean)
-        counts, means, variances = tf.split(every, [1, channels, channels], axis=1)
+        counts, means, variances = tf.split(rows, [1, channels, channels], axis=1)
         total = tf.reduce_sum(counts)
-        mean_of_all = tf.reduce_sum(counts * means, 0) / total
-        deviations = variances + tf.square(means - mean_of_all)
-        variance_of_all = tf.reduce_sum(counts * deviations, 0) / total
+        global_mean = tf.reduce_sum(counts * means, 0) / total
+        deviations = variances + tf.square(means - global_mean)
+        global_variance = tf.reduce_sum(counts * deviations, 0) / total
         return (
-            tf.reshape(mean_of_all, tf.shape(mean)),
-            tf.reshape(variance_of_all, tf.shape(mean)),
+            tf.reshape(global_mean, tf.shape(mean)),
+            tf.reshape(global_variance, tf.shape(mean)),
         )
 
-    def _count(self, inputs: Any, mask: Any) -> Any:
-        """How many values a channel has here."""
+    def _values_per_channel(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tf.Tensor:
         if mask is None:
             axes = self._reduction_axes
             return tf.reduce_prod(tf.gather(tf.shape(inputs), axes))
-        # The mask lacks the last dimension, and is repeated along it.
-        held = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
-        weights = tf.reduce_sum(tf.cast(held, inputs.dtype), self._reduction_axes)
+        # The mask has no last dimension; one value of it is for all channels.
+        wide = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
+        weights = tf.reduce_sum(tf.cast(wide, inputs.dtype), self._reduction_axes)
         return tf.reshape(weights, [-1])[0]

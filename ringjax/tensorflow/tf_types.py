@@ -28,3 +28,6 @@ Groups: TypeAlias = Any
 
 Optimizer: TypeAlias = Any
 """A `tf.compat.v1.train.Optimizer` or a `keras.optimizers.Optimizer`."""
+
+Server: TypeAlias = Any
+"""A DispatchServer or WorkerServer of `tf.data.experimental.service`."""

@@ -1,6 +1,6 @@
 """Horovod's small functions that programs import from horovod.tensorflow.util.
 
-For those programs only: nothing in ringjax uses them.
+No other module of ringjax uses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _make_subgraph = tf.function
 
 
 def vars_to_refs(variables: Iterable[Any]) -> tuple[Any, ...]:
-    """References to variables, which may be keys of a dict.
+    """Returns references to variables, in nested tuples, as keys for a dict.
 
     Example:
         >>> v = tf.Variable(1.0)

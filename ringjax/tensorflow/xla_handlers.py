@@ -1,17 +1,16 @@
-"""ringjax's XLA handlers, for the XLA inside of TensorFlow.
+"""Registers ringjax's XLA handlers with the XLA inside of TensorFlow.
 
-The handlers are those that JAX calls. TensorFlow has an XLA of its own, with the same
-interface in an older version, which it lets others have (XLA_FFI_GetApi). A handler
-says when it is registered which version it was built for, and a newer one than XLA's is
-refused; so what is registered here is a small function that says XLA's own version, and
-calls the handler, which uses nothing that the older version lacks.
+The handlers are those that JAX calls. TensorFlow contains its own XLA with an older
+version of the same interface, and exports XLA_FFI_GetApi. When a handler is registered,
+it reports the version that it was built for, and XLA refuses a newer version than its
+own. Each handler is therefore registered behind a small function that reports XLA's own
+version. This works because the handlers use nothing that the older version lacks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,22 +19,28 @@ from ringjax.tensorflow.c_api import library
 
 _Pointer = ctypes.c_void_p
 _METADATA = 1  # XLA_FFI_Extension_Metadata
-_MIN_API, _MAX_API = (0, 1), (0, 3)  # versions whose structures are these
+_MIN_API, _MAX_API = (0, 1), (0, 3)  # versions that have the structures below
 
 
 class _ApiVersion(ctypes.Structure):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
-        *(("major", ctypes.c_int), ("minor", ctypes.c_int)),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", _Pointer),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
     )
 
 
 class _Api(ctypes.Structure):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
-        *(("version", _ApiVersion), ("internal", _Pointer)),
-        *(("create_error", _Pointer), ("get_message", _Pointer)),
-        *(("destroy_error", _Pointer), ("register", _Pointer)),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", _Pointer),
+        ("version", _ApiVersion),
+        ("internal", _Pointer),
+        ("create_error", _Pointer),
+        ("get_message", _Pointer),
+        ("destroy_error", _Pointer),
+        ("register", _Pointer),
     )
 
 
@@ -45,10 +50,14 @@ class _StringView(ctypes.Structure):
 
 class _HandlerRegistration(ctypes.Structure):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", _Pointer)),
-        *(("name", _StringView), ("platform", _StringView)),
-        *(("instantiate", _Pointer), ("prepare", _Pointer)),
-        *(("initialize", _Pointer), ("execute", _Pointer)),
+        ("struct_size", ctypes.c_size_t),
+        ("extension", _Pointer),
+        ("name", _StringView),
+        ("platform", _StringView),
+        ("instantiate", _Pointer),
+        ("prepare", _Pointer),
+        ("initialize", _Pointer),
+        ("execute", _Pointer),
         ("traits", ctypes.c_uint32),
     )
 
@@ -59,8 +68,10 @@ class _CallFrame(ctypes.Structure):
 
 class _Extension(ctypes.Structure):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("kind", ctypes.c_int)),
-        *(("next", _Pointer), ("metadata", _Pointer)),
+        ("struct_size", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("next", _Pointer),
+        ("metadata", _Pointer),
     )
 
 
@@ -69,15 +80,16 @@ class _Metadata(ctypes.Structure):
 
 
 _HANDLER = ctypes.CFUNCTYPE(_Pointer, _Pointer)
-_kept_alive: list[Any] = []
+# XLA keeps the addresses of these functions for the rest of the process.
+_registered_handlers: list[tuple[object, object]] = []
 
 
 @functools.cache
 def ensure_registered() -> None:
-    """Tells TensorFlow's XLA of the handlers, once.
+    """Registers the handlers, once in a process.
 
     Raises:
-        RingjaxError: this TensorFlow does not take them.
+        RingjaxError: this TensorFlow does not accept them.
     """
     try:
         get = library.XLA_FFI_GetApi
@@ -94,43 +106,43 @@ def ensure_registered() -> None:
     for name, capsule in _native.ffi_targets().items():
         text = name.encode()
         handler = _with_api_version(_capsule_address(capsule), api.version.minor)
-        wanted = _HandlerRegistration(
+        registration = _HandlerRegistration(
             struct_size=ctypes.sizeof(_HandlerRegistration),
             name=_StringView(text, len(text)),
             platform=_StringView(b"Host", 4),
             execute=ctypes.cast(handler, _Pointer),
         )
-        if register(wanted):
+        if register(registration):
             raise _unsupported(f"its XLA does not take the handler {name}")
 
 
-def _unsupported(why: str) -> errors.RingjaxError:
+def _unsupported(reason: str) -> errors.RingjaxError:
     return errors.RingjaxError(
         f"ringjax: TensorFlow {tf.__version__} cannot compile collectives with XLA: "
-        f"{why}; use tf.function without jit_compile=True"
+        f"{reason}; use tf.function without jit_compile=True"
     )
 
 
-def _with_api_version(handler: int, minor: int) -> Any:
-    """The handler, as one that was built for version 0.`minor`."""
-    call = _HANDLER(handler)
+def _with_api_version(address: int, minor: int) -> ctypes._FuncPointer:
+    """Makes a handler that reports at most version 0.`minor`."""
+    handler = _HANDLER(address)
 
-    def speak(frame: int) -> int | None:
-        error: int | None = call(frame)
+    def call(frame: int) -> int | None:
+        error: int | None = handler(frame)
         extension = _CallFrame.from_address(frame).extension
         if extension:
-            asked = _Extension.from_address(extension)
-            if asked.kind == _METADATA:
-                version = _Metadata.from_address(asked.metadata).version
+            request = _Extension.from_address(extension)
+            if request.kind == _METADATA:
+                version = _Metadata.from_address(request.metadata).version
                 version.minor = min(version.minor, minor)
         return error
 
-    spoken = _HANDLER(speak)
-    _kept_alive.append((call, spoken))
-    return spoken
+    versioned = _HANDLER(call)
+    _registered_handlers.append((handler, versioned))
+    return versioned
 
 
-def _capsule_address(capsule: Any) -> int:
+def _capsule_address(capsule: object) -> int:
     python = ctypes.pythonapi
     name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
         ("PyCapsule_GetName", python)
@@ -138,5 +150,5 @@ def _capsule_address(capsule: Any) -> int:
     pointer = ctypes.PYFUNCTYPE(_Pointer, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", python)
     )
-    found: int = pointer(capsule, name(capsule))
-    return found
+    address: int = pointer(capsule, name(capsule))
+    return address

@@ -1,7 +1,7 @@
 """Horovod's helpers for TensorFlow's data service: other machines prepare the batches.
 
-`compute_service` is for the training program, `compute_worker` for the job that
-prepares data. How a rank takes its share of data itself is `ringjax.data`.
+The training program uses `compute_service`, and the job that prepares data is
+`compute_worker`. In `ringjax.data` a rank reads its part of the data itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Where the dispatchers of a data service are, and when their workers are there.
+"""A registry of the dispatchers and workers of TensorFlow's data service.
 
-One process of the compute job has a `ComputeService`; all others, and the training
-program, ask it through a `ComputeClient`. Both prove that they know the key. What
-TensorFlow itself sends between dispatchers, workers and trainers is not secured.
+One process of the compute job has the registry, a `ComputeService`. All other processes
+and the training program use it through a `ComputeClient`. Both sides prove that they
+know the key. The connections between dispatchers, workers and trainers are TensorFlow's
+own and are not secured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ringjax.control import addresses as address
 from ringjax.control.connecting import SERVER_RANK, connect_to_server
@@ -20,21 +21,24 @@ from ringjax.control.server import JobServer, ServerSession
 from ringjax.control.tls import offer_for
 from ringjax.errors import StartupError
 
-ServiceAddresses = Mapping[str, Sequence[tuple[str, int]]]
+ServiceAddresses: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
+"""Hosts and ports of the registry, by network interface."""
 
 
 class ComputeService(JobServer):
-    """Remembers what has been registered, and answers when what is asked for is there.
+    """Registers dispatchers and workers, and answers a question when it can.
+
+    A question about a dispatcher that is not registered yet waits for its registration.
 
     Args:
-        dispatchers: how many there will be.
-        workers_per_dispatcher: how many workers each of them waits for.
+        dispatchers: the number of dispatchers.
+        workers_per_dispatcher: the number of workers for which a dispatcher waits.
         key: the secret that clients must know.
-        hosts: the addresses to listen on; None: all of this host.
+        hosts: the addresses to listen on; None: all addresses of this host.
 
     Example:
         >>> service = ComputeService(1, 1, b"key", hosts=["127.0.0.1"])
-        >>> client = ComputeClient(service.places(), b"key")
+        >>> client = ComputeClient(service.address_map(), b"key")
         >>> client.register_dispatcher(0, "grpc://here:1")
         >>> client.wait_for_dispatcher_registration(0, 5)
         'grpc://here:1'
@@ -55,96 +59,99 @@ class ComputeService(JobServer):
         hosts: Sequence[str] | None = None,
     ) -> None:
         self._dispatchers = dispatchers
-        self._workers_wanted = workers_per_dispatcher
-        self._where: dict[int, str] = {}
+        self._workers_per_dispatcher = workers_per_dispatcher
+        self._dispatcher_addresses: dict[int, str] = {}
         self._workers: dict[int, set[int]] = {}
-        self._over = False
-        self._waiting: list[tuple[ServerSession, str, int]] = []
+        self._shut_down = False
+        self._questions: list[tuple[ServerSession, str, int]] = []
         hosts = address.of_interfaces() if hosts is None else hosts
         super().__init__(key, derive_job_id(key), hosts=hosts, port=0, log=None)
         self.start()
 
-    def places(self) -> ServiceAddresses:
-        """Where clients find it, as a `TfDataServiceConfig` has it."""
-        found = [one for text in self.addresses for one in address.parse(text)]
-        return {"all": found}
+    def address_map(self) -> ServiceAddresses:
+        """Returns the addresses of this service for a `TfDataServiceConfig`."""
+        return {
+            "all": [pair for text in self.addresses for pair in address.parse(text)]
+        }
 
     def shutdown(self) -> None:
-        """Ends it, and with it all who wait for its end."""
+        """Closes the service; clients that wait for the shutdown return."""
         self.close()
 
     def refusal_of(self, caller: int) -> str:
-        """Whoever knows the key may come."""
+        """Accepts every client that knows the key."""
         return ""
 
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
-        """Notes what is told, and answers what can be answered now."""
+        """Registers what a client reports, and answers all questions that it can."""
         ask, number = str(message.get("ask")), message.get("dispatcher", 0)
         if not isinstance(number, int) or not 0 <= number < self._dispatchers:
             text = f"there is no dispatcher {number!r}, there are {self._dispatchers}"
             session.send({"error": text}, last=True)
             return
         if ask == "dispatcher is":
-            known = self._where.setdefault(number, str(message["where"]))
-            if known != message["where"]:
+            reported = str(message["where"])
+            known = self._dispatcher_addresses.setdefault(number, reported)
+            if known != reported:
                 text = f"dispatcher {number} is registered already, as {known}"
                 session.send({"error": text}, last=True)
                 return
         elif ask == "worker is":
             self._workers.setdefault(number, set()).add(int(message["worker"]))
         elif ask == "shut down":
-            self._over = True
-        self._waiting.append((session, ask, number))
+            self._shut_down = True
+        self._questions.append((session, ask, number))
         self._answer()
 
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """It waits no more."""
-        self._waiting = [one for one in self._waiting if one[0] is not session]
+        """Drops the questions of a client that has gone."""
+        self._questions = [each for each in self._questions if each[0] is not session]
 
     def _answer(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for session, ask, number in waiting:
-            if self._is_so(ask, number):
-                session.send({"where": self._where.get(number, "")}, last=True)
+        questions, self._questions = self._questions, []
+        for session, ask, number in questions:
+            if self._is_ready(ask, number):
+                answer = {"where": self._dispatcher_addresses.get(number, "")}
+                session.send(answer, last=True)
             else:
-                self._waiting.append((session, ask, number))
+                self._questions.append((session, ask, number))
 
-    def _is_so(self, ask: str, number: int) -> bool:
+    def _is_ready(self, ask: str, number: int) -> bool:
         if ask == "dispatcher":
-            return number in self._where
+            return number in self._dispatcher_addresses
         if ask == "workers":
-            return len(self._workers.get(number, ())) >= self._workers_wanted
-        return ask != "end" or self._over
+            return len(self._workers.get(number, ())) >= self._workers_per_dispatcher
+        return ask != "end" or self._shut_down
 
 
 class ComputeClient:
-    """Asks a `ComputeService`; each question is a connection of its own.
+    """A client of a `ComputeService`, which opens a connection for each question.
 
     Args:
-        addresses: where it is, as `TfDataServiceConfig` has it.
-        key: its secret.
-        verbose: Horovod's; accepted and ignored.
+        addresses: the addresses of the service, as in `TfDataServiceConfig`.
+        key: the secret of the service.
+        verbose: an argument of Horovod without effect.
     """
 
     def __init__(
         self, addresses: ServiceAddresses, key: bytes, verbose: int = 1
     ) -> None:
         del verbose
-        every = [address.show(*one) for places in addresses.values() for one in places]
-        self._addresses = ",".join(every)
+        shown = [address.show(*p) for pairs in addresses.values() for p in pairs]
+        self._addresses = ",".join(shown)
         self._key = key
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Says where a dispatcher is."""
+        """Registers the address of a dispatcher."""
         self._ask("dispatcher is", dispatcher_id, 30.0, where=dispatcher_address)
 
     def wait_for_dispatcher_registration(
         self, dispatcher_id: int, timeout: float
     ) -> str:
-        """Where a dispatcher is, once it is there.
+        """Waits until a dispatcher is registered, and returns its address.
 
         Raises:
-            TimeoutError: it is not, in so many seconds.
+            TimeoutError: it was not registered within `timeout` seconds.
             StartupError: there is no such dispatcher, or no such service.
         """
         return str(self._ask("dispatcher", dispatcher_id, timeout)["where"])
@@ -152,26 +159,29 @@ class ComputeClient:
     def register_worker_for_dispatcher(
         self, dispatcher_id: int, worker_id: int
     ) -> None:
-        """Says that a worker is there."""
+        """Registers a worker of a dispatcher."""
         self._ask("worker is", dispatcher_id, 30.0, worker=worker_id)
 
     def wait_for_dispatcher_worker_registration(
         self, dispatcher_id: int, timeout: float
     ) -> None:
-        """Returns when all workers of a dispatcher are there; Raises as the others."""
+        """Waits until all workers of a dispatcher are registered.
+
+        Raises: as `wait_for_dispatcher_registration`.
+        """
         self._ask("workers", dispatcher_id, timeout)
 
     def shutdown(self) -> None:
-        """Lets the compute job end."""
+        """Ends the compute job."""
         self._ask("shut down", 0, 30.0)
 
     def wait_for_shutdown(self) -> None:
-        """Returns when somebody has called `shutdown`, or the service is gone."""
+        """Waits until a client has called `shutdown`, or the service has ended."""
         while self.is_running():
             time.sleep(0.5)
 
     def is_running(self) -> bool:
-        """Whether nobody has called `shutdown`, and the service is there."""
+        """Returns False after a client has called `shutdown`, or without a service."""
         try:
             self._ask("end", 0, 0.5)
         except TimeoutError:
@@ -191,9 +201,9 @@ class ComputeClient:
             SERVER_RANK,
             tls=offer_for("auto"),
         )
-        reached = max(deadline, time.monotonic() + 5.0)
+        connect_deadline = max(deadline, time.monotonic() + 5.0)
         sock, keys, where = connect_to_server(
-            self._addresses, self._key, caller, reached, ComputeService.name
+            self._addresses, self._key, caller, connect_deadline, ComputeService.name
         )
         with sock:
             opener = keys.opener()
@@ -201,16 +211,16 @@ class ComputeClient:
             sock.sendall(keys.sealer().seal(question))
             while True:
                 sock.settimeout(max(deadline - time.monotonic(), 0.01))
-                piece = _received(sock, f"{where} has not said {ask!r} of {dispatcher}")
-                if not piece:
+                data = _receive(sock, f"{where} has not said {ask!r} of {dispatcher}")
+                if not data:
                     raise StartupError(f"{where} has ended")
-                for answer in opener.feed(piece):
+                for answer in opener.feed(data):
                     if "error" in answer:
                         raise StartupError(f"{where}: {answer['error']}")
                     return answer
 
 
-def _received(sock: socket.socket, late: str) -> bytes:
+def _receive(sock: socket.socket, late: str) -> bytes:
     try:
         return sock.recv(1 << 16)
     except TimeoutError:
@@ -218,5 +228,5 @@ def _received(sock: socket.socket, late: str) -> bytes:
 
 
 def derive_job_id(key: bytes) -> str:
-    """A number for those who have this key."""
+    """Derives the id of the job from its key, so that it needs no exchange."""
     return hashlib.sha256(b"ringjax data service" + key).hexdigest()[:16]

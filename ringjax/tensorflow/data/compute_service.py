@@ -1,8 +1,9 @@
-"""TensorFlow's data service for a training job: its configuration, and both its sides.
+"""TensorFlow's data service for a training job: its configuration and both its sides.
 
-The compute job's processes run `compute_worker_fn`, the training program calls
-`send_to_data_service` on its dataset. How they find each other is directory.py. A
-dataset gets Horovod's method `send_to_data_service` when this module is imported.
+The processes of the compute job run `compute_worker_fn`. The training program calls
+`send_to_data_service` on its dataset. The two jobs find each other through
+compute_registry.py. The import of this module adds Horovod's method
+`send_to_data_service` to the datasets of TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,25 +25,29 @@ from ringjax.control import addresses as address
 from ringjax.ops import Min
 from ringjax.tensorflow.data.compute_registry import ComputeClient, ServiceAddresses
 from ringjax.tensorflow.reductions import allreduce
+from ringjax.tensorflow.tf_types import Server
 
 _service = tf.data.experimental.service
-_STOP = 1.5  # seconds for a worker's readers to end; it reports every second
-_still_read: list[Any] = []
+# Seconds for the readers of a worker to end. The worker reports every second, so within
+# this time at least one report comes.
+_STOP_TIMEOUT = 1.5
+_kept_alive: list[Server] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """What the compute job tells the training job, through a file.
+    """The data that the compute job passes to the training job through a file.
 
-    The file lets whoever can read it take part, so only its owner can.
+    Every process that can read the file can take part in the service, so only the owner
+    of the file can read it.
 
     Attributes:
-        dispatchers: how many; 1 for all ranks, or one for each rank.
-        workers_per_dispatcher: how many processes prepare data for each of them.
-        dispatcher_side: where they run, "compute" or "training".
-        addresses: where the directory of the service is.
-        key: the secret of the directory.
-        timeout: seconds to wait for the other side.
+        dispatchers: the number of dispatchers: one for all ranks, or one for each rank.
+        workers_per_dispatcher: how many processes prepare data for each dispatcher.
+        dispatcher_side: the job that runs the dispatchers, "compute" or "training".
+        addresses: the addresses of the registry.
+        key: the secret of the registry.
+        timeout: seconds to wait for the other job.
 
     Example:
         >>> config = TfDataServiceConfig(1, 2, "compute", {"lo": [("::1", 5)]}, b"k")
@@ -58,11 +63,11 @@ class TfDataServiceConfig:
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """A way to ask who is there."""
+        """Returns a client of the registry."""
         return ComputeClient(self.addresses, self.key, verbose=verbose)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns the configuration as JSON can have it."""
         return {**dataclasses.asdict(self), "key": self.key.hex()}
 
     @staticmethod
@@ -70,7 +75,7 @@ class TfDataServiceConfig:
         """Undoes `to_dict`.
 
         Raises:
-            TypeError, ValueError: something is missing, or is too much.
+            TypeError, ValueError: a value is missing, unknown or wrong.
         """
         places = {
             name: [(str(host), int(port)) for host, port in pairs]
@@ -80,7 +85,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "addresses": places, "key": key})
 
     def write(self, filename: str) -> None:
-        """Writes the file; it is there when it is complete."""
+        """Writes the file; a reader sees no file, or the complete one."""
         path = Path(filename)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False
@@ -92,10 +97,10 @@ class TfDataServiceConfig:
     def read(
         filename: str, wait_for_file_creation: bool = False
     ) -> TfDataServiceConfig:
-        """Reads the file, waiting for it if that is wanted.
+        """Reads the file, and first waits for it if `wait_for_file_creation`.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: there is no such file.
         """
         path = Path(filename)
         while wait_for_file_creation and not path.exists():
@@ -105,17 +110,17 @@ class TfDataServiceConfig:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """The address of the dispatcher for a rank of the training job.
+    """Yields the address of the dispatcher for a rank of the training job.
 
-    With dispatchers on the side of training, the dispatcher runs in this process for as
-    long as the `with` block does.
+    If the training job runs the dispatchers, the dispatcher runs in this process until
+    the `with` block ends.
 
     Args:
-        compute_config: as the compute job has written it.
+        compute_config: the configuration that the compute job has written.
         rank: this process's rank in the training job.
 
     Raises:
-        TimeoutError: the other side is not there in time.
+        TimeoutError: the compute job has not registered in time.
     """
     compute = compute_config.compute_client()
     number = rank if compute_config.dispatchers > 1 else 0
@@ -124,9 +129,9 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         server = _start_dispatcher(compute, number)
     try:
         limit = compute_config.timeout
-        where = compute.wait_for_dispatcher_registration(number, limit)
+        dispatcher = compute.wait_for_dispatcher_registration(number, limit)
         compute.wait_for_dispatcher_worker_registration(number, limit)
-        yield where
+        yield dispatcher
     finally:
         if server is not None:
             _stop(server)
@@ -141,20 +146,20 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """The same dataset, prepared by the compute job.
+    """Returns a dataset like `dataset` that the compute job prepares.
 
     Args:
-        dataset: what the workers are to compute.
-        compute_config: as the compute job has written it.
+        dataset: the dataset that the workers compute.
+        compute_config: the configuration that the compute job has written.
         rank: this process's rank in the training job.
-        size: how many ranks there are; needed for `round_robin`.
+        size: the size of the training job; needed for `round_robin`.
         processing_mode: as for `tf.data.experimental.service.distribute`.
         reuse_dataset: all ranks share one pass over the data.
-        round_robin: with `reuse_dataset`: ranks take turns.
+        round_robin: with `reuse_dataset`, the ranks take turns.
 
     Raises:
-        RuntimeError: the dispatchers are on the side of training.
-        TimeoutError: the compute job is not there in time.
+        RuntimeError: the training job runs the dispatchers.
+        TimeoutError: the compute job has not registered in time.
     """
     if compute_config.dispatcher_side == "training":
         raise RuntimeError(
@@ -162,11 +167,11 @@ def send_to_data_service(
             "manager instead"
         )
     takes_turns = reuse_dataset and round_robin
-    with tf_data_service(compute_config, rank) as where:
+    with tf_data_service(compute_config, rank) as dispatcher:
         return dataset.apply(
             _service.distribute(
                 processing_mode=processing_mode,
-                service=where,
+                service=dispatcher,
                 job_name="job" if reuse_dataset else None,
                 consumer_index=rank if takes_turns else None,
                 num_consumers=size if takes_turns else None,
@@ -178,10 +183,10 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Prepares data, until the service is shut down; every rank of the compute job.
+    """Prepares data until the service is shut down; runs in all ranks of the job.
 
     Raises:
-        TimeoutError: the other side is not there in time.
+        TimeoutError: the other job has not registered in time.
     """
     runtime.init()
     index = runtime.rank()
@@ -193,8 +198,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         if compute_config.dispatcher_side == "compute" and first:
             servers.append(_start_dispatcher(compute, number))
         limit = compute_config.timeout
-        where = compute.wait_for_dispatcher_registration(number, limit)
-        protocol, dispatcher = where.split("://")
+        url = compute.wait_for_dispatcher_registration(number, limit)
+        protocol, dispatcher = url.split("://")
         worker = _service.WorkerServer(
             _service.WorkerConfig(
                 protocol=protocol,
@@ -217,43 +222,43 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
 @elastic.run
 def _wait_for_shutdown(state: elastic.State, compute: ComputeClient) -> None:
-    """Ranks may be lost meanwhile, and join."""
+    # All ranks leave the loop together: a rank that left alone would look lost.
     running = True
     while running:
-        mine = tf.constant(int(compute.is_running()))
-        running = bool(allreduce(mine, op=Min, name="data service running"))
+        own = tf.constant(int(compute.is_running()))
+        running = bool(allreduce(own, op=Min, name="data service running"))
         state.commit()
 
 
-def _start_dispatcher(compute: ComputeClient, number: int) -> Any:
+def _start_dispatcher(compute: ComputeClient, number: int) -> Server:
     server = _service.DispatchServer(_service.DispatcherConfig())
-    # TensorFlow says localhost, which means nothing on another host.
-    protocol, _, place = server.target.partition("://")
-    port = place.rpartition(":")[2]
+    # TensorFlow's target has the host name localhost, which other hosts cannot use.
+    protocol, _, address_and_port = server.target.partition("://")
+    port = address_and_port.rpartition(":")[2]
     compute.register_dispatcher(number, f"{protocol}://{_host()}:{port}")
     return server
 
 
 def _host() -> str:
-    """This host as others may reach it."""
     names = runtime.config().network_interfaces
     host = address.of_interfaces(names)[0]
     return f"[{host}]" if ":" in host else host
 
 
-def _stop(server: Any) -> None:
-    """Ends a server, unless trainers still read from it: then it ends with the process.
+def _stop(server: Server) -> None:
+    """Stops a server; if trainers still read from it, it ends with the process.
 
-    TensorFlow's stop waits for every request, holds Python's lock meanwhile, and a
-    request of a round whose other consumers have gone never ends. A reader that has
-    come to its end is known here with the worker's next report.
+    TensorFlow's stop waits for every request, and holds Python's lock meanwhile. With
+    `round_robin`, a request never ends if another consumer of its round has gone. So
+    this function first waits until no task is left. The end of a reader becomes known
+    with the worker's next report.
     """
-    tasks = getattr(server, "_num_tasks", int)  # dispatchers have none
-    end = time.monotonic() + _STOP
+    tasks = getattr(server, "_num_tasks", int)  # dispatchers have no tasks
+    end = time.monotonic() + _STOP_TIMEOUT
     while tasks() and time.monotonic() < end:
         time.sleep(0.1)
     if tasks():
-        _still_read.append(server)  # its destructor would stop it, too
+        _kept_alive.append(server)  # its destructor would stop it, too
         return
-    server._stop()  # there is no public way
+    server._stop()  # TensorFlow has no public method for it
     server.join()

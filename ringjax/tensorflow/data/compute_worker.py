@@ -1,7 +1,8 @@
-"""The program of the compute job: prepares data for TensorFlow's data service.
+"""The program of the compute job, which prepares data for TensorFlow's data service.
 
 ``ringrun -np 4 python -m ringjax.tensorflow.data.compute_worker CONFIG.json`` writes
-the file that the training program reads, and runs until that shuts the service down.
+the file that the training program reads. It runs until the training program shuts the
+service down.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def main(
     """Runs a rank of the compute job.
 
     Args:
-        dispatchers: how many dispatchers there are; the ranks are divided among them.
-        dispatcher_side: where they run, "compute" or "training".
-        configfile: what rank 0 writes.
-        timeout: seconds to wait for the other side.
+        dispatchers: the number of dispatchers; the ranks are divided among them.
+        dispatcher_side: the job that runs the dispatchers, "compute" or "training".
+        configfile: the path of the file that rank 0 writes.
+        timeout: seconds to wait for the other job.
 
     Raises:
-        ValueError: the ranks cannot be divided, or there is no such side.
-        TimeoutError: the other side is not there in time.
+        ValueError: the ranks cannot be divided, or `dispatcher_side` is unknown.
+        TimeoutError: the other job has not registered in time.
     """
     if dispatcher_side not in ("compute", "training"):
         raise ValueError(
@@ -50,8 +51,9 @@ def main(
         if runtime.rank() == 0:
             key, each = secrets.token_bytes(32), size // dispatchers
             service = ComputeService(dispatchers, each, key)
+            addresses = service.address_map()
             config = TfDataServiceConfig(
-                *(dispatchers, each, dispatcher_side, service.places(), key, timeout)
+                dispatchers, each, dispatcher_side, addresses, key, timeout
             )
             config.write(configfile)
         name = "TfDataServiceConfig"
@@ -62,7 +64,7 @@ def main(
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line; None: that of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m ringjax.tensorflow.data.compute_worker",
         description="Prepares data for training jobs, by TensorFlow's data service.",

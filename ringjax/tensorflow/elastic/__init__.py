@@ -1,6 +1,6 @@
 """Elastic training in TensorFlow: `run`, `TensorFlowState`, `TensorFlowKerasState`.
 
-Horovod's module path; the loop is `ringjax.elastic`.
+The module path is Horovod's. The training loop is that of `ringjax.elastic`.
 """
 
 from __future__ import annotations

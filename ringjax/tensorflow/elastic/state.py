@@ -1,56 +1,58 @@
-"""TensorFlowState and TensorFlowKerasState: variables that survive a reset.
+"""TensorFlowState and TensorFlowKerasState: states whose variables survive a reset.
 
-Variables stay where they are; what is kept of them at a commit is TensorFlow's own
-memory, which nobody changes, so that a commit copies nothing. Everything else in a
-state is a plain value of `ringjax.elastic.State`.
+A commit keeps the values of the variables without a copy: it holds TensorFlow's own
+memory, and a variable that is written later gets new memory. All other attributes of a
+state are plain values of `ringjax.elastic.State`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from ringjax import elastic
 from ringjax.elastic.handlers import StateHandler
+from ringjax.tensorflow.tf_types import Optimizer, Variable
 from ringjax.tensorflow.variables import as_variable_list, unwrap_variable
 
-Values = list[Any]
+Values: TypeAlias = list[np.ndarray[Any, Any]]
 
 
 class VariablesHandler(StateHandler):
-    """Some variables, of which a state keeps the values as arrays of numpy.
+    """Keeps the values of variables as arrays of NumPy.
 
     Args:
-        value: what the program has as an attribute of the state.
-        variables: finds the variables in it, the same number each time.
-        session: runs the graph of TensorFlow 1 that they are in; None: eager.
+        value: an attribute of the state.
+        variables: returns the variables of that attribute, always equally many.
+        session: runs the TensorFlow 1 graph of the variables; None: eager execution.
     """
 
     def __init__(
         self,
         value: Any,
-        variables: Callable[[Any], list[Any]],
-        session: Any = None,
+        variables: Callable[[Any], list[Variable]],
+        session: tf.compat.v1.Session | None = None,
     ) -> None:
         self._variables = variables
         self._session = session
         super().__init__(value)
 
     def state(self) -> Values:
-        """The values now, in the order of the variables."""
+        """Returns the present values, in the order of the variables."""
         found = as_variable_list(self._variables(self.value))
         if self._session is not None:
             return list(self._session.run(found))
-        # Reading shares the memory; who writes to a variable then takes a copy.
+        # The array shares the memory of the variable, which copies on its next write.
         return [variable.read_value().numpy() for variable in found]
 
     def load(self, state: Values) -> None:
         """Writes the values into the variables.
 
         Raises:
-            ValueError: there are more or fewer variables here.
+            ValueError: the number of variables differs.
         """
         found = as_variable_list(self._variables(self.value))
         if len(found) != len(state):
@@ -65,40 +67,44 @@ class VariablesHandler(StateHandler):
                 variable.assign(value)
 
     def save(self) -> None:
-        """Keeps the values."""
+        """Keeps the present values."""
         self._saved = self.state()
 
     def restore(self) -> None:
-        """Brings back what `save` kept last."""
+        """Writes the values that `save` kept last."""
         self.load(self._saved)
 
 
-def _of_model(model: Any) -> list[Any]:
+def _model_variables(model: Any) -> list[Variable]:
     return list(model.variables)
 
 
-def _of_optimizer(optimizer: Any) -> list[Any]:
-    held = optimizer.variables
-    return list(held() if callable(held) else held)
+def _optimizer_variables(optimizer: Any) -> list[Variable]:
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
 
 
-def handler_of(value: Any) -> StateHandler | None:
-    """A handler for a variable, a list of such, a model or an optimizer; or None."""
+def make_handler(value: Any) -> StateHandler | None:
+    """Makes a handler for a variable, a list of variables, a model or an optimizer.
+
+    Returns:
+        The handler, or None for any other value.
+    """
     if isinstance(unwrap_variable(value), tf.Variable):
         return VariablesHandler(value, lambda variable: [variable])
     if isinstance(value, list | tuple) and value:
-        if all(isinstance(unwrap_variable(one), tf.Variable) for one in value):
+        if all(isinstance(unwrap_variable(item), tf.Variable) for item in value):
             return VariablesHandler(value, list)
         return None
     if isinstance(value, tf.compat.v1.train.Optimizer):
-        return VariablesHandler(value, _of_optimizer)
+        return VariablesHandler(value, _optimizer_variables)
     if isinstance(value, tf.Module) or _is_keras(value):
-        return VariablesHandler(value, _of_model)
+        return VariablesHandler(value, _model_variables)
     return None
 
 
 def _is_keras(value: Any) -> bool:
-    """Whether it is a model, a layer or an optimizer, without importing Keras."""
+    """Returns whether a value is a layer, model or optimizer. Does not import Keras."""
     return any(
         kind.__module__.split(".")[0] in ("keras", "tf_keras")
         and kind.__name__ in ("Layer", "BaseOptimizer", "Optimizer", "OptimizerV2")
@@ -107,28 +113,32 @@ def _is_keras(value: Any) -> bool:
 
 
 class _State(elastic.State):
-    """Takes variables, models and optimizers as attributes, too."""
+    """A state whose attributes may be variables, models and optimizers."""
 
     _allow_pickle = True
 
     def _handler_of(self, value: Any) -> StateHandler | None:
         if isinstance(value, VariablesHandler):
             return value
-        return handler_of(value) or super()._handler_of(value)
+        return make_handler(value) or super()._handler_of(value)
 
 
 class TensorFlowState(_State):
     """The state of training with a list of variables.
 
+    In a TensorFlow 1 graph, which TensorFlow 2.21 runs in a session, it reads and
+    writes the variables through that session.
+
     Args:
-        variables: of TensorFlow or of Keras; None: the global variables of the graph.
-        session: of TensorFlow 1, with the variables' graph; None: the default session,
-            or eager execution.
+        variables: variables of TensorFlow or Keras; None: the global variables of the
+            graph.
+        session: a session of TensorFlow 1 with the variables' graph; None: the default
+            session, or eager execution.
         **kwargs: plain objects, and further variables, models and optimizers. Each
             becomes an attribute.
 
     Raises:
-        ValueError: in a graph of TensorFlow 1, and there is no session.
+        ValueError: called in a graph of TensorFlow 1 without a session.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
@@ -144,7 +154,10 @@ class TensorFlowState(_State):
     """
 
     def __init__(
-        self, variables: Any = None, session: Any = None, **kwargs: Any
+        self,
+        variables: Any = None,
+        session: tf.compat.v1.Session | None = None,
+        **kwargs: Any,
     ) -> None:
         found = as_variable_list(
             tf.compat.v1.global_variables() if variables is None else variables
@@ -168,9 +181,10 @@ class TensorFlowKerasState(_State):
 
     Args:
         model: a model that is built.
-        optimizer: its optimizer, distributed or not; None: the one that it was compiled
-            with. It is built for the model's trainable variables if it is not yet.
-        backend: Horovod's, for TensorFlow 1; accepted and ignored.
+        optimizer: the optimizer of the model, distributed or not; None: the optimizer
+            of the compiled model. It is built for the model's trainable variables if
+            it is not built yet.
+        backend: an argument of Horovod for TensorFlow 1, without effect.
         **kwargs: plain objects, and further models, optimizers and variables. Each
             becomes an attribute.
 
@@ -190,7 +204,11 @@ class TensorFlowKerasState(_State):
     """
 
     def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+        self,
+        model: Any,
+        optimizer: Optimizer = None,
+        backend: Any = None,
+        **kwargs: Any,
     ) -> None:
         if not getattr(model, "built", True):
             raise ValueError(
@@ -198,7 +216,8 @@ class TensorFlowKerasState(_State):
             )
         optimizer = optimizer or getattr(model, "optimizer", None)
         if not getattr(optimizer, "built", True):
-            # Ranks that join have not trained, and must have what the others have.
+            # A rank that joins has not trained, but receives the optimizer's variables
+            # of the other ranks and so must have equally many.
             optimizer.build(model.trainable_variables)
         super().__init__(model=model, optimizer=optimizer, **kwargs)
         self.backend = backend

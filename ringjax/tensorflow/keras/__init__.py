@@ -1,7 +1,7 @@
 """Horovod's API for Keras in TensorFlow: `import ringjax.tensorflow.keras as hvd`.
 
-Since Keras 3, `tf.keras` is `keras`, and so is this `ringjax.keras`; on the backend
-of TensorFlow, or on the one that KERAS_BACKEND says.
+Since Keras 3, `tf.keras` is `keras`, and this package is `ringjax.keras`. It runs on
+TensorFlow, or on another backend that KERAS_BACKEND names.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ from ringjax.tensorflow.keras import elastic as elastic
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Compression":  # that of the backend
+    if name == "Compression":  # the backend has its own
         return _keras.Compression
     raise AttributeError(f"module 'ringjax.tensorflow.keras' has no attribute {name!r}")

@@ -92,7 +92,7 @@ def test_what_is_refused(world: Any, path: Path) -> None:
     with pytest.raises(OSError, match="data service"):
         there.__enter__()
     service = ComputeService(1, 2, b"secret", hosts=["127.0.0.1"])
-    client = ComputeClient(service.places(), b"secret")
+    client = ComputeClient(service.address_map(), b"secret")
     with pytest.raises(StartupError, match="there is no dispatcher 1, there are 1"):
         client.register_dispatcher(1, "grpc://here:1")
     client.register_dispatcher(0, "grpc://here:1")
@@ -103,7 +103,7 @@ def test_what_is_refused(world: Any, path: Path) -> None:
     with pytest.raises(TimeoutError, match="has not said 'workers' of 0 in time"):
         client.wait_for_dispatcher_worker_registration(0, 0.3)
     assert client.is_running()
-    stranger = ComputeClient(service.places(), b"another")
+    stranger = ComputeClient(service.address_map(), b"another")
     with pytest.raises(RuntimeError, match="secret|another job"):
         stranger.wait_for_dispatcher_registration(0, 1)
     service.shutdown()
