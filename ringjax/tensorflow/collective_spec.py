@@ -21,7 +21,7 @@ _sets: dict[int, ProcessSet] = {}
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSpec:
-    """What one collective does, whatever its tensors are.
+    """The properties of one collective, without its tensors.
 
     Attributes:
         op: the name of the collective.

@@ -9,24 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
 from ringjax import stderr
+from ringjax.tensorflow.pending_operations import PendingOperation
 
 _POLL_INTERVAL = 0.002  # seconds
-
-
-class Waitable(Protocol):
-    """An operation that ends, and that somebody must be notified of."""
-
-    def done(self) -> bool:
-        """Returns whether `wait_for_end` returns at once."""
-
-    def wait_for_end(self) -> None:
-        """Waits for the end; does not raise if the operation has failed."""
-
-    def notify(self) -> None:
-        """Passes the end on; called once, after `wait_for_end`, in another thread."""
 
 
 class CompletionThreads:
@@ -36,11 +23,11 @@ class CompletionThreads:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[Waitable] = deque()
+        self._pending: deque[PendingOperation] = deque()
         self._changed = threading.Condition()
         self._started = False
 
-    def add(self, item: Waitable) -> None:
+    def add(self, item: PendingOperation) -> None:
         """Adds an operation; returns at once."""
         with self._changed:
             self._pending.append(item)
@@ -81,10 +68,10 @@ class CompletionThreads:
                 _notify(item)
 
 
-def _notify(item: Waitable) -> None:
+def _notify(item: PendingOperation) -> None:
     try:
         item.wait_for_end()
         item.notify()
-    except Exception as error:  # one failed notification must not stop the thread
+    except Exception as error:  # the thread must go on after a failed notification
         cause = f"{type(error).__name__}: {error}"
         stderr.line(f"[ringjax] error: a graph of TensorFlow hears nothing: {cause}")

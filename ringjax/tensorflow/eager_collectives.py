@@ -1,17 +1,29 @@
-"""Collectives outside of a `tf.function`: the calling thread submits and waits."""
+"""Collectives outside of a `tf.function`: the calling thread submits and waits.
+
+The core reads the memory of an argument in place. A result is an array of NumPy, and is
+aligned so that TensorFlow takes it over without a copy.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
-from ringjax.eager import lane
+from ringjax.eager import dtypes, lane
 from ringjax.errors import RingjaxError
-from ringjax.tensorflow import tensors as memory
+from ringjax.tensorflow import tf_private
+from ringjax.tensorflow.c_api import CORE_DTYPES
 from ringjax.tensorflow.collective_spec import CollectiveSpec, finish_with_work
 from ringjax.tensorflow.failures import to_tensorflow_error
+
+_ALIGNMENT = 64  # bytes; TensorFlow copies memory that is aligned less
+_CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 Results: TypeAlias = tuple[list[tf.Tensor], list[list[int]]]
 """The results, and for each result of allgather and alltoall the rows by rank."""
@@ -35,17 +47,17 @@ def _run(
     call: CollectiveSpec, tensors: Sequence[tf.Tensor], splits: Sequence[int]
 ) -> Results:
     op, name, process_set = call.op, call.name or None, call.process_set()
-    pieces, arrays = memory.describe(op, name, tensors)
+    pieces, arrays = describe_tensors(op, name, tensors)
     arguments = call.lane_arguments(process_set)
-    outs: list[memory.Array] = []
+    outs: list[Array] = []
     if op in ("allreduce", "broadcast"):
-        outs = [memory.empty_aligned(array.shape, array.dtype) for array in arrays]
+        outs = [_empty_aligned(array.shape, array.dtype) for array in arrays]
     elif op == "reducescatter":
         shapes = [
             lane.scattered_shape(op, name, piece, process_set) for piece in pieces
         ]
         outs = [
-            memory.empty_aligned(shape, array.dtype)
+            _empty_aligned(shape, array.dtype)
             for shape, array in zip(shapes, arrays, strict=True)
         ]
     else:
@@ -56,7 +68,7 @@ def _run(
         op,
         name,
         pieces,
-        [memory.address_of(out) for out in outs],
+        [address_of(out) for out in outs],
         finish_with_work,
         process_set,
         keep=(arrays, outs),
@@ -66,11 +78,68 @@ def _run(
     if not outs:
         received = [list(work.received(i)) for i in range(len(arrays))]
         outs = [
-            memory.rows_from_memory(work.output(i), sum(rows), array)
+            _rows_from_memory(work.output(i), sum(rows), array)
             for i, (rows, array) in enumerate(zip(received, arrays, strict=True))
         ]
     results = [
-        memory.to_tensor(out, tensor._datatype_enum())
+        _to_tensor(out, tensor._datatype_enum())
         for out, tensor in zip(outs, tensors, strict=True)
     ]
     return results, received
+
+
+def describe_tensors(
+    op: str, name: str | None, tensors: Sequence[tf.Tensor]
+) -> tuple[list[lane.TensorRef], list[Array]]:
+    """Describes tensors for the lane.
+
+    Returns:
+        The address, dtype and shape of each tensor, and the arrays at these addresses.
+        The caller keeps the arrays alive until the operation has ended.
+
+    Raises:
+        TypeError: a dtype cannot be sent.
+    """
+    pieces: list[lane.TensorRef] = []
+    arrays: list[Array] = []
+    for tensor in tensors:
+        number = CORE_DTYPES.get(tensor._datatype_enum())
+        if number is None:
+            raise TypeError(
+                f"{lane.title(op, name)}: {tensor.dtype!r} cannot be sent (shape "
+                f"{list(tensor.shape)}), expected one of {', '.join(dtypes.NUMBERS)}"
+            )
+        array = tensor._numpy_internal()
+        if type(array) is not np.ndarray:  # a scalar
+            array = np.asarray(array)
+        arrays.append(array)
+        pieces.append((address_of(array), number, array.shape))
+    return pieces, arrays
+
+
+def address_of(array: Array) -> int:
+    """Returns the address of the first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """Returns uninitialised memory that TensorFlow takes over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    block = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -address_of(block) % _ALIGNMENT
+    array: Array = block[start : start + size].view(dtype).reshape(shape)
+    return array
+
+
+def _to_tensor(array: Array, dtype: int) -> tf.Tensor:
+    """Makes a tensor of an array, to which nobody may write any more."""
+    return tf_private.wrap_array(array, _CPU, dtype)
+
+
+def _rows_from_memory(memory: memoryview, rows: int, like: Array) -> Array:
+    """Makes an array of `rows` rows over memory of the core, and keeps that alive."""
+    shape = (rows, *like.shape[1:])
+    if not math.prod(shape):
+        return np.empty(shape, like.dtype)
+    return np.frombuffer(memory, np.uint8).view(like.dtype).reshape(shape)

@@ -22,7 +22,7 @@ class _TracePosition:
 
     outer: weakref.ref[tf.Graph]
     name: str
-    calls: int  # of functions in `outer` before it
+    calls: int  # how many functions `outer` has called before
     before: Counter[str]  # the last numbers that were given before the trace
 
     def is_at(self, outer: tf.Graph, name: str, calls: int) -> bool:

@@ -36,18 +36,9 @@ class GradientSettings:
 
     Attributes:
         name: the prefix of the operations' names; the same on all ranks.
-        device_dense: where dense gradients are reduced.
-        device_sparse: where `tf.IndexedSlices` are reduced.
-        compression: one of `Compression`.
-        sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
-        op: Average, Sum or Adasum.
-        gradient_predivide_factor: gradients are divided by this factor before the sum;
-            the sum is multiplied by it and divided by the size.
-        groups: the number of operations for all gradients, or lists of variables whose
-            gradients travel in one operation each; None: buckets limited by bytes.
-        num_groups: Horovod's former name of an integer for `groups`.
-        process_set: the ranks that take part. Other ranks keep their gradients.
-        scale_local_gradients: divide the gradients of local variables by the size.
+        groups: as for `DistributedGradientTape`; None: buckets limited by bytes.
+
+    All other attributes: as the arguments of `DistributedGradientTape`.
 
     Raises:
         ValueError: an argument is wrong; the text is Horovod's if Horovod has one.
@@ -93,13 +84,13 @@ def _check_groups(groups: Groups) -> None:
         raise ValueError(_GROUPS)
 
 
-class GradientReducer:
+class GradientBucketReducer:
     """Reduces gradients as `settings` say, except for those of local variables.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
         >>> hvd.init()
-        >>> reducer = GradientReducer(GradientSettings("example"))
+        >>> reducer = GradientBucketReducer(GradientSettings("example"))
         >>> variables = [tf.Variable([1.0]), tf.Variable([2.0])]
         >>> gradients = [tf.constant([3.0]), None]
         >>> reducer(gradients, variables)[0].shape, reducer.settings.name
@@ -179,8 +170,8 @@ def _make_allreduce_grads_fn(
     gradient_predivide_factor: float = 1.0,
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
-) -> GradientReducer:
-    """Makes a `GradientReducer`; Horovod's name, for programs with their own tapes."""
+) -> GradientBucketReducer:
+    """Makes a `GradientBucketReducer`; Horovod's name, for programs with their own tapes."""
     settings = GradientSettings(
         name=name,
         device_dense=device_dense,
@@ -192,7 +183,7 @@ def _make_allreduce_grads_fn(
         groups=groups,
         process_set=process_set,
     )
-    return GradientReducer(settings)
+    return GradientBucketReducer(settings)
 
 
 @do_not_convert
@@ -214,7 +205,7 @@ def reduce_gradients(
             between the ranks, and a warning names a difference.
 
     Raises:
-        NotImplementedError, RingjaxError, tf.errors.OpError: as `GradientReducer`.
+        NotImplementedError, RingjaxError, tf.errors.OpError: as `GradientBucketReducer`.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf

@@ -1,7 +1,7 @@
 """Registers TensorFlow operations whose kernels are Python functions.
 
 An asynchronous kernel returns before its operation has ended, so it occupies no thread
-of TensorFlow; it reports the end later through a `DoneCallback`.
+of TensorFlow; it reports the end later through a `KernelDoneCallback`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _dladdr.argtypes = ctypes.c_void_p, _Words  # a Dl_info has four words, too
 _registered_callbacks: list[tuple[object, object]] = []
 
 
-class DoneCallback:
+class KernelDoneCallback:
     """The callback by which an asynchronous kernel reports that it has ended.
 
     TF_NewAsyncKernelBuilder hands a kernel the address of a `std::function` that its
@@ -71,7 +71,7 @@ class DoneCallback:
 
 
 class AsyncKernelRun:
-    """One execution of an asynchronous kernel.
+    """A running execution of an asynchronous kernel.
 
     Args:
         context: TensorFlow's TF_OpKernelContext.
@@ -84,7 +84,10 @@ class AsyncKernelRun:
     """
 
     def __init__(
-        self, context: int, fail: Callable[[BaseException], None], done: DoneCallback
+        self,
+        context: int,
+        fail: Callable[[BaseException], None],
+        done: KernelDoneCallback,
     ) -> None:
         self.context = context
         self.outlives_kernel = done.outlives_kernel
@@ -159,7 +162,9 @@ def register_async_op(
         def fail(error: BaseException) -> None:
             _fail(c_api.fail, context, error_code_of(error), error)
 
-        execution = AsyncKernelRun(context, fail, DoneCallback(done, c_api.run_done))
+        execution = AsyncKernelRun(
+            context, fail, KernelDoneCallback(done, c_api.run_done)
+        )
         try:
             compute(states[index or 0], execution)
         except BaseException as error:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ringjax.tensorflow.aggregation import LocalAggregation
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.gradients import (
-    GradientReducer,
+    GradientBucketReducer,
     GradientSettings,
     group_indices,
     reduce_gradients,
@@ -83,7 +83,7 @@ class _DistributedOptimizer(_WrappedOptimizer):
         average_aggregated_gradients: bool = False,
     ) -> None:
         super().__init__(optimizer, settings.name, use_locking)
-        self._reducer = GradientReducer(settings)
+        self._reducer = GradientBucketReducer(settings)
         self._agg_helper: LocalAggregation | None = None
         if backward_passes_per_step > 1:
             self._agg_helper = LocalAggregation(

@@ -36,7 +36,7 @@ alltoall the rows that came from each rank.
 """
 
 
-class ReductionOptions(TypedDict):
+class OperationOptions(TypedDict):
     """The attributes of a `CollectiveSpec` that say how to reduce."""
 
     reduce_op: int
@@ -89,7 +89,7 @@ def reduction_options(
     reduce_op: int | None,
     prescale: float,
     postscale: float,
-) -> ReductionOptions:
+) -> OperationOptions:
     """Makes the options of a reduction from a user's arguments.
 
     Raises:
@@ -223,7 +223,7 @@ def run_allreduce(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensor
     """Runs a differentiable allreduce of `tensors` as one operation."""
 
     def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
-        options = ReductionOptions(
+        options = OperationOptions(
             reduce_op=call.reduce_op, prescale=call.prescale, postscale=call.postscale
         )
         return run_allreduce(_unnamed(call, "allreduce", **options), gradients)

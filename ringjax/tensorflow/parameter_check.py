@@ -20,8 +20,9 @@ import tensorflow as tf
 from ringjax import _native, stderr
 from ringjax.eager import parameter_check
 from ringjax.errors import NotInitialized, PeerLost, RingjaxError
-from ringjax.tensorflow import c_api, failures, tensors, tf_private, xla_collectives
+from ringjax.tensorflow import c_api, failures, tf_private, xla_collectives
 from ringjax.tensorflow.collective_spec import CollectiveSpec, process_set_id_of
+from ringjax.tensorflow.eager_collectives import address_of, describe_tensors
 from ringjax.tensorflow.gradient_names import gradient_namer
 from ringjax.tensorflow.kernel_registration import register_op
 from ringjax.tensorflow.pending_operations import OwnedTensors
@@ -34,7 +35,7 @@ _threads: dict[str, threading.Thread] = {}  # the last one of each title
 
 @dataclass(frozen=True, slots=True)
 class _ParameterCheck:
-    """What the nodes of a check know.
+    """The data that the nodes of a check carry.
 
     Attributes:
         title: the name of the check. All ranks use the same title, and no other check
@@ -121,8 +122,8 @@ def _memory_of(
     named: Sequence[tuple[str, tf.Variable]],
 ) -> Iterator[tuple[str, int, int]]:
     for name, variable in named:
-        _, (array,) = tensors.describe("check", name, [tf.convert_to_tensor(variable)])
-        yield name, tensors.address_of(array), array.nbytes
+        _, (array,) = describe_tensors("check", name, [tf.convert_to_tensor(variable)])
+        yield name, address_of(array), array.nbytes
 
 
 def _add_nodes(

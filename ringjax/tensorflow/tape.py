@@ -13,7 +13,7 @@ from ringjax.horovod.functions import local_variables
 from ringjax.ops import Average
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.compression import Compression, Compressor
-from ringjax.tensorflow.gradients import GradientReducer, GradientSettings
+from ringjax.tensorflow.gradients import GradientBucketReducer, GradientSettings
 from ringjax.tensorflow.tf_types import Gradient, Groups, Structure, Variable
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -29,7 +29,7 @@ class _DistributedGradientTape(tf.GradientTape):
         scale_local_gradients: whether local gradients are divided by the size.
     """
 
-    _reducer: GradientReducer
+    _reducer: GradientBucketReducer
     _recorder: tf.GradientTape  # the tape that this one was made from
 
     @property
@@ -182,7 +182,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     tape: Any = object.__new__(kind)
     tape.__dict__.update(gradtape.__dict__)
     tape._recorder = gradtape
-    tape._reducer = GradientReducer(settings)
+    tape._reducer = GradientBucketReducer(settings)
     return tape
 
 

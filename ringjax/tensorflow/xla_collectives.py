@@ -29,7 +29,7 @@ from ringjax.world.process_set import ProcessSet
 Attribute: TypeAlias = bool | int | float | str | list[int]
 
 _RAGGED = ("allgather", "alltoall")
-_VERSION = 10  # of XlaCallModule
+_MODULE_VERSION = 10  # the format of XlaCallModule
 _ORDER = "_ringjax_order"  # the attribute of a graph with the order of its last call
 _MLIR_DTYPES = {
     tf.bool: "i1",
@@ -241,7 +241,9 @@ def _add_custom_call(
       return {values} : {outs_text}
     }}"""
     shapes, dtypes = [list(s) for s, _ in results], [d for _, d in results]
-    return tf_private.add_xla_call_module(tensors, _VERSION, module, shapes, dtypes)
+    return tf_private.add_xla_call_module(
+        tensors, _MODULE_VERSION, module, shapes, dtypes
+    )
 
 
 def _mlir_type(shape: list[int], dtype: tf.DType) -> str:

@@ -173,10 +173,10 @@ def test_what_is_no_tape_and_no_optimizer(tf: Any) -> None:
 
 
 def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
-    from ringjax.tensorflow.gradients import GradientReducer, GradientSettings
+    from ringjax.tensorflow.gradients import GradientBucketReducer, GradientSettings
 
     variable = tf.Variable(1.0)
-    reduction = GradientReducer(GradientSettings("test"))
+    reduction = GradientBucketReducer(GradientSettings("test"))
     assert reduction([None, None]) == [None, None] and reduction([], []) == []
     with pytest.raises(ValueError, match="2 gradients of 1 variables"):
         reduction([None, None], [variable])
@@ -185,7 +185,7 @@ def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
     with pytest.raises(ValueError, match="variables are needed"):
         reduction([tf.ones(2)])
     with pytest.raises(NotImplementedError, match="sparse_as_dense=True"):
-        GradientReducer(GradientSettings("test", op=ringjax.Adasum))([slices])
+        GradientBucketReducer(GradientSettings("test", op=ringjax.Adasum))([slices])
 
 
 def test_tapes_of_other_classes_and_in_every_state(tf: Any) -> None:

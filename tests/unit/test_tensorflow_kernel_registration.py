@@ -19,7 +19,7 @@ def test_it_is_moved_away_and_called_from_there() -> None:
     def run(address: int) -> None:
         called.append(list(Words.from_address(address)))
 
-    then = kernel_registration.DoneCallback(ctypes.addressof(theirs), run)
+    then = kernel_registration.KernelDoneCallback(ctypes.addressof(theirs), run)
     assert then.outlives_kernel
     assert theirs[2] is None  # so its owner destroys nothing
     theirs[0] = 0
@@ -29,7 +29,9 @@ def test_it_is_moved_away_and_called_from_there() -> None:
 
 def test_unknown_words_are_left_as_they_are() -> None:
     theirs, called = Words(1, 2, 3, 4), []
-    then = kernel_registration.DoneCallback(ctypes.addressof(theirs), called.append)
+    then = kernel_registration.KernelDoneCallback(
+        ctypes.addressof(theirs), called.append
+    )
     assert not then.outlives_kernel
     then()
     assert called == [ctypes.addressof(theirs)]
