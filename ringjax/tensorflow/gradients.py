@@ -171,7 +171,7 @@ def _make_allreduce_grads_fn(
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
 ) -> GradientBucketReducer:
-    """Makes a `GradientBucketReducer`; Horovod's name, for programs with their own tapes."""
+    """Makes a reducer; Horovod's name, for programs that have tapes of their own."""
     settings = GradientSettings(
         name=name,
         device_dense=device_dense,
@@ -205,7 +205,7 @@ def reduce_gradients(
             between the ranks, and a warning names a difference.
 
     Raises:
-        NotImplementedError, RingjaxError, tf.errors.OpError: as `GradientBucketReducer`.
+        NotImplementedError, RingjaxError, tf.errors.OpError: as the reducer.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
