@@ -1,8 +1,7 @@
-"""Horovod's Keras API: `import ringjax.keras as hvd`, for Keras 3 on three backends.
+"""Horovod's Keras API (`import ringjax.keras as hvd`) for Keras 3 on three backends.
 
-TensorFlow, JAX or PyTorch: the one that Keras uses (KERAS_BACKEND); no other framework
-is imported. On JAX the gradients are reduced inside the train step that Keras compiles.
-`init`, `rank` and the like are ringjax's own.
+Keras uses TensorFlow, JAX or PyTorch (KERAS_BACKEND); no other framework is imported.
+On JAX the gradients are reduced inside of the train step that Keras compiles.
 """
 
 from __future__ import annotations
@@ -65,6 +64,6 @@ _refuse_groups("ringjax.keras")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Compression":  # that of the backend
+    if name == "Compression":  # each backend has its own
         return backend().compression
     raise AttributeError(f"module 'ringjax.keras' has no attribute {name!r}")

@@ -1,33 +1,31 @@
-"""Horovod's callbacks for `model.fit`: broadcast, averages of metrics, learning rates.
-
-Those of elastic training are in elastic.py.
-"""
+"""Horovod's callbacks for `model.fit`: broadcast, metrics, learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import keras
 import numpy as np
 
 from ringjax import eager, runtime
 from ringjax.keras.backends import backend
+from ringjax.keras.keras_types import KerasOptimizer, KerasVariable, Logs
 from ringjax.ops import Average
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the root's variables of model and optimizer, once.
+    """Broadcasts the root's variables of model and optimizer, once.
 
-    Before the first batch, if the model has been built by then, else after it.
+    The broadcast is before the first batch if the model is built, else after it.
 
     Args:
         root_rank: the rank that has the variables.
         device: accepted and ignored.
-        local_variables: variables of the model that each rank keeps, or one.
+        local_variables: a variable of the model, or several, that each rank keeps.
 
     Raises:
-        ValueError: `local_variables` has something that is no variable.
+        ValueError: `local_variables` contains an object that is no variable.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -38,26 +36,26 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self,
         root_rank: int,
         device: str = "",
-        local_variables: Any = None,
+        local_variables: KerasVariable | Iterable[KerasVariable] = None,
     ) -> None:
         super().__init__()
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
         self._local = set[int]()
-        kept = [] if local_variables is None else local_variables
-        for variable in [kept] if _is_variable(kept) else kept:
+        local = [] if local_variables is None else local_variables
+        for variable in [local] if _is_variable(local) else local:
             if not _is_variable(variable):
                 raise ValueError("All local variables must be of type keras.Variable.")
             self.register_local_var(variable)
 
-    def register_local_var(self, var: Any) -> None:
-        """Leaves a variable as each rank has it."""
+    def register_local_var(self, var: KerasVariable) -> None:
+        """Excludes a variable from the broadcast."""
         self._local.add(id(var))
         self._local.add(id(getattr(var, "value", var)))
 
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts if the model has its variables."""
+    def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Broadcasts before the first batch if the model is built."""
         if not self.broadcast_done:
             model, optimizer = self.model, self.model.optimizer
             if not model.built:
@@ -66,30 +64,32 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 optimizer.build(model.trainable_variables)
             self._broadcast()
 
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts if that was not done before."""
+    def on_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Broadcasts after the first batch if the model was not built before it."""
         if not self.broadcast_done:
             self._broadcast()
 
     def _broadcast(self) -> None:
         model = self.model
-        mine = [v for v in model.weights if not self._is_local(v)]
-        optimizer = [] if model.optimizer is None else list(model.optimizer.variables)
-        backend().broadcast_variables([*mine, *optimizer], self.root_rank)
+        variables = [v for v in model.weights if not self._is_local(v)]
+        if model.optimizer is not None:
+            variables += model.optimizer.variables
+        backend().broadcast_variables(variables, self.root_rank)
         self.broadcast_done = True
 
-    def _is_local(self, variable: Any) -> bool:
+    def _is_local(self, variable: KerasVariable) -> bool:
         if id(variable) in self._local:
             return True
-        # On JAX the value is another array after every step.
+        # On JAX a variable has another array as its value after every step, so the id
+        # of the array that was registered may belong to another object now.
         return backend().name != "jax" and id(variable.value) in self._local
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the metrics of an epoch over all ranks.
 
-    Put it before callbacks that use metrics: EarlyStopping, ReduceLROnPlateau,
-    TensorBoard, ModelCheckpoint.
+    Put this callback before callbacks that use metrics, such as EarlyStopping,
+    ReduceLROnPlateau, TensorBoard and ModelCheckpoint.
 
     Args:
         device: accepted and ignored.
@@ -107,8 +107,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
         self.device = device
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replaces all values in `logs`; they have the same names on all ranks."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Replaces the values in `logs`, whose names must be equal on all ranks."""
         logs = {} if logs is None else logs
         handles = {
             name: eager.allreduce_async(
@@ -126,22 +126,28 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr` times a multiplier.
 
-    Where the learning rate changes, what an optimizer with momentum remembers is scaled
-    with it (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1): what
-    SGD and RMSprop keep contains the learning rate with which it came about.
+    If the learning rate changes, the momentum of the optimizer is scaled by the same
+    factor, because the momentum of SGD and RMSprop contains the learning rate of the
+    steps that formed it.
 
     Args:
-        initial_lr: what the multiplier multiplies.
-        multiplier: a function of the epoch, which is a fraction unless `staircase`; or
-            a number, which is raised to the power of the epochs since `start_epoch`.
-        start_epoch: the first epoch with this schedule.
-        end_epoch: the first one without it; None: it stays to the end.
-        staircase: change it at the begin of epochs only, not at every batch.
-        momentum_correction: whether momentum is scaled.
-        steps_per_epoch: batches of an epoch; None: as `fit` says it.
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a function of the epoch, or a number. A number is raised to the
+            power of the epochs since `start_epoch`. Without `staircase` the epoch has a
+            fraction.
+        start_epoch: the first epoch of the schedule.
+        end_epoch: the first epoch after the schedule; None: it has no end.
+        staircase: whether the learning rate changes only at the beginning of epochs,
+            and not at every batch.
+        momentum_correction: whether the momentum is scaled.
+        steps_per_epoch: the number of batches of an epoch; None: the number that `fit`
+            gives to callbacks.
 
     Raises:
         ValueError: `initial_lr` is None.
+
+    References:
+        P. Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.1.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -176,17 +182,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             base = multiplier
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Finds out how many batches an epoch has, if that matters."""
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Determines the number of batches of an epoch if the schedule needs it."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self._autodetect_steps_per_epoch()
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remembers the epoch."""
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Stores the number of the epoch."""
         self.current_epoch = epoch
 
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the learning rate, if it is time."""
+    def on_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Sets the learning rate in the epochs of the schedule."""
         epoch = self.current_epoch
         if epoch < self.start_epoch:
             return
@@ -198,8 +204,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         elif batch == 0:
             self._adjust_learning_rate(epoch)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the learning rate under `lr`."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Stores the learning rate in `logs`, under `lr`."""
         if logs is not None:
             logs["lr"] = _learning_rate(self.model.optimizer)
 
@@ -223,14 +229,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / size()`` to `initial_lr`.
 
-    Batch by batch, linearly, as in Goyal et al. (see the base class).
+    The learning rate grows linearly, at every batch, as in Goyal et al. (see the base
+    class).
 
     Args:
         initial_lr: the learning rate after the warm-up, for all ranks together.
-        warmup_epochs: how long it takes.
-        momentum_correction: as for the base class, as is `steps_per_epoch`.
-        steps_per_epoch: see there.
-        verbose: 1: rank 0 says when it is over.
+        warmup_epochs: the number of epochs of the warm-up.
+        momentum_correction: as for the base class.
+        steps_per_epoch: as for the base class.
+        verbose: 1: rank 0 prints a line at the end of the warm-up.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -248,7 +255,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            # So that an epoch ends with a round number.
+            # Adds a batch, so that the last batch of an epoch counts as a whole epoch.
             done = (epoch + 1.0 / self.steps_per_epoch) / warmup_epochs
             size = runtime.size()
             return (1.0 + done * (size - 1)) / size
@@ -265,8 +272,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As the base class; says when the warm-up is over."""
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Stores the learning rate; prints a line at the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0 and runtime.rank() == 0:
             print(
@@ -276,15 +283,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A ModelCheckpoint of the best model so far, whose `filepath` is set later.
+    """A ModelCheckpoint that saves the best model, and gets its `filepath` later.
+
+    The arguments are those of `keras.callbacks.ModelCheckpoint`.
 
     Args:
-        monitor: the metric that says what is best; see Keras' ModelCheckpoint for this
-            and the others.
-        verbose: see there.
-        save_weights_only: see there.
-        mode: see there.
-        save_freq: see there.
+        monitor: the metric that decides which model is the best.
+        verbose: 1: print a line for each saved model.
+        save_weights_only: whether only the weights are saved.
+        mode: "min", "max" or "auto": whether a small or a large metric is better.
+        save_freq: "epoch", or a number of batches.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -301,7 +309,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            # A name that Keras accepts, until the program gives one.
+            # Keras checks the name here. The program sets another name later.
             filepath="best.weights.h5" if save_weights_only else "best.keras",
             monitor=monitor,
             verbose=verbose,
@@ -310,9 +318,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             mode=mode,
             save_freq=save_freq,
         )
-        self.filepath: Any = None
+        self.filepath: str | Path | None = None
 
-    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+    def _save_model(self, *args: object, **kwargs: object) -> None:
         if self.filepath is None:
             raise ValueError(
                 "BestModelCheckpoint: set its attribute `filepath` before training"
@@ -320,17 +328,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super()._save_model(*args, **kwargs)
 
 
-def _is_variable(value: Any) -> bool:
-    """Whether it is one of Keras, or what such a one holds."""
+def _is_variable(value: object) -> bool:
+    """Whether `value` is a variable of Keras, or the value of such a variable."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _learning_rate(optimizer: Any) -> float:
+def _learning_rate(optimizer: KerasOptimizer) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def _scale_momentum(optimizer: Any, factor: float) -> None:
-    """Multiplies what an optimizer with momentum keeps of earlier steps."""
+def _scale_momentum(optimizer: KerasOptimizer, factor: float) -> None:
+    """Multiplies the momentum of SGD and RMSprop; other optimizers stay as they are."""
     plain = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(plain, "momentum", 0.0):
         return

@@ -1,55 +1,63 @@
-"""What Keras must do differently around a distributed optimizer.
+"""Patches Keras where a distributed optimizer needs another behaviour.
 
-Keras itself puts a LossScaleOptimizer around the optimizer of a model in float16, and
-there is no other place where all ranks could agree whether gradients are finite: if one
-rank skipped a step, the others would wait for it. And an optimizer is not asked whether
-TensorFlow's XLA may compile a step: it cannot where gradients are exchanged inside of a
-branch.
+For models with other optimizers nothing changes. The patches wrap two methods:
+
+* `LossScaleOptimizer.check_finite`. In float16, Keras itself puts this optimizer around
+  the optimizer of a model. It skips a step whose gradients are not finite. All ranks
+  must skip the same steps, because a rank that skips a step does not reduce gradients,
+  and the other ranks would wait for it.
+* `Model.make_train_function`, with TensorFlow. XLA cannot compile a reduction inside of
+  a branch, and Keras does not ask the optimizer whether XLA may compile a step.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from ringjax.keras.backends import backend
+from ringjax.keras.keras_types import BackendTensor, KerasModel, KerasOptimizer
+from ringjax.keras.reducer import OptimizerReducer
 
 
 @functools.cache
 def apply_patches() -> None:
-    """Adjusts Keras; for models whose optimizer is not distributed nothing changes."""
+    """Patches Keras once in a process."""
     _agree_on_finite()
     if keras.backend.backend() == "tensorflow":
         _train_without_xla_in_branches()
 
 
-def _reducer(optimizer: Any) -> Any:
+def reducer_of(optimizer: KerasOptimizer | None) -> OptimizerReducer | None:
+    """Returns the reducer of a distributed optimizer, None for other optimizers."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return getattr(inner, "_reducer", None)
 
 
 def _agree_on_finite() -> None:
-    kind = keras.optimizers.LossScaleOptimizer
-    plain = kind.check_finite
+    cls = keras.optimizers.LossScaleOptimizer
+    plain = cls.check_finite
 
     @functools.wraps(plain)
-    def check_finite(self: Any, grads: Any) -> Any:
+    def check_finite(
+        self: KerasOptimizer, grads: Sequence[BackendTensor]
+    ) -> BackendTensor:
         finite = plain(self, grads)
-        distribution = _reducer(self)
-        return finite if distribution is None else distribution.all_true(finite)
+        reducer = reducer_of(self)
+        return finite if reducer is None else reducer.all_true(finite)
 
-    kind.check_finite = check_finite
+    cls.check_finite = check_finite
 
 
-def _has_branches(optimizer: Any) -> bool:
-    """Whether a step exchanges gradients under a condition."""
+def _reduces_in_branch(optimizer: KerasOptimizer, reducer: OptimizerReducer) -> bool:
     return (
         hasattr(optimizer, "inner_optimizer")
         or bool(optimizer.gradient_accumulation_steps)
-        or _reducer(optimizer).options.passes > 1
+        or reducer.options.passes > 1
     )
 
 
@@ -57,15 +65,16 @@ def _train_without_xla_in_branches() -> None:
     plain = keras.Model.make_train_function
 
     @functools.wraps(plain)
-    def make_train_function(self: Any, force: bool = False) -> Any:
+    def make_train_function(self: KerasModel, force: bool = False) -> Any:
         optimizer = getattr(self, "optimizer", None)
-        distributed = _reducer(optimizer) is not None
-        if distributed and not self.run_eagerly and self.jit_compile:
-            why = "in a branch" if _has_branches(optimizer) else backend().xla_obstacle
-            if why:
+        reducer = reducer_of(optimizer)
+        if reducer is not None and not self.run_eagerly and self.jit_compile:
+            in_branch = _reduces_in_branch(optimizer, reducer)
+            obstacle = "in a branch" if in_branch else backend().xla_obstacle
+            if obstacle:
                 warnings.warn(
                     "ringjax.keras: TensorFlow's XLA cannot compile the exchange of "
-                    f"gradients {why}; this model trains with jit_compile=False",
+                    f"gradients {obstacle}; this model trains with jit_compile=False",
                     stacklevel=3,
                 )
                 self.jit_compile = False

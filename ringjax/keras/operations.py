@@ -1,40 +1,43 @@
 """Horovod's operations on values in Keras programs, outside of train steps.
 
-A value is anything that Keras can make a tensor of; results are tensors of the backend.
+A value is anything that Keras can convert to a tensor. Results are tensors of the
+backend.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from ringjax.eager import lane
 from ringjax.keras.backends import backend
+from ringjax.keras.keras_types import BackendTensor, Compressor
 from ringjax.ops import Average, ReduceOp
 
 
 def allreduce(
-    value: Any,
+    value: BackendTensor,
     name: str | None = None,
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: int | None = None,
-    compression: Any = None,
-) -> Any:
-    """The reduction of all ranks' values; of one shape and dtype on all ranks.
+    compression: Compressor = None,
+) -> BackendTensor:
+    """Returns the reduction of the values of all ranks.
 
     Args:
-        value: a number, an array or a tensor.
-        name: what the operation is called on all ranks; None: its number.
-        average: Horovod's older argument: True is op=Average, False is op=Sum.
+        value: a number, an array or a tensor, of the same shape and dtype on all ranks.
+        name: the name of the operation, the same on all ranks. None: the operation gets
+            the number of the call.
+        average: Horovod's former argument: True is op=Average, False is op=Sum.
         prescale_factor: multiplies each rank's value before the reduction.
         postscale_factor: multiplies the result.
         op: Average (if None), Sum, Min, Max, Product or Adasum.
-        compression: what floats travel as, see `Compression`; None: as they are.
+        compression: the form in which floats are sent, see `Compression`; None: without
+            compression.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing was sent.
-        HorovodInternalError: the ranks disagree, or one is gone; the text says who.
+        HorovodInternalError: the ranks disagree, or a rank is gone; the text names the
+            rank.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -42,18 +45,18 @@ def allreduce(
         >>> float(hvd.allreduce(2.0, name="loss"))
         2.0
     """
-    op = lane.op_or_average(average, op)
-    chosen = ReduceOp(lane.reduce_op("allreduce", op))
-    tensors = backend()
-    chosen_compression = (
-        tensors.compression.none if compression is None else compression
+    chosen = ReduceOp(lane.reduce_op("allreduce", lane.op_or_average(average, op)))
+    if compression is None:
+        compression = backend().compression.none
+    return backend().allreduce(
+        value, name, chosen, prescale_factor, postscale_factor, compression
     )
-    factors = prescale_factor, postscale_factor
-    return tensors.allreduce(value, name, chosen, *factors, chosen_compression)
 
 
-def allgather(value: Any, name: str | None = None) -> Any:
-    """All ranks' rows, one after the other; their number may differ.
+def allgather(value: BackendTensor, name: str | None = None) -> BackendTensor:
+    """Returns the rows of all ranks, in the order of the ranks.
+
+    The numbers of rows may differ between ranks.
 
     Args, Raises: as `allreduce`; the value is not 0-d.
 
@@ -66,8 +69,10 @@ def allgather(value: Any, name: str | None = None) -> Any:
     return backend().allgather(value, name)
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The root's value, on every rank.
+def broadcast(
+    value: BackendTensor, root_rank: int, name: str | None = None
+) -> BackendTensor:
+    """Returns the value of the root on every rank.
 
     Args, Raises: as `allreduce`.
 
@@ -80,8 +85,10 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     return backend().broadcast(value, root_rank, name)
 
 
-def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's share of the rows of an allreduce.
+def reducescatter(
+    value: BackendTensor, name: str | None = None, op: int = Average
+) -> BackendTensor:
+    """Reduces like `allreduce`, and returns this rank's share of the rows.
 
     Args, Raises: as `allreduce`; the value is not 0-d.
 
@@ -95,13 +102,13 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
     return backend().reducescatter(value, name, chosen)
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
-    """Horovod's function for TensorFlow 1, which knew all variables of a program.
+def broadcast_global_variables(root_rank: int) -> object:
+    """Broadcasts all variables of a graph of TensorFlow 1.
 
-    As in Horovod's eager mode there is no such list, so this only says what to do. In a
-    graph of TensorFlow 1 it is `ringjax.tensorflow.broadcast_global_variables`.
+    Calls `ringjax.tensorflow.broadcast_global_variables`. Elsewhere there is no list of
+    all variables, so as in Horovod the function raises an error.
 
     Raises:
-        RuntimeError: outside of such a graph.
+        RuntimeError: outside of a graph of TensorFlow 1; the text says what to use.
     """
     return backend().broadcast_global_variables(root_rank)

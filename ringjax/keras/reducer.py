@@ -1,38 +1,39 @@
-"""What a distributed optimizer knows: which gradients travel, and how.
+"""OptimizerReducer: chooses the gradients of an optimizer that the ranks reduce.
 
-The place of this in an optimizer's step is optimizer.py; tensors are the backend's.
+optimizer.py calls it in the optimizer's step; the backend reduces the tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.keras.backends import ReductionOptions, backend
+from ringjax.keras.keras_types import BackendTensor, Compressor, KerasVariable
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.world.process_set import ProcessSet
 
-Groups = Sequence[Sequence[Any]] | int | None
+Groups = Sequence[Sequence[KerasVariable]] | int | None
 
 
 class OptimizerOptions(NamedTuple):
-    """The arguments of `DistributedOptimizer`, check_options.
+    """The checked arguments of `DistributedOptimizer`.
 
     Attributes:
-        how: what happens to gradients on their way.
-        groups: into how many operations to put them, or lists of variables.
-        passes: how many steps of Keras make one of the optimizer.
-        average_passes: whether their gradients are averaged, not added.
+        reduction: how gradients are reduced.
+        groups: the number of operations, or lists of variables.
+        passes: the argument `backward_passes_per_step`.
+        average_passes: whether the gradients of the passes are averaged, not added.
         scale_local: whether gradients of local variables are divided by the size.
     """
 
-    how: ReductionOptions
+    reduction: ReductionOptions
     groups: Groups
     passes: int
     average_passes: bool
@@ -40,8 +41,9 @@ class OptimizerOptions(NamedTuple):
 
 
 def check_options(
+    *,
     name: str,
-    compression: Any,
+    compression: Compressor,
     sparse_as_dense: bool,
     gradient_predivide_factor: float,
     op: int,
@@ -52,10 +54,10 @@ def check_options(
     process_set: ProcessSet,
     scale_local_gradients: bool,
 ) -> OptimizerOptions:
-    """The options of an optimizer.
+    """Checks the arguments of `DistributedOptimizer`.
 
     Raises:
-        ValueError: a bad argument; the text is Horovod's where Horovod has one.
+        ValueError: a bad argument. Texts are Horovod's, if Horovod has a text.
     """
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
@@ -79,7 +81,7 @@ def check_options(
         raise ValueError(
             "groups should be a non-negative integer or a list of list of variables."
         )
-    how = ReductionOptions(
+    reduction = ReductionOptions(
         name=name,
         op=ReduceOp(op),
         compression=compression,
@@ -88,42 +90,45 @@ def check_options(
         sparse_as_dense=sparse_as_dense,
     )
     passes, average = backward_passes_per_step, average_aggregated_gradients
-    return OptimizerOptions(how, groups, passes, average, scale_local_gradients)
+    return OptimizerOptions(reduction, groups, passes, average, scale_local_gradients)
 
 
-class GradientReducer:
-    """The part of one optimizer that is distributed.
+class OptimizerReducer:
+    """Reduces the gradients of one optimizer.
 
     Args:
-        options: what its class was made with.
-        key_of: the optimizer's own way to tell variables apart.
+        options: the options of the optimizer's class.
+        key_of: returns the key by which the optimizer identifies a variable.
 
     Attributes:
-        bypassed: Keras' own code runs, and calls us back: it is to find the plain
-            optimizer.
+        bypassed: whether the methods of the optimizer behave as those of Keras. The
+            code of Keras calls them, too, and must not reduce a second time.
         deferred: the variables whose gradients are reduced when Keras has accumulated
-            them; None: it does not accumulate.
-        counter, accumulators: variables of the optimizer, where it makes a step of
-            several passes; None until it is built.
+            them; None if Keras does not accumulate.
+        counter: the number of passes since the last step, a variable of the optimizer;
+            None before the optimizer is built, or if each pass is a step.
+        accumulators: the sums of the gradients of these passes.
     """
 
-    def __init__(self, options: OptimizerOptions, key_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, options: OptimizerOptions, key_of: Callable[[KerasVariable], Hashable]
+    ) -> None:
         self.options = options
         self.bypassed = False
-        self.deferred: list[Any] | None = None
-        self.counter: Any = None
-        self.accumulators: list[Any] = []
+        self.deferred: list[KerasVariable] | None = None
+        self.counter: KerasVariable = None
+        self.accumulators: list[KerasVariable] = []
         self._key_of = key_of
-        self._local: set[Any] = set()
-        self._reduced: list[Any] = []
+        self._local: set[Hashable] = set()
+        self._reduced: list[BackendTensor] = []
 
-    def register_local_var(self, variable: Any) -> None:
-        """The gradient of this variable does not travel."""
+    def register_local_var(self, variable: KerasVariable) -> None:
+        """Excludes the gradient of a variable from the reduction."""
         self._local.add(self._key_of(variable))
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Within it, the optimizer is as Keras made it."""
+        """Context manager that sets `bypassed`."""
         before, self.bypassed = self.bypassed, True
         try:
             yield
@@ -131,89 +136,100 @@ class GradientReducer:
             self.bypassed = before
 
     def is_alone(self) -> bool:
-        """Whether this rank has nobody to share gradients with."""
-        chosen = self.options.how.process_set
-        if not chosen.included():
+        """Whether there is no other rank to reduce gradients with."""
+        process_set = self.options.reduction.process_set
+        if not process_set.included():
             return True
-        # Compiled steps outlive changes of the ranks.
-        return chosen.size() == 1 and not runtime.elastic()
+        # In an elastic job, more ranks may join while the same compiled step is used.
+        return process_set.size() == 1 and not runtime.elastic()
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients that an optimizer is to use; None stays None."""
+    def reduce(
+        self, gradients: Sequence[BackendTensor], variables: Sequence[KerasVariable]
+    ) -> list[BackendTensor]:
+        """Returns the reduced gradients; None stays None.
+
+        Gradients of local variables are divided by the size instead, if
+        `scale_local` is set.
+        """
         out = list(gradients)
         if self.is_alone():
             return out
-        tensors, how = backend(), self.options.how
+        tensors, options = backend(), self.options.reduction
         present = [i for i, gradient in enumerate(out) if gradient is not None]
         local = [i for i in present if self._key_of(variables[i]) in self._local]
         if local and self.options.scale_local:
-            factor = tensors.size(how.process_set)
+            size = tensors.size(options.process_set)
             for i in local:
-                out[i] = out[i] / keras.ops.cast(factor, out[i].dtype)
+                out[i] = out[i] / keras.ops.cast(size, out[i].dtype)
         sent = [i for i in present if i not in set(local)]
-        if how.sparse_as_dense:
+        if options.sparse_as_dense:
             for i in sent:
                 out[i] = tensors.to_dense(out[i])
         if not sent:
             return out
-        groups = self._groups(sent, variables)
-        theirs = [variables[i] for i in sent]
-        reduced = tensors.reduce([out[i] for i in sent], sent, theirs, groups, how)
+        reduced = tensors.reduce(
+            [out[i] for i in sent],
+            sent,
+            [variables[i] for i in sent],
+            self._groups(sent, variables),
+            options,
+        )
         for i, gradient in zip(sent, reduced, strict=True):
             out[i] = gradient
         return out
 
     def reduce_for_apply(
-        self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> list[Any]:
-        """As `reduce`, for a program that calls `apply_gradients` with the result."""
+        self, gradients: Sequence[BackendTensor], variables: Sequence[KerasVariable]
+    ) -> list[BackendTensor]:
+        """Reduces gradients for a program that gives them to `apply_gradients`."""
         self._reduced = self.reduce(gradients, variables)
         return list(self._reduced)
 
-    def take_reduced(self, gradients: Sequence[Any]) -> bool:
-        """Whether these are what `reduce_for_apply` has returned; asked once."""
+    def consume_reduced(self, gradients: Sequence[BackendTensor]) -> bool:
+        """Whether `reduce_for_apply` has returned the gradients; True only once."""
         known = {id(gradient) for gradient in self._reduced if gradient is not None}
-        given = [gradient for gradient in gradients if gradient is not None]
-        found = bool(known) and all(id(gradient) in known for gradient in given)
         self._reduced = []
-        return found
+        given = [gradient for gradient in gradients if gradient is not None]
+        return bool(known) and all(id(gradient) in known for gradient in given)
 
-    def all_true(self, flag: Any) -> Any:
-        """Whether a flag is set on all ranks that share gradients."""
+    def all_true(self, flag: BackendTensor) -> BackendTensor:
+        """Returns whether a flag is true on all ranks that reduce gradients."""
         if self.is_alone():
             return flag
-        return backend().all_true(flag, self.options.how.process_set)
+        return backend().all_true(flag, self.options.reduction.process_set)
 
-    def to_dense(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients to be added up over several passes.
+    def to_dense(self, gradients: Sequence[BackendTensor]) -> list[BackendTensor]:
+        """Returns gradients as dense tensors, which can be added up.
 
         Raises:
-            ValueError: one is sparse, and is not to become dense.
+            ValueError: a gradient is sparse, and `sparse_as_dense` is not set.
         """
         tensors = backend()
         for gradient in gradients:
             if gradient is None or not tensors.is_sparse(gradient):
                 continue
-            if not self.options.how.sparse_as_dense:
+            if not self.options.reduction.sparse_as_dense:
                 raise ValueError(
                     "IndexedSlices are not supported when `backward_passes_per_step` > "
                     "1 and `sparse_as_dense` is False."
                 )
         return [None if g is None else tensors.to_dense(g) for g in gradients]
 
-    def _groups(self, sent: Sequence[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Indices into `sent` of what the program wants to travel together."""
+    def _groups(
+        self, sent: Sequence[int], variables: Sequence[KerasVariable]
+    ) -> list[list[int]]:
+        """Returns lists of positions in `sent`, each for one operation."""
         groups = self.options.groups
         if groups is None:
             return []
         if isinstance(groups, int):
             return [list(part) for part in split_list(range(len(sent)), groups)]
-        place = {self._key_of(variables[i]): k for k, i in enumerate(sent)}
-        wanted = [
-            [place[key] for key in map(self._key_of, group) if key in place]
+        position = {self._key_of(variables[i]): k for k, i in enumerate(sent)}
+        units = [
+            [position[key] for key in map(self._key_of, group) if key in position]
             for group in groups
         ]
-        flat = [k for group in wanted for k in group]
+        flat = [k for unit in units for k in unit]
         if len(set(flat)) < len(flat):
             raise ValueError("A variable can only appear once in groups.")
-        return wanted
+        return units

@@ -1,4 +1,4 @@
-"""load_model: saved models, with their optimizers distributed again."""
+"""load_model: loads a saved model and makes its optimizer distributed again."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import itertools
 import json
 import types
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from ringjax.keras.keras_patches import reducer_of
+from ringjax.keras.keras_types import Compressor, KerasModel, KerasOptimizer
 from ringjax.keras.optimizer import DistributedOptimizer
 
 
 def load_model(
-    filepath: Any,
-    custom_optimizers: Iterable[type[Any]] | None = None,
+    filepath: object,
+    custom_optimizers: Iterable[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
-    compression: Any = None,
+    compression: Compressor = None,
     legacy_opts: bool = False,
-) -> Any:
+) -> KerasModel:
     """Loads a model as `keras.models.load_model` does, with a distributed optimizer.
 
-    The optimizer's state is that of the file, whether the model was saved with a
+    The optimizer gets its state from the file, whether the model was saved with a
     distributed optimizer or with a plain one.
 
     Args:
         filepath: a file ``.keras`` or ``.h5``.
         custom_optimizers: the program's own classes of optimizers.
-        custom_objects: further classes and functions by their names. Under the name of
-            the optimizer's class also a function that makes one, distributed or not.
-        compression: what gradients travel as, see `Compression`.
+        custom_objects: further classes and functions by their names. A function under
+            the name of the optimizer's class makes the optimizer, distributed or not.
+        compression: the form in which gradients are sent, see `Compression`.
         legacy_opts: accepted and ignored.
 
     Raises:
-        ValueError: no such file, or not a model.
+        ValueError: the file does not exist, or has no model.
 
     Example:
         >>> import keras, tempfile, ringjax.keras as hvd
@@ -48,76 +50,77 @@ def load_model(
         ...     type(hvd.load_model(f"{folder}/model.keras").optimizer).__name__
         'Adam'
     """
-    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    objects: dict[str, Any] = {cls.__name__: cls for cls in custom_optimizers or ()}
     objects.update(custom_objects or {})
     name = _optimizer_class(filepath)
     if name is not None and isinstance(objects.get(name), types.FunctionType):
-        objects[name] = _made_by(objects[name])
+        objects[name] = _class_for(objects[name])
     model = keras.models.load_model(filepath, custom_objects=objects)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return model
     if (values := _optimizer_values(filepath)) is not None:
-        # Keras (3.15) has built it for no variables, and so has lost its state.
+        # Keras 3.15 has built the optimizer without variables, so its state is lost.
         optimizer = type(optimizer).from_config(optimizer.get_config())
         optimizer.build(model.trainable_variables)
         for variable, value in zip(optimizer.variables, values, strict=False):
             variable.assign(value)
         _set_optimizer(model, optimizer)
-    # Keras has put a LossScaleOptimizer around one that was made by the program.
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "_reducer", None) is None:
+    if reducer_of(optimizer) is None:  # the program's function may have distributed it
         optimizer = DistributedOptimizer(optimizer, compression=compression)
         _set_optimizer(model, optimizer)
     return model
 
 
-def _set_optimizer(model: Any, optimizer: Any) -> None:
+def _set_optimizer(model: KerasModel, optimizer: KerasOptimizer) -> None:
     model.optimizer = optimizer
     model._compile_config.config["optimizer"] = optimizer
 
 
-def _made_by(function: Any) -> type[Any]:
-    """A class as Keras wants one, whose objects a function makes."""
+def _class_for(function: Callable[..., KerasOptimizer]) -> type:
+    """Returns a class of which `from_config`, the only method in use, is `function`.
 
-    class Made(keras.optimizers.Optimizer):
-        """Never made itself."""
+    Keras looks optimizers up among classes, not among functions.
+    """
 
+    class FromFunction(keras.optimizers.Optimizer):
         @classmethod
-        def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-            """Calls the function."""
+        def from_config(
+            cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+        ) -> KerasOptimizer:
             return function(**config)
 
-    return Made
+    return FromFunction
 
 
-def _optimizer_class(filepath: Any) -> str | None:
-    """The name of the class of the optimizer in a file, None if there is none."""
+def _optimizer_class(filepath: object) -> str | None:
+    """Returns the name of the optimizer's class in a file; None: no optimizer."""
     if (file := _as_hdf5(filepath)) is not None:
         with file:
-            found = json.loads(file.attrs.get("training_config") or "{}")
-        found = found.get("optimizer_config")
+            training = json.loads(file.attrs.get("training_config") or "{}")
+        config = training.get("optimizer_config")
     elif isinstance(filepath, str | Path) and zipfile.is_zipfile(filepath):
         with zipfile.ZipFile(filepath) as archive:
-            found = json.loads(archive.read("config.json")).get("compile_config")
-        found = (found or {}).get("optimizer")
+            training = json.loads(archive.read("config.json")).get("compile_config")
+        config = (training or {}).get("optimizer")
     else:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return None
-    name = found.get("registered_name") or found.get("class_name")
+    name = config.get("registered_name") or config.get("class_name")
     return str(name).rpartition(">")[2] if name else None
 
 
-def _optimizer_values(filepath: Any) -> list[Any] | None:
-    """The optimizer's variables in an HDF5 file, None if there are none."""
+def _optimizer_values(filepath: object) -> list[Any] | None:
+    """Returns the optimizer's variables in an HDF5 file; None: there are none."""
     if (file := _as_hdf5(filepath)) is None:
         return None
     with file:
         if "optimizer_weights" not in file:
             return None
         group = file["optimizer_weights"]
-        # A long list of names is cut into several.
+        # HDF5 limits the size of an attribute, so Keras cuts a long list of names into
+        # the attributes weight_names0, weight_names1, ...
         parts = itertools.takewhile(
             group.attrs.__contains__,
             ["weight_names"]
@@ -128,8 +131,8 @@ def _optimizer_values(filepath: Any) -> list[Any] | None:
         return [group[name][()] for name in names]
 
 
-def _as_hdf5(filepath: Any) -> Any:
-    """The opened file, None if it is another kind."""
+def _as_hdf5(filepath: object) -> Any:
+    """Returns the opened HDF5 file; None: no such file, or another format."""
     if not isinstance(filepath, str | Path) or not Path(filepath).is_file():
         return None
     import h5py

@@ -1,7 +1,7 @@
-"""What a backend of Keras must bring, and which one the program uses.
+"""The backends of Keras: TensorFlow, JAX and PyTorch.
 
-Keras decides once, when it is imported (KERAS_BACKEND); so is decided here. All that
-differs between backends is in this folder; the rest of `ringjax.keras` knows none.
+Keras chooses its backend once, when it is imported (KERAS_BACKEND). Only the modules in
+this folder differ between backends, and only the module of the chosen one is imported.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _KNOWN = ("jax", "tensorflow", "torch")
 
 @functools.cache
 def backend() -> Backend:
-    """The one that this program's Keras uses.
+    """Returns the backend that this program's Keras uses.
 
     Raises:
-        RuntimeError: it is one that does not train (numpy, openvino).
+        RuntimeError: the backend cannot train (numpy, openvino).
 
     Example:
         >>> backend().name in ("jax", "tensorflow", "torch")

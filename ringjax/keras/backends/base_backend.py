@@ -1,8 +1,8 @@
-"""The interface of a backend, with the parts that all of them share.
+"""Backend: the interface of a backend, and the parts that all backends share.
 
-What a program calls by itself (`allreduce` and the like on values, the broadcast of
-variables) goes through the memory of the host and `ringjax.eager`, unless a backend
-knows better. Reductions of gradients are each backend's own.
+Each backend reduces gradients in its own way. Operations outside of train steps
+(`allreduce` of a value, the broadcast of variables) copy values to the host and use
+`ringjax.eager`, unless a backend overrides them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ import numpy as np
 
 from ringjax import eager
 from ringjax.compression import Compression, WireDtype
+from ringjax.keras.keras_types import (
+    BackendTensor,
+    Compressor,
+    KerasVariable,
+    TensorChange,
+)
 from ringjax.ops import Average, ReduceOp
 from ringjax.world.process_set import ProcessSet
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,34 +34,35 @@ class ReductionOptions:
     """How gradients are reduced.
 
     Attributes:
-        name: stands for the gradients on all ranks; with a number, for one of them.
+        name: the name of the reduction on all ranks. With a number behind it, the name
+            of the operation on one gradient.
         op: Average, Sum or Adasum.
-        compression: a compression of the backend, or a `WireDtype`.
-        predivide: as `gradient_predivide_factor`.
+        compression: the form in which gradients are sent.
+        predivide: the argument `gradient_predivide_factor`.
         process_set: the ranks that take part; this rank is one of them.
-        sparse_as_dense: sparse gradients become dense ones before they travel.
+        sparse_as_dense: whether sparse gradients become dense before they are sent.
     """
 
     name: str
     op: ReduceOp
-    compression: Any
+    compression: Compressor
     predivide: float
     process_set: ProcessSet
     sparse_as_dense: bool
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Before and after the sum; the core divides an average by the size."""
+        """The factors before and after the sum; the core also divides averages."""
         if self.op != Average:
             return 1.0, 1.0
         return 1.0 / self.predivide, self.predivide
 
 
 class Backend(abc.ABC):
-    """What differs between Keras' backends.
+    """The parts of `ringjax.keras` that differ between the backends of Keras.
 
     Attributes:
-        name: as `keras.backend.backend()` says it.
+        name: the result of `keras.backend.backend()`.
         compression: the class with `none`, `fp16` and `bf16` for the backend's tensors.
     """
 
@@ -62,113 +71,117 @@ class Backend(abc.ABC):
 
     @property
     def xla_obstacle(self) -> str:
-        """Where XLA cannot compile the exchange of gradients; empty: it can."""
+        """Where XLA cannot compile the reduction of gradients; empty: nowhere."""
         return ""
 
     @abc.abstractmethod
     def reduce(
         self,
-        gradients: Sequence[Any],
-        places: Sequence[int],
-        variables: Sequence[Any],
+        gradients: Sequence[BackendTensor],
+        indices: Sequence[int],
+        variables: Sequence[KerasVariable],
         groups: Sequence[Sequence[int]],
-        how: ReductionOptions,
-    ) -> list[Any]:
-        """The gradients, reduced over the ranks.
+        options: ReductionOptions,
+    ) -> list[BackendTensor]:
+        """Returns the gradients, reduced over the ranks.
+
+        In some steps the variables of the ranks are compared, with a warning if they
+        differ.
 
         Args:
-            gradients: tensors of the backend, traced ones included; none is None.
-            places: a number for each, by which all ranks know it.
-            variables: of Keras, whose gradients these are. In some steps there is a
-                look whether all ranks have the same, and a warning if not.
-            groups: indices of gradients that are one operation; others are free.
-            how: what is done to them.
+            gradients: tensors of the backend; none is None.
+            indices: a number for each gradient, which is the same on all ranks.
+            variables: the variables to which the gradients belong.
+            groups: lists of positions in `gradients`; one operation reduces a list. The
+                backend puts the other gradients together as it likes.
+            options: how the gradients are reduced.
         """
 
     @abc.abstractmethod
-    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
-        """Whether a boolean tensor is true on all ranks of a set."""
+    def all_true(self, flag: BackendTensor, process_set: ProcessSet) -> BackendTensor:
+        """Returns whether a boolean tensor is true on all ranks of a process set."""
 
     def cond(
         self,
-        condition: Any,
-        yes: Callable[[], None],
-        no: Callable[[], None],
-        variables: Sequence[Any],
+        condition: BackendTensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+        variables: Sequence[KerasVariable],
     ) -> None:
-        """Calls one of two functions, which read and change no other `variables`."""
-        keras.ops.cond(condition, yes, no)
+        """Calls one of two functions, which read and change no variables but these."""
+        keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
         self,
-        condition: Any,
-        change: Callable[[list[Any]], list[Any]],
-        values: list[Any],
-    ) -> list[Any]:
-        """Changes values where Keras' accumulation of gradients makes an update.
+        condition: BackendTensor,
+        change: TensorChange,
+        values: list[BackendTensor],
+    ) -> list[BackendTensor]:
+        """Changes values in the steps in which Keras applies accumulated gradients.
 
-        Called where Keras clips gradients, which most backends do then only.
+        Keras calls this where it clips gradients. With most backends, it clips only in
+        those steps, so `condition` is not needed.
         """
         return change(values)
 
-    def size(self, process_set: ProcessSet) -> Any:
-        """How many ranks there are when the step runs, as a factor."""
+    def size(self, process_set: ProcessSet) -> BackendTensor:
+        """Returns the number of ranks at the time at which the step runs."""
         return float(process_set.size())
 
-    def is_sparse(self, gradient: Any) -> bool:
-        """Whether a gradient is no plain tensor."""
+    def is_sparse(self, gradient: BackendTensor) -> bool:
+        """Whether a gradient is sparse, as `tf.IndexedSlices` are."""
         return False
 
-    def to_dense(self, gradient: Any) -> Any:
-        """A sparse gradient as a plain tensor."""
+    def to_dense(self, gradient: BackendTensor) -> BackendTensor:
+        """Returns a gradient as a dense tensor."""
         return gradient
 
     # -- values, outside of compiled steps ---------------------------------------------
 
     def allreduce(
         self,
-        value: Any,
+        value: BackendTensor,
         name: str | None,
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        compression: Any,
-    ) -> Any:
-        """The reduction of all ranks' values."""
-        array = self.to_host(value)
-        sent = _narrowed(array, compression)
+        compression: Compressor,
+    ) -> BackendTensor:
+        """Returns the reduction of the values of all ranks."""
+        array = self._to_host(value)
+        sent = _compress(array, compression)
         out = eager.allreduce(
             sent, op, name=name, prescale_factor=prescale, postscale_factor=postscale
         )
-        return self.to_tensor(out.astype(array.dtype))
+        return keras.ops.convert_to_tensor(out.astype(array.dtype))
 
-    def allgather(self, value: Any, name: str | None) -> Any:
-        """All ranks' rows, one after the other."""
-        return self.to_tensor(eager.allgather(self.to_host(value), name=name))
+    def allgather(self, value: BackendTensor, name: str | None) -> BackendTensor:
+        """Returns the rows of all ranks, in the order of the ranks."""
+        out = eager.allgather(self._to_host(value), name=name)
+        return keras.ops.convert_to_tensor(out)
 
-    def broadcast(self, value: Any, root_rank: int, name: str | None) -> Any:
-        """The root's value."""
-        return self.to_tensor(
-            eager.broadcast(self.to_host(value), root_rank, name=name)
-        )
+    def broadcast(
+        self, value: BackendTensor, root_rank: int, name: str | None
+    ) -> BackendTensor:
+        """Returns the value of the root."""
+        out = eager.broadcast(self._to_host(value), root_rank, name=name)
+        return keras.ops.convert_to_tensor(out)
 
-    def reducescatter(self, value: Any, name: str | None, op: ReduceOp) -> Any:
-        """This rank's rows of the reduction."""
-        return self.to_tensor(eager.reducescatter(self.to_host(value), op, name=name))
+    def reducescatter(
+        self, value: BackendTensor, name: str | None, op: ReduceOp
+    ) -> BackendTensor:
+        """Returns this rank's rows of the reduction."""
+        out = eager.reducescatter(self._to_host(value), op, name=name)
+        return keras.ops.convert_to_tensor(out)
 
-    def to_host(self, value: Any) -> np.ndarray[Any, Any]:
-        """A value as the backend would hold it, in the memory of this host."""
-        found: np.ndarray[Any, Any] = keras.ops.convert_to_numpy(
-            keras.ops.convert_to_tensor(value)
-        )
-        return found
+    def _to_host(self, value: BackendTensor) -> Array:
+        # A tensor first, so that the array has the dtype that the backend would choose.
+        tensor = keras.ops.convert_to_tensor(value)
+        array: Array = keras.ops.convert_to_numpy(tensor)
+        return array
 
-    def to_tensor(self, array: np.ndarray[Any, Any]) -> Any:
-        """An array as a tensor of the backend."""
-        return keras.ops.convert_to_tensor(array)
-
-    def broadcast_global_variables(self, root_rank: int) -> Any:
-        """What `ringjax.keras.broadcast_global_variables` does."""
+    def broadcast_global_variables(self, root_rank: int) -> object:
+        """Implements `ringjax.keras.broadcast_global_variables`."""
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution: Keras "
             "keeps no list of all variables. Put BroadcastGlobalVariablesCallback"
@@ -176,16 +189,22 @@ class Backend(abc.ABC):
         )
 
     def compute_gradients(
-        self, loss: Any, variables: Sequence[Any], grad_loss: Any, tape: Any
-    ) -> list[Any]:
-        """The gradients of a loss, as Keras 2's optimizers computed them."""
+        self,
+        loss: BackendTensor | Callable[[], BackendTensor],
+        variables: Sequence[KerasVariable],
+        grad_loss: BackendTensor | None,
+        tape: Any,
+    ) -> list[BackendTensor]:
+        """Returns the gradients of a loss, as the optimizers of Keras 2 did."""
         raise AttributeError(
             f"Keras' optimizers compute no gradients on the backend {self.name!r}; "
             "give gradients to `apply`"
         )
 
-    def broadcast_variables(self, variables: Sequence[Any], root_rank: int) -> None:
-        """Sets variables to the root's values."""
+    def broadcast_variables(
+        self, variables: Sequence[KerasVariable], root_rank: int
+    ) -> None:
+        """Sets variables to the values of the root."""
         handles = [
             eager.broadcast_async(
                 keras.ops.convert_to_numpy(getattr(variable, "value", variable)),
@@ -198,8 +217,8 @@ class Backend(abc.ABC):
             variable.assign(eager.synchronize(handle))
 
 
-def wire_dtype(compression: Any) -> WireDtype | None:
-    """The `WireDtype` of a compression, or None if it is a program's own.
+def wire_dtype(compression: Compressor) -> WireDtype | None:
+    """Returns the `WireDtype` of a compression, or None for a program's own class.
 
     Example:
         >>> wire_dtype(Compression.bf16)
@@ -212,12 +231,12 @@ def wire_dtype(compression: Any) -> WireDtype | None:
         "FP16Compressor": Compression.fp16,
         "BF16Compressor": Compression.bf16,
     }
-    home = str(getattr(compression, "__module__", ""))
-    ours = home.startswith("ringjax.")
-    return known.get(getattr(compression, "__name__", "")) if ours else None
+    if not str(getattr(compression, "__module__", "")).startswith("ringjax."):
+        return None
+    return known.get(getattr(compression, "__name__", ""))
 
 
-def _narrowed(array: np.ndarray[Any, Any], compression: Any) -> Any:
+def _compress(array: Array, compression: Compressor) -> Array:
     wire = wire_dtype(compression)
     if wire is None:
         raise TypeError(
@@ -226,10 +245,8 @@ def _narrowed(array: np.ndarray[Any, Any], compression: Any) -> Any:
         )
     if wire.wire is None or array.dtype not in (np.float32, np.float64):
         return array
-    return array.astype("float16" if wire is Compression.fp16 else _bfloat16())
-
-
-def _bfloat16() -> Any:
+    if wire is Compression.fp16:
+        return array.astype(np.float16)
     from ml_dtypes import bfloat16
 
-    return bfloat16
+    return array.astype(bfloat16)

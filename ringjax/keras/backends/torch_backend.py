@@ -1,105 +1,108 @@
-"""Keras on PyTorch: buckets of gradients as grouped operations of `ringjax.torch`."""
+"""TorchBackend: reduces buckets of gradients by grouped operations of ringjax.torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
 import torch
+from torch import Tensor
 
 import ringjax.torch as hvd
 from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import parameter_check
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions
+from ringjax.keras.keras_types import KerasVariable
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import buckets
 
 
 class TorchBackend(Backend):
-    """Reductions of tensors, all at once when the backward pass has ended."""
+    """Reduces all gradients at once, after the backward pass."""
 
     name = "torch"
     compression = hvd.Compression
 
-    # Where Keras compiles the step.
+    # torch.compile cannot trace collectives, so the two methods are kept out of a step
+    # that Keras compiles.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reduce(
         self,
-        gradients: Sequence[Any],
-        places: Sequence[int],
-        variables: Sequence[Any],
+        gradients: Sequence[Tensor],
+        indices: Sequence[int],
+        variables: Sequence[KerasVariable],
         groups: Sequence[Sequence[int]],
-        how: ReductionOptions,
-    ) -> list[Any]:
-        """See the base class."""
+        options: ReductionOptions,
+    ) -> list[Tensor]:
+        """Submits all groups and buckets, then waits for all of them."""
         parameter_check.check(
-            how.name,
+            options.name,
             lambda: _memory(variables),
-            how.process_set,
+            options.process_set,
             whose=parameter_check.identity_key(variables),
             first=parameter_check.AFTER_FIRST_STEP,
         )
-        compression = how.compression
+        compression = options.compression
         if isinstance(compression, WireDtype):
             compression = getattr(hvd.Compression, compression.name)
-        both = [compression.compress(gradient) for gradient in gradients]
-        prescale, postscale = how.factors
-        waiting = []
-        for unit in _units([tensor for tensor, _ in both], groups):
+        packed = [compression.compress(gradient) for gradient in gradients]
+        prescale, postscale = options.factors
+        submitted = []
+        for unit in _units([tensor for tensor, _ in packed], groups):
             handle = hvd.grouped_allreduce_async(
-                [both[i][0] for i in unit],
-                name=f"{how.name}.{places[unit[0]]}",
-                op=how.op,
+                [packed[i][0] for i in unit],
+                name=f"{options.name}.{indices[unit[0]]}",
+                op=options.op,
                 prescale_factor=prescale,
                 postscale_factor=postscale,
-                process_set=how.process_set,
+                process_set=options.process_set,
             )
-            waiting.append((unit, handle))
+            submitted.append((unit, handle))
         out = list(gradients)
-        for unit, handle in waiting:
+        for unit, handle in submitted:
             for i, reduced in zip(unit, hvd.synchronize(handle), strict=True):
-                out[i] = compression.decompress(reduced, both[i][1])
+                out[i] = compression.decompress(reduced, packed[i][1])
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def all_true(self, flag: Any, process_set: ProcessSet) -> Any:
-        """See the base class."""
+    def all_true(self, flag: Tensor, process_set: ProcessSet) -> Tensor:
+        """Computes the minimum of the flags of all ranks."""
         votes = flag.float()
         return hvd.allreduce(votes, op=hvd.Min, process_set=process_set) > 0
 
     def cond(
         self,
-        condition: Any,
-        yes: Callable[[], None],
-        no: Callable[[], None],
-        variables: Sequence[Any],
+        condition: Tensor,
+        true_fn: Callable[[], None],
+        false_fn: Callable[[], None],
+        variables: Sequence[KerasVariable],
     ) -> None:
-        """See the base class; nothing is traced here."""
+        """Calls one of the two functions; PyTorch traces nothing here."""
         if bool(condition):
-            yes()
+            true_fn()
         else:
-            no()
+            false_fn()
 
 
-def _memory(variables: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
+def _memory(variables: Sequence[KerasVariable]) -> Iterator[tuple[str, int, int]]:
     for variable in variables:
-        if not isinstance(variable, keras.Variable):
-            continue
-        here = variable.value.detach().cpu().contiguous()  # the value itself, mostly
-        yield variable.path, here.data_ptr(), here.nbytes
+        if isinstance(variable, keras.Variable):
+            on_host = variable.value.detach().cpu().contiguous()  # mostly no copy
+            yield variable.path, on_host.data_ptr(), on_host.nbytes
 
 
-def _units(tensors: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What is one operation: the program's groups, and buckets of all others."""
+def _units(
+    tensors: Sequence[Tensor], groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Returns the operations: the program's groups, and buckets of other tensors."""
     grouped = {i for group in groups for i in group}
-    free = [i for i in range(len(tensors)) if i not in grouped]
+    rest = [i for i in range(len(tensors)) if i not in grouped]
     units = [list(group) for group in groups if group]
-    if free:
-        sizes = [((tensors[i].nbytes,), "uint8") for i in free]
-        room = runtime.config().bucket_bytes or 1
-        units += [[free[k] for k in cut] for cut in buckets.plan(sizes, room)]
+    if rest:
+        sizes = [((tensors[i].nbytes,), "uint8") for i in rest]
+        bucket_bytes = runtime.config().bucket_bytes or 1
+        units += [[rest[k] for k in cut] for cut in buckets.plan(sizes, bucket_bytes)]
     return units
 
 

@@ -1,0 +1,115 @@
+"""KerasState: a model and its optimizer, which survive a reset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringjax import elastic
+from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
+from ringjax.keras.keras_types import KerasModel, KerasOptimizer, KerasVariable
+
+
+class VariablesHandler(StateHandler):
+    """Handles an object with variables of Keras; keeps copies of them on the host."""
+
+    def variables(self) -> list[KerasVariable]:
+        """Returns all variables, in the same order on all ranks."""
+        return list(self.value.variables)
+
+    def state(self) -> list[np.ndarray[Any, Any]]:
+        """Returns the values of the variables, which the caller copies."""
+        return [keras.ops.convert_to_numpy(variable) for variable in self.variables()]
+
+    def load(self, state: list[np.ndarray[Any, Any]]) -> None:
+        """Sets the variables."""
+        for variable, value in zip(self.variables(), state, strict=True):
+            variable.assign(value)
+
+
+class ModelHandler(VariablesHandler):
+    """Handles a model: its weights."""
+
+    def variables(self) -> list[KerasVariable]:
+        """Returns the weights, trainable and not."""
+        _sync_variables(self.value)
+        return list(self.value.weights)
+
+
+class OptimizerHandler(VariablesHandler):
+    """Handles an optimizer, distributed or not.
+
+    Args:
+        value: the optimizer.
+        model: the model whose variables the optimizer changes.
+    """
+
+    def __init__(self, value: KerasOptimizer, model: KerasModel) -> None:
+        self._model = model
+        super().__init__(value)
+
+    def variables(self) -> list[KerasVariable]:
+        """Returns the optimizer's variables; builds it for its model first."""
+        if not self.value.built and self._model.built:
+            self.value.build(self._model.trainable_variables)
+        _sync_variables(self._model)
+        return list(self.value.variables)
+
+
+class KerasState(elastic.State):
+    """The state of a training of a Keras model, which a reset or a new rank restores.
+
+    Args:
+        model: a built model (give it an Input, or call `build`), so that a new rank has
+            the variables that it receives.
+        optimizer: the optimizer; None: the optimizer of the compiled model.
+        **kwargs: further attributes, as for `ringjax.elastic.State`. Callbacks of
+            `ringjax.keras.elastic` update `batch` and `epoch`.
+
+    Raises:
+        ValueError: the model is not built.
+
+    Example:
+        >>> import keras, ringjax.keras as hvd
+        >>> hvd.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+        >>> state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+        >>> state.sync()
+        >>> state.batch = 3
+        >>> state.restore()
+        >>> state.batch
+        0
+    """
+
+    _allow_pickle = True
+
+    def __init__(
+        self, model: KerasModel, optimizer: KerasOptimizer = None, **kwargs: Any
+    ) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError(
+                "Model must be built first. Run `model.build(input_shape)`."
+            )
+        if optimizer is None:
+            optimizer = getattr(model, "optimizer", None)
+        self._optimized = model
+        super().__init__(**kwargs, model=model, optimizer=optimizer)
+
+    def _handler_of(self, value: object) -> StateHandler | None:
+        if isinstance(value, keras.Model):
+            return ModelHandler(value)
+        if isinstance(value, keras.optimizers.Optimizer):
+            return OptimizerHandler(value, self._optimized)
+        if isinstance(value, elastic.ElasticSampler):
+            return SamplerStateHandler(value)
+        return None
+
+
+def _sync_variables(model: KerasModel) -> None:
+    # Within `fit` on JAX, the values are in the state of the train step, and the
+    # variables of the model are out of date until Keras copies the values back.
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()

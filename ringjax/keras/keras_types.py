@@ -1,0 +1,20 @@
+"""Names for the objects of Keras in annotations, because Keras has no types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+# A tensor of the backend, also one that is being traced, or a sparse gradient.
+BackendTensor: TypeAlias = Any
+# A function that changes tensors, such as a reduction of gradients.
+TensorChange: TypeAlias = Callable[[list[BackendTensor]], list[BackendTensor]]
+# A `keras.Variable`, or a variable of the backend.
+KerasVariable: TypeAlias = Any
+KerasOptimizer: TypeAlias = Any
+KerasModel: TypeAlias = Any
+KerasLayer: TypeAlias = Any
+# The metrics that Keras hands to a callback.
+Logs: TypeAlias = dict[str, Any] | None
+# A compressor of the backend, a `WireDtype`, or a class of the program.
+Compressor: TypeAlias = Any
