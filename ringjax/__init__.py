@@ -1,13 +1,13 @@
-"""ringjax: data-parallel training with JAX, one line in the script.
+"""ringjax: data-parallel training with JAX, by one line in the script.
 
-Only the public names, loaded when they are first used: `import ringjax` imports no
-framework, and the launcher never does. What a name means is told where it is defined.
+This module has the public names and loads each when a program first uses it: `import
+ringjax` imports no framework, and the launcher never imports one.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringjax.settings import init_hooks as _init_hooks
 
@@ -84,8 +84,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each name is defined; some are modules, and two of these can be called.
-_NAMES = {
+# module -> public names
+_NAMES_BY_MODULE = {
     "runtime": """
         ProcessSet add_process_set cross_rank cross_size global_process_set group_rank
         group_size init is_homogeneous is_initialized local_rank local_size rank
@@ -112,9 +112,11 @@ _NAMES = {
     """,
 }
 _MODULES = ("data", "eager", "elastic", "errors", "profile", "run")
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
+}
 
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 _init_hooks.load_jax_support.append(
@@ -122,13 +124,13 @@ _init_hooks.load_jax_support.append(
 )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
-        value: Any = importlib.import_module("ringjax.settings.version").version()
+        value: object = importlib.import_module("ringjax.settings.version").version()
     elif name in _MODULES:
         return importlib.import_module(f"ringjax.{name}")
-    elif name in _HOME:
-        module = importlib.import_module(f"ringjax.{_HOME[name]}")
+    elif name in _MODULE_OF:
+        module = importlib.import_module(f"ringjax.{_MODULE_OF[name]}")
         value = getattr(module, name)
     else:
         raise AttributeError(f"module 'ringjax' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The command `ringjax`, also as `python -m ringjax`: a table of what it can do.
+"""The command `ringjax`, also `python -m ringjax`, with its subcommands.
 
-Training starts with `ringrun`. Each command is a module with a function `main`.
+Each subcommand is a module with a function `main`. The command `ringrun` starts jobs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# name -> (module, what it does)
+# name -> (module, help text)
 COMMANDS = {
     "doctor": ("ringjax.doctor.cli", "what would keep a job from running well here?"),
     "explain": ("ringjax.explain", "what to do about an error, by its name or text"),
@@ -18,12 +18,12 @@ COMMANDS = {
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}  {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: ringjax COMMAND [options]", "", *lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; the command's exit code."""
+    """Entry point of the console script. Returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["-h"], ["--help"]):
         print(_usage(), end="")

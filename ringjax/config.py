@@ -1,8 +1,8 @@
-"""Every setting of ringjax: one frozen dataclass, one table of environment variables.
+"""The settings of ringjax: one dataclass, read from environment variables.
 
-The only reader of RINGJAX_* and HOROVOD_*. `python -m ringjax.config` prints the table.
-Not for what engines (Open MPI, Slurm, ...) put into the environment: see
-control/launch_environment.py.
+Only this module reads RINGJAX_* and HOROVOD_* variables. `python -m ringjax.config`
+prints a table of them. The variables that launchers such as Open MPI and Slurm set are
+read in control/launch_environment.py.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ringjax import failpoints as fail
+from ringjax import failpoints as failpoint_setting
 from ringjax import stdout
 from ringjax.settings import parsers, secret_file
 from ringjax.settings.parsers import LOG_LEVELS as LOG_LEVELS
 from ringjax.settings.parsers import Parser
 
+_Value = TypeVar("_Value")
+
 
 @dataclass(frozen=True)
 class HorovodVariable:
-    """A variable of Horovod for a setting of ours, in other words or units.
+    """A variable of Horovod that sets a field, with values of another format.
 
     Attributes:
-        name: without HOROVOD_.
-        parse: to our value; None: this variable says nothing about it.
+        name: the name of the variable without HOROVOD_.
+        parse: converts the text to the value of the field. If it returns None, the text
+            does not set the field.
     """
 
     name: str
@@ -34,19 +37,28 @@ class HorovodVariable:
 
 
 def _setting(
-    default: Any,
+    default: _Value,
     parse: Parser,
     meaning: str,
     *horovod: str | HorovodVariable,
     secret: bool = False,
-) -> Any:
-    """A field with how to read it; `horovod` are the names Horovod has for it."""
-    aliases = tuple(
-        a if isinstance(a, HorovodVariable) else HorovodVariable(a, parse)
-        for a in horovod
+) -> _Value:
+    """Makes a field of `Config`.
+
+    Args:
+        default: the value if no variable is set.
+        parse: converts the text of RINGJAX_FIELD to the value.
+        meaning: the help text, which docs/reference/settings.md shows, too.
+        horovod: Horovod's variables for the field, without HOROVOD_.
+        secret: whether the value must not be printed.
+    """
+    variables = tuple(
+        name if isinstance(name, HorovodVariable) else HorovodVariable(name, parse)
+        for name in horovod
     )
-    about = {"parse": parse, "meaning": meaning, "horovod": aliases, "secret": secret}
-    return dataclasses.field(default=default, metadata=about, repr=not secret)
+    metadata = {"parse": parse, "meaning": meaning, "horovod": variables}
+    metadata["secret"] = secret
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 _RANK, _COUNT = parsers.integer(0, 2**31 - 1), parsers.integer(1, 2**31 - 1)
@@ -61,258 +73,285 @@ class Config:
         65536
     """
 
-    rank: int | None = _setting(None, _RANK, "this process's rank", "RANK")
-    size: int | None = _setting(None, _COUNT, "processes of the job", "SIZE")
-    local_rank: int | None = _setting(None, _RANK, "rank on this host", "LOCAL_RANK")
+    rank: int | None = _setting(None, _RANK, "Rank of this process.", "RANK")
+    size: int | None = _setting(None, _COUNT, "Number of processes.", "SIZE")
+    local_rank: int | None = _setting(
+        None,
+        _RANK,
+        "Number of this process among the processes of its host.",
+        "LOCAL_RANK",
+    )
     local_size: int | None = _setting(
-        None, _COUNT, "processes on this host", "LOCAL_SIZE"
+        None, _COUNT, "Number of processes on this host.", "LOCAL_SIZE"
     )
     cross_rank: int | None = _setting(
-        None, _RANK, "this host among the hosts with my local rank", "CROSS_RANK"
+        None,
+        _RANK,
+        "Number of this host among the hosts with a process of this local rank.",
+        "CROSS_RANK",
     )
     cross_size: int | None = _setting(
-        None, _COUNT, "hosts that have a process with my local rank", "CROSS_SIZE"
+        None,
+        _COUNT,
+        "Number of hosts with a process of this local rank.",
+        "CROSS_SIZE",
     )
     rendezvous: str = _setting(
-        "", str, "where the coordinator of the job listens: host:port,..."
+        "", str, "Addresses at which the job's coordinator listens: host:port,..."
     )
     secret: str = _setting(
         "",
-        secret_file.SECRET,
-        "the job's secret in hexadecimal digits",
+        secret_file.parse_secret,
+        "Secret of the job, in hexadecimal digits.",
         secret=True,
     )
     secret_file: str = _setting(
-        "", str, "a file that holds the secret, readable by its owner only"
+        "", str, "File with the secret, which only its owner may read."
     )
-    job: str = _setting("", parsers.hexadecimal(16, exactly=True), "the job's id")
+    job: str = _setting("", parsers.hexadecimal(16, exactly=True), "Id of the job.")
     elastic: bool = _setting(
-        False, parsers.boolean, "ranks may be lost and join; ringrun --min-np sets it"
+        False,
+        parsers.boolean,
+        "Whether ranks may be lost and join. ringrun --min-np sets it.",
     )
     spread: bool = _setting(
         False,
         parsers.boolean,
-        "an elastic job that began on several hosts; ringrun sets it",
+        "Whether an elastic job began on several hosts. ringrun sets it.",
     )
     worker: int | None = _setting(
-        None, _RANK, "number of this process in an elastic job, never used again"
+        None,
+        _RANK,
+        "Number of this process in an elastic job, which is never used again.",
     )
     group_size: int = _setting(
-        1, _COUNT, "processes that JAX joins to one; averages are between such groups"
+        1,
+        _COUNT,
+        "Number of processes that JAX joins to a group. Gradients are averaged "
+        "between groups.",
     )
     tls: str = _setting(
         "auto",
         parsers.choice("auto", "required", "off"),
-        "encrypt control connections; auto: if both ends have Python 3.13; required: "
-        "links between hosts, too",
+        "Encryption of control connections. auto: if both ends have Python 3.13. "
+        "required: always, and links between hosts, too.",
     )
-    hostname: str = _setting("", str, "this host's name in the job", "HOSTNAME")
+    hostname: str = _setting("", str, "Name of this host in the job.", "HOSTNAME")
     start_timeout: float = _setting(
         120.0,
         parsers.seconds(0.1),
-        "for all ranks to appear and connect",
+        "Seconds within which all ranks must appear and connect.",
         "START_TIMEOUT",
     )
     elastic_timeout: float = _setting(
         600.0,
         parsers.seconds(0.1),
-        "of waiting for ranks to join when too few are left",
+        "Seconds that an elastic job with too few ranks waits for ranks to join.",
         "ELASTIC_TIMEOUT",
     )
     stall_warning: float = _setting(
         10.0,
         parsers.seconds(),
-        "of waiting for a living rank until a warning, 0 = never",
+        "Seconds that a call waits for a live rank before a warning; 0 for no warning.",
         HorovodVariable("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_CHECK_TIME_SECONDS",
     )
     collective_timeout: float = _setting(
         60.0,
         parsers.seconds(),
-        "of waiting for a living rank until an error, 0 = never",
+        "Seconds that a call waits for a live rank before an error; 0 for no limit.",
         HorovodVariable("STALL_CHECK_DISABLE", parsers.if_true(0.0)),
         "STALL_SHUTDOWN_TIME_SECONDS",
     )
     failure_timeout: float = _setting(
         5.0,
         parsers.seconds(0.1),
-        "of silence until a rank counts as lost",
+        "Seconds of silence after which a rank counts as lost.",
         "GLOO_TIMEOUT_SECONDS",
     )
-    heartbeat: float = _setting(1.0, parsers.seconds(0.01), "between two signs of life")
+    heartbeat: float = _setting(
+        1.0, parsers.seconds(0.01), "Seconds between two heartbeats."
+    )
     ring_bytes: int = _setting(
         1 << 20,
         parsers.power_of_two(1 << 14, 1 << 28),
-        "shared memory per direction of a pair on one host",
+        "Bytes of shared memory for each direction of a pair of ranks on one host.",
     )
     tile_bytes: int = _setting(
         1 << 19,
         parsers.multiple_of(1 << 12, 1 << 28),
-        "sums on one host pass through shared memory in such tiles, 0 = "
-        "through the rings",
+        "Bytes of a tile in the shared memory through which ranks of one host reduce; "
+        "0 to reduce through the ring buffers of pairs.",
     )
     tcp_streams: int = _setting(
-        2, parsers.integer(1, 16), "data sockets per pair of hosts"
+        2, parsers.integer(1, 16), "Number of data sockets for a pair of hosts."
     )
     network_interfaces: str = _setting(
-        "", str, "use these interfaces only: name,...", "GLOO_IFACE"
+        "", str, "Network interfaces to use, and no others: name,...", "GLOO_IFACE"
     )
     shm: bool = _setting(
-        True, parsers.boolean, "shared memory between ranks of one host"
+        True, parsers.boolean, "Whether ranks of one host use shared memory."
     )
     algorithm: str = _setting(
-        "", str, "force one: ring, or allreduce:ring,broadcast:binomial"
+        "", str, "Algorithm to use: ring, or allreduce:ring,broadcast:binomial"
     )
     calibrate: str = _setting(
         "auto",
         parsers.choice("auto", "always", "off"),
-        "measure the links at start; auto: unless the cache remembers them",
+        "Whether the links are measured at the start. auto: unless the cache has a "
+        "measurement.",
     )
     cache_dir: str = _setting(
-        "", str, "for what is remembered; default: ringjax in the user's cache folder"
+        "",
+        str,
+        "Folder for cached measurements. Default: ringjax in the user's cache folder.",
     )
     spin_us: float = _setting(
-        50.0, parsers.seconds(), "microseconds of busy waiting before sleeping"
+        50.0, parsers.seconds(), "Microseconds of busy waiting before a thread sleeps."
     )
     bucket_bytes: int = _setting(
         25 << 20,
         parsers.integer(0),
-        "gradients per message, 0 = no fusion",
+        "Bytes of gradients in one message; 0 for no fusion.",
         "FUSION_THRESHOLD",
     )
     fusion_threshold: int = _setting(
         128 << 20,
         parsers.integer(0),
-        "bytes of eager operations in one message, 0 = no fusion",
+        "Bytes of eager operations in one message; 0 for no fusion.",
         "FUSION_THRESHOLD",
     )
     group_fusion: bool = _setting(
         True,
         parsers.boolean,
-        "grouped eager operations may share a message with others",
+        "Whether grouped eager operations may share a message with other operations.",
         HorovodVariable("DISABLE_GROUP_FUSION", parsers.if_true(False)),
     )
     cycle_time: float = _setting(
         0.0,
         parsers.seconds(unit="milliseconds"),
-        "milliseconds that an eager operation waits for more to fuse with",
+        "Milliseconds that an eager operation waits for operations to fuse with.",
         "CYCLE_TIME",
     )
     cache_capacity: int = _setting(
         65536,
         parsers.integer(0, 1 << 24),
-        "eager operations that ranks remember, 0 = none",
+        "Number of eager operations in the submission cache; 0 for no cache.",
         "CACHE_CAPACITY",
     )
     autotune: bool = _setting(
         False,
         parsers.boolean,
-        "PyTorch's optimizers try bucket sizes in their first steps",
+        "Whether PyTorch's optimizers try bucket sizes in their first steps.",
         "AUTOTUNE",
     )
     autotune_log: str = _setting(
         "",
         str,
-        "file in which rank 0 writes how long steps took with what was tried",
+        "File to which rank 0 writes the step time of each setting that was tried.",
         "AUTOTUNE_LOG",
     )
     autotune_warmup_samples: int = _setting(
         3,
         parsers.integer(0, 1 << 20),
-        "steps with each setting that do not count",
+        "Number of steps with each tried setting that are not measured.",
         "AUTOTUNE_WARMUP_SAMPLES",
     )
     autotune_steps_per_sample: int = _setting(
         10,
         parsers.integer(1, 1 << 20),
-        "steps with each setting that count",
+        "Number of steps with each tried setting that are measured.",
         "AUTOTUNE_STEPS_PER_SAMPLE",
     )
     check_parameters: int = _setting(
         1000,
         parsers.integer(0, 2**31 - 1),
-        "steps between two looks whether all ranks have the same parameters, beginning "
-        "with the first, in Keras and TensorFlow the second, and 1, 10 and 100 steps "
-        "after it, too; 0 = never",
+        "Number of steps between two checks that all ranks have equal parameters; 0 "
+        "for no checks. The first check is in the first step (the second step in Keras "
+        "and TensorFlow). Checks follow 1, 10 and 100 steps later, too.",
     )
     overlap_memory: int = _setting(
         40 << 20,
         parsers.integer(0),
-        "most bytes of gradients that are on their way, on CPUs",
+        "Maximum number of bytes of gradients in flight, on CPUs.",
     )
     elastic_overlap_memory: int = _setting(
         1 << 30,
         parsers.integer(0),
-        "the same in an elastic job, where all of a step are, each one twice; if that "
-        "is not enough they go in one call",
+        "Maximum number of bytes of gradients in flight in an elastic job. All "
+        "gradients of a step are in flight there, and each is kept twice. If they need "
+        "more bytes, they travel in one call.",
     )
-    gpu: bool = _setting(
-        True, parsers.boolean, "CUDA devices; 0: as if there were none"
-    )
+    gpu: bool = _setting(True, parsers.boolean, "Whether CUDA devices are used.")
     devices_per_rank: int = _setting(
         1,
         parsers.or_all(parsers.integer(1, 16)),
-        "CUDA devices that a rank computes on; all: every one that it sees",
+        "Number of CUDA devices that a rank computes on; all: every device it sees.",
     )
     nccl: str = _setting(
-        "", str, "libnccl.so.2 to load, unless JAX has loaded one already"
+        "", str, "File libnccl.so.2 to load, unless JAX has loaded one already."
     )
     fusion: str = _setting(
         "hybrid",
         parsers.choice("hybrid", "pack", "group"),
-        "on CUDA: copy small tensors, all, or none into one buffer",
+        "Tensors that are copied into one buffer on CUDA devices. hybrid: the small "
+        "ones. pack: all. group: none.",
     )
     fusion_small: int = _setting(
         1 << 20,
         parsers.integer(0),
-        "bytes of a tensor that is not small to hybrid fusion",
+        "Bytes from which on hybrid fusion does not copy a tensor.",
     )
     comm_stream: bool = _setting(
         True,
         parsers.boolean,
-        "a CUDA stream of its own for communication; 0: no overlap",
+        "Whether communication has its own CUDA stream; 0: no overlap.",
     )
     timeline: str = _setting(
         "",
         str,
-        "file for a timeline of rank 0; DYNAMIC: none before start_timeline",
+        "File for the timeline of rank 0. DYNAMIC: no timeline before start_timeline.",
         "TIMELINE",
     )
     timeline_mark_cycles: bool = _setting(
         False,
         parsers.boolean,
-        "mark the rounds of negotiation in it",
+        "Whether the timeline shows the rounds of negotiation.",
         "TIMELINE_MARK_CYCLES",
     )
     report: float = _setting(
         0.0,
         parsers.seconds(),
-        "between two reports of what all ranks wait for, 0 = none",
+        "Seconds between two reports of what all ranks wait for; 0 for no reports.",
     )
     metrics: str = _setting(
-        "", str, "where ringrun serves metrics: PORT of this host, or ADDRESS:PORT"
+        "", str, "Address at which ringrun serves metrics: PORT or ADDRESS:PORT."
     )
     metrics_token_file: str = _setting(
-        "", str, "a file that holds what Prometheus must show there, its owner's only"
+        "",
+        str,
+        "File with the token that Prometheus must send, which only its owner may read.",
     )
     metrics_file: str = _setting(
-        "", str, "a file where ringrun writes the same every few seconds, NAME.prom"
+        "", str, "File NAME.prom to which ringrun writes the metrics every few seconds."
     )
     monitor: str = _setting(
-        "", str, "where this rank tells how it is; ringrun's agents set it"
+        "", str, "Socket to which this rank sends samples. ringrun's agents set it."
     )
-    profile: str = _setting("", str, "folder for a profile of all ranks")
+    profile: str = _setting("", str, "Folder for a profile of all ranks.")
     record_dir: str = _setting(
         "",
         str,
-        "where a rank writes its last calls when the job fails; off: nowhere; "
-        "default: the system's folder for temporary files",
+        "Folder to which a rank writes its last calls when the job fails; off: none. "
+        "Default: the system's folder for temporary files.",
     )
     failpoints: str = _setting(
-        "", fail.checked, "for tests: where to die, wait or fail, see failpoints.py"
+        "",
+        failpoint_setting.checked,
+        "For tests: points at which a process dies, waits or fails. See failpoints.py.",
     )
     log_level: str = _setting(
-        "warning", parsers.level, "least level to print", "LOG_LEVEL"
+        "warning", parsers.level, "Lowest level of messages to print.", "LOG_LEVEL"
     )
 
     def __post_init__(self) -> None:
@@ -331,16 +370,17 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Reads every setting.
+        """Reads all settings from environment variables.
 
         Raises:
-            ValueError: naming the variable, its value and what is expected.
+            ValueError: a value is wrong. The text names the variable, its value and
+                what is expected.
         """
-        values = {}
+        values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             for name, parse in _readings(field):
                 text = environ.get(name, "").strip()
-                if not text:  # an empty variable is an unset one
+                if not text:  # an empty variable counts as not set
                     continue
                 try:
                     value = parse(text)
@@ -355,34 +395,42 @@ class Config:
         return cls(**values)
 
     def secret_bytes(self) -> bytes | None:
-        """The job's secret from RINGJAX_SECRET or RINGJAX_SECRET_FILE; None if unset.
+        """Returns the job's secret from RINGJAX_SECRET or RINGJAX_SECRET_FILE.
+
+        Returns:
+            None if neither variable is set.
 
         Raises:
-            ValueError: the file cannot be read, others may read it, or it holds no
+            ValueError: the file cannot be read, other users may use it, or it holds no
                 secret.
         """
         if self.secret:
             return bytes.fromhex(self.secret)
         if self.secret_file:
-            return secret_file.read(self.secret_file)
+            return secret_file.read_secret(self.secret_file)
         return None
 
     def metrics_token(self) -> str:
-        """What RINGJAX_METRICS_TOKEN_FILE holds; raises as secret_bytes."""
+        """Returns the token in RINGJAX_METRICS_TOKEN_FILE; "" if that is not set.
+
+        Raises:
+            ValueError: the file cannot be read, other users may use it, or it holds no
+                token.
+        """
         path = self.metrics_token_file
         return secret_file.read_token(path) if path else ""
 
     def cache_folder(self, environ: Mapping[str, str] = os.environ) -> str:
-        """Where to remember something for later jobs; nothing if there is no place."""
+        """Returns the folder for cached measurements; "" if the user has no home."""
         if self.cache_dir:
             return self.cache_dir
         base = environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(base):  # its specification says so
+        if not os.path.isabs(base):  # the XDG specification: ignore relative paths
             base = os.path.expanduser("~/.cache")
         return os.path.join(base, "ringjax") if os.path.isabs(base) else ""
 
     def table(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Rows of (field, variables, default, current value, meaning)."""
+        """Yields (field, variables, default, current value, meaning) of each field."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.metadata["secret"] and value:
@@ -397,18 +445,18 @@ class Config:
 
 
 def variables(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The environment variables of a field, the strongest first."""
+    """Returns the environment variables of a field; the first that is set counts."""
     return tuple(name for name, _ in _readings(field))
 
 
 def _readings(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Parser]]:
     yield f"RINGJAX_{field.name.upper()}", field.metadata["parse"]
-    for alias in field.metadata["horovod"]:
-        yield f"HOROVOD_{alias.name}", alias.parse
+    for variable in field.metadata["horovod"]:
+        yield f"HOROVOD_{variable.name}", variable.parse
 
 
 def horovod_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables of Horovod that are set, known to us or not."""
+    """Returns the names of all HOROVOD_* variables that are set."""
     given = (name for name, text in environ.items() if text.strip())
     return sorted(name for name in given if name.startswith("HOROVOD_"))
 
@@ -420,7 +468,7 @@ def _show(value: object) -> str:
 
 
 def main() -> None:
-    """Prints the table of all settings as this environment sets them."""
+    """Prints the table of all settings with the values of this environment."""
     head = ("field", "variables", "default", "current", "meaning")
     rows = [head, *Config.from_env().table()]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

@@ -1,9 +1,9 @@
-"""The exceptions of ringjax, and how a status of the native core becomes one of them.
+"""The exceptions of ringjax, and the translation of other errors to them.
 
-Not for bad arguments: those are ValueError or TypeError naming the argument, raised
-before anything is sent. All of these happened at run time, to this rank or another one.
-What a compiled program or graph raises has a class of JAX's or TensorFlow's:
-`translate` makes ours of it, from its text and without importing either.
+These exceptions are failures at run time, on this rank or on another rank. Wrong
+arguments raise ValueError or TypeError before anything is sent. A compiled program or
+graph raises an exception of JAX or TensorFlow; `translate` returns the exception of
+ringjax for it, by its text and without importing either framework.
 """
 
 from __future__ import annotations
@@ -13,36 +13,42 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-# Prints the section of docs/troubleshooting.md that has the name of a class.
+# The command that prints the section of docs/troubleshooting.md about a class.
 HELP = "ringjax explain"
-# In the text of every Fenced, and of the status that it comes from.
+# A part of the text of every Fenced, by which `from_code` recognises its status.
 FENCED = "was declared lost and must not go on"
 
-# "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): what happened"
+# "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): <problem>"
 _CALL = re.compile(
     r"RINGJAX\[[^\]]*\]: (?:Mismatched [\w ]+ of )?"
     r"(allreduce|allgather|broadcast|reducescatter|alltoall|barrier)\b"
     r"(?: '(.*?)')?(?=[ :])"
 )
 _LEAF = re.compile(r"\brank \d+ sent '(.*?)' ")
-# TensorFlow's codes, and what of ours becomes them; UNKNOWN is more than one thing.
-_TENSORFLOW = {3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 9: "MISMATCH"}
+# Our status code for each of TensorFlow's codes that has exactly one.
+_TENSORFLOW_CODES = {3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 9: "MISMATCH"}
 
 
 class StatusLike(Protocol):
-    """What `ringjax._native.StatusError` carries: a code name and the rank to blame."""
+    """The attributes of `ringjax._native.StatusError`.
+
+    Attributes:
+        code: the name of the status code.
+        rank: the rank to blame, -1 for none.
+    """
 
     code: str
     rank: int
 
 
 class RingjaxError(RuntimeError):
-    """Base class of every failure at run time. Its text says who, what and why.
+    """Base class of all failures at run time.
 
-    A traceback ends with the command that tells what to do about it.
+    The text names the rank, the operation and the reason. A traceback ends with the
+    command that prints help.
 
     Attributes:
-        rank: the world rank to blame, -1 if there is none or it is not known.
+        rank: the rank to blame in the world; -1 if it is not known or there is none.
 
     Example:
         >>> text = "ABORTED: RINGJAX[world, epoch 0]: allreduce 'loss': ranks disagree"
@@ -55,25 +61,25 @@ class RingjaxError(RuntimeError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # A note, because the text is compared, sent and searched.
+        # A note, not a part of the text: programs compare and search the text.
         self.add_note(f"Help: {HELP} {type(self).__name__}")
 
     @property
     def op(self) -> str:
-        """The operation that has failed, such as "allreduce"; "" if it was none."""
+        """The operation that failed, such as "allreduce"; "" if it is not known."""
         found = _CALL.search(str(self))
         return found[1] if found else ""
 
     @property
     def tensor(self) -> str:
-        """The name of its tensor, and of the leaf that ranks disagree about."""
+        """The name of its tensor, with the leaf about which ranks disagree, if any."""
         found = _CALL.search(str(self))
         leaf = _LEAF.search(str(self), found.end()) if found else None
         named = (found[2] if found else None, leaf[1] if leaf else None)
         return "/".join(name for name in named if name)
 
 
-# Horovod's name for the same thing: `except HorovodInternalError` keeps working.
+# Horovod's name, so that `except HorovodInternalError` keeps working.
 HorovodInternalError = RingjaxError
 
 
@@ -81,7 +87,7 @@ class PeerLost(RingjaxError):
     """A rank is gone: it died, failed, left, or cannot be reached any more.
 
     Attributes:
-        rank: the world rank that was lost, -1 if it is not known.
+        rank: the lost rank in the world, -1 if it is not known.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -93,19 +99,19 @@ class PeerLost(RingjaxError):
 
 
 class Fenced(PeerLost):
-    """This rank was declared lost, and must not go on: the others do without it."""
+    """This rank was declared lost and must not go on; the other ranks do without it."""
 
 
 class Mismatch(RingjaxError):
-    """Ranks disagree about an operation. Every rank gets this; the job stays usable."""
+    """Ranks disagree about an operation. All ranks raise it; the job stays usable."""
 
 
 class Stalled(RingjaxError):
-    """A living rank did not take part within the time allowed.
+    """A live rank did not take part within the time allowed.
 
     Attributes:
         rank: the first such rank, -1 if it is not known.
-        ranks: all of them that are known.
+        ranks: all such ranks that are known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -126,22 +132,22 @@ class InvalidArgument(RingjaxError, ValueError):
 
 
 class NotInitialized(RingjaxError):
-    """`ringjax.init()` has not been called, or `shutdown()` has."""
+    """`ringjax.init()` has not been called, or `shutdown()` was called after it."""
 
 
 class StartupError(RingjaxError):
-    """The job could not be brought together; the text says who is missing and why."""
+    """The ranks could not join the job; the text names the missing ranks and why."""
 
 
 class OutOfDescriptors(StartupError):
-    """This process may not open as many files and sockets as the job needs of it."""
+    """The limit of open files of this process is too low for the sockets it needs."""
 
 
 class Unreachable(StartupError):
-    """Some ranks could not be connected with in time.
+    """This rank could not connect with some ranks in time.
 
     Attributes:
-        ranks: which.
+        ranks: the ranks that were not reached.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -153,15 +159,15 @@ class Unreachable(StartupError):
 
 
 class AuthenticationError(StartupError):
-    """The other end does not know this job's secret, or broke the protocol."""
+    """The peer does not have this job's secret, or broke the protocol."""
 
 
 class LaunchError(RingjaxError):
     """A job started by `ringrun` or `ringjax.run.run` failed.
 
     Attributes:
-        rank: the first rank that failed, -1 if none did.
-        exit_code: what ringrun exits with.
+        rank: the first rank that failed, -1 if no rank failed.
+        exit_code: the exit code of ringrun.
     """
 
     def __init__(self, message: str, rank: int = -1, exit_code: int = 1) -> None:
@@ -174,12 +180,13 @@ class LaunchError(RingjaxError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Ranks join or leave: the training function starts again, nothing is restored.
+    """Ranks join or leave: the training function starts again with its current state.
 
-    Not a failure, so no RingjaxError; elastic training catches it.
+    It is no failure, and so it is no RingjaxError. Elastic training catches it.
 
     Attributes:
-        skip_sync: ranks only leave, so that those who stay have equal states already.
+        skip_sync: whether ranks only leave, so that the remaining ranks have equal
+            states already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -191,14 +198,14 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework is not the version that it was; Horovod's name.
+    """Horovod's error for a framework of another version than at its installation.
 
-    Nothing of ringjax is compiled against a framework, so ringjax does not raise it.
+    ringjax is not compiled against frameworks, so it does not raise this error.
 
     Attributes:
         name: the framework.
-        version: the one found now.
-        installed_version: the one found before.
+        version: the version found now.
+        installed_version: the version at the installation.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
@@ -216,14 +223,20 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
-    """The exception for a status code; XLA's names of the codes work too."""
+    """Returns the exception for a status code.
+
+    Args:
+        code: the name of the code; XLA's names are accepted, too.
+        message: the text of the exception.
+        rank: the rank to blame, -1 for none.
+    """
     if code == "UNAVAILABLE" and FENCED in message:
         return Fenced(message, rank)
     if code == "UNAVAILABLE":
         return PeerLost(message, rank)
     kinds: dict[str, type[RingjaxError]] = {
         "MISMATCH": Mismatch,
-        "ABORTED": Mismatch,  # how a mismatch travels through XLA
+        "ABORTED": Mismatch,  # the code of a mismatch within XLA
         "CANCELLED": Cancelled,
         "INVALID_ARGUMENT": InvalidArgument,
     }
@@ -233,35 +246,42 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
 
 
 def from_status(exc: StatusLike) -> RingjaxError:
-    """Translates an exception of the native core; raise the result `from` it."""
+    """Returns the exception for an error of the native core; raise it `from exc`."""
     return from_code(exc.code, str(exc), exc.rank)
 
 
 def from_program(text: str) -> RingjaxError | None:
-    """What the text of a program's failure stands for; None if it is not ringjax's.
+    """Returns the exception for the error text of a compiled program.
+
+    Returns:
+        None if the error is not about ringjax.
 
     Example:
         >>> from_program("UNAVAILABLE: RINGJAX[world, epoch 0]: rank 2 is gone").rank
         2
     """
-    # jax adds a rule and advice about tracebacks below the message.
+    # JAX adds a line of dashes and advice about tracebacks below the message.
     found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", text)
     if found is None:
         return None
-    culprit = re.search(r"\brank (\d+)", found[2])
-    rank = int(culprit[1]) if culprit else -1
+    blamed = re.search(r"\brank (\d+)", found[2])
+    rank = int(blamed[1]) if blamed else -1
     return from_code(found[1], found[2].strip(), rank)
 
 
 def translate(error: BaseException) -> RingjaxError | None:
-    """The exception of ringjax that another one stands for; None if it is not ours.
+    """Returns the exception of ringjax for an exception of JAX or TensorFlow.
 
-    A collective that fails inside of a compiled program raises what JAX makes of it, a
-    JaxRuntimeError or, where the step is called from its cache, a ValueError; in a
-    graph of TensorFlow it raises an OpError.
+    A collective that fails inside of a compiled program makes JAX raise a
+    JaxRuntimeError, or a ValueError if the step is called from JAX's cache. In a graph
+    of TensorFlow it raises an OpError.
 
     Args:
-        error: any exception. One of ringjax is returned as it is.
+        error: any exception.
+
+    Returns:
+        `error` itself if it is an exception of ringjax; None if it has nothing to do
+        with ringjax.
 
     Example:
         >>> text = "UNAVAILABLE: RINGJAX[world, epoch 0]: barrier: rank 2 is gone"
@@ -275,32 +295,33 @@ def translate(error: BaseException) -> RingjaxError | None:
         return error
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "OpError" in kinds and hasattr(error, "error_code"):
-        return _of_tensorflow(str(error), int(error.error_code))
+        return _from_tensorflow(str(error), int(error.error_code))
     if not kinds & {"JaxRuntimeError", "XlaRuntimeError", "ValueError"}:
         return None
     return from_program(str(error))
 
 
-def _of_tensorflow(text: str, code: int) -> RingjaxError | None:
-    # Behind the message TensorFlow says which node of the graph has failed.
+def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
+    # TensorFlow appends the node of the graph that has failed in double brackets.
     found = re.search(r"(?s)RINGJAX\[.*?(?=\n\s*\[\[|$)", text)
     if found is None:
         return None
-    culprit = re.search(r"\brank (\d+)", found[0])
-    known = _TENSORFLOW.get(code, "UNAVAILABLE" if culprit else "UNKNOWN")
-    return from_code(known, found[0].strip(), int(culprit[1]) if culprit else -1)
+    blamed = re.search(r"\brank (\d+)", found[0])
+    name = _TENSORFLOW_CODES.get(code, "UNAVAILABLE" if blamed else "UNKNOWN")
+    return from_code(name, found[0].strip(), int(blamed[1]) if blamed else -1)
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Within it, what fails between the ranks is raised as an exception of ringjax.
+    """Context manager that raises exceptions of ringjax instead of JAX's, TensorFlow's.
 
-    For compiled steps, whose exceptions have classes of JAX's or TensorFlow's; others
-    pass through. Also a decorator. An exception comes when a result is used, so what
-    uses it (`block_until_ready`, `float`) belongs inside.
+    Use it around compiled steps. Exceptions that have nothing to do with ringjax pass
+    through. JAX raises an exception when a result is used, so use the result inside
+    (`block_until_ready`, `float`). The context manager is also a decorator.
 
     Raises:
-        RingjaxError: `PeerLost`, `Mismatch`, `Stalled` and so on, from the original.
+        RingjaxError: `PeerLost`, `Mismatch`, `Stalled` and others. Its cause is the
+            original exception.
 
     Example:
         >>> import jax, jax.numpy as jnp, ringjax

@@ -1,7 +1,7 @@
-"""`ringjax explain PeerLost`, or any line of an error: what to do about it, offline.
+"""The command `ringjax explain ERROR`: prints help for an error, without the network.
 
-It prints paragraphs of docs/troubleshooting.md, which is part of an installation: the
-section of an exception's name, or of it the points whose words are in the line.
+The help is a part of docs/troubleshooting.md, which each installation contains: the
+section of an exception, or those points of it whose words are in the line of the error.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)", re.DOTALL)
 
 
 def _page() -> str:
-    """The text of the page, of an installation or of a checkout."""
+    """Returns the text of the page in the installation, or in a checkout."""
     installed = Path(__file__).with_name(_PAGE)
     checkout = Path(__file__).parents[1] / "docs" / _PAGE
     return (installed if installed.exists() else checkout).read_text(encoding="utf-8")
 
 
 def _plain(text: str) -> str:
-    """Markdown for a terminal: a link's page stands behind its words."""
+    """Converts Markdown for a terminal: "text (docs/page.md)" for a link."""
     return _LINK.sub(r"\1 (docs/\2)", text).replace("**", "").strip()
 
 
 def _points(body: str, line: str) -> Iterator[str]:
-    """The points of a section all of whose words are in `line`."""
+    """Yields the points of a section whose quoted words are all in `line`."""
     for point in _POINT.findall(body):
         words = _WORDS.findall(point.partition(":")[0] or point)
         if words and all(word in line for word in words):
@@ -41,10 +41,13 @@ def _points(body: str, line: str) -> Iterator[str]:
 
 
 def explain(line: str) -> str:
-    """Returns the sections or points of the page for an error; empty if it has none.
+    """Returns the sections or points of the page about an error.
 
     Args:
-        line: the name of an exception, a heading of the page, or text of an error.
+        line: the name of an exception, a heading of the page, or the text of an error.
+
+    Returns:
+        "" if the page has nothing about the error.
 
     Example:
         >>> explain("OutOfDescriptors").splitlines()[0]
@@ -57,7 +60,8 @@ def explain(line: str) -> str:
     found = [
         (t, "\n".join(points)) for t, b in sections if (points := [*_points(b, line)])
     ]
-    status = re.search(r"(?s)[A-Z_]+: [^[]*RINGJAX\[.*", line)  # of a compiled step
+    # The error of a compiled step begins with a status code.
+    status = re.search(r"(?s)[A-Z_]+: [^[]*RINGJAX\[.*", line)
     if not (named or found) and status and (ours := errors.from_program(status[0])):
         named = [(t, b) for t, b in sections if t == type(ours).__name__]
     if found:
@@ -67,7 +71,7 @@ def explain(line: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry point of the command; 1 if the page does not know the error."""
+    """Entry point of the command. Returns 1 if the page does not have the error."""
     line = " ".join(argv)
     if line and line not in ("-h", "--help") and (text := explain(line)):
         with stdout.until_closed():

@@ -1,11 +1,13 @@
-"""Failpoints: named places at which a test has a process die, wait or fail.
+"""Failpoints: named points at which a test lets a process die, wait or fail.
 
     RINGJAX_FAILPOINTS="recovery.linked=kill@2;state.chunk=sleep(0.5)@any#3"
 
-A point, an action, whom it concerns (a worker of an elastic job, a rank of another one;
-anybody if it is not said) and at which passage (else at all of them). Points of the
-native core are the same in xla_ext/base/failpoint.h. Without the variable a point is
-one look at an empty dict.
+An entry has a point, an action, a target after "@" (the worker number in an elastic
+job, the rank in any other job; any process by default) and a passage after "#" (act
+only when the process passes the point for the third time, for example; every time by
+default). Failpoints of the native core have the same syntax, see
+xla_ext/base/failpoint.h. Without the variable, passing a point costs a look at an empty
+dict.
 """
 
 from __future__ import annotations
@@ -21,31 +23,32 @@ from dataclasses import dataclass
 
 from ringjax.errors import RingjaxError
 
+# name -> the state of the process at the point
 POINTS = {
-    "recovery.halted": "all calls of an epoch were stopped, and nobody knows how far",
-    "recovery.reported": "the coordinator was told how far they came",
-    "recovery.linked": "the next epoch's members are connected; it is not in force",
-    "recovery.installed": "it is in force",
-    "recovery.completed": "what does not have to be there at once is there, too",
-    "join.ready": "a newcomer is about to ask in",
-    "join.admitted": "it is a member, and has no state",
+    "recovery.halted": "all calls of an epoch were stopped; progress is not reported",
+    "recovery.reported": "the progress of all calls was sent to the coordinator",
+    "recovery.linked": "members of the next epoch are connected; it is not in force",
+    "recovery.installed": "the next epoch is in force",
+    "recovery.completed": "all communicators of the next epoch are connected",
+    "join.ready": "a newcomer is about to ask for admission",
+    "join.admitted": "the newcomer is a member and has no training state",
     "pause.asked": "all ranks have agreed to pause",
-    "pause.said": "the coordinator was told that this rank stands still",
-    "pause.over": "the ranks have changed, and training has not begun again",
-    "agreement.halfway": "the ranks know the epoch, and not yet each other's state",
-    "state.described": "a newcomer knows what it will get, or rank 0 has said so",
-    "state.chunk": "some bytes of the state are at the newcomers",
-    "restart.said": "all ranks shall go back to their last commit",
-    "commit.saved": "a commit is kept here, and maybe nowhere else",
-    "checkpoint.begun": "its folder is there, and empty",
-    "checkpoint.written": "all of it is on the disk, under another name",
-    "checkpoint.named": "it is complete, and older ones are still there",
-    "coordinator.heard": "a message of a worker has come, and nothing was done",
-    "coordinator.formed": "an epoch has begun, and nobody was told",
-    "coordinator.told": "its members were told, and ringrun was not",
-    "memory.make": "shared memory is about to be made",
-    "mesh.called": "the lower ranks were called",
-    "mesh.shared": "shared memory is there, and no communicator",
+    "pause.said": "the coordinator was told that this rank pauses",
+    "pause.over": "the ranks have changed; training has not started again",
+    "agreement.halfway": "the ranks know the epoch, but not each other's state",
+    "state.described": "rank 0 has sent a newcomer the description of the state",
+    "state.chunk": "newcomers have received a part of the state",
+    "restart.said": "the coordinator was asked for a restart of all ranks",
+    "commit.saved": "this rank has saved a commit; other ranks may not have",
+    "checkpoint.begun": "the folder of the checkpoint exists and is empty",
+    "checkpoint.written": "the checkpoint is on the disk, under another name",
+    "checkpoint.named": "the checkpoint is complete; older ones still exist",
+    "coordinator.heard": "a message of a worker was received, but not handled",
+    "coordinator.formed": "an epoch has begun; no worker was told",
+    "coordinator.told": "the members of an epoch were told; ringrun was not",
+    "memory.make": "shared memory is about to be created",
+    "mesh.called": "connections to all lower ranks were requested",
+    "mesh.shared": "shared memory exists; the communicator does not",
 }
 NATIVE = (
     *("call.agreed", "call.moving", "call.complete", "call.closed"),
@@ -77,7 +80,7 @@ def _enospc(_: float, point: str) -> None:
     raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {point})")
 
 
-# With the number that is meant where none is given.
+# name -> (the default number, the function)
 ACTIONS: dict[str, tuple[float, Callable[[float, str], None]]] = {
     "kill": (0.0, _kill),
     "exit": (1.0, _exit),
@@ -88,36 +91,38 @@ ACTIONS: dict[str, tuple[float, Callable[[float, str], None]]] = {
 }
 _ENTRY = re.compile(
     r"(?P<point>[a-z.]+)=(?P<action>[a-z]+)(\((?P<number>[0-9.]{1,9})\))?"
-    r"(@(any|(?P<who>\d{1,9})))?(#(?P<passage>\d{1,9}))?"
+    r"(@(any|(?P<target>\d{1,9})))?(#(?P<passage>\d{1,9}))?"
 )
 
 
 @dataclass(slots=True)
 class Failpoint:
-    """One of the failpoints that were asked for.
+    """One entry of RINGJAX_FAILPOINTS.
 
     Attributes:
-        who: the worker or rank, None: anybody.
-        passage: from 1, 0: all of them.
+        number: the argument of the action, such as seconds of sleep.
+        target: the worker or rank that acts; None for all.
+        passage: the passage at which it acts, from 1; 0 for all.
+        passed: how often this process has passed the point.
     """
 
     point: str
     action: str
     number: float
-    who: int | None
+    target: int | None
     passage: int
     passed: int = 0
 
 
-def entries(text: str) -> list[Failpoint]:
-    """What a text asks for.
+def parse(text: str) -> list[Failpoint]:
+    """Parses the text of RINGJAX_FAILPOINTS.
 
     Raises:
-        ValueError: saying what is expected.
+        ValueError: the text is wrong. The error says what is expected.
 
     Example:
-        >>> [each] = entries("state.chunk=sleep(0.5)@2#3")
-        >>> each.point, each.action, each.number, each.who, each.passage
+        >>> [found] = parse("state.chunk=sleep(0.5)@2#3")
+        >>> found.point, found.action, found.number, found.target, found.passage
         ('state.chunk', 'sleep', 0.5, 2, 3)
     """
     found = []
@@ -136,64 +141,67 @@ def entries(text: str) -> list[Failpoint]:
             number = float(match["number"] or ACTIONS[action][0])
         except ValueError:
             raise ValueError(f"a number in {part!r}") from None
-        who = None if match["who"] is None else int(match["who"])
-        found.append(Failpoint(point, action, number, who, int(match["passage"] or 0)))
+        target = None if match["target"] is None else int(match["target"])
+        passage = int(match["passage"] or 0)
+        found.append(Failpoint(point, action, number, target, passage))
     return found
 
 
 def checked(text: str) -> str:
-    """The same text, if `entries` understands it; raises as it does."""
-    entries(text)
+    """Returns `text`. Raises ValueError if `parse` does."""
+    parse(text)
     return text
 
 
 _armed: dict[str, list[Failpoint]] = {}
-_text = ""
+_armed_text = ""
 _lock = threading.Lock()
 
 
-def arm(text: str, who: int | None) -> None:
-    """Puts failpoints in force in this process; a second time only others than before.
+def arm(text: str, target: int | None) -> None:
+    """Arms the failpoints of a text in this process.
+
+    Does nothing if the same text is armed already.
 
     Args:
-        text: as `entries` understands it.
-        who: the worker or rank that this process is, None: neither.
+        text: the text of RINGJAX_FAILPOINTS.
+        target: the worker number or rank of this process; None if it has none.
     """
-    global _text
-    if text == _text:
+    global _armed_text
+    if text == _armed_text:
         return
-    _text = text
+    _armed_text = text
     _armed.clear()
-    for entry in entries(text):
-        if entry.who not in (None, who):
+    for failpoint in parse(text):
+        if failpoint.target not in (None, target):
             continue
-        if entry.point in NATIVE:
+        if failpoint.point in NATIVE:
             from ringjax import _native
 
             _native.arm_failpoint(
-                entry.point, entry.action, entry.number, entry.passage
+                failpoint.point, failpoint.action, failpoint.number, failpoint.passage
             )
         else:
-            _armed.setdefault(entry.point, []).append(entry)
+            _armed.setdefault(failpoint.point, []).append(failpoint)
 
 
 def passing(point: str) -> None:
-    """This thread is at a point.
+    """Runs the armed failpoints of a point on this thread.
 
     Raises:
-        RingjaxError, OSError: a test wants it.
+        RingjaxError, OSError: the action of an armed failpoint.
     """
     if _armed:
-        _hit(point)
+        _run(point)
 
 
-def _hit(point: str) -> None:
+def _run(point: str) -> None:
     due = []
     with _lock:
-        for entry in _armed.get(point, ()):
-            entry.passed += 1
-            if entry.passage in (0, entry.passed):
-                due.append(entry)
-    for entry in due:
-        os.write(2, f"ringjax: failpoint {point}: {entry.action}\n".encode())
-        ACTIONS[entry.action][1](entry.number, point)
+        for failpoint in _armed.get(point, ()):
+            failpoint.passed += 1
+            if failpoint.passage in (0, failpoint.passed):
+                due.append(failpoint)
+    for failpoint in due:
+        os.write(2, f"ringjax: failpoint {point}: {failpoint.action}\n".encode())
+        ACTIONS[failpoint.action][1](failpoint.number, point)

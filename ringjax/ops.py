@@ -1,6 +1,6 @@
-"""How values of different ranks become one: Horovod's names and numbers.
+"""Reductions: how the values of all ranks are combined. Horovod's names and numbers.
 
-Here and not with the collectives, so that the names are there without any framework.
+This module imports no framework, so that launchers and other tools may use the names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ Product = ReduceOp.Product
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bytes over the busiest link for each byte of size, at the least."""
+    """Returns the least number of bytes on the busiest link for each byte of a tensor.
+
+    Args:
+        collective: the name of the operation, such as "allreduce".
+        ranks: the number of ranks.
+
+    Example:
+        >>> bus_factor("allreduce", 4)
+        1.5
+    """
     if collective == "allreduce":
         return 2 * (ranks - 1) / ranks
     if collective in ("allgather", "reducescatter", "alltoall"):

@@ -1,8 +1,7 @@
-"""Lines on standard error, from any thread; a line that cannot be written is dropped.
+"""Writes lines to standard error from any thread, and drops lines on an error.
 
-Full disks, closed pipes and notebooks that have put something else in the place of
-`sys.stderr` are no reason for a thread to end. Which lines are wanted is the caller's
-matter.
+A full disk, a closed pipe, or a notebook that has replaced `sys.stderr`, must not end a
+thread. The callers decide which lines to write.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import TextIO
 
 
 def line(text: str) -> None:
-    """Writes a line, or nothing; never raises.
+    """Writes a line. Never raises.
 
     Example:
         >>> line("[ringjax] info: written to standard error")
     """
     stream: TextIO | None = sys.stderr
-    if stream is None:  # closed when the program was started
+    if stream is None:  # standard error was closed when the program started
         return
     with contextlib.suppress(Exception):
-        own = stream is sys.__stderr__
-        if not own:
+        is_replaced = stream is not sys.__stderr__
+        if is_replaced:
             stream.write(f"{text}\n")
             stream.flush()
             return
-        # Not through its buffer: what cannot be written would stay there, and fail
-        # again with every line, and with the exit code at last.
+        # Not through the stream's buffer: text that cannot be written would stay there,
+        # fail again with every line, and change the exit code of the program at last.
         stream.flush()
         os.write(stream.fileno(), f"{text}\n".encode(errors="replace"))

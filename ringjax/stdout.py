@@ -1,7 +1,4 @@
-"""What a command prints for a reader who may leave early, as `| head` does.
-
-A program's own output is none of our business: this is for ringjax's commands only.
-"""
+"""Output of commands to a pipe whose reader may end early, such as `| head`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def until_closed() -> Iterator[None]:
-    """Ends its block, and no more, when nobody reads standard output any longer.
+    """Context manager that ends its block quietly when standard output is closed.
 
     Example:
         >>> with until_closed():
@@ -24,6 +21,6 @@ def until_closed() -> Iterator[None]:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        # What is left in the buffer would fail again when the interpreter ends.
+        # The rest of the buffer would fail again when the interpreter ends.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

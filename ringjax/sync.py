@@ -1,8 +1,9 @@
-"""Values that must be alike or be known on all ranks: parameters, objects, metrics.
+"""Synchronises values between ranks: parameters, Python objects and metrics.
 
-Built from the stand-alone collectives, on their lane; how objects become bytes is in
-`control/objects.py`. Not for gradients. All functions but `broadcast_parameters` run
-outside of jit only, and all must be called by every rank of the process set.
+The functions use the collectives of `ringjax.collectives`; `control/objects.py` encodes
+objects as bytes. All ranks of the process set must call a function together. Only
+`broadcast_parameters` may be called inside of jit. Gradients have their own functions,
+in `ringjax.optim`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringjax import errors, runtime
+from ringjax import _native, errors, runtime
 from ringjax.collectives import allgather, arguments, broadcast
 from ringjax.control import object_messages
 from ringjax.control.objects import comparison_text, is_named_callable
@@ -25,6 +26,7 @@ from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private, primitive
 
 _global = runtime.global_process_set
+_Tree = TypeVar("_Tree")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.Sum: np.sum,
@@ -34,44 +36,45 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
-def _transferring(function: _Function) -> _Function:
-    """Lifts jax's transfer guard: such a function is for moving values about."""
+def _allows_transfers(function: _Function) -> _Function:
+    """Lifts JAX's transfer guard, because the function moves values on purpose."""
     guarded: _Function = jax.transfer_guard("allow")(function)
     return guarded
 
 
-@_transferring
+@_allows_transfers
 def broadcast_parameters(
-    tree: Any,
+    tree: _Tree,
     root_rank: int = 0,
     *,
     process_set: runtime.ProcessSet = _global,
     name: str = "parameters",
-) -> Any:
+) -> _Tree:
     """Returns the root's values of `tree` on every rank, in one operation.
 
-    Before it, the ranks compare names, shapes and dtypes of all leaves by a short hash.
+    First the ranks compare a short hash of the names, shapes and dtypes of all leaves.
 
     Args:
-      tree: parameters, an optimizer state, a flax TrainState, an nnx State, an equinox
-        model, any tree of jax or numpy arrays, jax.random keys and Python numbers.
-        Leaves keep their type and dtype, 64-bit numbers are exact also without
-        jax_enable_x64. Other leaves, such as functions and strings, stay as they are;
-        they must look alike on all ranks. Inside jit every number is a jax array, and
-        ranks compare only sizes and dtypes.
-      root_rank: the sender's rank in the world.
+      tree: any tree of JAX or NumPy arrays, jax.random keys and Python numbers, such as
+        parameters, an optimizer state, a flax TrainState, an nnx State or an equinox
+        model. Leaves keep their type and dtype, and 64-bit numbers are exact even
+        without jax_enable_x64. Other leaves, such as functions and strings, are not
+        sent and must be equal on all ranks. Inside jit, every number becomes a JAX
+        array, and the ranks compare only sizes and dtypes.
+      root_rank: the rank of the sender in the world.
       process_set: the ranks that take part; this rank must be one of them. In a job of
-        groups (ringrun --group-size) all of them means: each rank gets what the one at
-        its place in the root's group has, shards included.
-      name: stands for the tree in error messages.
+        groups (ringrun --group-size), the default set means that each rank gets the
+        values, including shards, of the rank with its index in the root's group.
+      name: names the tree in errors.
 
     Returns:
       A new tree of the same structure.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument, or an array that cannot be sent.
-      Mismatch: the trees differ between ranks; the text names the leaf. On every rank.
+      NotInitialized: `ringjax.init()` has not been called.
+      TypeError, ValueError: an argument is wrong, or an array cannot be sent.
+      Mismatch: the trees differ between ranks. All ranks raise it, and the text names
+        the leaf.
       PeerLost: a rank is gone.
 
     Example:
@@ -114,22 +117,27 @@ def broadcast_parameters(
     values = [
         leaf.unpack(sent.get(path)) for path, leaf in zip(paths, packed, strict=True)
     ]
-    return jax.tree.unflatten(treedef, values)
+    result: _Tree = jax.tree.unflatten(treedef, values)
+    return result
 
 
 def _between_groups(
     process_set: runtime.ProcessSet, root_rank: int
 ) -> tuple[runtime.ProcessSet, int]:
-    """Of all ranks, in a job of groups: those at this rank's place, and their root."""
+    """Returns the set and the root of a broadcast in a job of groups.
+
+    For the set of all ranks, these are this rank's replica set, and the member of this
+    set that is in the root's group.
+    """
     chosen, size = runtime.between_groups(process_set), runtime.group_size()
     if chosen is process_set or not isinstance(root_rank, int):
         return chosen, root_rank
     return chosen, root_rank - root_rank % size + runtime.group_rank()
 
 
-@_transferring
+@_allows_transfers
 def broadcast_object(
-    obj: Any,
+    obj: object,
     root_rank: int = 0,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
@@ -139,22 +147,23 @@ def broadcast_object(
     """Returns the root's object on every rank.
 
     Args:
-      obj: None, numbers, strings, bytes, lists, tuples, dicts, sets, numpy and jax
-        arrays, nested as you like. Only the root's is looked at. jax arrays arrive as
-        numpy arrays.
-      root_rank: the sender's rank in the world.
-      name: stands for the object in error messages.
+      obj: None, numbers, strings, bytes, lists, tuples, dicts, sets, and NumPy and JAX
+        arrays, nested to any depth. Only the root's object is used. JAX arrays arrive
+        as NumPy arrays.
+      root_rank: the rank of the sender in the world.
+      name: names the object in errors.
       process_set: the ranks that take part; this rank must be one of them.
-      allow_pickle: on all ranks: send what else it is as a pickle. Reading a pickle
-        runs code that the sender chose.
+      allow_pickle: whether objects of other types may be sent as a pickle; equal on all
+        ranks. Reading a pickle runs code that the sender has chosen.
 
     Returns:
-      A copy of the object, on the root too.
+      A copy of the object, also on the root.
 
     Raises:
-      NotInitialized, PeerLost: as everywhere.
-      TypeError: the root's object cannot be sent; raised on every rank.
-      ValueError: the root has sent a pickle, and this rank does not allow that.
+      NotInitialized: `ringjax.init()` has not been called.
+      PeerLost: a rank is gone.
+      TypeError: the root's object cannot be sent. All ranks raise it.
+      ValueError: the root has sent a pickle, and this rank does not allow pickles.
 
     Example:
       >>> import ringjax
@@ -165,14 +174,17 @@ def broadcast_object(
     communicator = _eager_communicator(what, process_set)
     root = arguments.root_in_set(what, root_rank, process_set)
 
-    def move(array: Any, _: str) -> Any:
+    def move(array: np.ndarray, _: str) -> np.ndarray:
         return primitive.read_result(
             broadcast(array, root_rank, process_set=process_set, name=name or what)
         )
 
     with errors.translated():
         return object_messages.broadcast(
-            *(what, obj, move, object_messages.padded_size),
+            what,
+            obj,
+            move,
+            object_messages.padded_size,
             is_root=communicator.rank == root,
             root_rank=root_rank,
             secret=runtime.current(what).secret,
@@ -180,9 +192,9 @@ def broadcast_object(
         )
 
 
-@_transferring
+@_allows_transfers
 def allgather_object(
-    obj: Any,
+    obj: object,
     name: str | None = None,
     process_set: runtime.ProcessSet = _global,
     *,
@@ -190,7 +202,14 @@ def allgather_object(
 ) -> list[Any]:
     """Returns the objects of all ranks, in the order of the ranks.
 
-    Args, Raises: as `broadcast_object`.
+    Args:
+      obj: see `broadcast_object`.
+      name: names the objects in errors.
+      process_set: the ranks that take part; this rank must be one of them.
+      allow_pickle: see `broadcast_object`.
+
+    Raises:
+      NotInitialized, PeerLost, TypeError, ValueError: see `broadcast_object`.
 
     Example:
       >>> import ringjax
@@ -201,21 +220,24 @@ def allgather_object(
     what = "allgather_object"
     _eager_communicator(what, process_set)
 
-    def move(array: Any, _: str) -> Any:
+    def move(array: np.ndarray, _: str) -> np.ndarray:
         return primitive.read_result(
             allgather(array, process_set=process_set, name=name or what)
         )
 
     with errors.translated():
         return object_messages.allgather(
-            *(what, obj, move, object_messages.padded_size),
+            what,
+            obj,
+            move,
+            object_messages.padded_size,
             ranks=process_set.ranks,
             secret=runtime.current(what).secret,
             allow_pickle=allow_pickle,
         )
 
 
-@_transferring
+@_allows_transfers
 def allreduce_metrics(
     metrics: Any,
     op: int = ReduceOp.Average,
@@ -224,29 +246,31 @@ def allreduce_metrics(
     process_set: runtime.ProcessSet = _global,
     name: str | None = None,
 ) -> Any:
-    """Reduces a tree of numbers over all ranks, in float64 whatever jax is set to.
+    """Reduces a tree of numbers over all ranks in float64, even without jax_enable_x64.
 
-    Every rank gets every rank's numbers and adds them up in the order of the ranks, so
-    the results are exact to float64 and alike bit for bit. Meant for a few numbers now
-    and then; for many, use `allreduce`.
+    Every rank gets the numbers of all ranks and adds them in the order of the ranks, so
+    all ranks get bitwise equal results. Use it for a few numbers now and then, and
+    `allreduce` for many numbers.
 
     Args:
       metrics: a tree of Python numbers and real arrays, with the same names and shapes
         on all ranks.
       op: Average, Sum, Min, Max or Product.
-      weight: with Average: how much this rank's numbers count, such as the number of
+      weight: the weight of this rank's numbers in an Average, such as the number of
         its samples. The result is ``Σ weight·x / Σ weight``; NaN if all weights are 0.
       process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the metrics in error messages.
+      name: names the metrics in errors.
 
     Returns:
-      The same tree: numpy arrays for arrays, Python numbers for numbers and 0-d arrays
-      (floats; ints if all ranks gave integers and it is not an Average).
+      A tree of the same structure: NumPy arrays for arrays, Python numbers for numbers
+      and 0-d arrays. Numbers are floats, or ints if all ranks gave integers and `op` is
+      not Average.
 
     Raises:
-      NotInitialized, PeerLost: as everywhere.
-      TypeError, ValueError: a bad argument.
-      Mismatch: names or shapes differ between ranks. On every rank.
+      NotInitialized: `ringjax.init()` has not been called.
+      PeerLost: a rank is gone.
+      TypeError, ValueError: an argument is wrong.
+      Mismatch: names or shapes differ between ranks. All ranks raise it.
 
     Example:
       >>> import ringjax
@@ -269,9 +293,9 @@ def allreduce_metrics(
     values = [_number(what, p, leaf) for p, (_, leaf) in zip(paths, pairs, strict=True)]
     shapes = {p: str(list(v.shape)) for p, v in zip(paths, values, strict=True)}
     _compare(what, {"`op`": chosen.name, **shapes}, process_set)
-    everyone = allgather_object([own, *values], name or what, process_set)
-    weights = np.array([numbers[0] for numbers in everyone])
-    columns = zip(*(numbers[1:] for numbers in everyone), strict=True)
+    gathered = allgather_object([own, *values], name or what, process_set)
+    weights = np.array([numbers[0] for numbers in gathered])
+    columns = zip(*(numbers[1:] for numbers in gathered), strict=True)
     reduced = [_reduce(chosen, column, weights) for column in columns]
     return jax.tree.unflatten(treedef, reduced)
 
@@ -280,10 +304,10 @@ def allreduce_metrics(
 
 
 class _Packed(NamedTuple):
-    """A leaf as an array that can be sent, and the way back."""
+    """A leaf as an array that can be sent, and the function that converts it back."""
 
-    array: Any  # None: every rank keeps its own
-    kind: str  # what the ranks compare
+    array: Any  # None: the leaf is not sent, and every rank keeps its own
+    kind: str  # a text that must be equal on all ranks
     unpack: Callable[[Any], Any]
 
 
@@ -317,7 +341,7 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
 
 
 def _can_stay(leaf: Any) -> bool:
-    """Whether it has no numbers to send, and looks like what it is."""
+    """Returns whether a leaf need not be sent: it holds no numbers and has a text."""
     if is_named_callable(leaf):
         return True
     holds = ("__array__", "__dlpack__", "dtype", "state_dict")
@@ -339,15 +363,16 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     as_before = _restorer(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = np.asarray(leaf, dtype.newbyteorder("="))
-    # By dtype alone, so that a rank with numpy arrays understands one with jax arrays.
-    known = dtype.name in dtypes.NUMBERS  # not by kind: float8_e5m2 is an "f", too
+    # Decide by the dtype alone, because one rank may have NumPy arrays, and another
+    # rank JAX arrays. Not by `dtype.kind`: float8_e5m2 is an "f", too.
+    known = dtype.name in dtypes.NUMBERS
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
         return _Packed(leaf, kind, as_before)
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
 
 
 def _pack_traced(array: Any, kind: str) -> _Packed:
-    """Types that are not sent travel in one that holds all their values."""
+    """Packs an array; types that cannot be sent are cast to a larger type."""
     sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
     return _Packed(sent, kind, restore)
 
@@ -357,7 +382,7 @@ def _restorer(leaf: Any) -> Callable[[Any], Any]:
         return jnp.asarray
     if isinstance(leaf, np.generic):
         return lambda out: np.asarray(out)[()]
-    return lambda out: np.array(out, leaf.dtype)  # a copy that can be written to
+    return lambda out: np.array(out, leaf.dtype)  # a writable copy
 
 
 def _pack_bytes(array: np.ndarray[Any, Any], restore: Callable[[Any], Any]) -> _Packed:
@@ -372,7 +397,10 @@ def _pack_bytes(array: np.ndarray[Any, Any], restore: Callable[[Any], Any]) -> _
 
 
 def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) -> None:
-    """Raises Mismatch on every rank if `lines` are not the same on all."""
+    """Raises Mismatch on all ranks if `lines` differ between ranks.
+
+    The ranks compare a digest first, and exchange the lines only if it differs.
+    """
     text = json.dumps(list(lines.items()))
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     with errors.translated():
@@ -382,23 +410,23 @@ def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) 
         rows = primitive.read_result(rows)
     if (rows == digest).all():
         return
-    everyone = allgather_object(lines, f"{what} (structure)", process_set)
-    members, first = process_set.ranks, everyone[0]
-    for rank, other in zip(members, everyone, strict=True):
+    all_lines = allgather_object(lines, f"{what} (structure)", process_set)
+    members, first = process_set.ranks, all_lines[0]
+    for rank, other in zip(members, all_lines, strict=True):
         for key in [*first, *other]:
             one, two = (side.get(key, "nothing") for side in (first, other))
             if one != two:
                 label = key if key.startswith("`") else repr(key)
-                who = f"rank {members[0]} has {one}, rank {rank} has {two}"
-                raise errors.Mismatch(f"ringjax.{what}: {label}: {who}")
+                text = f"rank {members[0]} has {one}, rank {rank} has {two}"
+                raise errors.Mismatch(f"ringjax.{what}: {label}: {text}")
     raise errors.Mismatch(f"ringjax.{what}: the leaves are in another order on a rank")
 
 
 # -- metrics ---------------------------------------------------------------------------
 
 
-def _number(what: str, path: str, leaf: Any) -> np.ndarray[Any, Any]:
-    """The leaf as float64, or as int64 or Python's int if it is an integer."""
+def _number(what: str, path: str, leaf: object) -> np.ndarray:
+    """Converts a metric to float64, or to int64 or uint64 if it is an integer."""
     try:
         array = np.asarray(leaf)
         if array.dtype.name in ("bfloat16", "float16") or array.dtype.kind == "f":
@@ -413,22 +441,24 @@ def _number(what: str, path: str, leaf: Any) -> np.ndarray[Any, Any]:
     )
 
 
-def _reduce(op: ReduceOp, column: Sequence[Any], weights: np.ndarray[Any, Any]) -> Any:
+def _reduce(
+    op: ReduceOp, column: Sequence[np.ndarray], weights: np.ndarray
+) -> np.ndarray | int | float:
     stack = np.stack(column)
     if op is ReduceOp.Average:
         with np.errstate(invalid="ignore"):
             weighted = weights.reshape(-1, *[1] * (stack.ndim - 1)) * stack
             out = np.asarray(weighted.sum(axis=0) / weights.sum())
         return out if out.ndim else out.item()
+    # Python's integers do not overflow.
     exact = stack.astype(object) if stack.dtype.kind in "iu" else stack
     out = np.asarray(_REDUCTIONS[op](exact, axis=0))
     return out.astype(stack.dtype) if out.ndim else out.item()
 
 
-# -- the world -------------------------------------------------------------------------
-
-
-def _eager_communicator(what: str, process_set: runtime.ProcessSet) -> Any:
+def _eager_communicator(
+    what: str, process_set: runtime.ProcessSet
+) -> _native.Communicator:
     communicator = runtime.communicator(process_set, what)
     if not jax_private.is_eager(()):
         raise TypeError(f"ringjax.{what} runs outside of jit only, and this is inside")

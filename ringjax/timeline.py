@@ -1,8 +1,8 @@
-"""A timeline of the collectives: start and stop a Chrome trace while the job runs.
+"""Timeline: a Chrome trace of the collectives, started and stopped while the job runs.
 
-What is recorded and in which format is in xla_ext/engine/eager/timeline.h. Only rank 0
-writes, as in Horovod: a round tells it what every rank has submitted. All ranks, on one
-time base, are in what profile/ writes.
+As in Horovod, rank 0 writes the timeline: the negotiation tells it which operations
+each rank has submitted. xla_ext/engine/eager/timeline.h describes the events. A profile
+(profile/) shows all ranks on one time base.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["start_timeline", "stop_timeline"]
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False
 ) -> None:
-    """Begins to record all collectives, on rank 0; does nothing on other ranks.
+    """Starts a timeline of all collectives on rank 0; does nothing on other ranks.
 
-    Named operations are in it as Horovod has them. Calls of compiled programs have rows
-    with "(compiled)" behind the name, and of the ranks' marks only this rank's.
+    Named operations appear as in Horovod's timeline. Calls of compiled programs have
+    rows with "(compiled)" after the name, with marks of rank 0 only.
 
-    Replaces the file, which is valid JSON at any time, and ends a recording that is
-    under way. `RINGJAX_TIMELINE=path` (or `HOROVOD_TIMELINE`) begins one at `init`.
-    The newest part is kept: at 128 MB the file becomes `file_path` with ".1" behind
-    it, in place of an earlier one, and a new one begins.
+    The file is replaced, and it is valid JSON at any time. A running timeline ends
+    first. At 128 MB the file is renamed to `file_path` with ".1" appended, and a new
+    file begins, so the newest part is kept. `RINGJAX_TIMELINE=path` (or
+    `HOROVOD_TIMELINE`) starts a timeline in `init`.
 
     Args:
-        file_path: where to write; open it with https://ui.perfetto.dev.
-        mark_cycles: also mark the rounds in which the ranks negotiate.
+        file_path: the file to write; https://ui.perfetto.dev opens it.
+        mark_cycles: whether to mark the rounds in which the ranks negotiate.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: `init` has not been called.
         ValueError: the file cannot be written.
 
     Example:
@@ -55,9 +55,9 @@ def start_timeline(
 
 
 def stop_timeline() -> None:
-    """Ends the recording, if there is one; the file is complete when this returns.
+    """Ends a running timeline. The file is complete when this function returns.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: `init` has not been called.
     """
     runtime.current("stop_timeline").lanes.set_timeline(None)

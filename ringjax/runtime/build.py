@@ -1,9 +1,8 @@
-"""Horovod's questions about what was compiled in, and `build_info` for people.
+"""Horovod's functions about what was compiled in, and `build_info` for bug reports.
 
-ringjax has no MPI, DDL or oneCCL. Its own transports are always there, and are what
-programs mean that ask for Gloo: the built-in CPU plane. NCCL and the CUDA
-driver are not linked but opened at run time, so these answers may differ from one
-machine to the next with the same build.
+ringjax has no MPI, DDL or oneCCL. Where Horovod uses Gloo, its CPU transport, ringjax
+always has its own transports. NCCL and the CUDA driver are loaded at run time, so the
+results for one build may differ from machine to machine.
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """False: MPI is not used; a job may still be started with mpirun."""
+    """Returns False, because ringjax does not use MPI. mpirun may start its jobs."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False, see `mpi_built`."""
+    """Returns False, because ringjax does not use MPI."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False, see `mpi_built`."""
+    """Returns False, because ringjax does not use MPI."""
     return False
 
 
 def gloo_built() -> bool:
-    """True: the built-in CPU plane, which is Gloo in Horovod and ringjax's own here.
+    """Returns True: ringjax always has its own transports in the place of Gloo.
 
     Example:
-        >>> assert mpi_built() or gloo_built()  # as programs for Horovod begin
+        >>> assert mpi_built() or gloo_built()  # as many programs for Horovod begin
     """
     return True
 
 
 def gloo_enabled() -> bool:
-    """True, see `gloo_built`."""
+    """Returns True, because ringjax always has its own transports."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of NCCL as a number, 22809 for 2.28.9; 0 if none can be loaded."""
+    """Returns the version of NCCL, 22809 for 2.28.9; 0 if NCCL cannot be loaded."""
     try:
         return devices.open_library(config.Config.from_env().nccl)[0]
     except RingjaxError:
@@ -69,42 +68,47 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether this build has code for CUDA devices; true without a GPU as well."""
+    """Returns whether this build has code for CUDA devices, also without a GPU."""
     return bool(devices.information()["device_code"] != "none")
 
 
 def rocm_built() -> bool:
-    """False."""
+    """Returns False, because ringjax does not use ROCm."""
     return False
 
 
 def sycl_built() -> bool:
-    """False."""
+    """Returns False, because ringjax does not use SYCL."""
     return False
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Returns False, because ringjax does not use IBM DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Returns False, because ringjax does not use oneCCL."""
     return False
 
 
 def build_info() -> dict[str, Any]:
-    """What this build has and what it finds on this machine, for reports and bugs.
+    """Returns what this build contains and what it finds on this machine.
 
-    Loads NCCL and the CUDA driver if they are there; uses no device.
+    Loads NCCL and the CUDA driver if this machine has them. Uses no device.
 
     Returns:
-        ``ringjax``: its version. ``device_code``: which compiler made the code for CUDA
-        devices, or "none". ``images``: its pieces, (kind, architecture, bytes).
-        ``driver``: the newest CUDA version that the driver knows, 13000 for 13.0, or 0,
-        and then ``driver_error`` says why. ``devices``: name, uuid and compute
-        capability of each. ``nccl``: its version, 22809 for 2.28.9, or 0, and then
-        ``nccl_error`` says why. ``nccl_path``: the file that is loaded.
+        A dict with these keys:
+
+        - ``ringjax``: the version.
+        - ``device_code``: the compiler of the code for CUDA devices, or "none".
+        - ``images``: the parts of that code, as (kind, architecture, bytes).
+        - ``driver``: the newest CUDA version that the driver supports, 13000 for 13.0;
+          0 if there is no driver, and ``driver_error`` says why.
+        - ``devices``: name, uuid and compute capability of each device.
+        - ``nccl``: the version, 22809 for 2.28.9; 0 if NCCL cannot be loaded, and
+          ``nccl_error`` says why.
+        - ``nccl_path``: the file of NCCL that is loaded.
 
     Example:
         >>> info = build_info()

@@ -1,4 +1,1 @@
-"""What the settings of ringjax and of Horovod are called in the environment.
-
-The settings themselves are `ringjax.config`.
-"""
+"""Parsers, files and names of the settings, which are `ringjax.config`."""

@@ -1,8 +1,8 @@
-"""What becomes of every HOROVOD_* variable: which setting it is, or why it is none.
+"""Horovod's variables: the setting for each HOROVOD_* variable, or why there is none.
 
-One table for the log, the tests and docs/reference/horovod.md, where the output of
-`python -m ringjax.settings.horovod_variables` stands. This module reads no variable:
-config.py does, and its fields say which variables they listen to.
+One table serves the log, the tests and docs/reference/horovod.md, which contains the
+output of `python -m ringjax.settings.horovod_variables`. config.py reads the variables;
+its fields name them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from ringjax import config
 
-# Why the variables after it have no effect here.
+# Variables without an effect: the reason, then the names without HOROVOD_.
 _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     (
         "ringjax has one way of its own to meet, RINGJAX_RENDEZVOUS and "
@@ -79,15 +79,15 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
 WITHOUT_EFFECT = {
     f"HOROVOD_{name}": why for why, names in _WITHOUT_EFFECT for name in names.split()
 }
-# Of the honoured ones, those whose value is read in another way than ours.
-_IN_OTHER_WORDS = {
+# Variables whose values have another meaning than those of ringjax's variable.
+_VALUE_FORMATS = {
     "HOROVOD_STALL_CHECK_DISABLE": "if 1: {}=0",
     "HOROVOD_DISABLE_GROUP_FUSION": "if 1: {}=0",
 }
 
 
 def honoured() -> dict[str, list[str]]:
-    """The variables that have an effect, and our names for the same.
+    """Returns the variables that have an effect, and ringjax's variables for them.
 
     Example:
         >>> honoured()["HOROVOD_GLOO_IFACE"]
@@ -102,7 +102,7 @@ def honoured() -> dict[str, list[str]]:
 
 
 def notes(names: Iterable[str]) -> Iterator[str]:
-    """A line for each of these variables that has no effect, for the log."""
+    """Yields a line for each of these variables that has no effect, for the log."""
     known = honoured()
     for name in names:
         if name not in known:
@@ -111,10 +111,10 @@ def notes(names: Iterable[str]) -> Iterator[str]:
 
 
 def table() -> str:
-    """All variables and their fates, as markdown."""
+    """Returns the table of all variables in Markdown."""
     rows = [("variable", "here"), ("---", "---")]
     for name, ours in honoured().items():
-        text = _IN_OTHER_WORDS.get(name, "{}")
+        text = _VALUE_FORMATS.get(name, "{}")
         rows.append((f"`{name}`", ", ".join(f"`{text.format(x)}`" for x in ours)))
     for why, names in _WITHOUT_EFFECT:
         words = (f"`HOROVOD_{name}`" for name in names.split())

@@ -1,8 +1,8 @@
-"""Small files in the user's cache folder that remember what was measured.
+"""Measurement cache: small files in the user's cache folder, one for each measurement.
 
-One JSON file for each thing, replaced as a whole. Nothing here is fatal: what cannot be
-read, is damaged or too old counts as unknown, and what cannot be written is not
-remembered. Whether a value is possible, those who read it must judge.
+A file holds one JSON object and is replaced as a whole. No error here is fatal: a file
+that cannot be read, is damaged or too old counts as missing, and a value that cannot be
+written is not cached. The callers check whether a cached value is plausible.
 """
 
 from __future__ import annotations
@@ -16,69 +16,76 @@ import tempfile
 import time
 from typing import Any
 
-DAYS = 7
+MAX_AGE_DAYS = 7
 _FORMAT = 1
-_MOST = 4096  # bytes of a file
-_AHEAD = 3600.0  # seconds that another host's clock may be ahead
+_MAX_BYTES = 4096  # of a file
+_CLOCK_TOLERANCE = 3600.0  # seconds that the clock of another host may be ahead
 
 
-def path_of(folder: str, kind: str, thing: Any) -> str:
-    """The file of a thing, which is described by anything that JSON can hold."""
-    return os.path.join(folder, f"{kind}-{_digest(thing)[:24]}.json")
+def path_of(folder: str, kind: str, key: object) -> str:
+    """Returns the path of a measurement's file.
+
+    Args:
+        folder: the cache folder.
+        kind: what was measured; the beginning of the file's name.
+        key: describes the measured thing. JSON must be able to represent it.
+    """
+    return os.path.join(folder, f"{kind}-{_digest(key)[:24]}.json")
 
 
-def _digest(thing: Any) -> str:
-    text = json.dumps([_FORMAT, thing], sort_keys=True)
+def _digest(key: object) -> str:
+    text = json.dumps([_FORMAT, key], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(folder: str, kind: str, thing: Any) -> Any:
-    """What is remembered of a thing, None if that is nothing."""
+def read(folder: str, kind: str, key: object) -> Any:
+    """Returns the cached JSON value, None if there is none. Arguments as `path_of`."""
     if not folder:
         return None
     try:
-        found = json.loads(_content(path_of(folder, kind, thing)))
-        age = time.time() - float(found["when"])
-        fresh = -_AHEAD <= age <= DAYS * 86400
-        same = found["thing"] == _digest(thing)
-        return found["value"] if fresh and same else None
+        content = json.loads(_content(path_of(folder, kind, key)))
+        age = time.time() - float(content["when"])
+        is_fresh = -_CLOCK_TOLERANCE <= age <= MAX_AGE_DAYS * 86400
+        is_same = content["thing"] == _digest(key)
+        return content["value"] if is_fresh and is_same else None
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
 def _content(path: str) -> str:
-    """At most `_MOST` bytes of a regular file of ours; it is never waited for."""
+    # The folder may be writable by other users: follow no link, do not wait for a pipe
+    # (O_NONBLOCK), and trust only a regular file of our own user.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     fd = os.open(path, flags)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise ValueError("not a file of this user")
-        content = os.read(fd, _MOST + 1)
+        content = os.read(fd, _MAX_BYTES + 1)
     finally:
         os.close(fd)
-    if len(content) > _MOST:
+    if len(content) > _MAX_BYTES:
         raise ValueError("too long")
     return content.decode()
 
 
-def write(folder: str, kind: str, thing: Any, value: Any) -> bool:
-    """Remembers a thing from now on; says whether that worked."""
+def write(folder: str, kind: str, key: object, value: object) -> bool:
+    """Caches a JSON value. Returns whether that worked. Arguments as `path_of`."""
     if not folder:
         return False
-    content = {"when": time.time(), "thing": _digest(thing), "value": value}
+    content = {"when": time.time(), "thing": _digest(key), "value": value}
     text = json.dumps(content, indent=1) + "\n"
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
-        _replace(path_of(folder, kind, thing), kind, text)
-        _forget_old(folder, kind)
+        _replace(path_of(folder, kind, key), kind, text)
+        _delete_old(folder, kind)
     except OSError:
         return False
     return True
 
 
 def _replace(path: str, kind: str, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
+    # A rename is atomic: other processes read the old file or the new one.
     fd, temporary = tempfile.mkstemp(prefix=f".{kind}-", dir=os.path.dirname(path))
     try:
         with os.fdopen(fd, "w") as file:
@@ -90,12 +97,12 @@ def _replace(path: str, kind: str, text: str) -> None:
         raise
 
 
-def _forget_old(folder: str, kind: str) -> None:
-    """Where hosts are born with new names all the time, files would pile up."""
-    limit = time.time() - DAYS * 86400
+def _delete_old(folder: str, kind: str) -> None:
+    # Hosts in a cloud have new names all the time, so files would pile up.
+    limit = time.time() - MAX_AGE_DAYS * 86400
     with os.scandir(folder) as entries:
         for entry in entries:
-            ours = entry.name.removeprefix(".").startswith(f"{kind}-")
+            is_ours = entry.name.removeprefix(".").startswith(f"{kind}-")
             with contextlib.suppress(OSError):
-                if ours and entry.stat(follow_symlinks=False).st_mtime < limit:
+                if is_ours and entry.stat(follow_symlinks=False).st_mtime < limit:
                     os.unlink(entry.path)

@@ -1,21 +1,20 @@
-"""How the text of an environment variable becomes a value.
+"""Parsers: functions that convert the text of an environment variable to a value.
 
-Each function here gives or is a parser; its ValueError says what is expected, and
-config.py puts the variable and its text before it.
+A parser raises a ValueError whose text says what is expected, such as "an integer".
+config.py puts the name and the text of the variable before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
-Parser = Callable[[str], Any]
+Parser = Callable[[str], object]
 
 
 def integer(low: int, high: int | None = None) -> Parser:
-    """A whole number within limits."""
+    """Returns a parser of integers from `low` to `high`, or without an upper limit."""
     limits = f"at least {low}" if high is None else f"between {low} and {high}"
 
     def parse(text: str) -> int:
@@ -31,9 +30,9 @@ def integer(low: int, high: int | None = None) -> Parser:
 
 
 def or_all(parse: Parser) -> Parser:
-    """What `parse` takes, or "all", which is 0."""
+    """Returns a parser that accepts "all", which is 0, in addition to `parse`."""
 
-    def either(text: str) -> Any:
+    def parse_or_all(text: str) -> object:
         if text.strip().lower() == "all":
             return 0
         try:
@@ -41,11 +40,11 @@ def or_all(parse: Parser) -> Parser:
         except ValueError as error:
             raise ValueError(f"all, or {error}") from None
 
-    return either
+    return parse_or_all
 
 
 def seconds(low: float = 0.0, unit: str = "seconds") -> Parser:
-    """A number of seconds, or of what `unit` says."""
+    """Returns a parser of seconds, or of another unit, from `low` on."""
     expected = f"a number of {unit}, at least {low:g}"
 
     def parse(text: str) -> float:
@@ -61,7 +60,7 @@ def seconds(low: float = 0.0, unit: str = "seconds") -> Parser:
 
 
 def multiple_of(unit: int, high: int) -> Parser:
-    """A multiple of `unit`, zero too."""
+    """Returns a parser of multiples of `unit` from 0 to `high`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or (n := int(text)) > high or n % unit:
@@ -72,7 +71,7 @@ def multiple_of(unit: int, high: int) -> Parser:
 
 
 def power_of_two(low: int, high: int) -> Parser:
-    """A power of two within limits."""
+    """Returns a parser of powers of two from `low` to `high`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= (n := int(text)) <= high or n & (n - 1):
@@ -83,7 +82,7 @@ def power_of_two(low: int, high: int) -> Parser:
 
 
 def boolean(text: str) -> bool:
-    """1 or 0, in the words that people have for it."""
+    """Parses 1, true, on, yes, or 0, false, off, no."""
     values = {"1": True, "true": True, "on": True, "yes": True}
     values |= {"0": False, "false": False, "off": False, "no": False}
     if text.lower() not in values:
@@ -91,13 +90,16 @@ def boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def if_true(value: Any) -> Parser:
-    """For Horovod's switches that stand for one value of ours."""
+def if_true(value: object) -> Parser:
+    """Returns a parser of Horovod's switches that set one value of a setting.
+
+    The parser returns `value` for a true text and None for a false text.
+    """
     return lambda text: value if boolean(text) else None
 
 
 def hexadecimal(digits: int, *, exactly: bool) -> Parser:
-    """So many hexadecimal digits, or at least so many."""
+    """Returns a parser of exactly, or at least, `digits` hexadecimal digits."""
     size = f"{digits}" if exactly else f"at least {digits}"
 
     def parse(text: str) -> str:
@@ -111,7 +113,7 @@ def hexadecimal(digits: int, *, exactly: bool) -> Parser:
 
 
 def level(text: str) -> str:
-    """One of LOG_LEVELS."""
+    """Parses the name of a log level; "warn" means "warning"."""
     level = "warning" if text.lower() == "warn" else text.lower()
     if level not in LOG_LEVELS:
         raise ValueError("one of " + ", ".join(LOG_LEVELS))
@@ -119,7 +121,7 @@ def level(text: str) -> str:
 
 
 def choice(*names: str) -> Parser:
-    """One of these words."""
+    """Returns a parser of one of these words, in upper or lower case."""
 
     def parse(text: str) -> str:
         if text.lower() not in names:

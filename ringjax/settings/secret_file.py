@@ -1,4 +1,4 @@
-"""Secrets, what they look like and how they are read from a file."""
+"""Reads the job's secret and the token for metrics from files of their owner only."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import stat
 
 from ringjax.settings import parsers
 
-# Shorter secrets could be guessed; ringrun makes 32 bytes.
+# Shorter secrets could be guessed. ringrun generates 32 bytes.
 MIN_SECRET_BYTES = 16
-SECRET = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
+_MIN_TOKEN_CHARS = 16
+parse_secret = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
 
 
-_TOKEN = 16  # the least letters of a token
-
-
-def read(path: str) -> bytes:
-    """The bytes of the job's secret in a file that only its owner may use.
+def read_secret(path: str) -> bytes:
+    """Reads the job's secret, which the file holds in hexadecimal digits.
 
     Raises:
-        ValueError: it cannot be read, others may read it, or it holds no secret.
+        ValueError: the file cannot be read, other users may use it, or it holds no
+            secret.
     """
-    text = _private("RINGJAX_SECRET_FILE", path)
+    text = _read_private("RINGJAX_SECRET_FILE", path)
     try:
-        return bytes.fromhex(SECRET(text))
+        return bytes.fromhex(str(parse_secret(text)))
     except ValueError:
         raise ValueError(
             f"RINGJAX_SECRET_FILE is {path!r}: expected a line of at least "
@@ -32,27 +31,32 @@ def read(path: str) -> bytes:
 
 
 def read_token(path: str) -> str:
-    """What those must show who want the job's metrics; raises as `read`."""
+    """Reads the token that clients of the metrics must send.
+
+    Raises:
+        ValueError: the file cannot be read, other users may use it, or it holds no
+            token.
+    """
     name = "RINGJAX_METRICS_TOKEN_FILE"
-    text = _private(name, path)
-    if len(text) < _TOKEN or not (text.isascii() and text.isalnum()):
+    text = _read_private(name, path)
+    if len(text) < _MIN_TOKEN_CHARS or not (text.isascii() and text.isalnum()):
         raise ValueError(
-            f"{name} is {path!r}: expected a line of at least {_TOKEN} letters and "
-            "digits (openssl rand -hex 32)"
+            f"{name} is {path!r}: expected a line of at least {_MIN_TOKEN_CHARS} "
+            "letters and digits (openssl rand -hex 32)"
         )
     return text
 
 
-def _private(name: str, path: str) -> str:
-    """The text in a file that only its owner may use; `name` is the variable's."""
-    what = f"{name} is {path!r}:"
+def _read_private(variable: str, path: str) -> str:
+    """Reads the text of a file, if only its owner may use it."""
+    what = f"{variable} is {path!r}:"
     try:
-        # Not blocking: opening a pipe would otherwise wait for somebody to write.
+        # Without O_NONBLOCK, opening a pipe waits until a process opens it for writing.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"{what} {error.strerror}") from None
     try:
-        # Of the open file, so that it cannot be exchanged between check and use.
+        # Check the open file, so that nobody can replace it between check and read.
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{what} not a regular file")

@@ -1,10 +1,10 @@
-"""Which ringjax this is."""
+"""The version of this ringjax."""
 
 from __future__ import annotations
 
 
 def version() -> str:
-    """The version of the installed package, also as `ringjax.__version__`."""
+    """Returns the version of the installed package, which is `ringjax.__version__`."""
     from importlib import metadata
 
     try:
