@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def run_as_rank(
-    variables: Mapping[str, str],
+    ticket: Mapping[str, str],
     fn: Callable[..., _T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -26,7 +26,8 @@ def run_as_rank(
     """Calls `fn` as a rank of a job, and leaves the job.
 
     Args:
-        variables: the environment of the rank, which holds during the call.
+        ticket: environment variables of the rank, from `EngineJob.tickets`, which are
+            set during the call.
         fn: a function that calls `ringjax.init()`.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -34,7 +35,7 @@ def run_as_rank(
     Returns:
         See `call_reporting_failure`, which also raises the same errors.
     """
-    with environment(variables):
+    with environment(ticket):
         try:
             return call_reporting_failure(fn, args, kwargs)
         finally:
