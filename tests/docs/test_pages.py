@@ -66,7 +66,7 @@ AFTER = {
         assert all(r is not None for r in results) and x[0] == 1.5 and len(parts) == 2
     """,
     ("docs/reference/api/tensorflow.md", 0): """
-        assert [int(n) for n in who()] == [hvd.rank(), 2, hvd.local_rank(), 2, 1]
+        assert [int(n) for n in numbers()] == [hvd.rank(), 2, hvd.local_rank(), 2, 1]
         assert variable.numpy() == 0 and parts[0].numpy().tolist() == [2, 2]
     """,
     ("docs/reference/api/tensorflow.md", 1): """
