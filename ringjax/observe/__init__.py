@@ -1,1 +1,1 @@
-"""What a job does while it runs: its calls, who waits for whom, and where they go."""
+"""Statistics of this rank for programs: numbers, Prometheus metrics, scalars."""

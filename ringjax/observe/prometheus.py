@@ -1,7 +1,7 @@
-"""Metrics of this rank for a program that has its own endpoint, with prometheus_client.
+"""Metrics of this rank for programs that use prometheus_client.
 
-ringrun's endpoint (`ringrun --metrics`) has those of all ranks in one place, and more;
-this is for jobs without ringrun, and for programs that are scraped anyway.
+The endpoint of `ringrun --metrics` serves the metrics of all ranks, and more. This
+module is for jobs without ringrun, and for programs that Prometheus scrapes anyway.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PrometheusCollector:
-    """What this rank has exchanged, as a collector for `prometheus_client`'s registry.
+    """Collects the metrics of this rank for a registry of `prometheus_client`.
 
-    Names and labels are those of `ringrun --metrics`. Costs nothing until somebody
-    scrapes; then some microseconds, and no communication. Before `ringjax.init` there
+    Names and labels are those of `ringrun --metrics`. A scrape costs some microseconds
+    and no communication; without a scrape there is no cost. Before `ringjax.init` there
     is only the version.
 
     Example:
@@ -35,11 +35,11 @@ class PrometheusCollector:
     """
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of now."""
+        """Yields the present metrics."""
         from prometheus_client.metrics_core import Metric
 
         for family in _families():
-            name = family.name.removesuffix("_total")  # which its samples keep
+            name = family.name.removesuffix("_total")  # only its samples have it
             metric = Metric(name, family.about, family.kind)
             for suffix, labels, value in family.samples:
                 metric.add_sample(family.name + suffix, dict(labels), value)

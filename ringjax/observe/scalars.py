@@ -1,40 +1,54 @@
-"""What this rank does, as scalars for TensorBoard and whatever is like it."""
+"""Scalars about this rank for TensorBoard and similar tools."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ringjax import _native, runtime
-from ringjax.ops import bus_factor
+from ringjax.monitor import sample
+from ringjax.monitor.aggregator import CallTotals
 
-# Of the last call: the recorder, when, calls, seconds of waiting and moving, bytes.
-_last: tuple[_native.Recorder, float, tuple[float, ...]] | None = None
+_WriteScalar = Callable[[str, float, int], object]
+_WriteScalars = Callable[[dict[str, float], int], object]
 
 
-def write_scalars(writer: Any, step: int, prefix: str = "ringjax/") -> dict[str, float]:
-    """Writes how this rank's time and calls were since the last time, as scalars.
+class _Reading(NamedTuple):
+    recorder: _native.Recorder
+    when: float
+    totals: CallTotals
+    bytes: int
 
-    Call it every hundred steps or so, on rank 0 or on all that have a writer; it costs
-    some microseconds, and no communication.
+
+_last: _Reading | None = None
+
+
+def write_scalars(
+    writer: object, step: int, prefix: str = "ringjax/"
+) -> dict[str, float]:
+    """Writes how this rank has spent its time since the previous call, as scalars.
+
+    Call it every hundred steps or so, on rank 0 or on all ranks that have a writer. A
+    call costs some microseconds and no communication.
 
     Args:
-        writer: what has `add_scalar(tag, value, step)` (PyTorch's SummaryWriter,
-            tensorboardX), `scalar(tag, value, step)` (flax), `write_scalars(step,
-            scalars)` (clu), or is called with tag, value and step
-            (`tf.summary.scalar`, or a function of yours).
-        step: of the program.
-        prefix: of the tags.
+        writer: an object with `add_scalar(tag, value, step)` (PyTorch's SummaryWriter,
+            tensorboardX), `scalar(tag, value, step)` (flax) or `write_scalars(step,
+            scalars)` (clu), or a function of tag, value and step (`tf.summary.scalar`).
+        step: the program's number of the step.
+        prefix: a text in front of all tags.
 
     Returns:
-        What was written, without the prefix: ``wait`` and ``move``, the shares of the
-        time in which some call waited for other ranks and moved data, ``calls`` and
-        ``bytes`` a second, and ``busbw`` in bytes a second while data moved. The first
-        time there is nothing to compare with, and nothing is written.
+        The scalars without the prefix: ``wait`` and ``move``, the shares of the time in
+        which at least one call waited for other ranks and moved data; ``calls`` and
+        ``bytes`` per second; ``busbw`` in bytes per second while data moved. The first
+        call writes nothing and returns an empty dict, because it has nothing to compare
+        with.
 
     Raises:
         NotInitialized: before `init`.
-        TypeError: nobody can write with this.
+        TypeError: `writer` is none of the objects above.
 
     Example:
         >>> import numpy as np, ringjax
@@ -51,58 +65,58 @@ def write_scalars(writer: Any, step: int, prefix: str = "ringjax/") -> dict[str,
         ['busbw', 'bytes', 'calls', 'move', 'wait']
     """
     global _last
-    write = _writing(writer)
-    world = runtime.current("write_scalars")
-    recorder, now = world.recorder, time.monotonic()
-    sums = _sums(recorder, world.rank_info.size)
-    before, _last = _last, (recorder, now, sums)
-    if before is None or before[0] is not recorder:
+    write = _write_function(writer)
+    now = _read()
+    before, _last = _last, now
+    if before is None or before.recorder is not now.recorder:
         return {}
-    seconds = max(now - before[1], 1e-9)
-    calls, waited, moved, size, over = (
-        new - old for new, old in zip(sums, before[2], strict=True)
-    )
+    seconds = max(now.when - before.when, 1e-9)
+    spent = now.totals.since(before.totals)
     scalars = {
-        "wait": waited / seconds,
-        "move": moved / seconds,
-        "calls": calls / seconds,
-        "bytes": size / seconds,
-        "busbw": over / moved if moved > 0 else 0.0,
+        "wait": spent.waiting / seconds,
+        "move": spent.moving / seconds,
+        "calls": spent.calls / seconds,
+        "bytes": (now.bytes - before.bytes) / seconds,
+        "busbw": spent.bus_bytes / spent.moving if spent.moving > 0 else 0.0,
     }
     write({f"{prefix}{name}": value for name, value in scalars.items()}, step)
     return scalars
 
 
-def _sums(recorder: _native.Recorder, ranks: int) -> tuple[float, ...]:
-    totals = recorder.totals()
-    size = sum(one["bytes"] for one in totals)
-    over = sum(
-        one["bytes"]
-        * bus_factor(one["op"], ranks)
-        * (ranks if one["op"] == "allgather" else 1)
-        for one in totals
-        if one["set"] == 0
+def _read() -> _Reading:
+    world = runtime.current("write_scalars")
+    recorder, when = world.recorder, time.monotonic()
+    sums = sample.sums(recorder.totals())
+    waiting, moving = recorder.busy()
+    seen = sample.Sample(
+        world.rank_info.rank,
+        world.rank_info.size,
+        calls=recorder.count,
+        waiting=waiting,
+        moving=moving,
+        sums=sums,
     )
-    return (float(recorder.count), *recorder.busy(), float(size), over)
+    size = sum(collective.bytes for collective in sums.values())
+    return _Reading(recorder, when, CallTotals.of(seen), size)
 
 
-def _writing(writer: Any) -> Any:
-    if hasattr(writer, "write_scalars"):
-        return lambda scalars, step: writer.write_scalars(step, scalars)
+def _write_function(writer: object) -> _WriteScalars:
+    if (write := getattr(writer, "write_scalars", None)) is not None:
+        return lambda scalars, step: write(step, scalars)
     for name in ("add_scalar", "scalar"):
         if hasattr(writer, name):
-            return _each(getattr(writer, name))
+            return _one_by_one(getattr(writer, name))
     if callable(writer):
-        return _each(writer)
+        return _one_by_one(writer)
     raise TypeError(
         f"ringjax.write_scalars: {type(writer).__name__} has no add_scalar, scalar or "
         "write_scalars, and cannot be called"
     )
 
 
-def _each(one: Any) -> Any:
-    def write(scalars: dict[str, float], step: int) -> None:
+def _one_by_one(write: _WriteScalar) -> _WriteScalars:
+    def write_all(scalars: dict[str, float], step: int) -> None:
         for tag, value in scalars.items():
-            one(tag, value, step)
+            write(tag, value, step)
 
-    return write
+    return write_all

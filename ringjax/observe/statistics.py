@@ -1,8 +1,8 @@
-"""What this rank has exchanged so far: sums of all its calls, and the last of them.
+"""Statistics of the calls of this rank: totals since `init`, and the last calls.
 
-The core's recorder hears of every call (`xla_ext/engine/recorder/`). A call has three
-instants on the clock of its own process: it came, all ranks had come, it was over. What
-is before the second is waiting for other ranks, what is after it moves data.
+The core's recorder (`xla_ext/engine/recorder/`) records three moments of each call, on
+the clock of its process: this rank entered the call, all ranks had entered it, the call
+was done. Until the second moment the rank waits for others; after it, data move.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from ringjax.world.communicator_ids import EAGER_LANE
 
 
 def stats(*, buckets: bool = False) -> dict[str, Any]:
-    """Sums of all that this rank has exchanged since `init`, as numbers and dicts.
+    """Returns totals of all calls of this rank since `init`, as numbers and dicts.
 
-    Costs some microseconds, and no communication: ranks compare what they like.
+    Costs some microseconds and no communication. To compare ranks, gather the results.
 
     Args:
-        buckets: also sums of the last calls by what they carried, which costs a
+        buckets: whether to add totals of the last calls by name and size, which costs a
             millisecond.
 
     Returns:
-        ``rank``, ``size`` and ``epoch`` of now; ``calls``, of all lanes; and in
-        ``process_sets``, by number (0 is the world) and lane, each collective. The
-        lanes are ``compiled`` (in jit) and ``named`` (`ringjax.eager`, PyTorch,
-        TensorFlow, Keras). Of a collective:
+        The present ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
+        all lanes; and ``process_sets``, by number (0 is the world), then by lane, then
+        by collective. The lanes are ``compiled`` (in jit) and ``named``
+        (`ringjax.eager`, PyTorch, TensorFlow, Keras). Each collective has:
 
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
-        * ``wait_seconds``: from the call (a named one: from its submission) until all
-          ranks had come; ``most_waited`` is the longest of these
-        * ``move_seconds``: from then on until the result was there; for CUDA devices
-          until it was enqueued
-        * ``device_seconds``: on the streams of CUDA devices, from where their turn came
-          to their end, which is seen some moments later
-        * ``wait_histogram``, ``move_histogram``: calls by time, the first below 1 µs,
-          each further one below twice as much, the last all others
+        * ``wait_seconds``: from the call (of a named operation, from its submission)
+          until all ranks had entered it; ``most_waited`` is the longest wait
+        * ``move_seconds``: from then until the result was available; for CUDA devices
+          until the operation was enqueued
+        * ``device_seconds``: time on the streams of CUDA devices, including a short
+          delay until the end is noticed
+        * ``wait_histogram``, ``move_histogram``: numbers of calls by time. The first
+          bucket ends at 1 µs, each further one at twice the time, the last is open
 
-        Of several CUDA devices a process, calls and times are those of the first one,
-        and ``bytes`` are of all.
+        If a process has several CUDA devices, calls and times are those of the first
+        device, and ``bytes`` those of all.
 
-        For the compiled lane there is also, of the present epoch, ``sent_bytes`` and
-        ``algorithms`` of each collective, and ``exposed_seconds``: how long programs
-        have waited at the end of a step for what overlaps with it.
+        In the compiled lane, each collective also has ``sent_bytes`` and ``algorithms``
+        of the present epoch, and the lane has ``exposed_seconds``: the time that
+        programs have waited at the end of a step for overlapped calls.
 
-        ``buckets``, if wanted, is a list: of the last 1,024 calls those that have the
-        same ``set``, ``named``, ``op``, ``name`` and ``bytes`` (of one call), how many
-        ``calls`` these are, and their ``wait_seconds`` and ``move_seconds``. A bucket
-        of gradients that overlaps is one of these, a named tensor another.
+        With `buckets`, ``buckets`` is a list of totals over the last 1,024 calls,
+        grouped by ``set``, ``named``, ``op``, ``name`` and ``bytes`` of one call. Each
+        has ``calls``, ``wait_seconds`` and ``move_seconds``. A bucket of overlapped
+        gradients is one group, a named tensor another.
 
     Raises:
         NotInitialized: before `init`.
@@ -64,9 +64,9 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
     world = runtime.current("stats")
     totals = world.recorder.totals()
     sets: dict[int, dict[str, Any]] = {}
-    for one in totals:
-        lane = _lane(sets, one.pop("set"), one.pop("named"))
-        lane[one.pop("op")] = one
+    for collective in totals:
+        lane = _lane(sets, collective.pop("set"), collective.pop("named"))
+        lane[collective.pop("op")] = collective
     for number, communicator in world.communicators.items():
         if number >= EAGER_LANE:
             continue
@@ -80,15 +80,15 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         "rank": world.rank_info.rank,
         "size": world.rank_info.size,
         "epoch": world.epoch.number,
-        "calls": sum(one["calls"] for one in totals),
+        "calls": sum(collective["calls"] for collective in totals),
         "process_sets": sets,
     }
     if buckets:
-        found["buckets"] = _by_bucket(world.recorder.events())
+        found["buckets"] = _group_by_bucket(world.recorder.events())
     return found
 
 
-def _by_bucket(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _group_by_bucket(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for call in calls:
         key = {name: call[name] for name in ("set", "named", "op", "name", "bytes")}
@@ -108,18 +108,19 @@ def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str
 
 
 def recent_calls() -> list[dict[str, Any]]:
-    """The last calls of this rank, 1,024 at most, the oldest first.
+    """Returns the last calls of this rank, 1,024 at most, the oldest first.
 
-    Also written to a file when the job ends with an error, whose name each rank then
-    prints; `RINGJAX_RECORD_DIR` says where.
+    When the job ends with an error, each rank also writes them to a file in the folder
+    `RINGJAX_RECORD_DIR`, and prints its name.
 
     Returns:
-        For each ``op``, ``name``, ``named`` (of that lane), ``set``, ``epoch``,
-        ``seq`` (its number there, the same on all ranks), ``bytes``, ``algorithm``
-        (how the data travelled: "inline", "tiles" and "piggyback" through memory that
-        the ranks share, else by the schedule of this name), ``device``, ``ok``, and
-        ``entered``, ``agreed``, ``done`` in seconds of `time.monotonic`; ``agreed`` is
-        None if not all ranks have come.
+        For each call: ``op``, ``name``, ``named`` (whether it ran in the named lane),
+        ``set``, ``epoch``, ``seq`` (its sequence number there, the same on all ranks),
+        ``bytes``, ``algorithm`` (the way of the data: "inline", "tiles" or "piggyback"
+        through memory that the ranks share, or else the name of a schedule),
+        ``device``, ``ok``, and the moments ``entered``, ``agreed`` and ``done`` in
+        seconds of `time.monotonic`. ``agreed`` is None if some rank has never entered
+        the call.
 
     Raises:
         NotInitialized: before `init`.
