@@ -1,8 +1,9 @@
-"""Profiles: what all ranks do when, for a while or for a whole job.
+"""Profiles: the calls of all ranks over time, for some steps or for a whole job.
 
-`ringjax.profile(directory)` in a program, `ringrun --profile DIR` around it, and then
-`python -m ringjax.profile show DIR`. The package itself can be called. Each rank
-records in world/profile_recording.py; here the parts are brought together and drawn.
+`ringjax.profile(directory)` in a program or `ringrun --profile DIR` records a profile,
+and `python -m ringjax.profile show DIR` prints it. The package itself can be called.
+world/profile_recording.py records the part of each rank, and this package merges the
+parts and writes traces.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-PATIENCE = 10.0  # seconds for the other ranks' parts, at the end
-BETWEEN = 0.2  # of what `merge` draws: the other ranks wait meanwhile
+MERGE_TIMEOUT = 10.0  # seconds to wait for the parts of other ranks, at the end
+# Within a program, merge only this share of the calls, because the other ranks wait.
+SHARE_IN_PROGRAM = 0.2
 
 
 def profile(
@@ -32,29 +34,30 @@ def profile(
     *,
     jax_trace: bool = True,
 ) -> Profile:
-    """Begins to record what this rank exchanges when; all ranks call it.
+    """Begins to record the calls of this rank over time; all ranks call this.
 
-    Compiled calls and named operations are recorded, and JAX's own trace for the first
-    seconds, if the program has imported it. At the end rank 0 writes `profile.tar` for
-    https://ui.perfetto.dev and `profile.json.gz` for older viewers, both with all ranks
-    whose files it finds in `directory`: where hosts share no such folder see
-    `python -m ringjax.profile merge`. Memory and files are bounded, the newest part is
-    kept, and trouble with the disk ends the profile and not the program.
+    The profile contains compiled calls and named operations. If the program has
+    imported JAX, it also contains JAX's own trace of the first seconds. At the end,
+    rank 0 writes `profile.tar` for https://ui.perfetto.dev and `profile.json.gz` for
+    older viewers, with all ranks whose files are in `directory`. If hosts share no such
+    folder, use `python -m ringjax.profile merge`. Memory and files are bounded, and the
+    newest calls are kept. A full disk ends the profile, but not the program.
 
     Args:
-        directory: made if it is not there. An earlier profile in it is replaced, and
-            one that is under way comes to its end.
-        steps: end after so many. A step is one round of collectives: it is over when
-            the operation that moves most comes again, unless the program says so
-            (`Profile.step`). None: at `Profile.stop`, or at the end of the job.
-        jax_trace: False: without JAX's, of which a process can make only one at a time.
+        directory: is created if needed. A new profile replaces an earlier one in the
+            folder, and ends a profile that is still recording.
+        steps: how many training steps to record; None: until `Profile.stop`, or until
+            the end of the job. A step ends when the operation that moves most data is
+            repeated, or when the program calls `Profile.step`.
+        jax_trace: whether to record JAX's own trace. A process can make only one such
+            trace at a time.
 
     Returns:
-        The profile, to stop it, or for `with`.
+        The profile, which can be stopped, and used in `with`.
 
     Raises:
         NotInitialized: before `init`.
-        ValueError: `steps` is not positive, or nothing can be written there.
+        ValueError: `steps` is not positive, or `directory` cannot be written.
 
     Example:
         >>> import tempfile, numpy as np, ringjax
@@ -82,7 +85,7 @@ def profile(
 
 
 class Profile:
-    """One that was begun; see `profile`."""
+    """A profile that is being recorded; see `profile`."""
 
     def __init__(
         self, directory: Path, recording: ProfileRecording, world: World
@@ -91,11 +94,11 @@ class Profile:
         self._world, self._first = world, world.rank == 0
 
     def step(self) -> None:
-        """The program has come to the end of a step; then only these count."""
+        """Marks the end of a training step. Then only marked steps count."""
         self._recording.mark_step()
 
     def stop(self) -> None:
-        """Ends it; on rank 0 both files are there then. May be called twice."""
+        """Ends the profile; rank 0 writes both files. Further calls do nothing."""
         self._recording.end()
         first, self._first = self._first, False
         if not first:
@@ -103,15 +106,15 @@ class Profile:
         from ringjax import stderr
         from ringjax.profile import parts
 
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + MERGE_TIMEOUT
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
             epoch = self._world.current_epoch
             if self._world.failed or (epoch is not None and epoch.lost()):
-                break  # what is missing will not come
-            time.sleep(0.05)  # files of other processes: nobody tells when they end
+                break  # a rank is lost and will not close its part
+            time.sleep(0.05)
         try:
-            merge(self._directory, BETWEEN)
+            merge(self._directory, SHARE_IN_PROGRAM)
         except (OSError, ValueError) as error:
             stderr.line(f"ringjax.profile: {error}")
 
@@ -128,37 +131,37 @@ class Profile:
 
 
 def merge(directory: Path, share: float = 1.0) -> str:
-    """Writes both files from what ranks have left in a folder; returns the breakdown.
+    """Writes both files from the parts in a folder, and returns the breakdown.
 
     Args:
-        share: of the most that is drawn.
+        share: of the limits for calls and events, how much to use.
 
     Raises:
-        ProfileNotFound: there is nothing.
-        OSError: they cannot be written.
+        ProfileNotFound: the folder contains no parts.
+        OSError: a file cannot be written.
     """
     from ringjax.profile import archive, breakdown, parts
 
     found = breakdown.MergedProfile.of(
-        parts.read(directory, int(share * parts.MOST_CALLS))
+        parts.read(directory, int(share * parts.MAX_CALLS))
     )
-    lines = archive.write(directory, found, int(share * archive.MOST_EVENTS))
-    return breakdown.text(found, lines)
+    lines = archive.write(directory, found, int(share * archive.MAX_EVENTS))
+    return breakdown.format_breakdown(found, lines)
 
 
 def show(directory: Path) -> str:
-    """The breakdown of the profile in a folder; writes nothing.
+    """Returns the breakdown of the profile in a folder, and writes nothing.
 
     Raises:
-        ProfileNotFound: there is nothing.
+        ProfileNotFound: the folder contains no profile.
     """
     from ringjax.profile import breakdown, parts
 
-    return breakdown.text(breakdown.MergedProfile.of(parts.read(directory)))
+    return breakdown.format_breakdown(breakdown.MergedProfile.of(parts.read(directory)))
 
 
 class _Callable(types.ModuleType):
-    """A module that is called like the function of its name."""
+    """A module that can be called like its function `profile`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

@@ -1,4 +1,4 @@
-"""`python -m ringjax.profile show DIR`, or `merge`: what it says, and its files."""
+"""Command line: `python -m ringjax.profile show DIR`, or `merge DIR`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringjax.profile import merge, show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the command and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ringjax.profile")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, meaning in (

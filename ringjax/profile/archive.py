@@ -1,8 +1,8 @@
-"""What is made of the parts of a profile: an archive for Perfetto, a JSON for others.
+"""Writes the files of a profile: an archive for Perfetto, and a JSON for other viewers.
 
-`profile.tar` opens in https://ui.perfetto.dev: our trace, those of JAX, and a manifest
-that lays them over each other. `profile.json.gz` holds all of it for older viewers,
-such as chrome://tracing.
+`profile.tar` opens in https://ui.perfetto.dev. It contains ringjax's trace, JAX's
+traces, and a manifest that aligns them in time. `profile.json.gz` contains all of them
+for older viewers such as chrome://tracing.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import IO, Any
 
 from ringjax.profile import chrome, jax_events, perfetto
 from ringjax.profile.breakdown import MergedProfile
-from ringjax.profile.parts import ProfilePart, missing
-from ringjax.profile.trace import TraceProcess, processes
+from ringjax.profile.parts import describe_missing
+from ringjax.profile.trace import TraceProcess, trace_processes
 
 ARCHIVE, MERGED = "profile.tar", "profile.json.gz"
-OURS = "ringjax.pftrace"
-MOST_EVENTS = 200_000  # of JAX's traces, of all ranks
+TRACE = "ringjax.pftrace"
+MAX_EVENTS = 200_000  # limit for JAX's traces, for all ranks together
 
 
 def write(
-    directory: Path, profile: MergedProfile, most_events: int = MOST_EVENTS
+    directory: Path, profile: MergedProfile, max_events: int = MAX_EVENTS
 ) -> list[str]:
     """Writes both files.
 
     Returns:
-        A line about each.
+        One line about each file.
 
     Raises:
-        OSError: they cannot be written; what was there before stays.
+        OSError: a file cannot be written. An earlier file of this name stays.
     """
-    drawn = list(processes(profile))
-    traces = dict(_traces(profile, most_events // len(profile.parts)))
+    processes = list(trace_processes(profile))
+    jax_traces = dict(_jax_traces(profile, max_events // len(profile.parts)))
     with _replacing(directory / ARCHIVE) as file:
-        _tar(file, profile, drawn, traces)
+        _write_archive(file, profile, processes, jax_traces)
     with _replacing(directory / MERGED) as file, gzip.open(file, "wt") as text:
-        _json(text, profile, drawn, traces)
+        _write_json(text, profile, processes, jax_traces)
     return [
         f"{directory / ARCHIVE}: open it with https://ui.perfetto.dev",
         f"{directory / MERGED}: the same for older viewers, as chrome://tracing",
@@ -53,11 +53,12 @@ def write(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there once it is whole."""
+    """Yields a temporary file that takes the place of `path` once it is complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
             yield file
+        # mkstemp lets only the owner read; other files have the mode of the umask.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
@@ -66,93 +67,93 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _umask() -> int:
-    mask = os.umask(0o022)
+    mask = os.umask(0o022)  # the only way to read it is to set it
     os.umask(mask)
     return mask
 
 
-def _traces(
+# The events of each trace of JAX, by the name of its file in the archive.
+_JaxTraces = dict[str, list[chrome.Event]]
+
+
+def _jax_traces(
     profile: MergedProfile, most: int
-) -> Iterator[tuple[str, tuple[ProfilePart, list[Any]]]]:
-    """JAX's, by their name in the archive."""
+) -> Iterator[tuple[str, list[chrome.Event]]]:
     for part in profile.parts:
         try:
-            found = list(jax_events.events(part, profile.base, most))
+            found = list(jax_events.events(part, profile.clock, most))
         except (OSError, ValueError, EOFError, KeyError) as error:
             part.notes.append(f"jax's own trace cannot be read: {error}")
             continue
         if found:
-            yield f"jax-{part.who.replace(' ', '-')}.json", (part, found)
+            yield f"jax-{part.who.replace(' ', '-')}.json", found
 
 
-def _tar(
+def _write_archive(
     file: IO[bytes],
     profile: MergedProfile,
-    drawn: Iterable[TraceProcess],
-    traces: dict[str, tuple[ProfilePart, list[Any]]],
+    processes: Iterable[TraceProcess],
+    jax_traces: _JaxTraces,
 ) -> None:
     with tarfile.open(fileobj=file, mode="w") as tar:
-        _member(tar, "perfetto_manifest.json", _manifest(profile, traces))
-        with tempfile.TemporaryFile() as ours:
-            for packet in perfetto.packets(drawn):
-                ours.write(packet)
-            about = tarfile.TarInfo(OURS)
-            about.size = ours.tell()
-            ours.seek(0)
-            tar.addfile(about, ours)
-        for name, (_, found) in traces.items():
-            _member(tar, name, json.dumps({"traceEvents": found}).encode())
+        _add_member(tar, "perfetto_manifest.json", _manifest(profile, jax_traces))
+        # A tar needs the size first, and the trace may be too large for memory.
+        with tempfile.TemporaryFile() as trace:
+            for packet in perfetto.packets(processes):
+                trace.write(packet)
+            member = tarfile.TarInfo(TRACE)
+            member.size = trace.tell()
+            trace.seek(0)
+            tar.addfile(member, trace)
+        for name, found in jax_traces.items():
+            _add_member(tar, name, json.dumps({"traceEvents": found}).encode())
 
 
-def _member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    about = tarfile.TarInfo(name)
-    about.size = len(data)
-    tar.addfile(about, io.BytesIO(data))
+def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
 
 
-def _manifest(
-    profile: MergedProfile, traces: dict[str, tuple[ProfilePart, list[Any]]]
-) -> bytes:
-    """https://perfetto.dev/docs/reference/perfetto-manifest.
-
-    All files have one time base already; "clocks" says that of those without a clock.
-    """
-    files: list[dict[str, Any]] = [{"path": OURS}]
-    for name in traces:
-        clock = {"file": OURS, "clock": "BOOTTIME"}
+def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
+    """https://perfetto.dev/docs/reference/perfetto-manifest."""
+    files: list[dict[str, Any]] = [{"path": TRACE}]
+    for name in jax_traces:
+        # All files have the same clock already, but JAX's files do not name it.
+        clock = {"file": TRACE, "clock": "BOOTTIME"}
         files.append({"path": name, "clocks": {"sync_to": clock, "offset_ns": 0}})
-    manifest: dict[str, Any] = {
+    attributes = {f"ringjax.{k}": v for k, v in _attributes(profile).items()}
+    manifest = {
         "version": 1,
-        "trace_time": {"clock": "BOOTTIME", "file": OURS},
+        "trace_time": {"clock": "BOOTTIME", "file": TRACE},
         "files": files,
+        "attributes": attributes,
     }
-    manifest["attributes"] = {f"ringjax.{k}": v for k, v in _about(profile).items()}
-    # Perfetto knows it by its first bytes.
+    # The key must come first: Perfetto recognises a manifest by its first bytes.
     return json.dumps({"perfetto_manifest": manifest}).encode()
 
 
-def _about(profile: MergedProfile) -> dict[str, str]:
-    error = profile.base.error
+def _attributes(profile: MergedProfile) -> dict[str, str]:
+    error = profile.clock.error
     known = "unknown" if error is None else f"{error * 1e6:.3g} us"
-    about = {"run": profile.parts[0].run, "clock_error": known}
-    if gone := missing(list(profile.parts)):
-        about["missing"] = "; ".join(gone)
-    return about
+    attributes = {"run": profile.parts[0].run, "clock_error": known}
+    if missing := describe_missing(list(profile.parts)):
+        attributes["missing"] = "; ".join(missing)
+    return attributes
 
 
-def _json(
+def _write_json(
     text: IO[str],
     profile: MergedProfile,
-    drawn: Iterable[TraceProcess],
-    traces: dict[str, tuple[ProfilePart, list[Any]]],
+    processes: Iterable[TraceProcess],
+    jax_traces: _JaxTraces,
 ) -> None:
-    about = json.dumps(_about(profile))
+    about = json.dumps(_attributes(profile))
     text.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[')
     comma = "\n"
-    every: list[Iterable[Any]] = [chrome.events(drawn)]
-    every += [found for _, found in traces.values()]
-    for found in every:
-        for event in found:
+    traces: list[Iterable[chrome.Event]] = [chrome.events(processes)]
+    for trace in [*traces, *jax_traces.values()]:
+        for event in trace:
             text.write(comma + json.dumps(event, separators=(",", ":")))
             comma = ",\n"
     text.write("\n]}\n")

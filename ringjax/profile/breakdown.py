@@ -1,9 +1,10 @@
-"""Where the time of a profile went, as numbers and as text.
+"""Computes where the time of a profile went, and formats it as text.
 
-Of each rank: computing, moving data, waiting for others; and who was late. Named
-operations and buckets that overlap may run beside the program: of the latter the core
-knows for how long the program waited at the end, which is shared out between waiting
-and moving as these buckets did; of the former only that they were under way.
+The time of each rank is split into computing, moving data and waiting for others.
+Named operations and overlapped buckets may run beside the program. For overlapped
+buckets, the core knows how long the program waited at the end of a step; this time is
+split in the ratio in which those buckets waited and moved. For named operations, it is
+only known that they were under way.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from ringjax.profile.clocks import CommonClock
 from ringjax.profile.exchanges import (
     Exchange,
     RankExchange,
-    boundaries,
-    covered,
-    together,
+    covered_seconds,
+    match_calls,
+    step_ends,
 )
-from ringjax.profile.parts import ProfilePart, missing
+from ringjax.profile.parts import ProfilePart, describe_missing
 
 
 @dataclass(frozen=True, slots=True)
 class RankBreakdown:
-    """One rank's time, in seconds of a mean step; if it has none, of all.
+    """The time of one rank, in seconds of a mean step, or in all if there is no step.
 
     Attributes:
-        steps: how many there are, `typical` the median of them.
-        last_in: in which share of the exchanges it came last; `late_by`: how late then,
-            in the middle, where it is worth a word; `lost`: and in all, if often.
+        steps: the number of steps.
+        typical: the median duration of a step.
+        step: the mean duration of a step, of which the next three are parts.
+        last_in: the share of the exchanges in which the rank came last.
+        late_by: the median delay in those exchanges, if it costs others enough time.
+        lost: an estimate of the time that others waited for this rank.
     """
 
     part: ProfilePart
@@ -52,95 +56,93 @@ class RankBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class MergedProfile:
-    """All parts, on one time base.
-
-    Raises:
-        ProfileNotFound: from `read`, before it comes to this.
-    """
+    """The parts of all ranks on one clock."""
 
     parts: Sequence[ProfilePart]
-    base: CommonClock
+    clock: CommonClock
     exchanges: Sequence[Exchange]
 
     @classmethod
     def of(cls, parts: list[ProfilePart]) -> MergedProfile:
-        """Brings them together."""
-        base = CommonClock(parts)
-        return cls(parts, base, together(parts, base))
+        clock = CommonClock(parts)
+        return cls(parts, clock, match_calls(parts, clock))
 
 
-def ranks(profile: MergedProfile) -> list[RankBreakdown]:
-    """Of each rank what its time was spent on."""
-    shares: dict[int, list[RankExchange]] = {id(part): [] for part in profile.parts}
-    late: dict[int, list[float]] = {id(part): [] for part in profile.parts}
+def rank_breakdowns(profile: MergedProfile) -> list[RankBreakdown]:
+    by_part: dict[int, list[RankExchange]] = {id(part): [] for part in profile.parts}
+    delays: dict[int, list[float]] = {id(part): [] for part in profile.parts}
     sizes = Counter(m.epoch for part in profile.parts for m in part.members)
-    judged = 0
+    complete = 0
     for exchange in profile.exchanges:
-        for share in exchange.shares:
-            shares[id(share.part)].append(share)
-        if (
-            exchange.number[1] == 0
-            and len(exchange.shares) == sizes[exchange.number[0]]
-        ):
-            judged += 1
-            late[id(exchange.last.part)].append(exchange.late_by)
+        for rank in exchange.ranks:
+            by_part[id(rank.part)].append(rank)
+        epoch, process_set, *_ = exchange.call_id
+        # Only calls of all ranks show which rank came last.
+        if process_set == 0 and len(exchange.ranks) == sizes[epoch]:
+            complete += 1
+            delays[id(exchange.last.part)].append(exchange.late_by)
     return [
-        _rank(part, profile.base, shares[id(part)], late[id(part)], judged)
+        _break_down(part, profile.clock, by_part[id(part)], delays[id(part)], complete)
         for part in profile.parts
     ]
 
 
-def _rank(
+def _break_down(
     part: ProfilePart,
-    base: CommonClock,
-    shares: list[RankExchange],
-    late: list[float],
-    judged: int,
+    clock: CommonClock,
+    exchanges: list[RankExchange],
+    delays: list[float],
+    complete: int,
 ) -> RankBreakdown:
-    ends = boundaries(part, base)
+    ends = step_ends(part, clock)
     steps = max(len(ends) - 1, 0)
     if steps:
         start, end = ends[0], ends[-1]
     else:
-        start = min((share.entered for share in shares), default=0.0)
-        end = max((share.done for share in shares), default=0.0)
-    waits, moves = _spent((s for s in shares if s.exposed), start, end)
-    behind = _spent((s for s in shares if not s.exposed), start, end)
-    if all_of_it := sum(behind):
-        exposed = _exposed(part, base, start, end)
-        waits += exposed * behind[0] / all_of_it
-        moves += exposed * behind[1] / all_of_it
+        start = min((exchange.entered for exchange in exchanges), default=0.0)
+        end = max((exchange.done for exchange in exchanges), default=0.0)
+    waits, moves = _waited_and_moved((e for e in exchanges if e.exposed), start, end)
+    hidden = _waited_and_moved((e for e in exchanges if not e.exposed), start, end)
+    if sum(hidden):
+        exposed = _exposed_seconds(part, clock, start, end)
+        waits += exposed * hidden[0] / sum(hidden)
+        moves += exposed * hidden[1] / sum(hidden)
     each = max(steps, 1)
-    worth = [by for by in late if by >= MIN_COST * (end - start) / each]
+    long = [delay for delay in delays if delay >= MIN_COST * (end - start) / each]
     return RankBreakdown(
         part,
-        steps,
-        median(b - a for a, b in pairwise(ends)) if steps else end - start,
-        (end - start) / each,
-        max(end - start - waits - moves, 0.0) / each,
-        moves / each,
-        waits / each,
-        len(late) / judged if judged else 0.0,
-        median(worth or late or [0.0]),
-        len(worth) * median(worth) if len(worth) >= MIN_CALLS else 0.0,
+        steps=steps,
+        typical=median(b - a for a, b in pairwise(ends)) if steps else end - start,
+        step=(end - start) / each,
+        computes=max(end - start - waits - moves, 0.0) / each,
+        moves=moves / each,
+        waits=waits / each,
+        last_in=len(delays) / complete if complete else 0.0,
+        late_by=median(long or delays or [0.0]),
+        lost=len(long) * median(long) if len(long) >= MIN_CALLS else 0.0,
     )
 
 
-def _spent(
-    shares: Iterable[RankExchange], start: float, end: float
+def _waited_and_moved(
+    exchanges: Iterable[RankExchange], start: float, end: float
 ) -> tuple[float, float]:
-    """Seconds between the two in which some of them waited, and in which some moved."""
-    found = list(shares)
-    waits = covered(((s.entered, s.entered + s.wait) for s in found), start, end)
-    return waits, covered(((s.entered, s.done) for s in found), start, end) - waits
+    """Returns the seconds within [start, end] in which any call waited, and moved."""
+    found = list(exchanges)
+    waits = covered_seconds(
+        ((e.entered, e.entered + e.wait) for e in found), start, end
+    )
+    whole = covered_seconds(((e.entered, e.done) for e in found), start, end)
+    return waits, whole - waits
 
 
-def _exposed(part: ProfilePart, base: CommonClock, start: float, end: float) -> float:
-    """Seconds in which the program waited for buckets that overlap."""
-    known = [(base.seconds(part, when), total) for when, _, total in part.sent]
-    after = [bisect_right(known, (when, math.inf)) for when in (start, end)]
+def _exposed_seconds(
+    part: ProfilePart, clock: CommonClock, start: float, end: float
+) -> float:
+    """Returns how long the program waited for overlapped buckets."""
+    known = [(clock.seconds(part, when), total) for when, _, total in part.sent]
     totals = []
-    for when, at in zip((start, end), after, strict=True):
+    for when in (start, end):
+        at = bisect_right(known, (when, math.inf))
         if at in (0, len(known)):
             totals.append(known[-1][1] if at else 0.0)
             continue
@@ -149,11 +151,11 @@ def _exposed(part: ProfilePart, base: CommonClock, start: float, end: float) -> 
     return max(totals[1] - totals[0], 0.0)
 
 
-def size(count: float) -> str:
-    """Of bytes, with three digits.
+def format_size(count: float) -> str:
+    """Formats a number of bytes with three digits.
 
     Example:
-        >>> size(8_400_000), size(12), size(2_600)
+        >>> format_size(8_400_000), format_size(12), format_size(2_600)
         ('8.4 MB', '12 B', '2.6 kB')
     """
     for unit in ("B", "kB", "MB", "GB"):
@@ -163,31 +165,32 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}"
 
 
-def text(profile: MergedProfile, files: Iterable[str] = ()) -> str:
-    """What `show` prints: at most 80 columns, beside long names.
+def format_breakdown(profile: MergedProfile, files: Iterable[str] = ()) -> str:
+    """Formats the text that `show` prints, at most 80 columns but for long names.
 
     Args:
-        files: what was made of the profile, a line each.
+        files: one line for each file that was written.
     """
     lines = [_head(profile)]
     if profile.exchanges:
-        found = ranks(profile)
-        lines += [_step(found), "", *_table(found), "", *_kinds(profile)]
+        ranks = rank_breakdowns(profile)
+        lines += [_step_line(ranks), "", *_rank_table(ranks)]
+        lines += ["", *_operation_table(profile)]
     else:
         lines.append("no rank has ended a collective meanwhile")
-    if gone := missing(list(profile.parts)):
-        lines += ["", "missing:", *(f"  {sentence}" for sentence in gone)]
+    if missing := describe_missing(list(profile.parts)):
+        lines += ["", "missing:", *(f"  {sentence}" for sentence in missing)]
     return "\n".join([*lines, *(["", *files] if files else [])])
 
 
 def _head(profile: MergedProfile) -> str:
-    parts, base = profile.parts, profile.base
+    parts, error = profile.parts, profile.clock.error
     hosts = len({part.host for part in parts})
-    end = max((s.done for e in profile.exchanges for s in e.shares), default=0.0)
-    if base.error is None:
+    end = max((r.done for e in profile.exchanges for r in e.ranks), default=0.0)
+    if error is None:
         clocks = "clocks by the time of day: no rank was asked what its clock shows"
-    elif base.error:
-        clocks = f"clocks agree within {_ms(base.error)} ms"
+    elif error:
+        clocks = f"clocks agree within {_ms(error)} ms"
     else:
         clocks = "one clock"
     return (
@@ -197,58 +200,54 @@ def _head(profile: MergedProfile) -> str:
     )
 
 
-def _step(found: Sequence[RankBreakdown]) -> str:
-    """The mean of all ranks."""
-    computes, moves, waits = (
-        fmean(getattr(rank, name) for rank in found)
-        for name in ("computes", "moves", "waits")
-    )
-    whole = max(computes + moves + waits, 1e-12)
-    most = max(rank.steps for rank in found)
-    typical = _ms(median(rank.typical for rank in found))
-    what = f"{most} steps of {typical} ms" if most else f"no steps; {typical} ms"
-    shares = (
-        f"{name} {_ms(seconds)} ({seconds / whole:.0%})"
-        for name, seconds in (
-            ("compute", computes), ("exposed comm", moves), ("waiting", waits)
-        )
-    )  # fmt: skip
-    return f"{what}   {'   '.join(shares)}"
+def _step_line(ranks: Sequence[RankBreakdown]) -> str:
+    """Formats the mean of all ranks."""
+    means = {
+        "compute": fmean(rank.computes for rank in ranks),
+        "exposed comm": fmean(rank.moves for rank in ranks),
+        "waiting": fmean(rank.waits for rank in ranks),
+    }
+    whole = max(sum(means.values()), 1e-12)
+    most = max(rank.steps for rank in ranks)
+    typical = _ms(median(rank.typical for rank in ranks))
+    steps = f"{most} steps of {typical} ms" if most else f"no steps; {typical} ms"
+    shares = (f"{name} {_ms(s)} ({s / whole:.0%})" for name, s in means.items())
+    return f"{steps}   {'   '.join(shares)}"
 
 
-def _table(found: Sequence[RankBreakdown]) -> list[str]:
+def _rank_table(ranks: Sequence[RankBreakdown]) -> list[str]:
     lines = [
         f"{'ms a step':10} {'host':10} {'all':>6} {'compute':>7} {'comm':>6} "
         f"{'wait':>6} {'last in':>7} {'late by':>7}"
     ]
-    worst = max(found, key=lambda rank: rank.lost)
-    others = sum(rank.lost for rank in found) - worst.lost
-    named = worst.lost > 2 * others
-    for rank in found:
+    worst = max(ranks, key=lambda rank: rank.lost)
+    others = sum(rank.lost for rank in ranks) - worst.lost
+    has_slowest = worst.lost > 2 * others
+    for rank in ranks:
         times = (rank.step, rank.computes, rank.moves, rank.waits)
         lines.append(
             f"{rank.part.who:10} {rank.part.host[:10]:10} "
             + "{:>6} {:>7} {:>6} {:>6}".format(*map(_ms, times))
             + f" {rank.last_in:>7.0%} {_ms(rank.late_by):>7}"
-            + ("  <- slowest" if rank is worst and named else "")
+            + ("  <- slowest" if rank is worst and has_slowest else "")
         )
-    if any(call.lane == "named" for rank in found for call in rank.part.calls):
+    if any(call.lane == "named" for rank in ranks for call in rank.part.calls):
         lines.append("named operations count while they are under way, exposed or not")
     return lines
 
 
-def _kinds(profile: MergedProfile) -> list[str]:
-    """The operations that took longest, of the mean rank."""
+def _operation_table(profile: MergedProfile) -> list[str]:
+    """Formats the operations that took most time, per rank."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     algorithms: dict[tuple[str, str, str], Counter[str]] = {}
     for exchange in profile.exchanges:
-        for share in exchange.shares:
-            call = share.calls[0]
-            several = f" + {len(share.calls) - 1} more" * (len(share.calls) > 1)
+        for rank in exchange.ranks:
+            call = rank.calls[0]
+            several = f" + {len(rank.calls) - 1} more" * (len(rank.calls) > 1)
             key = (call.op, call.name + several, call.lane)
-            seen = totals.setdefault(key, [0.0] * 4)
-            for i, value in enumerate((1, share.bytes, share.wait, share.move)):
-                seen[i] += value
+            sums = totals.setdefault(key, [0.0] * 4)
+            for i, value in enumerate((1, rank.bytes, rank.wait, rank.move)):
+                sums[i] += value
             algorithms.setdefault(key, Counter())[call.algorithm or "-"] += 1
     lines = [
         f"{'operation':30} {'calls':>6} {'each':>7} {'wait':>7} {'move':>7} "
@@ -261,7 +260,7 @@ def _kinds(profile: MergedProfile) -> list[str]:
         name = " ".join(key[:2]) + (" (jit)" if key[2] == "compiled" else "")
         lines.append(
             f"{name[:30]:30} {count / len(profile.parts):6.4g} "
-            f"{size(total / count):>7} {_ms(waits / count):>7} "
+            f"{format_size(total / count):>7} {_ms(waits / count):>7} "
             f"{_ms(moves / count):>7} {speed:>6}  "
             f"{algorithms[key].most_common(1)[0][0]}"
         )
@@ -271,7 +270,7 @@ def _kinds(profile: MergedProfile) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds: three digits, and seldom more than two behind the point."""
+    """Formats milliseconds with three digits, and seldom more than two decimals."""
     ms = seconds * 1e3
     if 0 < ms < 0.1:
         return f"{ms:.3f}"

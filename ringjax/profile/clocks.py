@@ -1,9 +1,10 @@
-"""One time base for all parts: seconds since the profile began, on one rank's clock.
+"""The common clock of all parts of a profile: seconds since its start.
 
-Processes whose clock is the same one need nothing. Others have asked rank 0, again
-and again, what its clock shows. Of some seconds the answer with the shortest way
-counts, and between two of these clocks are taken to drift evenly; the error is half of
-that way.
+Processes on one host share a clock. Processes on other hosts have asked rank 0 for the
+time of its clock, again and again. In each interval of SPAN seconds, the reply with the
+shortest round trip counts, and between two of these replies the clocks are assumed to
+drift evenly. The error is half of the round trip (Cristian, Probabilistic clock
+synchronization, Distributed Computing 3, 1989).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from operator import add
 from ringjax.profile.parts import ProfilePart
 
 SPAN = 10.0  # seconds
-ENDS = 1.0  # at both ends many questions are asked at once
+ENDS = 1.0  # seconds at the start and at the end in which ranks ask many times
 
 
 class ClockOffset:
-    """How far another clock is ahead of one, over time.
+    """How far another clock is ahead of this one, over time.
 
     Args:
-        readings: (when, ahead, trip), in seconds of the one clock.
+        readings: (when, ahead, round trip), in seconds of this clock.
 
     Example:
         >>> offset = ClockOffset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
@@ -37,28 +38,28 @@ class ClockOffset:
         best: dict[int, tuple[float, float, float]] = {}
         for reading in ordered:
             when, _, trip = reading
-            place = 0 if when <= first else -1 if when > last else 1 + int(when / SPAN)
-            if place not in best or trip < best[place][2]:
-                best[place] = reading
-        self._all = sorted(best.values())
-        self._whens = [when for when, _, _ in self._all]
-        self.error = max(trip for _, _, trip in self._all) / 2
+            span = 0 if when <= first else -1 if when > last else 1 + int(when / SPAN)
+            if span not in best or trip < best[span][2]:
+                best[span] = reading
+        self._readings = sorted(best.values())
+        self._whens = [when for when, _, _ in self._readings]
+        self.error = max(trip for _, _, trip in self._readings) / 2
 
     def ahead(self, when: float) -> float:
-        """At that moment; beyond the first and the last reading as there."""
+        """Returns the offset at a moment, constant outside of the readings."""
         at = bisect(self._whens, when)
-        if at in (0, len(self._all)):
-            return self._all[max(at - 1, 0)][1]
-        (before, low, _), (after, high, _) = self._all[at - 1], self._all[at]
+        if at in (0, len(self._readings)):
+            return self._readings[max(at - 1, 0)][1]
+        (before, low, _), (after, high, _) = self._readings[at - 1], self._readings[at]
         return low + (high - low) * (when - before) / (after - before)
 
 
 class CommonClock:
-    """Of some parts.
+    """Converts times of all parts to the clock of the first rank.
 
     Attributes:
-        error: seconds by which times of two ranks may be wrong at most; None: unknown,
-            for some clocks only the wall clocks could be compared.
+        error: the largest error between two ranks, in seconds. None if it is unknown,
+            because some clocks could only be compared by the time of day.
     """
 
     def __init__(self, parts: list[ProfilePart]) -> None:
@@ -66,21 +67,23 @@ class CommonClock:
         self._to_first: dict[str, Callable[[float], float]] = {first.clock: float}
         self.error: float | None = 0.0
         errors = {first.clock: 0.0}
-        edges = _edges(parts)
-        waiting = [first.clock]
-        while waiting:
-            known = waiting.pop(0)
-            for (asker, asked), offset in edges.items():
+        offsets = _offsets(parts)
+        # Breadth-first from the first rank: after it was lost, ranks of later epochs
+        # have asked another rank, whose clock is known by way of an earlier epoch.
+        reached = [first.clock]
+        while reached:
+            known = reached.pop(0)
+            for (asker, asked), offset in offsets.items():
                 if asked == known and asker not in self._to_first:
                     self._add(asker, offset, known)
                     errors[asker] = errors[known] + offset.error
-                    waiting.append(asker)
+                    reached.append(asker)
         for part in parts:
             if part.clock not in self._to_first:
-                walls = (part.realtime - part.monotonic) - (
+                time_of_day = (part.realtime - part.monotonic) - (
                     first.realtime - first.monotonic
                 )
-                self._to_first[part.clock] = partial(add, walls)
+                self._to_first[part.clock] = partial(add, time_of_day)
                 self.error = None
         if self.error is not None:
             self.error = max(errors.values())
@@ -91,18 +94,19 @@ class CommonClock:
         self._to_first[clock] = lambda when: further(when + offset.ahead(when))
 
     def seconds(self, part: ProfilePart, when: float) -> float:
-        """On the time base, of a moment on the clock of that part."""
+        """Converts a time of this part to seconds since the start of the profile."""
         return self._to_first[part.clock](when) - self.zero
 
 
-def _edges(parts: list[ProfilePart]) -> dict[tuple[str, str], ClockOffset]:
+def _offsets(parts: list[ProfilePart]) -> dict[tuple[str, str], ClockOffset]:
+    """Returns the offsets by the clock of the rank that asked, and the asked clock."""
     clocks = {(m.epoch, m.rank): p.clock for p in parts for m in p.members}
     readings: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for part in parts:
-        for one in part.readings:
-            asked = clocks.get((one.epoch, one.rank))
+        for reading in part.readings:
+            asked = clocks.get((reading.epoch, reading.rank))
             if asked is not None and asked != part.clock:
                 readings.setdefault((part.clock, asked), []).append(
-                    (one.when, one.ahead, one.trip)
+                    (reading.when, reading.ahead, reading.trip)
                 )
     return {pair: ClockOffset(found) for pair, found in readings.items()}

@@ -1,31 +1,32 @@
-"""Calls of all ranks brought together: one exchange each, and whom it waited for.
+"""Matches the calls of all ranks: one exchange for each call, and its last rank.
 
-In a call of all ranks whoever waited least has come last; each rank has measured that
-on its own clock, so no error of clocks gets into it.
+The rank that waited least in an exchange came last. Each rank has measured its wait on
+its own clock, so errors between clocks do not matter here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart, RecordedCall
 from ringjax.world.step_counter import CallKind, find_step_marker
 
-# Epoch, process set, lane, number of the call there: the same on all ranks.
-Number = tuple[int, int, str, int]
+# Epoch, process set, lane and sequence number identify a call on all ranks.
+CallId = tuple[int, int, str, int]
 
 
 @dataclass(slots=True)
 class RankExchange:
-    """What one rank had of an exchange, in seconds of the time base.
+    """The part of one rank in an exchange. Times are seconds on the common clock.
 
     Attributes:
-        entered: of several named operations in one call: when the last one was there.
-        calls: those operations, or the one call.
+        calls: the call, or the named operations that were done in one call.
+        entered: when the rank entered the call; if it had several operations, when it
+            submitted the last of them.
+        agreed: when all ranks had entered the call; None if some rank never did.
     """
 
     part: ProfilePart
@@ -36,91 +37,95 @@ class RankExchange:
 
     @property
     def wait(self) -> float:
-        """Seconds until all had come."""
+        """Seconds until all ranks had entered the call."""
         return (self.done if self.agreed is None else self.agreed) - self.entered
 
     @property
     def move(self) -> float:
-        """Seconds in which data moved, as far as this process has seen it."""
+        """Seconds in which data moved. For a device: until the call was enqueued."""
         return 0.0 if self.agreed is None else self.done - self.agreed
 
     @property
     def bytes(self) -> int:
-        """Of this rank's tensors."""
         return sum(call.bytes for call in self.calls)
 
     @property
     def exposed(self) -> bool:
-        """Whether the program waited for it here and now."""
+        """Whether the program waited for the call instead of overlapping it."""
         return not self.calls[0].overlapped
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One call, on all ranks of which there is a part."""
+    """A call on all ranks whose part of the profile exists."""
 
-    number: Number
-    shares: list[RankExchange] = field(default_factory=list)
+    call_id: CallId
+    ranks: list[RankExchange] = field(default_factory=list)
 
     @property
     def last(self) -> RankExchange:
-        """Of the rank that came last."""
-        return min(self.shares, key=lambda share: share.wait)
+        """The rank that came last."""
+        return min(self.ranks, key=lambda rank: rank.wait)
 
     @property
     def late_by(self) -> float:
-        """Seconds that the others have waited longer, in the middle."""
-        waits = sorted(share.wait for share in self.shares)
+        """Seconds between the median rank and the last rank."""
+        waits = sorted(rank.wait for rank in self.ranks)
         return waits[len(waits) // 2] - waits[0] if len(waits) > 1 else 0.0
 
 
-def together(parts: Sequence[ProfilePart], base: CommonClock) -> list[Exchange]:
-    """All exchanges, in the order in which the first rank came to them."""
-    found: dict[Number, Exchange] = {}
+def match_calls(parts: Sequence[ProfilePart], clock: CommonClock) -> list[Exchange]:
+    """Returns all exchanges in the order in which their first rank entered them."""
+    found: dict[CallId, Exchange] = {}
     for part in parts:
-        shares: dict[Number, list[RecordedCall]] = {}
+        by_id: dict[CallId, list[RecordedCall]] = {}
         for call in part.calls:
-            number = (call.epoch, call.set, call.lane, call.seq)
-            shares.setdefault(number, []).append(call)
-        for number, calls in shares.items():
-            exchange = found.setdefault(number, Exchange(number))
-            exchange.shares.append(_share(part, calls, base))
-    return sorted(found.values(), key=lambda e: min(s.entered for s in e.shares))
+            call_id = (call.epoch, call.set, call.lane, call.seq)
+            by_id.setdefault(call_id, []).append(call)
+        for call_id, calls in by_id.items():
+            exchange = found.setdefault(call_id, Exchange(call_id))
+            exchange.ranks.append(_rank_exchange(part, calls, clock))
+    return sorted(found.values(), key=lambda e: min(r.entered for r in e.ranks))
 
 
-def _share(
-    part: ProfilePart, calls: list[RecordedCall], base: CommonClock
+def _rank_exchange(
+    part: ProfilePart, calls: list[RecordedCall], clock: CommonClock
 ) -> RankExchange:
     agreed = calls[-1].agreed
     return RankExchange(
         part,
         calls,
-        base.seconds(part, max(call.entered for call in calls)),
-        None if agreed is None else base.seconds(part, agreed),
-        base.seconds(part, max(call.done for call in calls)),
+        clock.seconds(part, max(call.entered for call in calls)),
+        None if agreed is None else clock.seconds(part, agreed),
+        clock.seconds(part, max(call.done for call in calls)),
     )
 
 
-def kind(call: RecordedCall) -> CallKind:
-    """What calls of two steps have in common."""
+def _call_kind(call: RecordedCall) -> CallKind:
     return (call.lane, call.op, call.name, call.bytes, call.set)
 
 
-def boundaries(part: ProfilePart, base: CommonClock) -> list[float]:
-    """The ends of steps: as the program has marked them, else where calls repeat."""
+def step_ends(part: ProfilePart, clock: CommonClock) -> list[float]:
+    """Returns the ends of training steps, in seconds on the common clock.
+
+    The program may have marked them. If not, a step ends with the call that
+    `find_step_marker` finds.
+    """
     if part.marks:
-        return [base.seconds(part, when) for when in part.marks]
+        return [clock.seconds(part, when) for when in part.marks]
     agreed = [call for call in part.calls if call.agreed is not None]
-    key = find_step_marker(Counter(map(kind, agreed)))
-    ends = [call.done for call in agreed if kind(call) == key]
-    return [base.seconds(part, when) for when in ends]
+    marker = find_step_marker(Counter(map(_call_kind, agreed)))
+    ends = [call.done for call in agreed if _call_kind(call) == marker]
+    return [clock.seconds(part, when) for when in ends]
 
 
-def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds between `start` and `end` in which at least one span is.
+def covered_seconds(
+    spans: Iterable[tuple[float, float]], start: float, end: float
+) -> float:
+    """Returns the seconds within [start, end] that at least one span covers.
 
     Example:
-        >>> covered([(0.0, 2.0), (1.0, 3.0), (8.0, 20.0)], 0.5, 10.0)
+        >>> covered_seconds([(0.0, 2.0), (1.0, 3.0), (8.0, 20.0)], 0.5, 10.0)
         4.5
     """
     seconds, reached = 0.0, start
@@ -132,9 +137,14 @@ def covered(spans: Iterable[tuple[float, float]], start: float, end: float) -> f
     return seconds
 
 
-def as_mapping(call: RecordedCall) -> Mapping[str, Any]:
-    """What viewers show of a call beside its times."""
-    shown = {"op": call.op, "seq": call.seq, "epoch": call.epoch, "bytes": call.bytes}
+def call_details(call: RecordedCall) -> dict[str, str | int]:
+    """Returns the attributes of a call that viewers show beside its times."""
+    shown: dict[str, str | int] = {
+        "op": call.op,
+        "seq": call.seq,
+        "epoch": call.epoch,
+        "bytes": call.bytes,
+    }
     if call.set:
         shown["process_set"] = call.set
     if call.algorithm:

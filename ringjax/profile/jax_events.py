@@ -1,8 +1,8 @@
-"""JAX's own traces, moved to the time base and beside the right rank.
+"""Converts JAX's own traces: to the common clock, and to process ids by rank.
 
-jax.profiler writes Chrome's trace events whose times count from a moment that its
-protobuf tells (world/jax_trace.py). Its numbers of processes are alike on all ranks. Of
-our operations XLA has made `ringjax_allreduce.7`: here they have their names again.
+jax.profiler writes Chrome's trace events. Their times count from a moment that its
+protobuf contains (world/jax_trace.py). Its process ids are equal on all ranks. XLA
+names operations of ringjax `ringjax_allreduce.7`, and this module `ringjax.allreduce`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from typing import Any
 from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart
 
-OURS = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
-NOISE = "ThreadpoolListener::"  # three for every task of XLA's, without a length
-PIDS = 1_000_000  # times the rank's number and one, added to jax's own
+RINGJAX_NAME = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
+NOISE = "ThreadpoolListener::"  # three events without length per task of XLA
+PIDS_PER_RANK = 1_000_000  # JAX's process ids are smaller
 
 
-def events(part: ProfilePart, base: CommonClock, most: int) -> Iterator[dict[str, Any]]:
-    """Of one rank, so many at most; none if it has no trace of JAX's.
+def events(
+    part: ProfilePart, clock: CommonClock, most: int
+) -> Iterator[dict[str, Any]]:
+    """Yields at most `most` events of one rank; none if it has no trace of JAX.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the trace cannot be read.
     """
     if part.jax is None:
         return
     path, began = part.jax
-    shift = base.seconds(part, began - part.realtime + part.monotonic) * 1e6
+    shift = clock.seconds(part, began - part.realtime + part.monotonic) * 1e6
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found = json.load(file)["traceEvents"]
-    # An empty one closes the list.
+    # An empty event closes the list.
     found = [e for e in found if "pid" in e and not e["name"].startswith(NOISE)]
     if len(found) > most:
         found.sort(key=lambda event: event.get("ts", -math.inf))
         part.notes.append(f"jax's own trace: the first {most} of {len(found)} events")
     for event in found[:most]:
-        event["pid"] = int(event["pid"]) + PIDS * (part.number + 1)
+        event["pid"] = int(event["pid"]) + PIDS_PER_RANK * (part.number + 1)
         if "ts" in event:
             event["ts"] = round(event["ts"] + shift, 3)
-        if ours := OURS.match(event["name"]):
-            event["name"] = f"ringjax.{ours[1]}"
+        if match := RINGJAX_NAME.match(event["name"]):
+            event["name"] = f"ringjax.{match[1]}"
         arguments = event.get("args", {})
         if event["name"] == "process_name":
             arguments["name"] = f"{part.title}: jax {arguments.get('name', '')}"

@@ -1,7 +1,8 @@
-"""Reads the part files that world/profile_recording.py writes on each rank.
+"""Reads the parts of a profile, one file for each process.
 
-A rank that died in the middle leaves a part without an end, and perhaps half of a
-line: what there is counts, and what is missing is said.
+world/profile_recording.py writes the parts. A process that died leaves a part without
+an end, and perhaps half of a line. Complete lines count, and `describe_missing` names
+everything that is missing.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from typing import Any
 
 from ringjax.world.profile_recording import FORMAT, PARTS
 
-MOST_CALLS = 200_000  # of all ranks, that are read; the last ones
+MAX_CALLS = 200_000  # to read, for all ranks together
 
 
 class ProfileNotFound(ValueError):
-    """There is nothing to read."""
+    """The folder contains no profile."""
 
 
 @dataclass(slots=True)
 class RecordedCall:
-    """One call of one rank; of named operations one operation.
+    """A call of one rank, or one named operation. The names are those in the file.
 
     Attributes:
-        agreed: when all ranks had come; None: they never had.
-        entered, agreed, done: seconds of that process's clock.
-        overlapped: the program went on meanwhile.
-        device: moved by a device, later than `done`.
+        entered, agreed, done: when this rank entered the call, all ranks had entered
+            it, and it was done, in seconds of the process's clock. `agreed` is None if
+            some rank never entered the call.
+        code: 0, or the status with which the call failed.
+        overlapped: whether the program went on while data moved.
+        device: whether a device moves the data, later than `done`.
     """
 
     op: str
@@ -53,7 +56,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """From a moment on this process is that rank of so many."""
+    """The rank that a process has in one epoch, from the moment `at` on."""
 
     epoch: int
     rank: int
@@ -64,7 +67,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """What the clock of a rank showed: `ahead` of ours, known to half of `trip`."""
+    """The clock of `rank` was `ahead` of this one, known within half of `trip`."""
 
     rank: int
     epoch: int
@@ -75,17 +78,20 @@ class ClockReading:
 
 @dataclass(slots=True)
 class ProfilePart:
-    """What one process has written.
+    """The file of one process.
 
     Attributes:
         who: "rank 3", or "worker 3" of an elastic job.
-        clock: alike for processes with the same clock.
-        monotonic, realtime: that clock, and seconds since 1970, at one moment.
-        sent: (when, bytes sent in all, exposed seconds in all).
-        lost: calls that were not written.
-        skipped: calls that were not read, the first ones.
-        jax: JAX's trace, and since when its times count in seconds of 1970.
-        end: when it was closed; None: the process died, or its disk was full.
+        clock: an id, which processes with the same clock share.
+        monotonic, realtime: the time of that clock and the seconds since 1970 at one
+            moment.
+        marks: the ends of steps that the program has marked.
+        sent: (when, total bytes sent, total exposed seconds).
+        lost: the number of calls that could not be written.
+        skipped: the number of calls, from the first, that were not read.
+        jax: the path of JAX's trace, and the seconds since 1970 at its time 0.
+        notes: sentences about the process for people.
+        end: when the file was closed; None if the process died or its disk was full.
     """
 
     path: Path
@@ -108,38 +114,36 @@ class ProfilePart:
 
     @property
     def number(self) -> int:
-        """The rank, or the worker's number."""
+        """The number of the rank or the worker."""
         return int(self.who.split()[-1])
 
     @property
     def title(self) -> str:
-        """`rank 3 · host-b`."""
         return f"{self.who} · {self.host}"
 
     @property
     def began(self) -> float:
-        """The first thing that is known of it."""
         return min(self.calls[0].entered if self.calls else math.inf, self.monotonic)
 
     def rank_in(self, epoch: int) -> int | None:
-        """Its rank in that epoch; None if it was not in it."""
+        """Returns the rank of the process in an epoch, None if it was no member."""
         return next((m.rank for m in self.members if m.epoch == epoch), None)
 
 
-def read(directory: Path, most_calls: int = MOST_CALLS) -> list[ProfilePart]:
-    """The parts of the newest profile in a folder, in the order of the ranks.
+def read(directory: Path, max_calls: int = MAX_CALLS) -> list[ProfilePart]:
+    """Reads the parts of the newest profile in a folder, in the order of the ranks.
 
     Args:
-        most_calls: of all ranks; of longer ones the last.
+        max_calls: how many calls of all ranks to read. Each part keeps its last calls.
 
     Raises:
-        ProfileNotFound: there are none.
+        ProfileNotFound: the folder contains no profile.
     """
     folder = directory / PARTS
     if not directory.is_dir():
         raise ProfileNotFound(f"{directory}: there is no such folder")
     paths = sorted(folder.glob("*.jsonl"))
-    each = max(most_calls // max(len(paths), 1), 1)
+    each = max(max_calls // max(len(paths), 1), 1)
     found = [part for path in paths if (part := _read(path, each)) and part.members]
     if not found:
         raise ProfileNotFound(
@@ -151,7 +155,7 @@ def read(directory: Path, most_calls: int = MOST_CALLS) -> list[ProfilePart]:
 
 
 def complete(directory: Path, run: str) -> bool:
-    """Whether all ranks of its last epoch have closed their parts there."""
+    """Returns whether all ranks of the last epoch have closed their parts."""
     last = [(p.members[-1], p) for p in _heads(directory / PARTS, run) if p.members]
     epoch = max((member.epoch for member, _ in last), default=0)
     here = [(member, part) for member, part in last if member.epoch == epoch]
@@ -172,9 +176,9 @@ def _closed(part: ProfilePart) -> bool:
     return bool(last) and last[0].startswith(b'{"end"')
 
 
-def missing(parts: list[ProfilePart]) -> list[str]:
-    """A sentence for each thing that is not there."""
-    said: list[str] = []
+def describe_missing(parts: list[ProfilePart]) -> list[str]:
+    """Returns a sentence for each part or call that is missing."""
+    found: list[str] = []
     by_epoch: dict[int, dict[int, ProfilePart]] = {}
     sizes: dict[int, int] = {}
     for part in parts:
@@ -185,40 +189,40 @@ def missing(parts: list[ProfilePart]) -> list[str]:
         if gone := sorted(set(range(size)) - set(by_epoch[epoch])):
             named = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
             of = f" of epoch {epoch}" if len(sizes) > 1 else ""
-            said.append(
+            found.append(
                 f"rank {named}{of}: no file; if it ran on another host, copy the files "
                 f"in {PARTS}/ there into the one here, and run `merge`"
             )
     for part in parts:
         if part.end is None:
-            said.append(
+            found.append(
                 f"{part.who}: its file has no end: it died, or the disk is full"
             )
         if part.skipped:
-            said.append(f"{part.who}: its first {part.skipped} calls were left out")
+            found.append(f"{part.who}: its first {part.skipped} calls were left out")
         if part.lost:
-            said.append(f"{part.who}: {part.lost} calls came too fast to be written")
-        said += [f"{part.who}: {note}" for note in part.notes]
-    return said
+            found.append(f"{part.who}: {part.lost} calls came too fast to be written")
+        found += [f"{part.who}: {note}" for note in part.notes]
+    return found
 
 
-def _read(path: Path, most_calls: int, lines: int | None = None) -> ProfilePart | None:
-    """One part; None if it is none, or of another version."""
+def _read(path: Path, max_calls: int, lines: int | None = None) -> ProfilePart | None:
+    """Reads a part; None if the file is no part, or has another format."""
     part: ProfilePart | None = None
     for value in islice(_values(path), lines):
         if "format" in value:
             if value["format"] != FORMAT:
                 return None
             if part is None:
-                part = _begun(path, value, most_calls)
+                part = _new_part(path, value, max_calls)
         elif part is not None:
             _add(part, value)
     return part
 
 
-def _begun(path: Path, head: dict[str, Any], most_calls: int) -> ProfilePart:
+def _new_part(path: Path, head: dict[str, Any], max_calls: int) -> ProfilePart:
     names = ("who", "run", "host", "clock", "monotonic", "realtime")
-    calls: deque[RecordedCall] = deque(maxlen=most_calls)
+    calls: deque[RecordedCall] = deque(maxlen=max_calls)
     return ProfilePart(path, **{name: head[name] for name in names}, calls=calls)
 
 
@@ -231,7 +235,7 @@ def _values(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     value = json.loads(line)
                 except ValueError:
-                    continue  # the process died while it wrote that
+                    continue  # the process died while it wrote this line
                 if isinstance(value, dict):
                     yield value
 

@@ -1,7 +1,7 @@
-"""The picture in Perfetto's own format, as far as it is needed.
+"""Writes traces in Perfetto's own format, with the messages that a profile needs.
 
 Messages and fields: https://perfetto.dev/docs/reference/synthetic-track-event. Fields
-are written by number; the tests read them with Perfetto's own parser.
+are written by number. The tests read them with Perfetto's own parser.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ringjax.profile.trace import TraceProcess, TraceSlice
 
 BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
 SEQUENCE = 1
-PIDS = 1  # added to a rank's number: 0 is the kernel's idle task
+FIRST_PID = 1  # process 0 is the kernel's idle task
 
 
-def _large(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -27,11 +27,11 @@ def _large(value: int) -> bytes:
     return bytes(out)
 
 
-_SMALL = [_large(value) for value in range(1 << 12)]
+_SMALL = [_encode_varint(value) for value in range(1 << 12)]
 
 
 def _varint(value: int) -> bytes:
-    return _SMALL[value] if value < len(_SMALL) else _large(value)
+    return _SMALL[value] if value < len(_SMALL) else _encode_varint(value)
 
 
 def _number(field: int, value: int) -> bytes:
@@ -42,15 +42,15 @@ def _bytes(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
 
 
-@lru_cache(1 << 14)  # names come again and again
+@lru_cache(1 << 14)  # because names repeat
 def _text(field: int, text: str) -> bytes:
     return _bytes(field, text.encode())
 
 
 @lru_cache(1 << 14)
 def _annotation(key: str, value: int | str) -> bytes:
-    told = _number(3, value) if isinstance(value, int) else _text(6, value)
-    return _bytes(4, _text(10, key) + told)
+    encoded = _number(3, value) if isinstance(value, int) else _text(6, value)
+    return _bytes(4, _text(10, key) + encoded)
 
 
 def _packet(*fields: bytes) -> bytes:
@@ -67,19 +67,19 @@ def _event(seconds: float, kind: int, track: int, *fields: bytes) -> bytes:
 
 
 def packets(processes: Iterable[TraceProcess]) -> Iterator[bytes]:
-    """The trace, piece by piece; times are nanoseconds."""
+    """Yields the packets of a trace. Times in packets are nanoseconds."""
     numbers = count(1)
     for process in processes:
         uuid = next(numbers)
-        pid = process.number + PIDS
+        pid = process.number + FIRST_PID
         about = _number(1, pid) + _text(6, process.title)
         yield _track(uuid, process.title, _bytes(3, about))
-        for index, row in enumerate(process.rows):
+        for index, row in enumerate(process.threads):
             track = next(numbers)
             thread = _number(1, pid) + _number(2, pid * 1000 + index)
             yield _track(track, row.name, _bytes(4, thread + _text(5, row.name)))
-            for one in row.slices:
-                yield from _slice(one, track)
+            for each in row.slices:
+                yield from _slice(each, track)
         for (name, unit), values in process.counters.items():
             track = next(numbers)
             counter = _bytes(8, _text(6, unit))
@@ -89,12 +89,12 @@ def packets(processes: Iterable[TraceProcess]) -> Iterator[bytes]:
                 yield _event(when, COUNTER, track, double)
 
 
-def _slice(one: TraceSlice, track: int) -> Iterator[bytes]:
-    fields = [_text(23, one.name)]
-    if one.flow:
-        fields.append(_varint(47 << 3 | 1) + struct.pack("<Q", one.flow))
-    fields += [_annotation(key, value) for key, value in one.arguments.items()]
-    yield _event(one.start, BEGIN, track, *fields)
-    for inner in one.inner:
+def _slice(each: TraceSlice, track: int) -> Iterator[bytes]:
+    fields = [_text(23, each.name)]
+    if each.flow:
+        fields.append(_varint(47 << 3 | 1) + struct.pack("<Q", each.flow))
+    fields += [_annotation(key, value) for key, value in each.arguments.items()]
+    yield _event(each.start, BEGIN, track, *fields)
+    for inner in each.inner:
         yield from _slice(inner, track)
-    yield _event(one.end, END, track)
+    yield _event(each.end, END, track)

@@ -68,7 +68,7 @@ def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
         assert all(
             c.agreed is not None and c.entered <= c.agreed <= c.done for c in part.calls
         )
-    assert parts.missing(found) == []
+    assert parts.describe_missing(found) == []
     events = _merged(folder)
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"step", "jit lane", "eager lane"} <= lanes
@@ -116,7 +116,7 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
         calls = [call for call in part.calls if call.name == "grads"]
         assert len(calls) >= 12
         assert all(call.overlapped for call in calls)
-    first = breakdown.ranks(breakdown.MergedProfile.of(found))[0]
+    first = breakdown.rank_breakdowns(breakdown.MergedProfile.of(found))[0]
     assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
     assert first.waits > first.moves
 
@@ -134,7 +134,9 @@ def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
         over = bool(eager.allreduce(done, name="done", op=ringjax.Min)[0])
     made.stop()
     if world.rank == 0:
-        for rank in breakdown.ranks(breakdown.MergedProfile.of(parts.read(folder))):
+        for rank in breakdown.rank_breakdowns(
+            breakdown.MergedProfile.of(parts.read(folder))
+        ):
             assert rank.steps == 3
         assert (folder / archive.ARCHIVE).exists()
 
@@ -149,7 +151,9 @@ def test_the_program_may_say_what_a_step_is(world: World, tmp_path: Path) -> Non
                 _step()
             made.step()
     if world.rank == 0:
-        for rank in breakdown.ranks(breakdown.MergedProfile.of(parts.read(folder))):
+        for rank in breakdown.rank_breakdowns(
+            breakdown.MergedProfile.of(parts.read(folder))
+        ):
             assert rank.steps == 3
 
 
@@ -164,7 +168,7 @@ def test_a_trace_of_the_programs_own_goes_on(world: World, tmp_path: Path) -> No
     assert list((tmp_path / "own").rglob("*.xplane.pb"))
     eager.barrier(name="all have ended")
     if world.rank == 0:
-        said = parts.missing(parts.read(folder))
+        said = parts.describe_missing(parts.read(folder))
         assert len(said) == 2
         assert all("without jax's own trace" in text for text in said)
 
@@ -192,7 +196,7 @@ def test_our_trace_gives_way_to_the_programs(
     eager.barrier(name="all have ended")
     if world.rank == 0:
         found = parts.read(folder)
-        assert parts.missing(found) == []
+        assert parts.describe_missing(found) == []
         assert all(part.jax is not None for part in found)
 
 
@@ -333,16 +337,16 @@ def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
             error = reading.ahead + 1000 * part.number
             assert abs(error) <= reading.trip / 2, reading
     merged = breakdown.MergedProfile.of(found)
-    assert merged.base.error is not None
+    assert merged.clock.error is not None
     trips = [reading.trip for part in found[1:] for reading in part.readings]
-    assert merged.base.error <= max(trips) / 2
+    assert merged.clock.error <= max(trips) / 2
     # Nobody goes on from a barrier before the last one has come.
     for exchange in merged.exchanges:
-        came = max(share.entered for share in exchange.shares)
-        for share in exchange.shares:
+        came = max(share.entered for share in exchange.ranks)
+        for share in exchange.ranks:
             assert share.agreed is not None
-            assert share.agreed >= came - merged.base.error
-    assert "clocks agree within" in breakdown.text(merged)
+            assert share.agreed >= came - merged.clock.error
+    assert "clocks agree within" in breakdown.format_breakdown(merged)
 
 
 ELASTIC = """
@@ -372,16 +376,16 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     assert [len(part.members) for part in found] == [1, 2, 2]
     # Who is left has moved up.
     assert [part.members[-1].rank for part in found] == [0, 0, 1]
-    said = parts.missing(found)
+    said = parts.describe_missing(found)
     assert said == ["worker 0: its file has no end: it died, or the disk is full"]
     merged = breakdown.MergedProfile.of(found)
     sizes: dict[int, set[int]] = {}
     for exchange in merged.exchanges:
-        sizes.setdefault(exchange.number[0], set()).add(len(exchange.shares))
+        sizes.setdefault(exchange.call_id[0], set()).add(len(exchange.ranks))
     first, second = sizes.values()
     assert 3 in first
     assert second == {2}
-    assert "worker 2" in breakdown.text(merged)
+    assert "worker 2" in breakdown.format_breakdown(merged)
 
 
 @needs_root("unshare", "mount")
@@ -400,6 +404,6 @@ def test_parts_of_a_host_with_a_disk_of_its_own_are_fetched(
     assert [(part.who, part.host) for part in found] == [
         ("rank 0", "localhost"), ("rank 1", "far"), ("rank 2", "far")
     ]  # fmt: skip
-    assert parts.missing(found) == []
+    assert parts.describe_missing(found) == []
     assert "3 ranks on 2 hosts" in job.launcher_output()
     assert (folder / "old").read_text() == "stays"

@@ -142,7 +142,7 @@ def test_without_a_reading_the_time_of_day_has_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hosts", HOSTS, ids=len)
 def test_where_the_time_went(tmp_path: Path, hosts: list[str]) -> None:
     job(tmp_path, hosts)
-    ranks = breakdown.ranks(breakdown.MergedProfile.of(parts.read(tmp_path)))
+    ranks = breakdown.rank_breakdowns(breakdown.MergedProfile.of(parts.read(tmp_path)))
     for number, rank in enumerate(ranks):
         waits = 0.001 + (LATE if len(hosts) > 1 and number != 1 else 0.0)
         assert rank.steps == 19
@@ -175,7 +175,9 @@ def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
         when = shown("host-a", at + STEP - 0.001)
         rank.file.write_record(sent=seq, exposed=seq * 0.008, at=when)
     rank.end()
-    (found,) = breakdown.ranks(breakdown.MergedProfile.of(parts.read(tmp_path)))
+    (found,) = breakdown.rank_breakdowns(
+        breakdown.MergedProfile.of(parts.read(tmp_path))
+    )
     assert found.steps == 39
     assert found.waits == pytest.approx(0.002, rel=0.05)
     assert found.moves == pytest.approx(0.006, rel=0.05)
@@ -200,7 +202,7 @@ def trace(folder: Path) -> Any:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
     with tarfile.open(folder / archive.ARCHIVE) as tar:
-        member = tar.extractfile(archive.OURS)
+        member = tar.extractfile(archive.TRACE)
         assert member is not None
         found = Trace()
         found.ParseFromString(member.read())
@@ -310,7 +312,8 @@ def test_jax_traces_are_beside_ours(tmp_path: Path) -> None:
     merge(tmp_path)
     with tarfile.open(tmp_path / archive.ARCHIVE) as tar:
         assert tar.getnames() == [
-            "perfetto_manifest.json", archive.OURS, "jax-rank-0.json", "jax-rank-1.json"
+            "perfetto_manifest.json", archive.TRACE,
+            "jax-rank-0.json", "jax-rank-1.json",
         ]  # fmt: skip
         head = tar.extractfile("perfetto_manifest.json")
         assert head is not None
@@ -322,10 +325,13 @@ def test_jax_traces_are_beside_ours(tmp_path: Path) -> None:
     manifest = json.loads(data)["perfetto_manifest"]
     assert manifest["version"] == 1
     assert [f["path"] for f in manifest["files"]] == [
-        archive.OURS, "jax-rank-0.json", "jax-rank-1.json"
+        archive.TRACE, "jax-rank-0.json", "jax-rank-1.json"
     ]  # fmt: skip
     for file in manifest["files"][1:]:
-        assert file["clocks"]["sync_to"] == {"file": archive.OURS, "clock": "BOOTTIME"}
+        assert file["clocks"]["sync_to"] == {
+            "file": archive.TRACE,
+            "clock": "BOOTTIME",
+        }
     with gzip.open(tmp_path / archive.MERGED, "rt") as text:
         merged = json.load(text)["traceEvents"]
     assert [e for e in merged if e["pid"] == 2_000_701] == alone
@@ -401,10 +407,12 @@ def test_the_newest_profile_of_a_folder_counts(tmp_path: Path) -> None:
 
 def test_of_long_profiles_the_last_calls_are_read(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-b"], steps=30)
-    found = parts.read(tmp_path, most_calls=40)
+    found = parts.read(tmp_path, max_calls=40)
     assert [len(part.calls) for part in found] == [20, 20]
     assert found[0].calls[-1].seq == 30
-    assert any("first 70 calls were left out" in text for text in parts.missing(found))
+    assert any(
+        "first 70 calls were left out" in text for text in parts.describe_missing(found)
+    )
 
 
 def test_a_part_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
