@@ -91,10 +91,7 @@ class Config:
         "CROSS_RANK",
     )
     cross_size: int | None = _setting(
-        None,
-        _COUNT,
-        "Number of hosts with a process of this local rank.",
-        "CROSS_SIZE",
+        None, _COUNT, "Number of hosts with a process of this local rank.", "CROSS_SIZE"
     )
     rendezvous: str = _setting(
         "", str, "Addresses at which the job's coordinator listens: host:port,..."

@@ -43,10 +43,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     ),
     ("always so: inside jit every collective is an XLA call", "ENABLE_XLA_OPS"),
     ("process sets may be added and removed at any time", "DYNAMIC_PROCESS_SETS"),
-    (
-        "ringrun makes a job elastic: --min-np, or --host-discovery-script",
-        "ELASTIC",
-    ),
+    ("ringrun makes a job elastic: --min-np, or --host-discovery-script", "ELASTIC"),
     (
         "there are few settings, and all of them are tried",
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",

@@ -21,13 +21,7 @@ from ringjax.control import addresses as address
 from ringjax.control import launch_environment
 from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
-from ringjax.errors import (
-    Mismatch,
-    PeerLost,
-    RingjaxError,
-    StartupError,
-    from_status,
-)
+from ringjax.errors import Mismatch, PeerLost, RingjaxError, StartupError, from_status
 from ringjax.membership.client import CallProgress
 from ringjax.membership.directives import EpochDirective, Welcome
 from ringjax.membership.rendezvous_discovery import join_job

@@ -1,0 +1,116 @@
+"""The telemetry client against an agent that is played by the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.waiting import LONG
+
+from ringjax import _native
+from ringjax.monitor import sockets
+from ringjax.world import telemetry_client
+from ringjax.world.rank_info import RankInfo
+from ringjax.world.telemetry_client import TelemetryClient
+
+INTERVAL = 0.5  # seconds between two samples
+
+
+class Agent:
+    """Listens on an abstract unix socket and reads lines of one client."""
+
+    def __init__(self) -> None:
+        self.name = f"ringjax-test-{os.getpid()}-{time.monotonic_ns()}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        self._connection: socket.socket | None = None
+        self._lines: Any = None
+
+    def accept(self) -> None:
+        self._listener.settimeout(LONG)
+        self._connection, _ = self._listener.accept()
+        self._connection.settimeout(LONG)
+        self._lines = self._connection.makefile("rb")
+        assert self.read() == {"id": 3}
+
+    def ask(self, seconds: float) -> None:
+        assert self._connection is not None
+        self._connection.sendall(f"{seconds}\n".encode())
+
+    def read(self) -> dict[str, Any] | None:
+        line = self._lines.readline()
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._lines.close()
+            self._connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.close()
+
+
+def source() -> Any:
+    epoch = SimpleNamespace(
+        rank_info=RankInfo.from_hosts(0, ["here"]),
+        number=0,
+        communicators={},
+        hostname_of=lambda rank: "here",
+    )
+    recorder = _native.Recorder(16, "rank 0", "")
+    return SimpleNamespace(recorder=recorder, tuned="", current_epoch=epoch)
+
+
+def test_the_first_sample_after_a_pause_waits_for_the_common_moment(
+    agent: Agent,
+) -> None:
+    client = TelemetryClient(source(), agent.name, 3)
+    try:
+        agent.accept()
+        agent.ask(INTERVAL)
+        assert agent.read()
+        agent.ask(0)
+        time.sleep(1.5 * INTERVAL)  # the moment of the next sample has passed
+        # Ask half an interval before a common moment.
+        time.sleep(INTERVAL - (time.time() - INTERVAL / 2) % INTERVAL)
+        moment = (time.time() // INTERVAL + 1) * INTERVAL
+        agent.ask(INTERVAL)
+        assert agent.read()
+        assert time.time() >= moment
+    finally:
+        client.close()
+
+
+def test_a_client_that_is_closed_while_it_connects_ends(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, closed = threading.Event(), threading.Event()
+    connect = sockets.connect_within
+
+    def connect_slowly(*arguments: Any) -> None:
+        connecting.set()
+        assert closed.wait(LONG)
+        connect(*arguments)
+
+    monkeypatch.setattr(telemetry_client.sockets, "connect_within", connect_slowly)
+    client = TelemetryClient(source(), agent.name, 3)
+    assert connecting.wait(LONG)
+    client.close()
+    closed.set()
+    agent.accept()
+    assert agent.read() is None
+    client._thread.join(LONG)
+    assert not client._thread.is_alive()
