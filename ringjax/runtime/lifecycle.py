@@ -22,37 +22,14 @@ from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
 from ringjax.world.communicator_ids import REPLICA_SET
-from ringjax.world.process_set import ProcessSet, global_process_set, rank_provider
+from ringjax.world.process_set import ProcessSet as ProcessSet
+from ringjax.world.process_set import global_process_set as global_process_set
+from ringjax.world.process_set import rank_provider
 from ringjax.world.registry import Registry
 from ringjax.world.world import World
 
 if TYPE_CHECKING:
     from ringjax._native import Communicator, EagerLane
-
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "communicator",
-    "config",
-    "cross_rank",
-    "cross_size",
-    "current",
-    "global_process_set",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "lane",
-    "local_rank",
-    "local_size",
-    "on_fresh_start",
-    "on_init",
-    "on_shutdown",
-    "rank",
-    "remove_process_set",
-    "run_fresh_start_callbacks",
-    "shutdown",
-    "size",
-]
 
 _lock = threading.RLock()
 _world: World | None = None

@@ -36,11 +36,7 @@ class CommunicatorTable:
         self._lanes = lanes
 
     def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
-        """Keeps the resilient communicators with these ids.
-
-        Returns:
-            The other resilient communicators. The caller must end them.
-        """
+        """Keeps these resilient communicators. Returns the others, to be ended."""
         kept, before = set(numbers), self.resilient
         self.resilient = {n: r for n, r in before.items() if n in kept}
         return {n: r for n, r in before.items() if n not in kept}
@@ -50,11 +46,9 @@ class CommunicatorTable:
     ) -> None:
         """Lets the program's calls use the communicators of a new epoch.
 
-        Args:
-            epoch: the epoch that is now in force.
-            transitions: of the calls of communicators that survive, by id. A
-                communicator without transitions begins with this epoch. A communicator
-                that is not connected yet gets its transitions already.
+        Communicators with `transitions` survive; a communicator without transitions
+        begins with this epoch. A communicator that is not connected yet gets its
+        transitions already.
         """
         self.active = {n: c for n, c in self.active.items() if n in transitions}
         for number in {**transitions, **epoch.served}:
@@ -66,13 +60,7 @@ class CommunicatorTable:
     def install(
         self, epoch: Epoch, number: int, transitions: Sequence[Transition]
     ) -> None:
-        """Makes a communicator of an epoch serve calls, if it is connected already.
-
-        Args:
-            epoch: the epoch that is now in force.
-            number: the id of the communicator.
-            transitions: what happens to its earlier calls, epoch by epoch.
-        """
+        """Makes communicator `number` serve calls, if it is connected already."""
         communicator = epoch.communicators.get(number)
         resilient = self.resilient.get(number)
         is_new = resilient is None
@@ -99,13 +87,7 @@ class CommunicatorTable:
         *,
         drop_lanes: bool = False,
     ) -> None:
-        """Fails the pending and all later calls of resilient communicators.
-
-        Args:
-            resilient_comms: by id.
-            text: the reason.
-            drop_lanes: also close the eager lanes that use them.
-        """
+        """Fails all calls of resilient communicators; may close their eager lanes."""
         for number, resilient in resilient_comms.items():
             resilient.end(text, -1)
             if drop_lanes and number & EAGER_LANE:

@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 from ringjax import _native
 from ringjax.config import Config
@@ -52,10 +52,7 @@ def wheel_library() -> str | None:
 
 
 def open_library(setting: str) -> tuple[int, str]:
-    """Loads NCCL: the copy in this process, RINGJAX_NCCL, the wheel's or the system's.
-
-    Args:
-        setting: RINGJAX_NCCL.
+    """Loads NCCL: the copy in this process, `setting`, the wheel's or the system's.
 
     Returns:
         The version, 22809 for 2.28.9, and the path of the file.
@@ -116,14 +113,10 @@ def _gpu_uuids(devices: Sequence[int]) -> list[str]:
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
-    """Returns the options with which an eager lane accepts CUDA tensors.
+    """Returns options for a lane, which loads NCCL at the first CUDA tensor.
 
-    The lane loads NCCL when the first CUDA tensor is submitted.
-
-    Args:
-        config: the settings of this rank.
-        device: the device to use if this rank joins (`ringjax.eager.join`) before it
-            has submitted a tensor; -1 for none.
+    A rank that joins (`ringjax.eager.join`) before it has submitted a tensor uses
+    `device`; -1 for no device.
     """
     return {
         **_communicator_options(config),
@@ -175,20 +168,6 @@ def share(
 
 
 # -- communicators ---------------------------------------------------------------------
-
-
-class NcclIds(TypedDict, total=False):
-    """The NCCL ids of a process set, from its first rank.
-
-    Attributes:
-        ids: hexadecimal digits, one id for each device of a rank.
-        error: why the rank could not make them.
-        what: the operation for which they were made.
-    """
-
-    ids: list[str]
-    error: str
-    what: str
 
 
 class ControlPlane(Protocol):
@@ -253,9 +232,7 @@ class Devices:
     def open(
         self, numbers: Sequence[int], why_not: str, sets: Mapping[int, Sequence[int]]
     ) -> None:
-        """Connects the communicators of all `sets`. All ranks must call it.
-
-        Further calls do nothing.
+        """Connects the communicators of all `sets`, once. All ranks must call it.
 
         Args:
             numbers: this rank's devices. If a rank has none, no rank gets
@@ -354,13 +331,13 @@ class Devices:
         set_name = "the world" if number == 0 else f"process set {number}"
         rank = self._control_plane.rank_info.rank
         what = f"ringjax: the NCCL id of {set_name}"
-        own: NcclIds = {"what": what}
+        own: dict[str, Any] = {"what": what}
         if rank == ranks[0]:
             try:
                 own["ids"] = [_native.nccl_unique_id().hex() for _ in self.numbers]
             except _native.StatusError as error:
                 own["error"] = str(error)
-        received: NcclIds = self._exchange(own, what)[ranks[0]]
+        received = self._exchange(own, what)[ranks[0]]
         if "error" in received:
             raise StartupError(
                 f"{set_name} has no device communicator: rank {ranks[0]}: "
@@ -408,7 +385,7 @@ class Devices:
         for control in self._control_ids(number):
             self._control_plane.disconnect(control)
 
-    def _exchange(self, value: DeviceReport | NcclIds, what: str) -> list[Any]:
+    def _exchange(self, value: Mapping[str, Any], what: str) -> list[Any]:
         try:
             received = self._control_plane.exchange(value, what)
         except RingjaxError as error:

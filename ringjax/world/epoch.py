@@ -70,13 +70,7 @@ class Epoch:
         name: str,
         fabric: MeshFactory | None = None,
     ) -> None:
-        """Connects the ranks of a communicator. All of `ranks` must call it.
-
-        Args:
-            number: the id of the communicator.
-            ranks: ranks of the world, in the order of the communicator.
-            name: names the communicator in errors.
-            fabric: another fabric than that of the epoch.
+        """Connects the ranks of communicator `number`. All of `ranks` must call it.
 
         Raises:
             StartupError, PeerLost: some ranks could not be reached.
@@ -132,8 +126,8 @@ class Epoch:
 
         Args:
             number: the id of the communicator.
-            ranks: as in `link`.
-            name: as in `link`.
+            ranks: ranks of the world, in the order of the communicator.
+            name: names the communicator in errors.
             resilient: the resilient communicator to which it belongs; None in a static
                 job.
             config: other settings than those of the epoch.
@@ -192,11 +186,7 @@ class Epoch:
         name: str,
         fabric: MeshFactory | None = None,
     ) -> Config:
-        """Like `link`, for messages of a few bytes: takes little memory and one socket.
-
-        Returns:
-            The settings to pass to `open`.
-        """
+        """Like `link`, with small buffers. Returns the settings for `open`."""
         fabric = fabric or self.fabric
         if fabric is None:
             self.link(number, ranks, name)

@@ -58,10 +58,10 @@ class EpochBuilder:
         """Returns an epoch without communicators.
 
         Args:
-            members: the coordinator's order.
+            members: the coordinator's directive.
             watch: raises an error if the epoch is over before it is connected. None in
                 a job of one process.
-            before: the previous epoch, if this rank had a part in it.
+            before: the previous epoch of this rank, if any.
         """
         config = self._config
         # The launcher's local rank is right in the first epoch only, so an elastic job
@@ -98,13 +98,9 @@ class EpochBuilder:
         wanted: Sequence[CommunicatorSpec],
         known: Mapping[int, _native.ResilientComm],
     ) -> None:
-        """Connects the members and opens communicators that serve no calls yet.
+        """Connects the `wanted` communicators, which serve no calls yet.
 
-        Args:
-            epoch: an epoch from `build`.
-            members: the coordinator's order.
-            wanted: the communicators to connect.
-            known: resilient communicators that survive, by id.
+        Those of `known`, resilient communicators by id, survive.
 
         Raises:
             Unreachable, PeerLost, StartupError: some members could not be reached.

@@ -1,6 +1,6 @@
 """Epoch information: what a new epoch means for the program and for its calls.
 
-Computed from the coordinator's orders. Nothing in this module touches a link.
+Computed from the coordinator's directives. Nothing in this module touches a link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EpochInfo:
 
     @staticmethod
     def from_members(members: EpochDirective) -> EpochInfo:
-        """Takes the values from the coordinator's order."""
+        """Takes the values from the coordinator's directive."""
         return EpochInfo(
             epoch=members.epoch,
             kind=members.kind,
@@ -98,35 +98,36 @@ def communicators_of(members: EpochDirective) -> Iterator[CommunicatorSpec]:
 
 
 def surviving_transitions(
-    orders: Sequence[EpochDirective],
+    directives: Sequence[EpochDirective],
     before: Mapping[int, Sequence[int]],
     known: Set[int],
 ) -> dict[int, list[Transition]]:
     """Returns the transitions of the communicators that survive, by id.
 
-    Args:
-        orders: the coordinator's orders since the current epoch, the oldest first.
-        before: the process sets of the current epoch; the world has id 0.
-        known: the ids of the communicators that this rank has.
+    Arguments as for `transitions`; `known` are the communicators that this rank has.
     """
-    wanted = {number for number, _, _ in communicators_of(orders[-1])}
-    return {number: transitions(number, before, orders) for number in wanted & known}
+    wanted = {number for number, _, _ in communicators_of(directives[-1])}
+    return {
+        number: transitions(number, before, directives) for number in wanted & known
+    }
 
 
 def transitions(
-    number: int, before: Mapping[int, Sequence[int]], orders: Sequence[EpochDirective]
+    number: int,
+    before: Mapping[int, Sequence[int]],
+    directives: Sequence[EpochDirective],
 ) -> list[Transition]:
-    """Returns one transition of a communicator for each of the coordinator's orders.
+    """Returns one transition of a communicator for each directive of the coordinator.
 
     Args:
         number: the id of the communicator.
         before: the process sets of the current epoch; the world has id 0.
-        orders: the orders since the current epoch, the oldest first. An epoch that was
-            ordered, but ended before it was in force, is a transition, too.
+        directives: those since the current epoch, the oldest first. An epoch that ended
+            before it was in force is a transition, too.
     """
     found = []
     ranks = list(before.get(number & ~EAGER_LANE, ()))
-    for members in orders:
+    for members in directives:
         after = _ranks_in(members, number & ~EAGER_LANE)
         moved = [_at(members.ranks, rank) for rank in ranks]
         finished, repeats = members.verdicts.get(number, (0, members.kind != "restart"))

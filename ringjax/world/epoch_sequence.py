@@ -230,11 +230,7 @@ class EpochSequence:
     # -- the end of an epoch -----------------------------------------------------------
 
     def halt(self, text: str, rank: int) -> dict[int, CallProgress]:
-        """Stops all calls of the current epoch.
-
-        Args:
-            text: the reason.
-            rank: the rank to blame; -1 for none.
+        """Stops all calls of the current epoch, and blames `rank` (-1: no rank).
 
         Returns:
             How far each communicator came, by id; see `Communicator.quiesce`.
@@ -254,12 +250,7 @@ class EpochSequence:
         }
 
     def epoch_report(self) -> tuple[dict[int, Sequence[int]], int, bool]:
-        """Returns what the coordinator must know to order the next epoch.
-
-        Returns:
-            The process sets, the next free id of a set, and whether all ranks must
-            restart.
-        """
+        """Returns the process sets, the next free id, and whether all must restart."""
         with self.changed:
             if self.epoch_info is None:
                 return {}, 0, False
@@ -273,16 +264,16 @@ class EpochSequence:
     # -- the beginning of an epoch -----------------------------------------------------
 
     def link(
-        self, orders: Sequence[EpochDirective], watch: LossMonitor | None
+        self, directives: Sequence[EpochDirective], watch: LossMonitor | None
     ) -> Epoch:
-        """Connects the members of the newest order.
+        """Connects the members of the newest directive.
 
         After a loss, connects the communicators of the world and the replica set only,
         because most calls wait for these; `complete` connects the rest. A newcomer has
         no calls that wait, so it connects all.
 
         Args:
-            orders: the coordinator's orders since the current epoch, the oldest first.
+            directives: those since the current epoch, the oldest first.
             watch: raises an error if the new epoch is over before it is connected. None
                 in a job of one process.
 
@@ -290,8 +281,8 @@ class EpochSequence:
             Unreachable, PeerLost, StartupError: see `MeshFactory.build`.
         """
         assert self._epoch_builder is not None
-        members = orders[-1]
-        restart = self.restart_pending or any(m.kind == "restart" for m in orders)
+        members = directives[-1]
+        restart = self.restart_pending or any(m.kind == "restart" for m in directives)
         epoch = self._epoch_builder.build(members, watch, self._epoch)
         wanted = list(communicators_of(members))
         if members.kind == "repair" and not restart and self.epoch_info is not None:
@@ -307,27 +298,22 @@ class EpochSequence:
             raise
         return epoch
 
-    def install(self, epoch: Epoch, orders: Sequence[EpochDirective]) -> None:
-        """Puts an epoch in force.
-
-        Args:
-            epoch: an epoch that `link` has connected.
-            orders: as for `link`.
-        """
-        members, before = orders[-1], self._epoch
-        restart = any(m.kind == "restart" for m in orders)
+    def install(self, epoch: Epoch, directives: Sequence[EpochDirective]) -> None:
+        """Puts an epoch in force that `link` has connected."""
+        members, before = directives[-1], self._epoch
+        restart = any(m.kind == "restart" for m in directives)
         with self.changed:
             pending = self.restart_pending or (restart and self.epoch_info is not None)
-            self.contributors = self.last_contributors(orders[0])
+            self.contributors = self.last_contributors(directives[0])
             sets = {**self.sets, REPLICA_SET: self.group.replicas}
             known = set() if pending else self.comm_table.resilient.keys()
-            surviving = surviving_transitions(orders, sets, known)
+            surviving = surviving_transitions(directives, sets, known)
             reason = end_reason(members)
             ended = self.comm_table.retain(surviving)
             self._set_current(epoch, members)
             # Count all: a loss may follow a resize before the program wakes up, and
             # its pause has ended all the same.
-            self.resizes += sum(order.kind == "resize" for order in orders)
+            self.resizes += sum(each.kind == "resize" for each in directives)
             self.restart_pending = pending
             if not pending:
                 self._last_joined = epoch.number
@@ -402,8 +388,8 @@ class EpochSequence:
         """Returns the processes whose values are in the last collective of all ranks.
 
         Args:
-            following: the order for the next epoch, if the current one has ended. It
-                says which of its calls count as finished.
+            following: the directive for the next epoch, if the current epoch has ended.
+                It contains how many of its calls count as finished.
 
         Returns:
             Worker numbers.

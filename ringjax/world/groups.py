@@ -18,15 +18,7 @@ from ringjax.errors import StartupError
 
 
 def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
-    """Returns the ranks that have the same index in their groups as `worker`.
-
-    Args:
-        workers: worker numbers, by rank.
-        worker: a worker number.
-        group_size: processes in each group.
-
-    Returns:
-        Ranks in ascending order; no rank if groups have one process.
+    """Returns the ranks with the index of `worker` in their groups; [] without groups.
 
     Example:
         >>> replicas([0, 1, 4, 5], 5, 2)
@@ -101,25 +93,17 @@ class Group:
             )
 
     def reserve_port(self, worker: int) -> dict[str, int]:
-        """Reserves a port for JAX's coordinator in the first process of a group.
-
-        Returns:
-            The fields to add to this rank's hello.
-        """
+        """Reserves a port in the first process of a group. Returns hello fields."""
         if self.size == 1 or worker % self.size:
             return {}
         self._port = ReservedPort()
         return {"group_port": self._port.number}
 
     def join(self, mates: Sequence[Member], job_group_size: int) -> None:
-        """Takes over the group that the coordinator assigns to this process.
-
-        Args:
-            mates: the members of the group, by index.
-            job_group_size: the size of the groups in which ranks are lost and join.
+        """Takes over the members of this group, by index.
 
         Raises:
-            StartupError: RINGJAX_GROUP_SIZE of this process is another size.
+            StartupError: ranks of the job are lost and join in groups of another size.
         """
         if job_group_size != self.size:
             raise StartupError(
@@ -130,15 +114,7 @@ class Group:
         self.mates = mates if self.size > 1 else ()
 
     def update(self, workers: Sequence[int], worker: int) -> list[int]:
-        """Computes `replicas` for the workers of a new epoch.
-
-        Args:
-            workers: worker numbers, by rank.
-            worker: the number of this process.
-
-        Returns:
-            The new `replicas`.
-        """
+        """Sets and returns `replicas` for the workers of a new epoch, by rank."""
         self.replicas = replicas(workers, worker, self.size)
         return self.replicas
 
@@ -149,11 +125,7 @@ class Group:
 
 
 def coordinator_address(mates: Sequence[Member]) -> str:
-    """Returns "host:port" of JAX's coordinator in the first process of a group.
-
-    Args:
-        mates: the members of the group, by index.
-    """
+    """Returns "host:port" of JAX's coordinator in the first process of a group."""
     first = mates[0]
     port = int(first.hello["group_port"])
     machines = {mate.hello.get("machine") for mate in mates}

@@ -42,12 +42,10 @@ class Lanes:
         self._timeline: _native.Timeline | None = None
 
     def attach(self, number: int, communicator: _native.Communicator) -> None:
-        """Makes the lane of a process set.
+        """Makes the lane of process set `number`.
 
-        Args:
-            number: the id of the process set.
-            communicator: the lane's communicator. In later epochs of an elastic job
-                the resilient communicator behind it replaces it.
+        In later epochs of an elastic job, the resilient communicator behind
+        `communicator` replaces it.
         """
         config = self.owner.config
         self.lanes[number] = _native.EagerLane(

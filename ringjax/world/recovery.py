@@ -1,6 +1,6 @@
 """Recovery: the thread that takes this rank of an elastic job from epoch to epoch.
 
-The thread waits for losses from the heartbeat and for orders from the coordinator. It
+The thread waits for losses from the heartbeat and for the coordinator's directives. It
 stops an epoch that is over, reports how far this rank came, connects the members of the
 next epoch and puts that epoch in force. Calls of the program that are under way are
 parked in the native core meanwhile. epoch_sequence.py does the steps; which ranks are
@@ -64,17 +64,15 @@ class Recovery:
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._connecting = -1  # the epoch that is being connected
-        self._orders: list[EpochDirective] = []  # orders since the epoch in force
-        self._next: EpochDirective | None = (
-            None  # the newest order, unless it was revoked
-        )
+        self._directives: list[EpochDirective] = []  # those since the current epoch
+        self._next: EpochDirective | None = None  # the newest, unless it was revoked
         self._timer = _PhaseTimer()
         self._thread = threading.Thread(
             target=self._run, name="ringjax-recovery", daemon=True
         )
 
     def start(self, first: Directive | None) -> None:
-        """Starts the thread with the first order, if there is one already."""
+        """Starts the thread with the first directive, if there is one already."""
         if first is not None:
             self._handle(first)
         self._thread.start()
@@ -121,27 +119,27 @@ class Recovery:
         if self._leaving:
             self._leaving = False
             self._client.request_leave()
-        self._receive_orders()
+        self._receive_directives()
         self._check_heartbeat()
         if self._next is not None and not self._closing:
             self._begin_epoch(self._next)
 
-    # -- orders and losses -------------------------------------------------------------
+    # -- directives and losses ---------------------------------------------------------
 
-    def _receive_orders(self) -> None:
-        for order in self._client.poll():
-            self._handle(order)
+    def _receive_directives(self) -> None:
+        for directive in self._client.poll():
+            self._handle(directive)
 
-    def _handle(self, order: Directive) -> None:
+    def _handle(self, directive: Directive) -> None:
         world = self._world
-        match order:
+        match directive:
             case EpochDirective():
                 self._timer.mark("members")
                 world.pending_update = 0
-                self._orders.append(order)
-                self._next = order
+                self._directives.append(directive)
+                self._next = directive
             case Revoke():
-                self._on_revoke(order)
+                self._on_revoke(directive)
             case ResizePending(number=number):
                 world.pending_update = number
             case Dismiss(text=text):
@@ -176,7 +174,7 @@ class Recovery:
         epoch = self._world.current_epoch
         if epoch is None or epoch.number <= self._reported:
             return
-        if self._orders and self._orders[-1].epoch > epoch.number:
+        if self._directives and self._directives[-1].epoch > epoch.number:
             return  # the peers close this epoch, because they begin the next one
         lost = epoch.lost()
         if not lost:
@@ -211,11 +209,11 @@ class Recovery:
     def _begin_epoch(self, members: EpochDirective) -> None:
         self._connecting = members.epoch
         try:
-            epoch = self._world.link(tuple(self._orders), self)
+            epoch = self._world.link(tuple(self._directives), self)
             self._timer.mark("links")
             failpoints.passing("recovery.linked")
-            self._world.install(epoch, tuple(self._orders))
-            self._orders.clear()
+            self._world.install(epoch, tuple(self._directives))
+            self._directives.clear()
             self._next = None
             self._timer.mark("install")
             failpoints.passing("recovery.installed")
@@ -242,11 +240,11 @@ class Recovery:
         `MeshFactory.build` calls it again and again. Returns no ranks: a loss revokes
         the whole epoch.
         """
-        self._receive_orders()
+        self._receive_directives()
         self._check_heartbeat()
         if self._closing:
             raise EpochRevoked("ringjax is shut down")
-        newest = self._orders[-1].epoch if self._orders else -1
+        newest = self._directives[-1].epoch if self._directives else -1
         if self._reported >= self._connecting or newest > self._connecting:
             raise EpochRevoked(f"epoch {self._connecting} is over")
         return {}

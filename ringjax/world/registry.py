@@ -58,12 +58,7 @@ class Registry:
         return self._next_id
 
     def reset(self, size: int, replicas: Sequence[int] = ()) -> None:
-        """Starts a new world with the set of all ranks only.
-
-        Args:
-            size: the number of ranks.
-            replicas: the ranks of this process's replica set.
-        """
+        """Starts a new world with the set of all ranks and the replica set only."""
         with self._lock:
             self._everybody.ranks = list(range(size))
             self._by_id = {0: [self._everybody]}
@@ -117,11 +112,7 @@ class Registry:
             self._next_id = max(self._next_id, next_id, *(n + 1 for n in sets), 1)
 
     def add(self, process_set: ProcessSet, world: ProcessSetBackend) -> ProcessSet:
-        """Registers a set of existing ranks.
-
-        Raises:
-            RingjaxError: see `ProcessSetBackend.add`.
-        """
+        """Registers a set of existing ranks. All ranks of the world must call it."""
         with self._lock:
             for number, equal_sets in self._by_id.items():
                 if equal_sets[0].ranks == process_set.ranks:
@@ -152,11 +143,7 @@ class Registry:
         return self._assign(number, process_set)
 
     def remove(self, process_set: ProcessSet, world: ProcessSetBackend) -> bool:
-        """Removes a set and all equal sets.
-
-        Returns:
-            False for the set of all ranks, a replica set or an unregistered set.
-        """
+        """Removes a set and all equal sets. False for a set that cannot be removed."""
         number = process_set.process_set_id
         if not number or number not in self._by_id:
             return False

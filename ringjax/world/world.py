@@ -167,11 +167,7 @@ class World(EpochSequence):
         self.devices.counts = [devices.count(self.config)] * size
 
     def wait_for_admission(self) -> None:
-        """Waits until this rank is a member.
-
-        Raises:
-            SystemExit: the job has ended in good order without this rank.
-        """
+        """Waits until this rank is a member. Exits if the job ends without it."""
         self.wait(lambda: self.epoch_info is not None or self.dismissed)
         if self.epoch_info is None:
             raise SystemExit(0)
@@ -193,12 +189,7 @@ class World(EpochSequence):
     # -- records of calls --------------------------------------------------------------
 
     def begin_recording(self, name: str, job: str) -> None:
-        """Starts the recorder, and the telemetry or the reports that the settings ask.
-
-        Args:
-            name: the name of this process, such as "rank 3".
-            job: the job's id; "" in a job of one process.
-        """
+        """Starts the recorder, and telemetry or reports as the settings ask."""
         config = self.config
         self.recorder = create_recorder(config, name, job)
         if config.monitor:
@@ -216,12 +207,7 @@ class World(EpochSequence):
     def begin_profile(
         self, directory: str, *, steps: int = 0, jax_trace: bool | None = None
     ) -> ProfileRecording:
-        """Starts this rank's part of a profile, after the end of a running one.
-
-        Args:
-            directory: the folder of the profile.
-            steps: see `ProfileRecording`.
-            jax_trace: see `ProfileRecording`.
+        """Ends a running profile, and starts this rank's part of a new one.
 
         Raises:
             OSError: the folder cannot be written.
@@ -256,12 +242,6 @@ class World(EpochSequence):
     def _meet(
         self, launch: launch_environment.LaunchInfo, hello: dict[str, Any]
     ) -> None:
-        """Connects this rank with the coordinator.
-
-        Raises:
-            StartupError: the coordinator was not found, or a rank is missing.
-        """
-
         def open_listener(secret: bytes, job: str) -> dict[str, Any]:
             # Listen before the hello is sent: the other ranks may connect as soon as
             # they have received it.
@@ -314,9 +294,9 @@ class World(EpochSequence):
 
     @property
     def device_share(self) -> tuple[int, ...] | None:
-        """The CUDA devices of this rank if the ranks of its host divide the devices.
+        """This rank's devices if the ranks of its host divide them, otherwise None.
 
-        None if there is nothing to divide. The share stays when the rank changes.
+        The share stays when the rank changes.
         """
         if self._device_share is None:
             self._device_share = devices.share(
@@ -328,10 +308,9 @@ class World(EpochSequence):
         return self._device_share
 
     def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
-        """Connects the device communicators. All ranks of the world must call it.
+        """Connects the device communicators, once. All ranks of the world must call it.
 
-        Further calls do nothing. The devices of a newcomer are connected when it is a
-        member.
+        The devices of a newcomer are connected when it is a member.
 
         Args:
             numbers: the CUDA devices that this rank computes on.
@@ -348,11 +327,7 @@ class World(EpochSequence):
             epoch_devices.restart_epoch(self, epoch_devices.LOST)
 
     def confirm(self) -> None:
-        """Waits until all calls on devices have ended.
-
-        Raises:
-            PeerLost, RingjaxError: a call has failed, and its results are void.
-        """
+        """Waits until all calls on devices have ended. Raises if a call has failed."""
         try:
             for communicator in self.devices.all_communicators():
                 communicator.confirm()
@@ -369,11 +344,6 @@ class World(EpochSequence):
         If ranks are lost meanwhile, the remaining ranks begin again. A rank that had
         finished already has reported the set to the coordinator. Then the recovery
         connects the set on all ranks.
-
-        Args:
-            number: the id of the set.
-            ranks: ranks of the world.
-            what: the name of the calling function, for errors.
 
         Raises:
             Mismatch: ranks disagree about the set, and nothing was connected.
@@ -423,14 +393,8 @@ class World(EpochSequence):
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Closes a process set. All ranks of the world must call it.
 
-        In an elastic job the communicators of the set are closed at the end of the
-        epoch, because this rank cannot know whether all other ranks have made the same
-        call.
-
-        Args:
-            number: the id of the set.
-            ranks: the ranks of the set.
-            what: the name of the calling function, for errors.
+        In an elastic job its communicators are closed at the end of the epoch, because
+        this rank cannot know whether all other ranks have made the same call.
 
         Raises:
             Mismatch: ranks disagree about the set, and nothing was closed.
@@ -559,11 +523,6 @@ _kept_in_child: list[World] = []  # keeps the objects of the core alive
 
 
 def _check_can_join(config: Config) -> None:
-    """Checks that this process can join an elastic job.
-
-    Raises:
-        StartupError: a variable is missing, or this process has left the job before.
-    """
     if not config.rendezvous or config.worker is None:
         raise StartupError(
             "RINGJAX_ELASTIC is set, but RINGJAX_RENDEZVOUS or RINGJAX_WORKER is not: "
