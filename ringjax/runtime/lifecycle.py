@@ -21,10 +21,10 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
+from ringjax.world import process_set as process_set_module
 from ringjax.world.communicator_ids import REPLICA_SET
 from ringjax.world.process_set import ProcessSet as ProcessSet
 from ringjax.world.process_set import global_process_set as global_process_set
-from ringjax.world.process_set import rank_provider
 from ringjax.world.registry import Registry
 from ringjax.world.world import World
 
@@ -205,7 +205,11 @@ def current_or_forked(what: str) -> World:
     return _world
 
 
-rank_provider.rank = lambda what: current_or_forked(what).rank_info.rank
+def _rank_of_process(what: str) -> int:
+    return current_or_forked(what).rank_info.rank
+
+
+process_set_module.rank_of_process = _rank_of_process
 
 
 def config() -> Config:

@@ -18,31 +18,18 @@ COMMON_SETTINGS = ("fusion", "fusion_small")
 
 
 class DeviceReport(TypedDict):
-    """The CUDA devices and the NCCL of one rank.
+    """The CUDA devices and the NCCL of one rank."""
 
-    Attributes:
-        device: numbers of the devices that the rank computes on, or why it has none.
-        wanted: RINGJAX_DEVICES_PER_RANK; 0 means all.
-        nccl: the version of NCCL, 22809 for 2.28.9; 0 if NCCL was not loaded.
-        path: the file of NCCL.
-        settings: the values of `COMMON_SETTINGS`.
-        packs: whether this build of ringjax contains device code.
-        tls: RINGJAX_TLS.
-        gpu: the UUID of each device; "" if the driver does not report it.
-        shares: whether NCCL was allowed to run several ranks on one GPU.
-        what: the operation for which the report was made.
-    """
-
-    device: str | list[int]
-    wanted: int
-    nccl: int
-    path: str
-    settings: dict[str, object]
-    packs: bool
-    tls: str
-    gpu: list[str]
-    shares: bool
-    what: str
+    device: str | list[int]  # the devices that the rank computes on, or why it has none
+    wanted: int  # RINGJAX_DEVICES_PER_RANK; 0 means all
+    nccl: int  # the version, 22809 for 2.28.9; 0 if NCCL was not loaded
+    path: str  # the file of NCCL
+    settings: dict[str, object]  # the values of COMMON_SETTINGS
+    packs: bool  # whether this build of ringjax contains device code
+    tls: str  # RINGJAX_TLS
+    gpu: list[str]  # the UUID of each device; "" if the driver does not report it
+    shares: bool  # whether NCCL was allowed to run several ranks on one GPU
+    what: str  # the operation for which the report was made
 
 
 def version_text(version: int) -> str:

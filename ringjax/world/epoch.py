@@ -201,13 +201,6 @@ class Epoch:
         self.link(number, ranks, name, dataclasses.replace(fabric, config=small))
         return small
 
-    def connect_small(
-        self, number: int, ranks: Sequence[int], name: str
-    ) -> _native.Communicator:
-        """Like `connect`, for messages of a few bytes."""
-        small = self.link_small(number, ranks, name)
-        return self.open(number, ranks, name, config=small)
-
     def disconnect(self, number: int) -> None:
         """Closes a communicator, or the links of one that was not opened, if any."""
         if (mesh := self._meshes.pop(number, None)) is not None:

@@ -18,7 +18,7 @@ from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
 
 LOST = "a rank was lost while the ranks connected their devices"
-_REVOKE_DELAY = 1.0  # seconds in which the coordinator reports a lost rank
+REVOKE_DELAY = 1.0  # seconds in which the coordinator reports a lost rank
 _Value = TypeVar("_Value")
 
 
@@ -75,7 +75,7 @@ class SoloControlPlane(EpochControlPlane):
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        return self._epoch.connect_small(number, ranks, name)
+        return self._epoch.connect(number, ranks, name)
 
 
 def reconnect_devices(world: EpochSequence) -> bool:
@@ -148,6 +148,4 @@ def _seconds_until_over(
     """
     blamed = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
     is_other = blamed not in (-1, epoch.rank_info.rank)
-    return (
-        max(_REVOKE_DELAY, world.config.failure_timeout) if is_other else _REVOKE_DELAY
-    )
+    return max(REVOKE_DELAY, world.config.failure_timeout) if is_other else REVOKE_DELAY

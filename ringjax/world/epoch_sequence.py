@@ -42,33 +42,7 @@ CLOSED = "ringjax.shutdown() was called on this rank"
 
 
 class EpochSequence:
-    """The epochs of one job, as this rank takes part in them.
-
-    Args:
-        config: the settings.
-        registry: the process sets of the program, which survive epochs.
-
-    Attributes:
-        elastic: whether ranks may be lost and join.
-        rank_info: this rank's numbers.
-        sets: the ranks of each process set, also of sets without this rank.
-        members: all members of the current epoch, by rank.
-        failed: why this rank fails; "" unless it does.
-        group: the processes that JAX joins with this one.
-        epoch_info: the current epoch for the program; None while this rank is a
-            newcomer.
-        changed: the lock of the state that the recovery's thread and the program share,
-            and the condition that it has changed.
-        pending_update: the number of a change of the members that waits for a pause; 0
-            for none.
-        resizes: how many pauses have ended.
-        dismissed: whether this rank has left in good order.
-        restart_pending: whether the current epoch is one in which all ranks restart,
-            and the program has not accepted that yet.
-        comm_table: the communicators that serve calls of the program.
-        local_devices: the numbers of this rank's CUDA devices, and why it has none;
-            None until `World.open_devices`.
-    """
+    """The epochs of one job, as this rank takes part in them."""
 
     rank_info: RankInfo
     devices: Devices
@@ -77,15 +51,23 @@ class EpochSequence:
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self.config, self.elastic = config, config.elastic
-        self.failed = ""
-        self.epoch_info: EpochInfo | None = None
+        self.failed = ""  # why this rank fails; "" unless it does
+        self.epoch_info: EpochInfo | None = None  # None while this rank is a newcomer
+        # The lock of the state that the recovery's thread and the program share, and
+        # the condition that it has changed.
         self.changed = threading.Condition(threading.RLock())
-        self.pending_update = self.resizes = 0
-        self.dismissed = self.restart_pending = False
-        self.contributors: tuple[int, ...] = ()
-        self.sets: dict[int, list[int]] = {}
-        self.members: Sequence[Member] = ()
+        self.pending_update = 0  # the number of a change that waits for a pause
+        self.resizes = 0  # how many pauses have ended
+        self.dismissed = False  # whether this rank has left in good order
+        # Whether all ranks restart in the current epoch, and the program has not
+        # accepted that yet.
+        self.restart_pending = False
+        self.contributors: tuple[int, ...] = ()  # see `last_contributors`
+        self.sets: dict[int, list[int]] = {}  # all process sets, also without this rank
+        self.members: Sequence[Member] = ()  # of the current epoch, by rank
         self.group = Group(config.group_size)
+        # The numbers of this rank's CUDA devices, and why it has none; None until
+        # `World.open_devices`.
         self.local_devices: tuple[Sequence[int], str] | None = None
         self._registry = registry
         self._joined_job: JoinedJob | None = None

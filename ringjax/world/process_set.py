@@ -12,18 +12,13 @@ from collections.abc import Callable, Iterable
 from ringjax.world import timeouts
 
 
-class RankProvider:
-    """Gives process sets the rank of this process without an import of runtime/.
-
-    Attributes:
-        rank: returns the rank in the world. Its argument names the caller, for the text
-            of NotInitialized. `runtime.lifecycle` sets it.
-    """
-
-    rank: Callable[[str], int]
+def _not_set(what: str) -> int:
+    raise AssertionError(f"{what}: ringjax.runtime has not been imported")
 
 
-rank_provider = RankProvider()
+# Returns the rank of this process; the argument names the caller, for errors.
+# `runtime.lifecycle` sets it, because this module must not import runtime/.
+rank_of_process: Callable[[str], int] = _not_set
 
 
 class ProcessSet:
@@ -93,7 +88,7 @@ class ProcessSet:
         Raises:
             NotInitialized: `init` has not been called.
         """
-        return rank_provider.rank("ProcessSet.included") in self.ranks
+        return rank_of_process("ProcessSet.included") in self.ranks
 
     def rank(self) -> int:
         """Returns the rank of this process within the set.
@@ -102,7 +97,7 @@ class ProcessSet:
             NotInitialized: `init` has not been called.
             ValueError: this process is not in the set.
         """
-        world_rank = rank_provider.rank("ProcessSet.rank")
+        world_rank = rank_of_process("ProcessSet.rank")
         if world_rank not in self.ranks:
             raise ValueError(f"rank {world_rank} is not in {self}")
         return self.ranks.index(world_rank)

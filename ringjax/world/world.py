@@ -49,31 +49,17 @@ _logged_warnings: set[str] = set()  # log each once, also after a second `init`
 _left_jobs: set[tuple[str, int]] = (
     set()
 )  # (job, worker) of elastic jobs that ended here
-_REVOKE_DELAY = 1.0  # seconds in which the coordinator explains a failed exchange
 _Value = TypeVar("_Value")
 
 
 class World(EpochSequence):
     """All ranks of the job, as this rank is connected with them.
 
-    Args:
-        config: the settings.
-        registry: the process sets of the program.
-
     Raises:
         StartupError, PeerLost: this rank could not join the job.
-
-    Attributes:
-        recorder: records all calls since `init`.
-        recovery: the recovery thread; None in a static job.
-        solo_mode: runs a newcomer's collectives on this rank alone.
-        tuned: the result of autotune, for reports of rank 0.
-        privates: how many private communicators each choice of ranks has had in an
-            epoch.
-        secret: the job's secret; empty in a job of one process.
     """
 
-    recorder: _native.Recorder
+    recorder: _native.Recorder  # records all calls since `init`
 
     def __init__(self, config: Config, registry: Registry) -> None:
         super().__init__(config, registry)
@@ -81,9 +67,12 @@ class World(EpochSequence):
         self.lanes = Lanes(self)
         self.comm_table = CommunicatorTable(self.lanes)
         self.solo_mode = SoloMode(self)
-        self.recovery: Recovery | None = None
-        self.privates: dict[tuple[int, ...], int] = {}  # see elastic_requests
-        self.tuned, self.secret = "", b""
+        self.recovery: Recovery | None = None  # None in a static job
+        # How many private communicators each choice of ranks has had, by epoch and
+        # ranks; see runtime/elastic_requests.py.
+        self.privates: dict[tuple[int, ...], int] = {}
+        self.tuned = ""  # the result of autotune, for reports of rank 0
+        self.secret = b""  # the job's secret; empty in a job of one process
         self._stack_probe: StackProbe | None = None
         self._telemetry: Reporter | TelemetryClient | None = None
         self._recording: ProfileRecording | None = None
@@ -121,7 +110,7 @@ class World(EpochSequence):
             self._meet(launch, hello)
             self._stack_probe = StackProbe(self.log)
         job = "" if self._joined_job is None else self._joined_job.job
-        self.begin_recording(f"{'worker' if self.elastic else 'rank'} {worker}", job)
+        self._begin_recording(f"{'worker' if self.elastic else 'rank'} {worker}", job)
         self._registry.reset(0)
         if self.elastic and self.client is not None:
             self.recovery = Recovery(self, self.client)
@@ -176,7 +165,11 @@ class World(EpochSequence):
     def _open_records(self) -> None:
         """Starts what needs the final rank: the timeline and the profile."""
         self.lanes.open_timeline()
-        self.open_profile()
+        if self.config.profile and self._recording is None:
+            try:
+                self.begin_profile(self.config.profile)
+            except OSError as error:  # the job does not depend on its profile
+                self.log("warning", f"no profile of {self._process_name}: {error}")
         count, local_size = self.devices.counts[self.rank], self.rank_info.local_size
         needed = local_size * (self.config.devices_per_rank or count)
         if count and local_size > 1 and needed > count:
@@ -188,7 +181,7 @@ class World(EpochSequence):
 
     # -- records of calls --------------------------------------------------------------
 
-    def begin_recording(self, name: str, job: str) -> None:
+    def _begin_recording(self, name: str, job: str) -> None:
         """Starts the recorder, and telemetry or reports as the settings ask."""
         config = self.config
         self.recorder = create_recorder(config, name, job)
@@ -199,7 +192,7 @@ class World(EpochSequence):
             self._telemetry = Reporter(self, config.report, write_to_stderr)
         self._process_name, self._profile_run = name, job[:8] or "alone"
 
-    def end_telemetry(self) -> None:
+    def _end_telemetry(self) -> None:
         """Sends or prints the last sample of this rank. Further calls do nothing."""
         if self._telemetry is not None:
             self._telemetry.close()
@@ -227,15 +220,6 @@ class World(EpochSequence):
         """Writes the rest of a running profile. Further calls do nothing."""
         if self._recording is not None:
             self._recording.end()
-
-    def open_profile(self) -> None:
-        """Starts the profile of RINGJAX_PROFILE; an error is a warning only."""
-        if not self.config.profile or self._recording is not None:
-            return
-        try:
-            self.begin_profile(self.config.profile)
-        except OSError as error:
-            self.log("warning", f"no profile of {self._process_name}: {error}")
 
     # -- joining the job ---------------------------------------------------------------
 
@@ -360,7 +344,7 @@ class World(EpochSequence):
             except Mismatch:
                 raise
             except RingjaxError:
-                if not self.is_over(epoch, _REVOKE_DELAY):
+                if not self.is_over(epoch, epoch_devices.REVOKE_DELAY):
                     raise
             self.wait_for_next_epoch(epoch.number)
             if self.restart_pending or self.epoch_info is None:
@@ -442,7 +426,7 @@ class World(EpochSequence):
     # -- the end -----------------------------------------------------------------------
 
     def stop(self) -> None:
-        self.end_telemetry()
+        self._end_telemetry()
         super().stop()
         self.end_profile()
 
@@ -455,7 +439,7 @@ class World(EpochSequence):
         their communicators do; those of an elastic job would wait for a next epoch, so
         `stop` ends their communicators before.
         """
-        self.end_telemetry()
+        self._end_telemetry()
         self.end_profile()
         self.solo_mode.end()
         in_order = not (self.failed or self._end or self.dismissed)
