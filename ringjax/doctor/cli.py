@@ -18,7 +18,7 @@ from ringjax.errors import RingjaxError
 from ringjax.run import environ, rank_options
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.job_spec import check_agent_command
-from ringjax.run.job_setup import named_hosts
+from ringjax.run.job_setup import requested_hosts
 
 _EPILOG = """
 Looks at every host in the way in which ringrun would start ranks there, and tells what
@@ -53,14 +53,14 @@ def parser() -> argparse.ArgumentParser:
 def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
     """The hosts, with as many ranks as they would have."""
     variables = environ.inherited()
-    found = named_hosts(args.hosts, args.hostfile, variables, args.np)
+    found = requested_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
         # As many as a first job would have.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
         return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
         return found
-    ranks = [slot.host for slot in slots.assign(found, args.np)]
+    ranks = [slot.host for slot in slots.assign_slots(found, args.np)]
     return [
         slots.HostSlots(h.name, ranks.count(h.name)) for h in found if h.name in ranks
     ]
@@ -99,7 +99,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
         changes,
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
-        allocation=allocations.reachable(variables),
+        allocation=allocations.find_readable(variables),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
     )
     survey = HostSurvey(places, spec)

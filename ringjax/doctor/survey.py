@@ -40,7 +40,7 @@ class HostSurvey:
         self._spec = spec
         self._token = secrets.token_hex(32)
         self._console = Console(0)
-        self._fleet = AgentPool(spec, self._console, self)
+        self._agents = AgentPool(spec, self._console, self)
         self._said: dict[int, bytearray] = {}  # by the number of a process
         self._errors: dict[str, str] = {}  # by host
         self._gone: set[int] = set()
@@ -50,7 +50,7 @@ class HostSurvey:
         """Ask, and wait for the answers or for the time that they may take."""
         patience = self._spec.start_timeout + _LOOK
         try:
-            self._fleet.start()
+            self._agents.start()
             self._ask({h.name: self._look(h) for h in self._places}, 0)
             self._wait(patience, self._looked)
             found = [r.name for r in self.reports.values() if r.facts]
@@ -59,13 +59,13 @@ class HostSurvey:
                 self._ask({name: self._call(name) for name in found}, first)
                 self._wait(patience, lambda: self._called(found))
         finally:
-            self._fleet.end(1.0)
-            self._fleet.close(1.0)
+            self._agents.end(1.0)
+            self._agents.close(1.0)
         return self.reports
 
     def is_local(self) -> dict[str, bool]:
         """By host, whether ringrun takes it for this machine."""
-        return {host.name: self._fleet.is_local(host.name) for host in self._places}
+        return {host.name: self._agents.is_local(host.name) for host in self._places}
 
     # What is asked.
 
@@ -96,15 +96,15 @@ class HostSurvey:
                 "env": {"PYTHONPATH": environ.agent_path()},
             }
             payload = json.dumps({**order, "token": self._token}).encode()
-            self._fleet.spawn(name, [process], self._spec.env, payload)
+            self._agents.spawn(name, [process], self._spec.env, payload)
 
     def _wait(self, seconds: float, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while not done() and time.monotonic() < deadline:
-            self._fleet.turn(0.1)
+            self._agents.poll(0.1)
         deadline = time.monotonic() + _AFTER
         while self._gone and time.monotonic() < deadline:
-            self._fleet.turn(0.05)
+            self._agents.poll(0.05)
         self._note_troubles()
 
     def _looked(self) -> bool:

@@ -208,7 +208,7 @@ class ElasticJob:
                 actors.settle_call(job, actor.number, actor.pending)
                 self._ended(actor, job)
             elif actor.limit and now > actor.limit:
-                why = job.workers[actor.number].why
+                why = job.workers[actor.number].fence_reason
                 job.lost(actor.number, f"declared lost: {why}")
                 self._ended(actor, job)
         if self.reset_limit is not None and job.resets > self.reset_limit:
@@ -230,7 +230,9 @@ class ElasticJob:
                 who,
                 worker.report or worker.exit_text,
             )
-        member_for = worker.ended - worker.joined if worker.rank is not None else 0.0
+        member_for = (
+            worker.end_time - worker.join_time if worker.rank is not None else 0.0
+        )
         self._drop(actor, soon=failed and member_for < _SOON)
 
     def _drop(self, actor: _Actor, *, soon: bool) -> None:

@@ -89,7 +89,7 @@ def run(
     from ringjax.run import environ, task
     from ringjax.run.hosts import allocations
     from ringjax.run.hosts.job_spec import JobSpec
-    from ringjax.run.job_setup import job_of
+    from ringjax.run.job_setup import make_job
 
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(f"np={np} and num_proc={num_proc}: give only one of them")
@@ -117,9 +117,9 @@ def run(
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
-        allocation=allocations.reachable(base),
+        allocation=allocations.find_readable(base),
     )
-    job = job_of(
+    job = make_job(
         spec,
         config,
         np=size,

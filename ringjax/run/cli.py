@@ -19,11 +19,11 @@ from ringjax import stderr, stdout
 from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.errors import RingjaxError
-from ringjax.run import environ, options, profile_folder
-from ringjax.run.hosts import allocations, slots
+from ringjax.run import environ, options
+from ringjax.run.hosts import allocations, profile_files, slots
 from ringjax.run.hosts.job_spec import JobSpec, ListenOptions, check_agent_command
 from ringjax.run.job import Job
-from ringjax.run.job_setup import job_of
+from ringjax.run.job_setup import make_job
 from ringjax.settings import version as package
 
 _HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
@@ -56,10 +56,10 @@ class _Signals:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self._job.hand_on(number)
+        self._job.forward_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self._first and self._job.hand_over():
+        if number == signal.SIGTERM and not self._first and self._job.detach():
             return
         self._late = self._first is not None
         self._first = self._first or number
@@ -69,7 +69,7 @@ class _Signals:
     def _expire(self, number: int, frame: FrameType | None) -> None:
         # The loop may hang in a write to a terminal that nobody reads. Then we just
         # die: the agents see it and end the ranks.
-        patience = self._job.patience()
+        patience = self._job.time_left()
         if self._late or patience is None:
             os._exit(128 + (self._first or number))
         self._late = True
@@ -87,7 +87,7 @@ def launch(args: argparse.Namespace) -> int:
     changes = options.environment(args) | given
     config = Config.from_env({**base, **changes})
     if config.profile:
-        changes["RINGJAX_PROFILE"] = profile_folder.prepare(config.profile)
+        changes["RINGJAX_PROFILE"] = profile_files.prepare_folder(config.profile)
     spec = JobSpec(
         command=args.command,
         env=environ.for_ranks(base, changes),
@@ -97,13 +97,13 @@ def launch(args: argparse.Namespace) -> int:
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
         verbose=args.verbose,
-        handed_on=frozenset(given),
+        forwarded=frozenset(given),
         stdin=args.stdin == "0",
-        allocation=allocations.reachable(base),
+        allocation=allocations.find_readable(base),
         agent_command=args.agent_command and check_agent_command(args.agent_command),
         listening=_listening(args.listen, config) if args.listen else None,
     )
-    job = job_of(
+    job = make_job(
         spec,
         config,
         np=args.np,
@@ -135,7 +135,7 @@ def launch(args: argparse.Namespace) -> int:
     signals.install()
     outcome = job.run()
     if config.profile and not outcome.left:
-        profile_folder.bring_together(changes["RINGJAX_PROFILE"], job.console.note)
+        profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
     if outcome.reason:  # last: it is what people look for
         job.console.note(outcome.reason)
     signals.forget()
@@ -174,8 +174,8 @@ def _listening(where: str, config: Config) -> ListenOptions:
         port=number,
         secret=_secret(config, "--listen"),
         job=config.job or _JOB,
-        patience=config.elastic_timeout,
-        silence=config.failure_timeout,
+        host_timeout=config.elastic_timeout,
+        failure_timeout=config.failure_timeout,
     )
 
 
@@ -197,10 +197,10 @@ def join(args: argparse.Namespace) -> NoReturn:
             address=args.join,
             secret=_secret(config, "--join"),
             job=config.job or _JOB,
-            host=slots.check_name(config.hostname or socket.gethostname()),
+            host=slots.check_host_name(config.hostname or socket.gethostname()),
             slots=args.slots or 1,
-            patience=config.elastic_timeout,
-            silence=config.failure_timeout,
+            connect_timeout=config.elastic_timeout,
+            failure_timeout=config.failure_timeout,
             tls=config.tls,
         )
     )

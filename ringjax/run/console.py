@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +21,12 @@ from ringjax.control.polling import wait_writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_LONGEST = 1 << 16  # bytes of an unfinished line that are kept waiting
-_BETWEEN_STATES = 10.0  # seconds from one state of a progress bar to the next, in logs
+_MAX_PARTIAL = 1 << 16  # bytes of an unfinished line that are kept waiting
+_BAR_INTERVAL = 10.0  # seconds from one state of a progress bar to the next, in logs
 _END = re.compile(rb"\r\n|\n|\r")
 # Lines that are no reason why a rank has failed: those that JAX, ringjax and C++
 # libraries print below the message of an error, and progress bars.
-_NOTE = re.compile(
+_NO_REASON = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
@@ -129,14 +130,14 @@ class Console:
             self._copy(key, data)
         data = self._partial.pop(key, b"") + data
         if stream == "stderr":
-            self._remember(rank, data)
+            self._record_last_error(rank, data)
         if b"\r" in data:
-            lines, rest = _split(data)
-            pieces = self._folded(key, lines)
+            lines, rest = _split_lines(data)
+            pieces = self._drop_bar_states(key, lines)
         else:
             end = data.rfind(b"\n") + 1
             pieces, rest = [data[:end]] if end else [], data[end:]
-        if len(rest) > _LONGEST:
+        if len(rest) > _MAX_PARTIAL:
             pieces.append(rest)
             rest = b""
         if rest:
@@ -144,7 +145,7 @@ class Console:
         if pieces:
             self._show(key, pieces)
 
-    def _folded(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
+    def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
         """Without the states of progress bars that are overwritten by the next one.
 
         On a terminal or in a notebook, rank 0's are shown as they are; those of several
@@ -160,7 +161,7 @@ class Console:
                 kept.append(line)
             elif not moving and len(line) > 1:
                 now = time.monotonic()
-                if now - self._bars.setdefault(key, now) >= _BETWEEN_STATES:
+                if now - self._bars.setdefault(key, now) >= _BAR_INTERVAL:
                     self._bars[key] = now
                     kept.append(line[:-1] + b"\n")
         return kept
@@ -180,7 +181,7 @@ class Console:
             with contextlib.suppress(OSError):  # what a file server tells only now
                 file.close()
 
-    def _remember(self, rank: int, data: bytes) -> None:
+    def _record_last_error(self, rank: int, data: bytes) -> None:
         last = self._last.get(rank, "")
         if _CRASH in last:  # stacks of all threads follow it
             return
@@ -189,13 +190,13 @@ class Console:
             self._last[rank] = line.decode(errors="replace").strip()
             return
         found = ""
-        for line in _backwards(data.replace(b"\r\n", b"\n").rstrip(b"\n")):
+        for line in _reversed_lines(data.replace(b"\r\n", b"\n").rstrip(b"\n")):
             text = line.decode(errors="replace")
             # A line with \r is a progress bar. What is indented belongs to a line
             # above, such as the place in a program that a note names.
-            if _NOTE.match(text.strip()):
+            if _NO_REASON.match(text.strip()):
                 found = ""  # what is indented below belongs to the note
-            if not text.strip() or "\r" in text or _NOTE.match(text.strip()):
+            if not text.strip() or "\r" in text or _NO_REASON.match(text.strip()):
                 continue
             if not text[0].isspace():
                 self._last[rank] = text.strip()
@@ -242,11 +243,11 @@ class Console:
         if self._unfinished == key:
             text = text[len(prefix) :]  # we are in the middle of this rank's line
         else:
-            self._break()
+            self._end_line()
         self._unfinished = None if pieces[-1].endswith((b"\n", b"\r")) else key
         self._write(target, text)
 
-    def _break(self) -> None:
+    def _end_line(self) -> None:
         """End the unfinished line of whoever has it."""
         if self._unfinished is not None:
             stream = self._unfinished[1]
@@ -255,19 +256,19 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line of ringrun's own, on standard error."""
-        self.say(f"ringrun: {text}")
+        self.write_lines(f"ringrun: {text}")
         self.on_note(text)
 
-    def say(self, text: str) -> None:
+    def write_lines(self, text: str) -> None:
         """Lines as they are, on standard error."""
-        self._break()
+        self._end_line()
         self._write(2, f"{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
         """Show every unfinished line and close the files."""
         for rank, stream in list(self._partial):
             self._finish(rank, stream)
-        self._break()
+        self._end_line()
         for file in self._files.values():
             self._close(file)
         self._files.clear()
@@ -295,7 +296,38 @@ class Console:
             self._write(3 - target, text.encode())
 
 
-def _split(data: bytes) -> tuple[list[bytes], bytes]:
+def pipe_standard_input(source: int = 0) -> int:
+    r"""Returns a pipe from which rank 0 reads what comes from `source`.
+
+    Ranks are in process groups of their own, which may not read from the terminal, and
+    only ringrun may get the signals of its keys. So ringrun reads and passes the bytes
+    on, in a thread.
+
+    Example:
+        >>> source, keys = os.pipe()
+        >>> rank = pipe_standard_input(source)
+        >>> os.write(keys, b"continue\n")
+        9
+        >>> os.read(rank, 99)
+        b'continue\n'
+        >>> os.close(keys)
+        >>> os.read(rank, 99)
+        b''
+    """
+    reader, writer = os.pipe()
+
+    def pass_on() -> None:
+        # The rank may end, or close its input, before it has read everything.
+        with open(writer, "wb", buffering=0) as pipe, contextlib.suppress(OSError):
+            while piece := os.read(source, 1 << 16):
+                pipe.write(piece)
+
+    # A daemon, because it may wait for a key for ever.
+    threading.Thread(target=pass_on, name="ringrun-keyboard", daemon=True).start()
+    return reader
+
+
+def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     """Lines with their ends, which may be a lone return, and what follows them."""
     ends = [found.end() for found in _END.finditer(data)]
     starts = [0, *ends]
@@ -303,7 +335,7 @@ def _split(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, data[starts[-1] :]
 
 
-def _backwards(data: bytes) -> Iterator[bytes]:
+def _reversed_lines(data: bytes) -> Iterator[bytes]:
     """The lines of `data` without their ends, the last one first."""
     end = len(data)
     while end >= 0:

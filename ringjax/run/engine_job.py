@@ -18,9 +18,14 @@ from ringjax.config import Config
 from ringjax.errors import LaunchError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run import environ
-from ringjax.run.hosts.slots import ANY, HostSlots, assign, own_addresses
-from ringjax.run.shutdown import last_line, one_line
-from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, news
+from ringjax.run.hosts.slots import (
+    ANY_HOST,
+    HostSlots,
+    assign_slots,
+    reachable_addresses,
+)
+from ringjax.run.shutdown import first_line, last_line
+from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
 
 class EngineJob:
@@ -81,7 +86,7 @@ class EngineJob:
         self.job = job or secrets.token_hex(8)
         names = [name for name in config.network_interfaces.split(",") if name]
         where: dict[str, Any] = {
-            "hosts": own_addresses([ANY], names) if hosts is None else hosts,
+            "hosts": reachable_addresses([ANY_HOST], names) if hosts is None else hosts,
             "port": port,
             "start_timeout": config.start_timeout,
             "tls": config.tls,
@@ -107,7 +112,7 @@ class EngineJob:
 
     def _new_table(self) -> WorkerTable:
         def last_words(number: int) -> str:
-            return self.workers[number].why or "failed"
+            return self.workers[number].fence_reason or "failed"
 
         least = self.min_size or self.size
         return WorkerTable(least, last_words, elastic=self.elastic)
@@ -161,7 +166,7 @@ class EngineJob:
         """The workers of a static job run another function, with the same tickets."""
         self.poll()
         self._stop = ""
-        self._begin([worker.seat.host for worker in self.workers.values()])
+        self._begin([worker.slot.host for worker in self.workers.values()])
 
     def _begin(self, nodes: Sequence[str]) -> None:
         self._table, self._results = self._new_table(), {}
@@ -182,7 +187,7 @@ class EngineJob:
             raise ValueError(f"worker {worker} is not new")
         self._table.adopt(worker, WorkerSlot(node, worker, worker, worker))
         self._coordinator.expected(worker)
-        place = places([self.workers[n].seat.host for n in self.running()])[-1]
+        place = places([self.workers[n].slot.host for n in self.running()])[-1]
         return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
 
     def common_ticket(self) -> dict[str, str]:
@@ -207,7 +212,7 @@ class EngineJob:
 
     def runs_on(self, worker: int, node: str) -> None:
         """Where a worker is that got no ticket of its own."""
-        self._table.known(worker).seat.host = node
+        self._table.get_or_add(worker).slot.host = node
 
     def finished(self, worker: int, result: Any = None) -> None:
         """The worker's function has returned `result`."""
@@ -227,14 +232,14 @@ class EngineJob:
 
     def _ended(self, number: int, code: int, why: str, certain: bool = True) -> bool:
         """Whether that is news; it is not of a worker that was sent away before."""
-        worker = self._table.known(number)
+        worker = self._table.get_or_add(number)
         if worker.settled:
             return False
-        worker.settled, worker.certain = True, certain
-        self._table.ended(worker, code, why if code else "", time.monotonic())
+        worker.settled, worker.end_confirmed = True, certain
+        self._table.record_end(worker, code, why if code else "", time.monotonic())
         if self.elastic:
-            heirs = not code or worker.may_have_heirs
-            self._coordinator.process_ended(number, one_line(last_line(why)), heirs)
+            heirs = not code or worker.may_be_succeeded
+            self._coordinator.process_ended(number, first_line(last_line(why)), heirs)
         return True
 
     def poll(self) -> list[int]:
@@ -250,16 +255,16 @@ class EngineJob:
 
     def _hear(self) -> None:
         """Takes what the coordinator has decided."""
-        for event in news(self._coordinator):
+        for event in take_events(self._coordinator):
             self._decided(*event)
 
     def _decided(self, event: str, *details: Any) -> None:
         match event, *details:
             case ["members", _, _, members]:
                 again = bool(self.members)
-                new = self._table.enter(members, time.monotonic())
+                new = self._table.start_epoch(members, time.monotonic())
                 for worker in new if again else ():
-                    self._note(self._table.joined(worker, place=True))
+                    self._note(self._table.describe_join(worker, place=True))
             case ["waiting", text]:
                 self._note(text)
             case ["stop", text]:
@@ -267,10 +272,10 @@ class EngineJob:
                 self._stop = start + text
             case [_, int(number), *text]:
                 why = "".join(text)
-                worker = self._table.heard(event, number, why, time.monotonic())
+                worker = self._table.record_event(event, number, why, time.monotonic())
                 worker.settled |= worker.dismissed
                 if event == "fenced":
-                    worker.why = worker.why or why
+                    worker.fence_reason = worker.fence_reason or why
                     self._fenced.append(number)
 
     # How it ends.
@@ -291,7 +296,7 @@ class EngineJob:
         if self._stop or (self._table.failed() and not self.elastic):
             return True
         begun = self.members or len(self.workers) >= self.size
-        return bool(begun) and self._table.over()
+        return bool(begun) and self._table.is_over()
 
     @property
     def stopped(self) -> str:
@@ -311,7 +316,7 @@ class EngineJob:
         """
         self.poll()
         known = self.members or not self.elastic
-        if known and not self._stop and self._table.success():
+        if known and not self._stop and self._table.has_succeeded():
             return [self._results[w.number] for w in self._table.succeeded()]
         raise self.failure()
 
@@ -319,14 +324,14 @@ class EngineJob:
         """The error that says who failed first, and why."""
         table = self._table
         # Or who has said so itself, if the engine has put others into their places.
-        worker = table.culprit() or table.first(table.reported())
+        worker = table.first_failure() or table.earliest(table.with_report())
         if worker is None:
             ended = "the workers ended without having finished"
             return LaunchError(self._stop or ended)
-        who = table.who(worker, place=True)
-        if not self.elastic and worker.seat.host:
-            who = f"rank {worker.number} (on {worker.seat.host})"
-        text = f"{who}: {one_line(worker.report or last_line(table.words(worker)))}"
+        who = table.describe(worker, place=True)
+        if not self.elastic and worker.slot.host:
+            who = f"rank {worker.number} (on {worker.slot.host})"
+        text = f"{who}: {first_line(worker.report or last_line(table.failure_text(worker)))}"
         if self._stop and worker.rank is None:
             text = f"{self._stop}; {text}"
         if "\n" in worker.exit_text.strip():
@@ -342,7 +347,7 @@ def places(nodes: Sequence[str]) -> list[dict[str, str]]:
         ['0', '0', '1']
     """
     hosts = [HostSlots(node, nodes.count(node)) for node in dict.fromkeys(nodes)]
-    slots = assign(hosts, len(nodes))
+    slots = assign_slots(hosts, len(nodes))
     free = {node: iter([s for s in slots if s.host == node]) for node in nodes}
     return [
         dataclasses.replace(next(free[node]), rank=rank).environment()

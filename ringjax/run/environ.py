@@ -16,7 +16,7 @@ from pathlib import Path
 from ringjax import config
 
 # What describes the first host and would mislead a program on another one.
-# The account may be another one there: its agent knows (`of_account`).
+# The account may be another one there: its agent knows (`account_variables`).
 _ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
     (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
@@ -40,15 +40,15 @@ _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
-_OURS = ("RINGJAX_", "HOROVOD_")
+_PREFIXES = ("RINGJAX_", "HOROVOD_")
 # Each job makes its own; a job inside a job must not tell the outer one's.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 # Nor is it elastic because the outer one is.
-_OUTER = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
+_OUTER_JOB = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
 # And has its own places; by whoever's name.
-_PLACE = tuple(
+_RANK_VARIABLES = tuple(
     f"{prefix}{name}"
-    for prefix in _OURS
+    for prefix in _PREFIXES
     for name in (
         *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
         *("HOSTNAME", "RENDEZVOUS", "JOB"),
@@ -68,23 +68,23 @@ def rank_defaults() -> dict[str, str]:
 
 def own_settings() -> dict[str, str]:
     """What this process's environment says about ringjax, for another job's ranks."""
-    drop = (*_SECRETS, *_OUTER, *_PLACE)
+    drop = (*_SECRETS, *_OUTER_JOB, *_RANK_VARIABLES)
     return {
         key: value
         for key, value in os.environ.items()
-        if key.startswith(_OURS) and key not in drop
+        if key.startswith(_PREFIXES) and key not in drop
     }
 
 
 def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
     """What all ranks have in their environment."""
     env = {**_DEFAULTS, **base, **changes}
-    for name in (*_SECRETS, *_OUTER):
+    for name in (*_SECRETS, *_OUTER_JOB):
         env.pop(name, None)
     return env
 
 
-def for_host(
+def split_for_host(
     env: Mapping[str, str], handed_on: Set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What of the ranks' environment another host gets: what makes sense there.
@@ -96,23 +96,23 @@ def for_host(
     portable: dict[str, str] = {}
     ours: dict[str, str] = {}
     for key, value in env.items():
-        if key in handed_on or key == "PYTHONPATH" or key.startswith(_OURS):
+        if key in handed_on or key == "PYTHONPATH" or key.startswith(_PREFIXES):
             ours[key] = value
         elif key not in _HOST_BOUND and not key.startswith(_HOST_BOUND_PREFIXES):
             portable[key] = value
     return portable, ours
 
 
-def of_engine() -> dict[str, str]:
+def engine_variables() -> dict[str, str]:
     """What the engine that has started this agent wants its processes to have."""
     return {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith((*_OURS, "PYTHON"))
+        if not key.startswith((*_PREFIXES, "PYTHON"))
     }
 
 
-def of_account() -> dict[str, str]:
+def account_variables() -> dict[str, str]:
     """The variables that name the user of this process, the home and the shell."""
     return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.run import run as ringjax_run
-from ringjax.run.hosts.slots import ANY, own_addresses
+from ringjax.run.hosts.slots import ANY_HOST, reachable_addresses
 
 __all__ = ["get_driver_ip", "run"]
 
@@ -24,7 +24,7 @@ def get_driver_ip(nics: Sequence[str] | None = None) -> str:
         >>> get_driver_ip(["lo"])
         '127.0.0.1'
     """
-    return own_addresses([ANY], list(nics or ()))[0]
+    return reachable_addresses([ANY_HOST], list(nics or ()))[0]
 
 
 def run(

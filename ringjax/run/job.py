@@ -22,10 +22,10 @@ from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.job_spec import JobSpec
-from ringjax.run.hosts.slots import ANY, HostSlots, assign, in_order
+from ringjax.run.hosts.slots import ANY_HOST, HostSlots, assign_slots, natural_order
 from ringjax.run.monitor.job_monitor import JobMonitor
 from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, JobOutcome, Shutdown
-from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, news
+from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.agent_listener import AgentListener
     from ringjax.run.hosts.discovery import HostDiscovery
 
-_SOON = 10.0  # seconds until it is said what is waited for
+_NOTE_AFTER = 10.0  # seconds until it is said what is waited for
 _TICK = 0.1  # seconds between two looks at the clock
-_TO_END = 10.0  # seconds for a rank that has told that it fails
-_GATHERING = 2.0  # seconds for agents with ranks of a job that had begun
+_HANG_TIMEOUT = 10.0  # seconds for a rank that has told that it fails
+_GATHER_TIME = 2.0  # seconds for agents with ranks of a job that had begun
 
 
 class Job:
@@ -54,7 +54,7 @@ class Job:
 
     Attributes:
         console: shows the output.
-        hub: knows how the ranks are.
+        monitor: knows how the ranks are.
     """
 
     def __init__(
@@ -70,80 +70,84 @@ class Job:
         self._spec, self._elastic, self.console = spec, elastic, console
         self._size = size or len(spec.slots)
         self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
-        self._fleet = AgentPool(spec, console, self)
-        self.hub = JobMonitor(self._fleet, console, spec, elastic=elastic is not None)
+        self._agents = AgentPool(spec, console, self)
+        self.monitor = JobMonitor(
+            self._agents, console, spec, elastic=elastic is not None
+        )
         self._coordinator: Coordinator | CoordinatorProcess | None = None
         self._discovery: HostDiscovery | AgentListener | None = None
         self._hosts: Sequence[HostSlots] = ()
         self._keeper: ReplacementPolicy | None = None
         self._shared: dict[str, str] = {}
         self._results: dict[int, bytearray] = {}
-        self._handed_on: list[int] = []
+        self._signals: list[int] = []
         self._stop = self._leave = ""
-        self._handing = False
+        self._detaching = False
         least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
         self._table = WorkerTable(
             least, console.last_error, group, elastic=elastic is not None
         )
-        self._ending = Shutdown() if elastic is None else Shutdown(TO_LEAVE)
+        self._shutdown = Shutdown() if elastic is None else Shutdown(TO_LEAVE)
         if elastic is not None:
             from ringjax.run.elastic.replacement_policy import (
                 ReplacementPolicy,  # costs others nothing
             )
 
-            self._keeper = ReplacementPolicy(elastic, self._table, self._fleet, console)
+            self._keeper = ReplacementPolicy(
+                elastic, self._table, self._agents, console
+            )
 
     def run(self) -> JobOutcome:
         """Start everything, wait for the end, leave nothing behind."""
-        self.hub.begin()
+        self.monitor.open()
         try:
-            self._fleet.start()
+            self._agents.start()
             self._find_hosts()
             self._wait_for_hosts()
-            if not self._ending.begun:
+            if not self._shutdown.started:
                 self._start()
-            while not (self._is_over() or self._ending.given_up):
-                self._turn()
+            while not (self._is_over() or self._shutdown.given_up):
+                self._run_once()
         finally:
             self._end()
         return self._outcome()
 
     def interrupt(self, number: int) -> None:
         """End the job because ringrun got a signal; a second one ends it at once."""
-        self._ending.interrupt(number)
+        self._shutdown.interrupt(number)
 
-    def hand_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Soon the ranks get a signal that ringrun got; in an elastic job all leave.
 
         To workers of an elastic job the signal would be the end.
         """
-        self._handed_on.append(number)
+        self._signals.append(number)
 
-    def patience(self) -> float | None:
+    def time_left(self) -> float | None:
         """See `Shutdown.patience`."""
-        return self._ending.patience
+        return self._shutdown.time_left
 
-    def hand_over(self) -> bool:
+    def detach(self) -> bool:
         """SIGTERM: whether the job goes on without this ringrun, on hosts that came.
 
         Its own workers leave at their next commit. Asked again, by a second signal, it
         is not so, and the job ends. A static job never goes on.
         """
         started = self._keeper is not None and self._coordinator is not None
-        if not started or self._ending.begun or self._handing:
+        if not started or self._shutdown.started or self._detaching:
             return False
-        self._handing = len(self._own()) < len(self._table.running())
-        return self._handing
+        self._detaching = len(self._own_workers()) < len(self._table.running())
+        return self._detaching
 
-    def _own(self) -> list[Worker]:
+    def _own_workers(self) -> list[Worker]:
         """The workers on hosts that ringrun itself has reached (not --listen)."""
         workers = self._table.running()
-        return [w for w in workers if not self._fleet.has_come(w.seat.host)]
+        return [w for w in workers if not self._agents.has_joined(w.slot.host)]
 
     def _is_over(self) -> bool:
-        if self._keeper is None or self._ending.begun:
+        if self._keeper is None or self._shutdown.started:
             return not self._table.running()
-        return not self._own() if self._handing else self._keeper.over()
+        return not self._own_workers() if self._detaching else self._keeper.is_over()
 
     # Starting.
 
@@ -155,58 +159,58 @@ class Job:
                 AgentListener,  # costs others nothing
             )
 
-            hooks = (self._came, keeper.adoption.job_for) if keeper else ()
+            hooks = (self._host_joined, keeper.takeover.resolve_job) if keeper else ()
             self._discovery = AgentListener(
-                spec, self._fleet, self.console.note, *hooks
+                spec, self._agents, self.console.note, *hooks
             )
         elif elastic is not None and elastic.script:
             from ringjax.run.hosts.discovery import HostDiscovery
 
             self._discovery = HostDiscovery(
-                elastic.script, elastic.slots, self._fleet, self.console.note
+                elastic.script, elastic.slots, self._agents, self.console.note
             )
         if elastic is not None and keeper is not None:
             self._hosts = elastic.hosts or ()
-            keeper.seating.update(self._hosts)
+            keeper.slots.update(self._hosts)
 
     def _wait_for_hosts(self) -> None:
         """Until there is room for enough workers, or ranks of the job have come."""
         begun, noted, elastic = time.monotonic(), False, self._elastic
         listens = self._spec.listening is not None
         least = "" if elastic is None else "at least "
-        while self._discovery is not None and not self._ending.begun:
-            if self._keeper is not None and self._keeper.adoption.resumes:
+        while self._discovery is not None and not self._shutdown.started:
+            if self._keeper is not None and self._keeper.takeover.resumes:
                 return
             waited = time.monotonic() - begun
             needed, settled = self._size, True
             if elastic is not None:
                 whole = listens and waited < self._spec.start_timeout
                 needed = (elastic.np if whole else None) or elastic.min_np
-                settled = not listens or waited > _GATHERING
+                settled = not listens or waited > _GATHER_TIME
             count = sum(host.slots for host in self._discovery.hosts or ())
-            name, why = self._discovery.name, self._discovery.trouble
+            name, why = self._discovery.name, self._discovery.problem
             found = f"{name} found {count} of {least}{needed} slots in"
-            if elastic is not None and self._discovery.hopeless:
+            if elastic is not None and self._discovery.unusable:
                 self._give_up(f"{name} {elastic.script}: {why}")
             elif count >= needed and settled:
                 return
             elif waited > self._timeout:
                 self._give_up(f"{found} {self._timeout:g} s" + f", {why}" * bool(why))
-            elif waited > _SOON and not noted:
+            elif waited > _NOTE_AFTER and not noted:
                 noted = True
-                self.console.note(f"{found} {_SOON:g} s; waits for more")
+                self.console.note(f"{found} {_NOTE_AFTER:g} s; waits for more")
             else:
-                self._turn()
+                self._run_once()
 
     def _start(self) -> None:
         """Starts the coordinator; then the ranks of a static job."""
         if self._keeper is None and self._discovery is not None:
-            found = sorted(self._discovery.hosts or (), key=in_order)
-            self._spec = replace(self._spec, slots=assign(found, self._size))
+            found = sorted(self._discovery.hosts or (), key=natural_order)
+            self._spec = replace(self._spec, slots=assign_slots(found, self._size))
         coordinator, ranks = self._make_coordinator()
         self._coordinator = coordinator
         coordinator.start()
-        self._fleet.selector.register(
+        self._agents.selector.register(
             coordinator.wakeup, selectors.EVENT_READ, lambda: None
         )
         where = ",".join(coordinator.addresses)
@@ -215,19 +219,21 @@ class Job:
             job = self._shared["RINGJAX_JOB"]
             self.console.note(f"job {job}: {ranks}, rendezvous at {where}")
         if self._keeper is None:
-            slots = self._spec.slots
-            seats = [
-                WorkerSlot(slot.host, slot.local_rank, slot.rank) for slot in slots
+            slots = [
+                WorkerSlot(slot.host, slot.local_rank, slot.rank)
+                for slot in self._spec.slots
             ]
-            self._spawn([self._table.add(seat) for seat in seats])
+            self._spawn([self._table.add(slot) for slot in slots])
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
         """The coordinator; and how many ranks it waits for, in words."""
         spec, elastic, keeper = self._spec, self._elastic, self._keeper
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
-        remote = self._fleet.remote(hosts) if self._discovery is None else [ANY]
-        secret, where = spec.rendezvous(remote)
+        remote = (
+            self._agents.remote_hosts(hosts) if self._discovery is None else [ANY_HOST]
+        )
+        secret, where = spec.rendezvous_options(remote)
         job = secrets.token_hex(8)
         given = {**where, "start_timeout": spec.start_timeout, "tls": spec.tls}
         self._shared["RINGJAX_SECRET"] = secret.hex()
@@ -237,30 +243,34 @@ class Job:
             self._shared["RINGJAX_JOB"], given["np"] = job, self._size
             coordinator = Coordinator(secret, job, on_loss="stop", **given)
             return coordinator, f"{self._size} ranks"
-        job = self._shared["RINGJAX_JOB"] = keeper.adoption.job_for({"job": job})
-        count = elastic.whole(len(keeper.seating.seats))
+        job = self._shared["RINGJAX_JOB"] = keeper.takeover.resolve_job({"job": job})
+        count = elastic.initial_size(len(keeper.slots.slots))
         spread = len(hosts) > 1 or spec.listening is not None
         self._shared |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
-        given |= {**elastic.rules, "np": count, "elastic_timeout": self._timeout}
+        given |= {
+            **elastic.coordinator_options,
+            "np": count,
+            "elastic_timeout": self._timeout,
+        }
         given["failure_timeout"] = self._failure_timeout
         ranks = f"{count} ranks ({elastic.min_np} to {elastic.max_np})"
-        return keeper.coordinate(secret, job, **given), ranks
+        return keeper.make_coordinator(secret, job, **given), ranks
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
         """Has agents start workers."""
-        for host in dict.fromkeys(worker.seat.host for worker in workers):
-            orders = [self._order(w) for w in workers if w.seat.host == host]
+        for host in dict.fromkeys(worker.slot.host for worker in workers):
+            orders = [self._order(w) for w in workers if w.slot.host == host]
             if self._spec.stdin and orders[0]["id"] == 0:
-                self._fleet.give_input()
+                self._agents.connect_stdin()
                 orders[0]["descriptors"] = 1
-            self._fleet.spawn(host, orders, self._spec.env, self._spec.payload)
+            self._agents.spawn(host, orders, self._spec.env, self._spec.payload)
 
     def _order(self, worker: Worker) -> Message:
         number, keeper = worker.number, self._keeper
         if keeper is None:
             slot = self._spec.slots[number]
         else:
-            slot = keeper.seating.slot(worker.seat)
+            slot = keeper.slots.slot_info(worker.slot)
         env = {**slot.environment(), **self._shared}
         order: Message = {"id": number, "argv": [*self._spec.command], "env": env}
         if keeper is not None:
@@ -269,50 +279,50 @@ class Job:
 
     # While it runs.
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """One round of the loop: events, the coordinator, the clock, the plan."""
-        if not self._fleet.turn(self._ending.timeout(_TICK), self._ask_coordinator):
+        if not self._agents.poll(self._shutdown.timeout(_TICK), self._take_decisions):
             self.console.idle()
         now = time.monotonic()
-        self.hub.tick(now)
-        if self._discovery is not None and not self._ending.begun:
+        self.monitor.tick(now)
+        if self._discovery is not None and not self._shutdown.started:
             self._discovery.tick(now)
         if self._keeper is None:
             self._stop_at_a_loss(now)
         else:
             self._replace_losses(self._keeper, now)
-        for number in self._ending.due():
+        for number in self._shutdown.due_signals():
             self._table.stopping = True
             self._signal(number)
-        while self._keeper is None and self._handed_on:
-            self._signal(self._handed_on.pop(0), alone=True)
+        while self._keeper is None and self._signals:
+            self._signal(self._signals.pop(0), alone=True)
 
     def _stop_at_a_loss(self, now: float) -> None:
         """The first rank that fails ends a static job."""
-        if not self._ending.begun:
-            hung = self._table.hung(now - _TO_END)
+        if not self._shutdown.started:
+            hung = self._table.hung(now - _HANG_TIMEOUT)
             if hung is not None:
                 self.console.note(
                     f"rank {hung.number} has failed, and its process has not ended in "
-                    f"{_TO_END:g} s: a thread or an exit handler of it goes on"
+                    f"{_HANG_TIMEOUT:g} s: a thread or an exit handler of it goes on"
                 )
             if hung is not None or self._table.failed():
                 self._end_after_failure()
 
     def _replace_losses(self, keeper: ReplacementPolicy, now: float) -> None:
         """An elastic job goes on, and others take the places of workers that end."""
-        keeper.silent = self._ending.begun
+        keeper.silent = self._shutdown.started
         keeper.tick(now)
-        if not self._ending.begun:
+        if not self._shutdown.started:
             self._follow_hosts(keeper, now)
-            if not self._handing:
-                self._spawn(keeper.vacancies(now))
+            if not self._detaching:
+                self._spawn(keeper.add_workers(now))
             if why := keeper.shortage(now, self._timeout):
                 self._give_up(why)
-        handed_on = signal.Signals(self._handed_on[0]).name if self._handed_on else ""
-        self._leave = self._leave or handed_on or self._fleet.asked_back
-        if self._leave and not (keeper.seating.closed or self._ending.begun):
-            keeper.seating.closed = True  # nobody joins any more
+        signal_name = signal.Signals(self._signals[0]).name if self._signals else ""
+        self._leave = self._leave or signal_name or self._agents.end_requested
+        if self._leave and not (keeper.slots.closed or self._shutdown.started):
+            keeper.slots.closed = True  # nobody joins any more
             self.console.note(f"{self._leave}: all ranks leave at their next commit")
             self._signal(signal.SIGTERM)
 
@@ -324,68 +334,68 @@ class Job:
         handed on.
         """
         if self._keeper is not None and number == signal.SIGTERM:
-            alone = bool(self._leave) or self._ending.signalled == signal.SIGTERM
+            alone = bool(self._leave) or self._shutdown.signalled == signal.SIGTERM
         running = [worker.number for worker in self._table.running()]
-        self._fleet.signal(number, running, alone=alone)
+        self._agents.signal(number, running, alone=alone)
 
     def _follow_hosts(self, keeper: ReplacementPolicy, now: float) -> None:
-        """A worker whose host or seat is gone is asked to leave."""
+        """A worker whose host or slot is gone is asked to leave."""
         if self._discovery is None:
             return
-        if self._handing:
-            self._discovery.without_own()
+        if self._detaching:
+            self._discovery.drop_static_hosts()
         hosts = self._discovery.hosts
         if hosts is None or hosts == self._hosts:
             return
         self._hosts = hosts
-        for number in keeper.seating.update(hosts):
-            if self._table.workers[number].runs:
+        for number in keeper.slots.update(hosts):
+            if self._table.workers[number].is_running:
                 keeper.dismiss(number, now)
 
-    def _came(self, host: str, hello: Message) -> None:
+    def _host_joined(self, host: str, hello: Message) -> None:
         """The agent of a host has come by itself, perhaps with ranks."""
         keeper = self._keeper
         assert keeper is not None
         self._follow_hosts(keeper, time.monotonic())
-        keeper.adoption.take(host, hello)
-        self._fleet.remember(keeper.adoption.memory())
+        keeper.takeover.add_host(host, hello)
+        self._agents.save_job_state(keeper.takeover.job_state())
 
     def _give_up(self, why: str) -> None:
         """The job cannot go on."""
-        if not self._ending.begun:
+        if not self._shutdown.started:
             goes_on = self._keeper is not None and self._table.members
             self._stop = why if goes_on else f"the job did not start: {why}"
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
         # Ranks that never met have no clear error of their own to wait for.
-        self._ending.begin(AFTER_FAILURE, None if self._table.members else 0.0)
+        self._shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
-    def _ask_coordinator(self) -> None:
+    def _take_decisions(self) -> None:
         """Takes what it decided, before who ended."""
         if self._coordinator is None:
             return
-        for event in news(self._coordinator):
-            self._decided(*event)
+        for event in take_events(self._coordinator):
+            self._handle_event(*event)
 
-    def _decided(self, event: str, *details: Any) -> None:
+    def _handle_event(self, event: str, *details: Any) -> None:
         match event, *details:
             case ["members", _, kind, members]:
-                self._entered(kind, members)
+                self._start_epoch(kind, members)
             case ["waiting", text]:
-                if self._table.present():
+                if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
                 # A rank of a static job that has told of an error says more.
-                if self._keeper is not None or not self._table.reported():
+                if self._keeper is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:
                 now, why = time.monotonic(), "".join(text)
-                worker = self._table.heard(event, number, why, now)
+                worker = self._table.record_event(event, number, why, now)
                 if self._keeper is not None:
-                    self._keeper.heard(event, worker, why, now)
+                    self._keeper.handle_event(event, worker, why, now)
 
-    def _entered(self, kind: str, members: dict[int, int]) -> None:
+    def _start_epoch(self, kind: str, members: dict[int, int]) -> None:
         """An epoch has begun."""
         table, keeper = self._table, self._keeper
         gone = table.members.keys() - members.keys()
@@ -395,15 +405,15 @@ class Job:
                 "the last rank is lost: newcomers begin afresh, or from a checkpoint "
                 "if the program keeps one"
             )
-        new = table.enter(members, time.monotonic())
+        new = table.start_epoch(members, time.monotonic())
         lost = sum(not table.workers[number].dismissed for number in gone)
-        self.hub.changed(len(new) if again else 0, lost)
+        self.monitor.members_changed(len(new) if again else 0, lost)
         self.console.ranks.update(members)
         for worker in new if again else ():
-            self.console.note(table.joined(worker, place=table.several_hosts()))
+            self.console.note(table.describe_join(worker, place=table.several_hosts()))
         if self._elastic is None or keeper is None:
             return
-        keeper.seating.grow()
+        keeper.slots.grow()
         limit = self._elastic.reset_limit
         if limit is not None and table.resets > limit:
             changed = f"the members have changed {table.resets} times"
@@ -417,7 +427,7 @@ class Job:
         worker.pid = pid
         if self._spec.verbose:
             kind = "rank" if self._keeper is None else "worker"
-            where = worker.seat.host
+            where = worker.slot.host
             self.console.note(f"{kind} {name}: process {pid} on {where}")
 
     def wrote(self, name: int, stream: str, data: bytes) -> None:
@@ -432,13 +442,13 @@ class Job:
     def exited(self, name: int, code: int, text: str) -> None:
         """Notes that a rank has ended; the coordinator hears of it at once."""
         worker, now = self._table.workers[name], time.monotonic()
-        self.hub.ended(name)
-        if not worker.runs:
+        self.monitor.rank_ended(name)
+        if not worker.is_running:
             return
         if self._keeper is not None:
-            self._keeper.ended(worker, code, text, now)
+            self._keeper.handle_exit(worker, code, text, now)
             return
-        self._table.ended(worker, code, text, now)
+        self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
             # Nobody has to wait for the timeout if others wait for this rank.
             self._coordinator.process_ended(name, "ended without an error")
@@ -446,34 +456,34 @@ class Job:
     def host_lost(self, names: Sequence[int], text: str) -> None:
         """Notes that the ranks of a host are lost."""
         for name in names:
-            self._table.workers[name].certain = False
+            self._table.workers[name].end_confirmed = False
             self.exited(name, 255, text)
 
     # The end.
 
     def _end(self) -> None:
         """Have every agent kill what is left, read the last output, close."""
-        limit = 2.0 if self._ending.signalled is None else 0.3
+        limit = 2.0 if self._shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
-        if self._handing and not self._ending.begun:
-            self._fleet.let_go()
+        if self._detaching and not self._shutdown.started:
+            self._agents.detach_joined()
         self._table.stopping = True  # ringrun ends what still runs
-        self._fleet.end(limit)
-        self._ask_coordinator()
+        self._agents.end(limit)
+        self._take_decisions()
         if self._coordinator is not None:
             self._coordinator.close()
-        self.hub.close()
-        self._fleet.close(limit, self._outcome().exit_code)
+        self.monitor.close()
+        self._agents.close(limit, self._outcome().exit_code)
         self.console.close()
 
     def _outcome(self) -> JobOutcome:
-        if (number := self._ending.signalled) is not None:
+        if (number := self._shutdown.signalled) is not None:
             name = signal.Signals(number).name
             # The reader of ringrun's output has gone: there is nobody to tell.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return JobOutcome(128 + number, reason=why)
-        if self._handing:
+        if self._detaching:
             why = "ended by SIGTERM; the job goes on, and waits for another ringrun"
             return JobOutcome(128 + signal.SIGTERM, reason=why)
         blobs = {number: bytes(data) for number, data in self._results.items()}

@@ -18,18 +18,21 @@ from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
-from ringjax.run.monitor.wanted import wanted
+from ringjax.run.monitor.wanted import monitor_options
 
 # A program of ours in which rank 0 prints what all ranks have measured.
-_ONE_TABLE = ("-m", "ringjax.bench")
+_RINGJAX_BENCH = ("-m", "ringjax.bench")
 # What the arguments are called in Python.
 _NAMES = {
-    **{key: key for key in ("np", "min_np", "max_np", *elastic_settings.ONLY_ELASTIC)},
+    **{
+        key: key
+        for key in ("np", "min_np", "max_np", *elastic_settings.ELASTIC_OPTIONS)
+    },
     "script": "host_discovery_script",
 }
 
 
-def named_hosts(
+def requested_hosts(
     host_list: str | None,
     hostfile: str | None,
     variables: Mapping[str, str],
@@ -45,16 +48,16 @@ def named_hosts(
     if host_list is not None and hostfile is not None:
         raise ValueError("-H and --hostfile: give only one of them")
     if host_list is not None:
-        return places.without_aliases(places.parse_hosts(host_list))
+        return places.merge_aliases(places.parse_hosts(host_list))
     if hostfile is not None:
-        return places.without_aliases(places.parse_hostfile(hostfile))
+        return places.merge_aliases(places.parse_hostfile(hostfile))
     found = allocations.find(variables)
     if found is None or len(found.hosts) > 1:
         return None if found is None else list(found.hosts)
     return [places.HostSlots(found.hosts[0].name, np or found.hosts[0].slots)]
 
 
-def find_hosts(
+def requested_slots(
     np: int | None,
     host_list: str | None,
     hostfile: str | None,
@@ -65,15 +68,15 @@ def find_hosts(
     Raises:
         ValueError: saying what cannot be read or does not fit.
     """
-    found = named_hosts(host_list, hostfile, variables, np)
+    found = requested_hosts(host_list, hostfile, variables, np)
     if found is None:
         if np is None:
             raise ValueError("-np: say how many processes to start")
         found = [places.HostSlots("localhost", np)]
-    return places.assign(found, np or sum(host.slots for host in found))
+    return places.assign_slots(found, np or sum(host.slots for host in found))
 
 
-def _with_own(
+def _with_static_hosts(
     spec: JobSpec, script: str | None, host_list: str | None, hostfile: str | None
 ) -> JobSpec:
     """Hosts come by themselves; those that are named are there besides.
@@ -86,13 +89,13 @@ def _with_own(
         raise ValueError("--listen: hosts come by themselves; give no script")
     if spec.stdin:
         raise ValueError("--stdin 0: not with --listen, nobody knows where rank 0 is")
-    own = named_hosts(host_list, hostfile, {}, None) or ()
+    static = requested_hosts(host_list, hostfile, {}, None) or ()
     return dataclasses.replace(
-        spec, listening=dataclasses.replace(spec.listening, own=own)
+        spec, listening=dataclasses.replace(spec.listening, static_hosts=static)
     )
 
 
-def job_of(
+def make_job(
     spec: JobSpec,
     config: Config,
     *,
@@ -121,45 +124,49 @@ def job_of(
         directory, timestamps, python: see `Console`.
         variables: the environment that may tell of an allocation.
         names: what the arguments of elastic jobs are called where they were given.
-        elastic: the others of them, see `elastic_settings.settle`.
+        elastic: the others of them, see `elastic_settings.resolve_settings`.
 
     Raises:
         ValueError: saying what does not fit together.
     """
     # Where ringrun reports, no rank does.
     quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
-    spec = dataclasses.replace(spec, wanted=wanted(config), env={**spec.env, **quiet})
+    spec = dataclasses.replace(
+        spec, monitor=monitor_options(config), env={**spec.env, **quiet}
+    )
     if spec.stdin and (min_np is not None or script is not None):
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     waits = elastic.pop("elastic_timeout", None)
     listens = spec.listening is not None
     if listens:
-        spec = _with_own(spec, script, hosts, hostfile)
+        spec = _with_static_hosts(spec, script, hosts, hostfile)
         hosts = hostfile = None
     console = partial(Console, directory=directory, timestamps=timestamps)
     if min_np is None and script is None:
         refused = {**elastic, "max_np": max_np}
-        elastic_settings.refuse_without(
+        elastic_settings.refuse_elastic_options(
             {**refused, "elastic_timeout": None if listens else waits}, names
         )
         if not listens:
-            slots = find_hosts(np, hosts, hostfile, variables or {})
-            elastic_settings.check_groups(len(slots), config.group_size, names["np"])
+            slots = requested_slots(np, hosts, hostfile, variables or {})
+            elastic_settings.check_group_multiple(
+                len(slots), config.group_size, names["np"]
+            )
             if spec.stdin and not places.is_local(slots[0].host):
                 where = slots[0].host
                 raise ValueError(f"--stdin 0: rank 0 is on another host, {where}")
-            plain = _ONE_TABLE in itertools.pairwise(spec.command)
+            plain = _RINGJAX_BENCH in itertools.pairwise(spec.command)
             spec = dataclasses.replace(spec, slots=slots)
             return Job(spec, console(len(slots), python=python, plain=plain))
         if np is None:
             raise ValueError("--listen: say how many processes to start: -np")
-        elastic_settings.check_groups(np, config.group_size, names["np"])
+        elastic_settings.check_group_multiple(np, config.group_size, names["np"])
         return Job(spec, console(np), np, elastic_timeout=config.elastic_timeout)
     given = None
     named = script is None or hosts is not None or hostfile is not None
     if named and not listens:
-        given = named_hosts(hosts, hostfile, variables or {}, max_np or np)
-    change = elastic_settings.settle(
+        given = requested_hosts(hosts, hostfile, variables or {}, max_np or np)
+    change = elastic_settings.resolve_settings(
         np=np,
         min_np=min_np,
         max_np=max_np,

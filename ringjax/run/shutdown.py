@@ -81,11 +81,11 @@ class Shutdown:
         self.given_up = False
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether there is a plan."""
         return bool(self._plan) or self.given_up
 
-    def begin(self, plan: Plan, wait: float | None = None) -> None:
+    def start(self, plan: Plan, wait: float | None = None) -> None:
         """Begin to end the job; `wait` instead of the plan's first pause."""
         self._plan = deque(plan)
         self._next = time.monotonic() + (plan[0][0] if wait is None else wait)
@@ -95,13 +95,13 @@ class Shutdown:
         again = self.signalled is not None
         self.signalled = self.signalled or number
         if again:
-            self.begin(AT_ONCE)
+            self.start(AT_ONCE)
         else:
             plans = {signal.SIGINT: AFTER_SIGINT, signal.SIGTERM: self._after_sigterm}
-            self.begin(plans.get(signal.Signals(number), AFTER_SIGTERM))
+            self.start(plans.get(signal.Signals(number), AFTER_SIGTERM))
 
     @property
-    def patience(self) -> float | None:
+    def time_left(self) -> float | None:
         """Seconds that the ranks have to end, None if nobody has told them to."""
         left = sum(seconds for seconds, _ in self._plan)
         return left if self.stopping else None
@@ -112,7 +112,7 @@ class Shutdown:
             return longest
         return min(longest, max(0.0, self._next - time.monotonic()))
 
-    def due(self) -> Iterator[int]:
+    def due_signals(self) -> Iterator[int]:
         """The signals to send now."""
         while self._plan and time.monotonic() >= self._next:
             number = self._plan.popleft()[1]
@@ -125,7 +125,7 @@ class Shutdown:
             yield int(number)
 
 
-def fate(
+def describe_failure(
     code: int,
     *,
     text: str = "",
@@ -143,9 +143,9 @@ def fate(
         how: how it ended, if the exit code does not say.
 
     Example:
-        >>> "rank 2" + fate(137)
+        >>> "rank 2" + describe_failure(137)
         'rank 2 was killed by signal 9 (SIGKILL)'
-        >>> "rank 2" + fate(1, report="ValueError: boom")
+        >>> "rank 2" + describe_failure(1, report="ValueError: boom")
         'rank 2 failed: ValueError: boom (exit code 1)'
     """
     if text:
@@ -159,20 +159,20 @@ def fate(
             words = ""  # what it wrote before has nothing to do with it
     if not words:
         return f" was {how}" if name else f" failed with {how}"
-    return f" failed: {one_line(words)} ({how})"
+    return f" failed: {first_line(words)} ({how})"
 
 
-def blames_others(words: str) -> bool:
+def blames_another_rank(words: str) -> bool:
     """Whether an error says that another rank failed.
 
     Example:
-        >>> blames_others("PeerLost: rank 1 failed: ValueError: boom")
+        >>> blames_another_rank("PeerLost: rank 1 failed: ValueError: boom")
         True
     """
     return bool(_CONSEQUENCE.search(words))
 
 
-def one_line(text: str) -> str:
+def first_line(text: str) -> str:
     """The first line of a report, cut to what a terminal can show."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 500 else line[:497] + "..."

@@ -16,7 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringjax.run.shutdown import JobOutcome, blames_others, fate, one_line
+from ringjax.run.shutdown import (
+    JobOutcome,
+    blames_another_rank,
+    describe_failure,
+    first_line,
+)
 
 
 @dataclass(slots=True)
@@ -27,22 +32,22 @@ class WorkerSlot:
         host, index: where; the index is the worker's local rank.
         number: its rank as long as no epoch has given it one.
         worker: who sits there.
-        since: when the seat may be taken again.
+        free_at: when the slot may be taken again.
         failures: in a row, each soon after the worker started.
         released: its worker was asked to leave by somebody else, who may want the
             place for something else.
-        gone: its host is; it is there as long as its worker is.
+        removed: its host is; it is there as long as its worker is.
     """
 
     host: str
     index: int
     number: int
     worker: int | None = None
-    since: float = -math.inf
+    free_at: float = -math.inf
     failures: int = 0
     failed: bool = False
     released: bool = False
-    gone: bool = False
+    removed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +62,7 @@ class Worker:
         answered: it has ended without an error, and what the coordinator had decided
             about it before has come.
         settled: it has ended, and so has what it wrote.
-        told: when ringrun asked it to leave, as its seat is gone.
+        told: when ringrun asked it to leave, as its slot is gone.
         killed: it did not end by itself when it should have.
         fenced, why: when it was declared lost, and why.
         with_group: it was lost because another worker of its group was.
@@ -69,51 +74,51 @@ class Worker:
     """
 
     number: int
-    seat: WorkerSlot
+    slot: WorkerSlot
     pid: int = 0
     rank: int | None = None
-    joined: float = 0.0
+    join_time: float = 0.0
     exit_code: int | None = None
     exit_text: str = ""
-    ended: float = math.inf
-    ours: bool = False
+    end_time: float = math.inf
+    ended_while_stopping: bool = False
     streams: set[str] = field(default_factory=lambda: {"stdout", "stderr"})
-    answered: bool = False
+    coordinator_answered: bool = False
     settled: bool = False
-    told: float | None = None
+    asked_to_leave: float | None = None
     killed: bool = False
     fenced: float | None = None
-    why: str = ""
+    fence_reason: str = ""
     with_group: bool = False
     finished: bool = False
     dismissed: bool = False
     report: str = ""
-    reported: float = math.inf
+    report_time: float = math.inf
     ready: bool = False
-    certain: bool = True
+    end_confirmed: bool = True
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether its process is there."""
         return self.exit_code is None
 
     @property
-    def ended_by_us(self) -> bool:
+    def killed_by_ringrun(self) -> bool:
         """Whether ringrun's own signal ended it: that number is no news of the job."""
         return self.killed and self.exit_code == 128 + signal.SIGKILL
 
     @property
-    def loss(self) -> str:
+    def loss_text(self) -> str:
         """Why it was declared lost, to be put behind its name."""
-        return f" {'' if self.with_group else 'was declared lost: '}{self.why}"
+        return f" {'' if self.with_group else 'was declared lost: '}{self.fence_reason}"
 
     @property
-    def counts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it works for the job, or will."""
-        return self.runs and self.fenced is None and self.told is None
+        return self.is_running and self.fenced is None and self.asked_to_leave is None
 
     @property
-    def may_have_heirs(self) -> bool:
+    def may_be_succeeded(self) -> bool:
         """Whether it was killed or declared lost, and has ended for certain.
 
         An error of the program would come again, and a worker that is only out of reach
@@ -121,7 +126,7 @@ class Worker:
         """
         by_others = self.fenced is not None or (self.exit_code or 0) > 128
         own_way = self.report or self.finished or self.dismissed
-        return not self.runs and self.certain and by_others and not own_way
+        return not self.is_running and self.end_confirmed and by_others and not own_way
 
 
 class WorkerTable:
@@ -157,20 +162,20 @@ class WorkerTable:
         self.resets = 0
         self.stopping = False
 
-    def add(self, seat: WorkerSlot) -> Worker:
-        """A new worker for a seat."""
-        seat.worker = self.next
-        return self.adopt(self.next, seat)
+    def add(self, slot: WorkerSlot) -> Worker:
+        """A new worker for a slot."""
+        slot.worker = self.next
+        return self.adopt(self.next, slot)
 
-    def adopt(self, number: int, seat: WorkerSlot) -> Worker:
-        """A worker that somebody else has started, in its seat."""
+    def adopt(self, number: int, slot: WorkerSlot) -> Worker:
+        """A worker that somebody else has started, in its slot."""
         rank = None if self._elastic else number
-        worker = self.workers.setdefault(number, Worker(number, seat, rank=rank))
-        worker.seat = seat
+        worker = self.workers.setdefault(number, Worker(number, slot, rank=rank))
+        worker.slot = slot
         self.reserve(number + 1)
         return worker
 
-    def known(self, number: int) -> Worker:
+    def get_or_add(self, number: int) -> Worker:
         """A worker of which the coordinator speaks, though its host may not be here."""
         if number not in self.workers:
             self.adopt(number, WorkerSlot("", number, number, number))
@@ -180,7 +185,7 @@ class WorkerTable:
         """Workers of all numbers below this one may have been there."""
         self.next = max(self.next, number)
 
-    def mates(self, worker: Worker) -> list[Worker]:
+    def group_of(self, worker: Worker) -> list[Worker]:
         """The known workers of its group, itself among them."""
         first = worker.number - worker.number % self._group
         numbers = range(first, first + self._group)
@@ -188,15 +193,17 @@ class WorkerTable:
 
     def running(self) -> list[Worker]:
         """Those whose process is there."""
-        return [worker for worker in self.workers.values() if worker.runs]
+        return [worker for worker in self.workers.values() if worker.is_running]
 
-    def counting(self) -> int:
+    def count_active(self) -> int:
         """How many work for the job, or will."""
-        return sum(worker.counts for worker in self.workers.values())
+        return sum(worker.is_active for worker in self.workers.values())
 
-    def present(self) -> int:
+    def count_members(self) -> int:
         """Members of the latest epoch that are still there."""
-        return sum(m.runs and m.fenced is None and not m.dismissed for m in self._last)
+        return sum(
+            m.is_running and m.fenced is None and not m.dismissed for m in self._last
+        )
 
     @property
     def _last(self) -> list[Worker]:
@@ -204,24 +211,24 @@ class WorkerTable:
 
     # What happens.
 
-    def enter(self, members: Mapping[int, int], now: float) -> list[Worker]:
+    def start_epoch(self, members: Mapping[int, int], now: float) -> list[Worker]:
         """An epoch has begun; returns who is new in it, by rank."""
-        new = [self.known(n) for n in members if n not in self.members]
+        new = [self.get_or_add(n) for n in members if n not in self.members]
         if self.members and self.members.keys() != members.keys():
             self.resets += 1
         self.members = dict(members)
         for number, rank in members.items():
             self.workers[number].rank = rank
         for worker in new:
-            worker.joined = now
+            worker.join_time = now
         return sorted(new, key=lambda worker: members[worker.number])
 
-    def heard(self, event: str, number: int, text: str, now: float) -> Worker:
+    def record_event(self, event: str, number: int, text: str, now: float) -> Worker:
         """The coordinator tells something of one worker, see `Coordinator.events`."""
-        worker = self.known(number)
+        worker = self.get_or_add(number)
         match event:
             case "failure" if not worker.report:
-                worker.report, worker.reported = text.strip(), now
+                worker.report, worker.report_time = text.strip(), now
             case "ready":
                 worker.ready = True
             case "finished":
@@ -229,23 +236,23 @@ class WorkerTable:
             case "dismissed":
                 worker.dismissed = True
             case "ended":
-                worker.answered = True
+                worker.coordinator_answered = True
         return worker
 
-    def ended(self, worker: Worker, code: int, text: str, now: float) -> None:
+    def record_end(self, worker: Worker, code: int, text: str, now: float) -> None:
         """Its process has ended with an exit code; `text` if there is more to say."""
-        worker.exit_code, worker.exit_text, worker.ended = code, text, now
-        worker.ours = self.stopping
+        worker.exit_code, worker.exit_text, worker.end_time = code, text, now
+        worker.ended_while_stopping = self.stopping
 
     # Sentences.
 
     def several_hosts(self) -> bool:
         """Whether it has to be said where a worker runs."""
-        return len({worker.seat.host for worker in self.workers.values()}) > 1
+        return len({worker.slot.host for worker in self.workers.values()}) > 1
 
-    def who(self, worker: Worker, *, place: bool) -> str:
+    def describe(self, worker: Worker, *, place: bool) -> str:
         """A worker's name for people; with its host if there are several."""
-        host = worker.seat.host if place else ""
+        host = worker.slot.host if place else ""
         if not self._elastic:
             return f"rank {worker.number}" + (f" ({host})" if host else "")
         where = [f"on {host}"] if host else []
@@ -255,32 +262,34 @@ class WorkerTable:
             return f"rank {worker.rank} ({', '.join([name, *where, *pid])})"
         return f"{name} ({', '.join([*where, *pid])})" if where or pid else name
 
-    def joined(self, worker: Worker, *, place: bool) -> str:
+    def describe_join(self, worker: Worker, *, place: bool) -> str:
         """That it is a member now."""
-        where = f" on {worker.seat.host}" if place and worker.seat.host else ""
+        where = f" on {worker.slot.host}" if place and worker.slot.host else ""
         ranks = _ranks(len(self.members))
         return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
 
-    def left_over(self) -> str:
+    def describe_remaining(self) -> str:
         """How many ranks are left, as the end of a sentence."""
-        count, least = self.present(), self._least
+        count, least = self.count_members(), self._least
         if count >= least:
             return f"; {_ranks(count)} {'goes' if count == 1 else 'go'} on"
         left = f"{_ranks(count)} {'is' if count == 1 else 'are'} left"
         return f"; {left}, at least {least} {'is' if least == 1 else 'are'} needed"
 
-    def fate(self, worker: Worker) -> str:
+    def describe_end(self, worker: Worker) -> str:
         """What became of a worker that has failed, to be put behind its name."""
         if worker.with_group:  # however it ends, that is a consequence
-            return worker.loss
-        if worker.ours and worker.report:  # it hung until ringrun ended the job
-            return f" failed: {one_line(worker.report)}"
-        if worker.ended_by_us:
+            return worker.loss_text
+        if (
+            worker.ended_while_stopping and worker.report
+        ):  # it hung until ringrun ended the job
+            return f" failed: {first_line(worker.report)}"
+        if worker.killed_by_ringrun:
             late = "it did not end by itself, and ringrun killed it"
             if worker.report:
-                return fate(1, report=worker.report, how=late)
-            return f"{worker.loss if worker.why else ' was asked to leave'} ({late})"
-        return fate(
+                return describe_failure(1, report=worker.report, how=late)
+            return f"{worker.loss_text if worker.fence_reason else ' was asked to leave'} ({late})"
+        return describe_failure(
             worker.exit_code or 1,
             text=worker.exit_text,
             report=worker.report,
@@ -289,34 +298,38 @@ class WorkerTable:
 
     # Whom to blame.
 
-    def words(self, worker: Worker) -> str:
+    def failure_text(self, worker: Worker) -> str:
         """Why it has failed, as well as that is known."""
         return worker.report or worker.exit_text or self._last_words(worker.number)
 
-    def own_fault(self, worker: Worker) -> bool:
+    def failed_by_itself(self, worker: Worker) -> bool:
         """Whether it failed by itself, not because another rank did."""
         if worker.with_group:
             return False
         # Its last words may be about an earlier loss, after which it went on.
         known = worker.report or worker.exit_text
         by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
-        return by_signal or not blames_others(self.words(worker))
+        return by_signal or not blames_another_rank(self.failure_text(worker))
 
-    def first(self, failed: Iterable[Worker]) -> Worker | None:
+    def earliest(self, failed: Iterable[Worker]) -> Worker | None:
         """Which of these to blame. A report counts from when it came."""
 
         def order(worker: Worker) -> tuple[bool, float, int]:
-            when = min(worker.ended, worker.reported)
-            return not self.own_fault(worker), when, worker.number
+            when = min(worker.end_time, worker.report_time)
+            return not self.failed_by_itself(worker), when, worker.number
 
         return min(failed, key=order, default=None)
 
     def failed(self) -> list[Worker]:
         """Those that have ended with an error; what ringrun ends has not failed."""
         ended = (worker for worker in self.workers.values() if worker.exit_code)
-        return [worker for worker in ended if worker.report or not worker.ours]
+        return [
+            worker
+            for worker in ended
+            if worker.report or not worker.ended_while_stopping
+        ]
 
-    def reported(self) -> list[Worker]:
+    def with_report(self) -> list[Worker]:
         """Those that have said that they fail."""
         return [worker for worker in self.workers.values() if worker.report]
 
@@ -325,40 +338,40 @@ class WorkerTable:
 
         A thread that is no daemon, or an exit handler, keeps its process.
         """
-        hung = (w for w in self.reported() if w.runs and w.reported < since)
+        hung = (w for w in self.with_report() if w.is_running and w.report_time < since)
         return next(hung, None)
 
-    def culprit(self) -> Worker | None:
+    def first_failure(self) -> Worker | None:
         """The worker that failed first: of the last members, or of all."""
         failed = self.failed()
         last = [worker for worker in failed if worker.number in self.members]
-        return self.first(last if any(map(self.own_fault, last)) else failed)
+        return self.earliest(last if any(map(self.failed_by_itself, last)) else failed)
 
     # The end.
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all that matter have ended: the members, or all if there are none."""
         matter = self._last or self.workers.values()
-        return all(worker.settled for worker in matter) and not self.heirs()
+        return all(worker.settled for worker in matter) and not self.successors()
 
-    def heirs(self) -> int:
+    def successors(self) -> int:
         """Newcomers that may begin the job afresh once its last member has ended."""
         last = self._last
-        if not all(worker.may_have_heirs for worker in last):
+        if not all(worker.may_be_succeeded for worker in last):
             return 0
         others = [w for w in self.workers.values() if w.number not in self.members]
-        count = sum(w.counts and w.ready and not w.settled for w in others)
+        count = sum(w.is_active and w.ready and not w.settled for w in others)
         return count if count >= self._least else 0
 
     def succeeded(self) -> list[Worker]:
         """Who has done the job's work to its end, by rank."""
         done = (w for w in self.workers.values() if w.exit_code == 0)
-        done = (w for w in done if not w.dismissed and w.told is None)
+        done = (w for w in done if not w.dismissed and w.asked_to_leave is None)
         if self.members:
             done = (worker for worker in done if worker.rank is not None)
         return sorted(done, key=lambda w: (_rank(w), w.number))
 
-    def success(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Whether the job did what it was for."""
         if not self.members:
             return len(self.succeeded()) >= self._least
@@ -381,22 +394,24 @@ class WorkerTable:
             return JobOutcome(128 + signal.SIGTERM, reason=why, left=leave)
         if stop:
             return JobOutcome(1, reason=stop)
-        if self.success():
+        if self.has_succeeded():
             done = [worker.number for worker in self.succeeded()]
             results = {rank: blobs.get(n, b"") for rank, n in enumerate(done)}
             return JobOutcome(0, results=results)
-        worker = self.culprit()
+        worker = self.first_failure()
         if worker is None:
             return JobOutcome(1, reason="the ranks ended without having finished")
-        why = self.who(worker, place=self.several_hosts()) + self.fate(worker)
+        why = self.describe(worker, place=self.several_hosts()) + self.describe_end(
+            worker
+        )
         # Not 137, which schedulers take for a lack of memory.
-        ours = worker.ours or worker.ended_by_us
+        ours = worker.ended_while_stopping or worker.killed_by_ringrun
         code = 1 if ours else worker.exit_code or 1
         results = {_rank(worker): blobs.get(worker.number, b"")}
         return JobOutcome(code, _rank(worker), why, results)
 
 
-def news(coordinator: Any) -> Iterator[tuple[Any, ...]]:
+def take_events(coordinator: Any) -> Iterator[tuple[Any, ...]]:
     """What a coordinator, or its process, has decided: see `Coordinator.events`."""
     coordinator.clear()
     with contextlib.suppress(queue.Empty):
@@ -405,7 +420,7 @@ def news(coordinator: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _rank(worker: Worker) -> int:
-    return worker.seat.number if worker.rank is None else worker.rank
+    return worker.slot.number if worker.rank is None else worker.rank
 
 
 def _ranks(count: int) -> str:

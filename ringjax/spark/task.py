@@ -22,7 +22,7 @@ from pyspark import BarrierTaskContext, TaskContext
 from ringjax.run import environ, task
 from ringjax.run.engine_job import places
 from ringjax.run.hosts import processes
-from ringjax.run.shutdown import fate, last_line
+from ringjax.run.shutdown import describe_failure, last_line
 
 SCHEMA = (
     "worker long, rank long, node string, code long, error string, result binary, "
@@ -144,7 +144,9 @@ class _ProcessResult:
         if text:
             return text
         last = [line for stream, line in self.lines if stream == "stderr"]
-        return "its process" + fate(self.code, last_words=last_line("\n".join(last)))
+        return "its process" + describe_failure(
+            self.code, last_words=last_line("\n".join(last))
+        )
 
     @property
     def why(self) -> str:

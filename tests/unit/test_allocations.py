@@ -8,7 +8,7 @@ import pytest
 
 from ringjax.run.hosts import allocations
 from ringjax.run.hosts.slots import HostSlots
-from ringjax.run.job_setup import find_hosts
+from ringjax.run.job_setup import requested_slots
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
@@ -69,13 +69,15 @@ def test_gpus_that_are_spread_unevenly() -> None:
     environ = {**SLURM, "SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "2"}
     with pytest.raises(ValueError, match="3 GPUs .* ask for --gpus-per-node"):
         allocations.find(environ)
-    assert allocations.reachable(environ) is None
+    assert allocations.find_readable(environ) is None
 
 
 def test_one_host_may_have_more_ranks_than_slots() -> None:
     environ = {**SLURM, "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}
-    assert [slot.host for slot in find_hosts(None, None, None, environ)] == ["n1"] * 2
-    assert len(find_hosts(3, None, None, environ)) == 3
+    assert [slot.host for slot in requested_slots(None, None, None, environ)] == [
+        "n1"
+    ] * 2
+    assert len(requested_slots(3, None, None, environ)) == 3
 
 
 def test_lsf(tmp_path: Path) -> None:
@@ -114,4 +116,4 @@ def test_grid_engine(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allocations.find(environ)
-    assert allocations.reachable(environ) is None  # for who names other hosts
+    assert allocations.find_readable(environ) is None  # for who names other hosts

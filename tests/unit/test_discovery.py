@@ -20,7 +20,9 @@ class Shell:
         self.signals: list[tuple[int, list[int]]] = []
         self.done: list[Callable[[int, str, str], None]] = []
 
-    def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
+    def run_command(
+        self, argv: Sequence[str], done: Callable[[int, str, str], None]
+    ) -> int:
         self.words.append(list(argv))
         self.done.append(done)
         return -len(self.words)
@@ -85,7 +87,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
         discovery.tick(10.0 * number)
         shell.done[-1](*answer)
         assert discovery.hosts == [HostSlots("a", 3)]
-    assert not discovery.hopeless
+    assert not discovery.unusable
     first, second = said  # one complaint for each time that it began to fail
     assert first == (
         "--host-discovery-script find: exit code 7: no cluster; "
@@ -98,8 +100,8 @@ def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
     discovery = HostDiscovery("find", 1, shell, pytest.fail)
     discovery.tick(0.0)
     shell.done[0](127, "", "sh: 1: find: not found\n")
-    assert discovery.hopeless
-    assert discovery.trouble == "exit code 127: sh: 1: find: not found"
+    assert discovery.unusable
+    assert discovery.problem == "exit code 127: sh: 1: find: not found"
 
 
 def test_one_that_hangs_is_killed(shell: Shell) -> None:

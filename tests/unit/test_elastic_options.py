@@ -16,7 +16,7 @@ from ringjax.run.elastic.elastic_settings import UNBOUNDED, ElasticSettings
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots
 from ringjax.run.job import Job
-from ringjax.run.job_setup import job_of
+from ringjax.run.job_setup import make_job
 
 
 def parsed(*words: str) -> Job:
@@ -27,7 +27,7 @@ def parsed(*words: str) -> Job:
     names = ("np", "hosts", "hostfile", "script", "min_np", "max_np", "slots")
     more = ("elastic_timeout", "reset_limit", "cooldown_range")
     given = {name: getattr(args, name) for name in (*names, *more)}
-    return job_of(spec, config, names=options.NAMES, **given)
+    return make_job(spec, config, names=options.NAMES, **given)
 
 
 def elastic(*words: str) -> ElasticSettings:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from ringjax.run.hosts.job_spec import check_agent_command
 from ringjax.run.hosts.slots import (
     HostSlots,
-    assign,
+    assign_slots,
     is_local,
-    own_addresses,
+    merge_aliases,
     parse_hostfile,
     parse_hosts,
-    without_aliases,
+    reachable_addresses,
 )
-from ringjax.run.job_setup import find_hosts, named_hosts
+from ringjax.run.job_setup import requested_hosts, requested_slots
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_bad_agent_command(template: str, message: str) -> None:
 
 
 def test_places_are_horovods() -> None:
-    slots = assign([HostSlots("a", 3), HostSlots("b", 1), HostSlots("c", 2)], 6)
+    slots = assign_slots([HostSlots("a", 3), HostSlots("b", 1), HostSlots("c", 2)], 6)
     assert [s.host for s in slots] == list("aaabcc")
     assert [s.rank for s in slots] == [0, 1, 2, 3, 4, 5]
     assert [s.local_rank for s in slots] == [0, 1, 2, 0, 0, 1]
@@ -126,7 +126,7 @@ def test_places_are_horovods() -> None:
 def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> None:
     hosts = [HostSlots(f"h{i}", count) for i, count in enumerate(counts)]
     size = data.draw(st.integers(1, sum(counts)))
-    slots = assign(hosts, size)
+    slots = assign_slots(hosts, size)
     assert [s.rank for s in slots] == list(range(size))
     assert {(s.host, s.local_rank) for s in slots} == {
         (s.host, local) for s in slots for local in range(s.local_size)
@@ -139,7 +139,7 @@ def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> No
 
 def test_too_few_slots() -> None:
     with pytest.raises(ValueError, match=r"-np 4: .*there are 3 \(a:1, b:2\)"):
-        assign([HostSlots("a", 1), HostSlots("b", 2)], 4)
+        assign_slots([HostSlots("a", 1), HostSlots("b", 2)], 4)
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
@@ -149,16 +149,16 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     environ = {"SLURM_JOB_ID": "7", **nodes}
 
     def names(np: int | None, hosts: str | None, hostfile: str | None) -> list[str]:
-        return [slot.host for slot in find_hosts(np, hosts, hostfile, environ)]
+        return [slot.host for slot in requested_slots(np, hosts, hostfile, environ)]
 
     assert names(None, "a:1,b:1", None) == ["a", "b"]
     assert names(1, None, str(file)) == ["x"]
     assert names(3, None, None) == ["n1", "n1", "n2"]
-    assert [s.host for s in find_hosts(2, None, None, {})] == ["localhost"] * 2
+    assert [s.host for s in requested_slots(2, None, None, {})] == ["localhost"] * 2
     with pytest.raises(ValueError, match="-np: say how many"):
-        find_hosts(None, None, None, {})
+        requested_slots(None, None, None, {})
     with pytest.raises(ValueError, match="only one of them"):
-        find_hosts(1, "a:1", str(file), {})
+        requested_slots(1, "a:1", str(file), {})
 
 
 def test_this_machine_is_one_host_under_all_its_names() -> None:
@@ -168,18 +168,18 @@ def test_this_machine_is_one_host_under_all_its_names() -> None:
         HostSlots("localhost", 1),
         HostSlots("127.0.0.1", 2),
     ]
-    found = without_aliases([*there, HostSlots("n2.invalid", 1), HostSlots(own, 3)])
+    found = merge_aliases([*there, HostSlots("n2.invalid", 1), HostSlots(own, 3)])
     wanted = [
         HostSlots("n1.invalid", 2),
         HostSlots("localhost", 6),
         HostSlots("n2.invalid", 1),
     ]
     assert found == wanted
-    assert without_aliases([HostSlots(own, 3), HostSlots("a@localhost", 1)]) == [
+    assert merge_aliases([HostSlots(own, 3), HostSlots("a@localhost", 1)]) == [
         HostSlots(own, 3),
         HostSlots("a@localhost", 1),
     ]
-    hosts = named_hosts("localhost:2,127.0.0.1:2", None, {}, None)
+    hosts = requested_hosts("localhost:2,127.0.0.1:2", None, {}, None)
     assert hosts == [HostSlots("localhost", 4)]
 
 
@@ -191,13 +191,13 @@ def test_local_names() -> None:
 
 
 def test_own_addresses() -> None:
-    assert own_addresses([], []) == ["127.0.0.1"]
-    assert own_addresses([], ["lo"]) in (["127.0.0.1"], ["127.0.0.1", "::1"])
-    assert own_addresses(["127.0.0.2"], []) == ["127.0.0.1"]
+    assert reachable_addresses([], []) == ["127.0.0.1"]
+    assert reachable_addresses([], ["lo"]) in (["127.0.0.1"], ["127.0.0.1", "::1"])
+    assert reachable_addresses(["127.0.0.2"], []) == ["127.0.0.1"]
     # What only ssh can resolve is reached from any interface, and never from "all".
-    found = own_addresses(["no-such-host.invalid"], [])
+    found = reachable_addresses(["no-such-host.invalid"], [])
     assert found
     assert "0.0.0.0" not in found
     text = "--network-interfaces: .*'nope0' does not exist .*this host has .*lo"
     with pytest.raises(ValueError, match=text):
-        own_addresses(["127.0.0.2"], ["nope0"])
+        reachable_addresses(["127.0.0.2"], ["nope0"])

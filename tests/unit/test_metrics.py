@@ -26,7 +26,7 @@ from ringjax.monitor.aggregator import Aggregator
 from ringjax.monitor.metrics import MetricFamily
 from ringjax.monitor.sample import BUCKETS, CollectiveSums, Sample
 from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
-from ringjax.run.monitor.wanted import MonitorOptions, wanted
+from ringjax.run.monitor.wanted import MonitorOptions, monitor_options
 
 BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
@@ -175,7 +175,7 @@ def test_the_dashboard_is_one() -> None:
 def test_addresses_that_only_this_host_reaches(
     given: str, host: str, port: int
 ) -> None:
-    found = wanted(Config(metrics=given))
+    found = monitor_options(Config(metrics=given))
     assert (found.host, found.port, found.token) == (host, port, "")
 
 
@@ -183,31 +183,31 @@ def test_addresses_that_only_this_host_reaches(
 def test_addresses_that_are_none(given: str) -> None:
     if given:
         with pytest.raises(ValueError, match="--metrics"):
-            wanted(Config(metrics=given))
+            monitor_options(Config(metrics=given))
     else:
-        assert not wanted(Config(metrics=given)).something
+        assert not monitor_options(Config(metrics=given)).needs_samples
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "[::]", "node-a", "localhos"])
 def test_others_need_a_token(host: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a token is needed"):
-        wanted(Config(metrics=f"{host}:9400"))
+        monitor_options(Config(metrics=f"{host}:9400"))
     file = tmp_path / "token"
     file.write_text("a1" * 16 + "\n")
     file.chmod(0o644)
     config = Config(metrics=f"{host}:9400", metrics_token_file=str(file))
     with pytest.raises(ValueError, match="others may use it"):
-        wanted(config)
+        monitor_options(config)
     file.chmod(0o600)
-    assert wanted(config).token == "a1" * 16
+    assert monitor_options(config).token == "a1" * 16
     file.write_text("short")
     with pytest.raises(ValueError, match="at least 16 letters and digits"):
-        wanted(config)
+        monitor_options(config)
 
 
 def test_a_file_that_nobody_would_read_is_refused() -> None:
     with pytest.raises(ValueError, match="expected NAME.prom"):
-        wanted(Config(metrics_file="/tmp/metrics.txt"))
+        monitor_options(Config(metrics_file="/tmp/metrics.txt"))
 
 
 Serve = Callable[..., PrometheusEndpoint]
@@ -342,7 +342,7 @@ def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
 def test_a_file_is_replaced_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.prometheus._EVERY", 0.001)
+    monkeypatch.setattr("ringjax.run.monitor.prometheus._WRITE_INTERVAL", 0.001)
     count = iter(range(1_000_000))
 
     def render() -> str:
@@ -371,7 +371,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_folder_that_goes_away_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.run.monitor.prometheus._EVERY", 0.05)
+    monkeypatch.setattr("ringjax.run.monitor.prometheus._WRITE_INTERVAL", 0.05)
     folder, said = tmp_path / "folder", list[str]()
     folder.mkdir()
     file = PrometheusTextFile(str(folder / "job.prom"), str, said.append)

@@ -52,42 +52,42 @@ def told() -> list[Message]:
 
 
 @pytest.fixture
-def tellers(loop: Loop, told: list[Message]) -> TelemetryRelay:
+def relay(loop: Loop, told: list[Message]) -> TelemetryRelay:
     found = TelemetryRelay(loop.selector, {0, 7}, told.append)
-    loop.sweep = found.sweep
+    loop.sweep = found.close_silent
     return found
 
 
-def _rank(tellers: TelemetryRelay, says: bytes = b"") -> socket.socket:
+def _rank(relay: TelemetryRelay, says: bytes = b"") -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
-    sock.connect(f"\0{tellers.open()}")
+    sock.connect(f"\0{relay.start_listening()}")
     sock.sendall(says)
     sock.settimeout(5)
     return sock
 
 
 def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
-    loop: Loop, tellers: TelemetryRelay, told: list[Message]
+    loop: Loop, relay: TelemetryRelay, told: list[Message]
 ) -> None:
-    with _rank(tellers, b'{"id":7}\n') as rank:
+    with _rank(relay, b'{"id":7}\n') as rank:
         loop.run()
         rank.sendall(b"too early\n")
         loop.run()
-        tellers.ask(1.5)
+        relay.set_interval(1.5)
         assert rank.recv(100) == b"1.5\n"
         rank.sendall(b"one\ntw")
         loop.run()
         rank.sendall(b"o\n\xff\n")
         loop.run()
-        tellers.ask(0)
+        relay.set_interval(0)
         assert rank.recv(100) == b"0\n"
         rank.sendall(b"too late\n")
         loop.run()
     assert told == [
         {"is": "told", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
     ]
-    with _rank(tellers, b'{"id":0}\n') as late:  # asked as soon as it is known
-        tellers.ask(2)
+    with _rank(relay, b'{"id":0}\n') as late:  # asked as soon as it is known
+        relay.set_interval(2)
         loop.run()
         assert late.recv(100) == b"2\n"
 
@@ -104,12 +104,12 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
     ids=["empty", "another", "negative", "endless", "endless line"],
 )
 def test_who_is_no_rank_is_sent_away(
-    loop: Loop, tellers: TelemetryRelay, told: list[Message], says: bytes
+    loop: Loop, relay: TelemetryRelay, told: list[Message], says: bytes
 ) -> None:
-    tellers.ask(1)
+    relay.set_interval(1)
     sock = socket.socket(socket.AF_UNIX)
     with sock:
-        sock.connect(f"\0{tellers.open()}")
+        sock.connect(f"\0{relay.start_listening()}")
         sock.setblocking(False)
         left = memoryview(says)
         for _ in range(100):
@@ -124,48 +124,48 @@ def test_who_is_no_rank_is_sent_away(
 
 
 def test_who_says_nothing_is_not_kept(
-    loop: Loop, tellers: TelemetryRelay, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, relay: TelemetryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silence = "ringjax.run.hosts.telemetry_relay._SILENCE"
+    silence = "ringjax.run.hosts.telemetry_relay._HELLO_TIMEOUT"
     monkeypatch.setattr(silence, 3600.0)
-    with _rank(tellers) as silent, _rank(tellers, b'{"id":7}\n') as rank:
+    with _rank(relay) as silent, _rank(relay, b'{"id":7}\n') as rank:
         loop.run()
-        timeout = tellers.timeout()
+        timeout = relay.timeout()
         assert timeout is not None and 0 < timeout <= 3600
         monkeypatch.setattr(silence, 0.0)  # now it has been silent for that time
         loop.run()
         assert silent.recv(1) == b""
-        assert tellers.timeout() is None
-        tellers.ask(1)
+        assert relay.timeout() is None
+        relay.set_interval(1)
         assert rank.recv(100) == b"1\n"
 
 
 def test_of_too_many_strangers_the_first_has_to_go(
-    loop: Loop, tellers: TelemetryRelay
+    loop: Loop, relay: TelemetryRelay
 ) -> None:
-    tellers.ask(1)
+    relay.set_interval(1)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(_rank(tellers))
+        first = stack.enter_context(_rank(relay))
         for _ in range(70):
-            stack.enter_context(_rank(tellers))
+            stack.enter_context(_rank(relay))
             loop.run()
         assert first.recv(1) == b""
-        rank = stack.enter_context(_rank(tellers, b'{"id":7}\n'))
+        rank = stack.enter_context(_rank(relay, b'{"id":7}\n'))
         loop.run()
         assert rank.recv(100) == b"1\n"
 
 
 def test_another_user_is_sent_away(
     loop: Loop,
-    tellers: TelemetryRelay,
+    relay: TelemetryRelay,
     told: list[Message],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         "ringjax.run.hosts.telemetry_relay.peer_uid", lambda sock: 12345
     )
-    tellers.ask(1)
-    with _rank(tellers, b'{"id":7}\nnonsense\n') as stranger:
+    relay.set_interval(1)
+    with _rank(relay, b'{"id":7}\nnonsense\n') as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
@@ -173,68 +173,68 @@ def test_another_user_is_sent_away(
 
 
 def test_a_rank_that_does_not_read_is_not_waited_for(
-    loop: Loop, tellers: TelemetryRelay
+    loop: Loop, relay: TelemetryRelay
 ) -> None:
-    with _rank(tellers, b'{"id":7}\n'):
+    with _rank(relay, b'{"id":7}\n'):
         loop.run()
         for _ in range(10_000):  # more than the kernel keeps for it
-            tellers.ask(1)
+            relay.set_interval(1)
 
 
 # Those who look.
 
 
 @pytest.fixture
-def viewers(
+def server(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TopServer]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = TopServer(loop.selector, lambda: None)
-    loop.sweep = lambda: found.sweep(time.monotonic())
+    loop.sweep = lambda: found.close_silent(time.monotonic())
     yield found
     found.close()
     assert not list(tmp_path.rglob("*.sock"))
 
 
-def _viewer(viewers: TopServer, says: bytes = sockets.HELLO) -> socket.socket:
-    sock = sockets.connect(viewers.path)
+def _client(server: TopServer, says: bytes = sockets.HELLO) -> socket.socket:
+    sock = sockets.connect(server.path)
     sock.sendall(says)
     sock.settimeout(5)
     return sock
 
 
-def test_who_says_hello_gets_messages(loop: Loop, viewers: TopServer) -> None:
-    with _viewer(viewers, sockets.HELLO[:5]) as slow, _viewer(viewers) as quick:
+def test_who_says_hello_gets_messages(loop: Loop, server: TopServer) -> None:
+    with _client(server, sockets.HELLO[:5]) as slow, _client(server) as quick:
         loop.run()
-        assert len(viewers) == 1
-        viewers.send(b"one\n")
+        assert len(server) == 1
+        server.send(b"one\n")
         slow.sendall(sockets.HELLO[5:])
         loop.run()
-        assert len(viewers) == 2
-        viewers.send(b"two\n")
+        assert len(server) == 2
+        server.send(b"two\n")
         loop.run()
         assert quick.recv(100) == b"one\ntwo\n" and slow.recv(100) == b"two\n"
     loop.run()
-    assert len(viewers) == 0
+    assert len(server) == 0
 
 
 @pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\n", b"\0" * 9, b"ringjax top 2\n"])
 def test_who_says_something_else_is_sent_away(
-    loop: Loop, viewers: TopServer, says: bytes
+    loop: Loop, server: TopServer, says: bytes
 ) -> None:
-    with _viewer(viewers, says) as stranger:
+    with _client(server, says) as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert len(viewers) == 0
+    assert len(server) == 0
 
 
 def test_who_says_nothing_does_not_stay(
-    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silence = "ringjax.run.monitor.top_server._SILENCE"
+    silence = "ringjax.run.monitor.top_server._HELLO_TIMEOUT"
     monkeypatch.setattr(silence, 3600.0)
-    with _viewer(viewers, b"") as silent:
+    with _client(server, b"") as silent:
         loop.run()
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -245,48 +245,48 @@ def test_who_says_nothing_does_not_stay(
 
 
 def test_who_does_not_take_messages_is_cut_off(
-    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = "ringjax.run.monitor.top_server._PATIENCE"
+    patience = "ringjax.run.monitor.top_server._SEND_TIMEOUT"
     monkeypatch.setattr(patience, 3600.0)
     large = b"x" * (4 << 20) + b"\n"
-    with _viewer(viewers), _viewer(viewers) as reading:  # the first one is stuck
+    with _client(server), _client(server) as reading:  # the first one is stuck
         loop.run()
         reading.setblocking(False)
         for _ in range(2):
             got = 0
-            viewers.send(large)
+            server.send(large)
             while got < len(large):
                 loop.run()
                 got += len(reading.recv(1 << 20))
-            assert len(viewers) == 2
+            assert len(server) == 2
         monkeypatch.setattr(patience, 0.0)  # now it has not taken it for that time
-        viewers.send(large)
-        assert len(viewers) == 1
+        server.send(large)
+        assert len(server) == 1
         assert reading.recv(1 << 20)
 
 
 def test_of_too_many_the_one_that_came_first_has_to_go(
-    loop: Loop, viewers: TopServer
+    loop: Loop, server: TopServer
 ) -> None:
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(_viewer(viewers)) for _ in range(4)]
+        found = [stack.enter_context(_client(server)) for _ in range(4)]
         loop.run()
-        found += [stack.enter_context(_viewer(viewers)) for _ in range(6)]
+        found += [stack.enter_context(_client(server)) for _ in range(6)]
         loop.run()
-        assert len(viewers) == 8
-        viewers.send(b"one\n")
+        assert len(server) == 8
+        server.send(b"one\n")
         assert found[0].recv(100) == b"" and found[-1].recv(100) == b"one\n"
 
 
 def test_another_user_does_not_look(
-    loop: Loop, viewers: TopServer, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringjax.run.monitor.top_server.peer_uid", lambda sock: 12345)
-    with _viewer(viewers) as stranger:
+    with _client(server) as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     monkeypatch.setattr("ringjax.monitor.sockets.peer_uid", lambda sock: 12345)
-    with pytest.raises(sockets.JobSocketError, match="it belongs to user 12345"):
-        sockets.connect(viewers.path)
+    with pytest.raises(sockets.NoJob, match="it belongs to user 12345"):
+        sockets.connect(server.path)

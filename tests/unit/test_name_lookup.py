@@ -13,8 +13,8 @@ from ringjax.run.hosts import name_lookup, slots
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_lookup, "_answers", {})
-    monkeypatch.setattr(name_lookup, "_said", set())
+    monkeypatch.setattr(name_lookup, "_lookups", {})
+    monkeypatch.setattr(name_lookup, "_announced", set())
 
 
 def test_all_names_are_asked_at_the_same_time(
@@ -33,7 +33,7 @@ def test_all_names_are_asked_at_the_same_time(
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    found = slots.without_aliases([slots.HostSlots(name, 1) for name in hosts])
+    found = slots.merge_aliases([slots.HostSlots(name, 1) for name in hosts])
     assert [host.name for host in found] == hosts
     assert not slots.is_local("d") and name_lookup.addresses("d") == []
     assert name_lookup.addresses("a")[0][4] == ("192.0.2.1", 9)
@@ -43,7 +43,7 @@ def test_all_names_are_asked_at_the_same_time(
 
 def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, seen = threading.Event(), []
-    monkeypatch.setattr(name_lookup, "_SOON", 0.0)
+    monkeypatch.setattr(name_lookup, "_WARN_AFTER", 0.0)
 
     def hear(text: str) -> None:
         seen.append(text)
@@ -51,7 +51,7 @@ def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(name_lookup.stderr, "line", hear)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
-    name_lookup.ask(["far", "other"])
+    name_lookup.start(["far", "other"])
     assert name_lookup.addresses("far") == name_lookup.addresses("other") == []
     assert seen == ["ringrun: waiting for the name server to answer for far, other"]
 
@@ -69,7 +69,7 @@ def test_names_of_one_address_are_one_host_of_a_user(
 
     monkeypatch.setattr(socket, "getaddrinfo", find)
     given = "n1:2,n2:1,n1.cluster:3,a@n1:1,a@n1.cluster:1,b@n1:1,far:1,farther:1"
-    found = slots.without_aliases(slots.parse_hosts(given))
+    found = slots.merge_aliases(slots.parse_hosts(given))
     assert [(host.name, host.slots) for host in found] == [
         ("n1", 5), ("n2", 1), ("a@n1", 2), ("b@n1", 1), ("far", 1), ("farther", 1),
     ]  # fmt: skip

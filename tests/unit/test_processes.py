@@ -47,13 +47,13 @@ time.sleep(1000)
 def test_sweep_finds_what_left_its_group() -> None:
     job = uuid.uuid4().hex
     code = """
-processes.adopt_orphans()
+processes.become_subreaper()
 words = "setsid sh -c 'echo up; sleep 1000 & (setsid sleep 1000 &); wait' & wait"
 child = processes.start(["sh", "-c", words], os.environ)
 os.read(child.pipes["stdout"], 3)
-ended = processes.sweep(limit=40.0)
+ended = processes.kill_descendants(limit=40.0)
 assert (child.pid, 137) in ended, ended
-print(processes.childless(), flush=True)
+print(processes.has_no_children(), flush=True)
 """
     with starter(code, job) as process:
         assert line(process) == "True"

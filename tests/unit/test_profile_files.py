@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ringjax.run import profile_folder
-from ringjax.run.hosts.profile_files import FileReceiver, outgoing
+
+from ringjax.run.hosts.profile_files import FileReceiver, prepare_folder, read_files
 
 
 class Agent:
@@ -21,11 +21,11 @@ class Agent:
         self, folder: Path, since: float = 0.0, *, silent: bool = False
     ) -> None:
         self.folder, self.since, self.silent = folder, since, silent
-        self.done = False
+        self.closed = False
 
     def answers(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         here = {**request, "folder": str(self.folder)}
-        return [] if self.silent else list(outgoing(here, self.since))
+        return [] if self.silent else list(read_files(here, self.since))
 
 
 def fetch(folder: Path, *agents: Agent) -> list[str]:
@@ -36,9 +36,9 @@ def fetch(folder: Path, *agents: Agent) -> list[str]:
     def turn(seconds: float) -> None:
         assert seconds > 0
         for agent in agents:
-            agent.done = agent.silent  # it is gone
+            agent.closed = agent.silent  # it is gone
         if waiting:
-            incoming.take(waiting.pop(0))
+            incoming.receive(waiting.pop(0))
 
     incoming.fetch(
         agents, lambda agent, what: waiting.extend(agent.answers(what)), turn,
@@ -87,17 +87,17 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
     (folder / "link").symlink_to(tmp_path / "out")
     data = base64.b64encode(b"x").decode()
     incoming = FileReceiver(str(folder))
-    incoming.take({"is": "file", "name": name, "data": data})
+    incoming.receive({"is": "file", "name": name, "data": data})
     assert [path.name for path in tmp_path.iterdir()] == ["profile"]
     assert [path.name for path in folder.iterdir()] == ["link"]
 
 
 def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
-    made = profile_folder.prepare(str(tmp_path / "a" / "b"))
+    made = prepare_folder(str(tmp_path / "a" / "b"))
     assert made == str(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="exists"):
-        profile_folder.prepare(str(tmp_path / "file"))
+        prepare_folder(str(tmp_path / "file"))
     with pytest.raises(OSError, match="proc"):
-        profile_folder.prepare("/proc/none")
+        prepare_folder("/proc/none")

@@ -56,22 +56,22 @@ class Story:
         self.said = Said()
         self.table = WorkerTable(1, lambda number: "", elastic=True)
         elastic = ElasticSettings(np=3, min_np=1, max_np=3)
-        self.keeper = ReplacementPolicy(elastic, self.table, Nobody(), self.said)  # type: ignore[arg-type]
-        self.seating = self.keeper.seating
-        self.seating.update([HostSlots("localhost", 4)])
-        for seat in self.seating.vacant(0, 0.0):
-            self.table.add(seat)
-        self.table.enter({0: 0, 1: 1, 2: 2}, 0.0)
+        self.policy = ReplacementPolicy(elastic, self.table, Nobody(), self.said)  # type: ignore[arg-type]
+        self.slots = self.policy.slots
+        self.slots.update([HostSlots("localhost", 4)])
+        for slot in self.slots.vacant(0, 0.0):
+            self.table.add(slot)
+        self.table.start_epoch({0: 0, 1: 1, 2: 2}, 0.0)
 
     @property
     def worker(self) -> Worker:
         return self.table.workers[1]
 
     def fenced(self, now: float) -> None:
-        self.keeper.fence(self.worker, "it is silent", now)
+        self.policy.fence(self.worker, "it is silent", now)
 
     def killed(self, now: float) -> None:
-        self.keeper.ended(self.worker, 128 + 9, "", now)
+        self.policy.handle_exit(self.worker, 128 + 9, "", now)
 
 
 @pytest.mark.parametrize("last_words", [0.0, 0.1, 1.0])
@@ -80,11 +80,11 @@ def test_a_worker_that_others_miss_before_its_end_is_known(last_words: float) ->
     story = Story()
     story.fenced(1.0)
     story.killed(1.01)
-    story.keeper.tick(1.02)
+    story.policy.tick(1.02)
     if last_words <= 0.1:
         story.worker.streams.clear()
     for tick in range(20):
-        story.keeper.tick(1.02 + last_words + tick * 0.1)
+        story.policy.tick(1.02 + last_words + tick * 0.1)
     assert story.said == [KILLED]
 
 
@@ -93,22 +93,22 @@ def test_a_worker_whose_end_is_known_first() -> None:
     story.killed(1.0)
     story.fenced(1.01)
     for tick in range(20):
-        story.keeper.tick(1.1 + tick * 0.1)
+        story.policy.tick(1.1 + tick * 0.1)
     assert story.said == [KILLED]
 
 
 def test_a_worker_that_is_silent_and_is_ended_for_it() -> None:
     story = Story()
     story.fenced(1.0)
-    story.keeper.tick(1.1)
+    story.policy.tick(1.1)
     assert story.said == []
-    story.keeper.tick(1.4)
+    story.policy.tick(1.4)
     assert story.said == [LOST]
-    story.keeper.tick(1.0 + 5.1)
+    story.policy.tick(1.0 + 5.1)
     assert story.worker.killed
     story.killed(6.2)
     for tick in range(20):
-        story.keeper.tick(6.3 + tick * 0.1)
+        story.policy.tick(6.3 + tick * 0.1)
     assert story.said == [LOST]
 
 
@@ -118,12 +118,12 @@ def test_a_worker_that_ends_with_its_group_however_it_ends(
     end: int | None, seconds: float
 ) -> None:
     story = Story()
-    story.keeper.fence(story.worker, "ended with its group, which lost rank 0", 1.0)
+    story.policy.fence(story.worker, "ended with its group, which lost rank 0", 1.0)
     if end is not None:
-        story.keeper.tick(1.0 + seconds)
-        story.keeper.ended(story.worker, end, "", 1.0 + seconds)
+        story.policy.tick(1.0 + seconds)
+        story.policy.handle_exit(story.worker, end, "", 1.0 + seconds)
     for tick in range(20):
-        story.keeper.tick(1.1 + seconds + tick * 0.1)
+        story.policy.tick(1.1 + seconds + tick * 0.1)
     text = "rank 1 (worker 1) ended with its group, which lost rank 0; 2 ranks go on"
     assert story.said == [text]
 
@@ -137,10 +137,10 @@ def test_a_worker_that_ends_with_its_group_however_it_ends(
 )
 def test_a_worker_that_we_end_is_not_out_of_memory(report: str, text: str) -> None:
     story = Story()
-    story.table.enter({1: 0}, 0.5)
+    story.table.start_epoch({1: 0}, 0.5)
     story.worker.report = report
     story.fenced(1.0)
-    story.keeper.tick(1.0 + 5.1)
+    story.policy.tick(1.0 + 5.1)
     story.killed(6.2)
     outcome = story.table.outcome({})
     assert outcome.exit_code == 1
@@ -149,7 +149,7 @@ def test_a_worker_that_we_end_is_not_out_of_memory(report: str, text: str) -> No
 
 def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
     story = Story()
-    story.table.enter({1: 0}, 0.5)
+    story.table.start_epoch({1: 0}, 0.5)
     story.fenced(1.0)
     story.killed(1.01)
     assert story.table.outcome({}).exit_code == 137
@@ -159,15 +159,15 @@ def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
 def test_a_worker_whose_end_is_known_before_its_reason(dismissed: bool) -> None:
     # It was asked to leave, and what the coordinator has decided comes another way.
     story, coordinator = Story(), Coordinator()
-    story.keeper.coordinator = coordinator  # type: ignore[assignment]
-    story.keeper.ended(story.worker, 0, "", 1.0)
+    story.policy.coordinator = coordinator  # type: ignore[assignment]
+    story.policy.handle_exit(story.worker, 0, "", 1.0)
     story.worker.streams.clear()
     for tick in range(20):
-        story.keeper.tick(1.0 + tick)
+        story.policy.tick(1.0 + tick)
     assert coordinator.asked == [1]
-    assert story.said == [] and not story.seating.closed
+    assert story.said == [] and not story.slots.closed
     story.worker.dismissed = dismissed
-    story.worker.answered = True
-    story.keeper.tick(30.0)
+    story.worker.coordinator_answered = True
+    story.policy.tick(30.0)
     # Others take its place, unless it had come to the end of its program.
-    assert len(story.seating.vacant(2, 30.0)) == int(dismissed)
+    assert len(story.slots.vacant(2, 30.0)) == int(dismissed)

@@ -161,9 +161,9 @@ def test_a_second_control_c_ends_at_once(start: Start) -> None:
 def test_a_second_control_c_skips_what_the_first_one_would_wait_for() -> None:
     ending = Shutdown()
     ending.interrupt(signal.SIGINT)
-    assert list(ending.due()) == [signal.SIGINT]
+    assert list(ending.due_signals()) == [signal.SIGINT]
     ending.interrupt(signal.SIGINT)
-    assert list(ending.due()) == [signal.SIGKILL]
+    assert list(ending.due_signals()) == [signal.SIGKILL]
 
 
 def test_sigterm(start: Start) -> None:

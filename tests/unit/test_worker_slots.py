@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ringjax.run.elastic.worker_slots import LONGEST_PAUSE, WorkerSlots
 from ringjax.run.hosts.blacklist import Blacklist
-from ringjax.run.hosts.slots import HostSlots, assign
+from ringjax.run.hosts.slots import HostSlots, assign_slots
 from ringjax.run.workers import WorkerSlot
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 3)]
@@ -27,16 +27,16 @@ def seating(
 
 
 def fill(job: WorkerSlots, now: float = 0.0) -> list[WorkerSlot]:
-    """Starts what is due; workers are numbered by their seats."""
-    taken = [seat for seat in job.seats if seat.worker is not None]
+    """Starts what is due; workers are numbered by their slots."""
+    taken = [slot for slot in job.slots if slot.worker is not None]
     started = job.vacant(len(taken), now)
-    for seat in started:
-        seat.worker = seat.number
+    for slot in started:
+        slot.worker = slot.number
     return started
 
 
-def places(seats: list[WorkerSlot]) -> list[tuple[str, int]]:
-    return [(seat.host, seat.index) for seat in seats]
+def places(slots: list[WorkerSlot]) -> list[tuple[str, int]]:
+    return [(slot.host, slot.index) for slot in slots]
 
 
 def test_hosts_are_filled_in_order() -> None:
@@ -50,68 +50,73 @@ def test_hosts_are_filled_in_order() -> None:
 def test_groups_are_started_whole_and_on_as_few_hosts_as_can_be() -> None:
     hosts = [HostSlots("a", 2), HostSlots("b", 3)]
     job = WorkerSlots(hosts, first=4, most=4, least=2, blacklist=None, group=2)
-    seats = fill(job)
-    assert places(seats) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    slots = fill(job)
+    assert places(slots) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     job.grow()
-    job.failed(seats[2], member_for=9.0, own_fault=True, now=0.0)
+    job.record_failure(slots[2], member_for=9.0, own_fault=True, now=0.0)
     assert fill(job, 0.1) == []  # the other one of the group still ends
-    job.failed(seats[3], member_for=9.0, own_fault=False, now=0.2)
+    job.record_failure(slots[3], member_for=9.0, own_fault=False, now=0.2)
     assert places(fill(job, 0.3)) == [("b", 0), ("b", 1)]
 
 
 def test_the_first_seats_are_those_of_a_job_of_fixed_size() -> None:
     job = seating(first=4)
-    seats = fill(job)
-    assert [job.slot(seat) for seat in seats] == assign(HOSTS, 4)
+    slots = fill(job)
+    assert [job.slot_info(slot) for slot in slots] == assign_slots(HOSTS, 4)
 
 
 def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
     job = seating([HostSlots("a", 1)], first=1, most=1)
-    [seat] = fill(job)
+    [slot] = fill(job)
     pauses = []
     now = 0.0
     for _ in range(9):
-        pause = job.failed(seat, member_for=None, own_fault=True, now=now)
+        pause = job.record_failure(slot, member_for=None, own_fault=True, now=now)
         pauses.append(pause)
         if pause:
             assert fill(job, now + pause - 0.01) == []
         now += pause
-        assert fill(job, now) == [seat]
+        assert fill(job, now) == [slot]
     assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
     # One that worked for long is replaced at once.
-    assert job.failed(seat, member_for=60.0, own_fault=True, now=now) == 0
+    assert job.record_failure(slot, member_for=60.0, own_fault=True, now=now) == 0
 
 
 def test_another_seat_is_taken_while_one_waits() -> None:
     job = seating(first=2, most=2)
     first, _ = fill(job)
     for _ in range(2):
-        job.failed(first, member_for=None, own_fault=True, now=0.0)
+        job.record_failure(first, member_for=None, own_fault=True, now=0.0)
     assert places(fill(job)) == [("b", 0)]
 
 
 def test_a_host_on_the_blacklist_gets_nobody() -> None:
     blacklist = Blacklist((10.0, 35.0), draw=lambda: 0.0)
     job = seating(blacklist=blacklist)
-    seats = fill(job)
-    for seat in seats[:2]:  # both of one host count once
-        assert job.failed(seat, member_for=9.0, own_fault=True, now=0.0) == 10.0
+    slots = fill(job)
+    for slot in slots[:2]:  # both of one host count once
+        assert job.record_failure(slot, member_for=9.0, own_fault=True, now=0.0) == 10.0
     assert fill(job, 9.9) == []
     assert places(fill(job, 10.0)) == [("a", 0), ("a", 1)]
-    assert job.failed(seats[0], member_for=9.0, own_fault=True, now=11.0) == 20.0
-    assert blacklist.news("a", 11.0) == 20.0
-    assert blacklist.news("a", 11.0) is None
+    assert (
+        job.record_failure(slots[0], member_for=9.0, own_fault=True, now=11.0) == 20.0
+    )
+    assert blacklist.take_announcement("a", 11.0) == 20.0
+    assert blacklist.take_announcement("a", 11.0) is None
 
 
 def test_who_fails_because_another_did_is_not_held_against_the_host() -> None:
     blacklist = Blacklist(None)
     job = seating(blacklist=blacklist)
-    seats = fill(job)
-    job.failed(seats[0], member_for=9.0, own_fault=False, now=0.0)
-    assert fill(job) == [seats[0]]
-    assert job.failed(seats[4], member_for=9.0, own_fault=True, now=0.0) == math.inf
+    slots = fill(job)
+    job.record_failure(slots[0], member_for=9.0, own_fault=False, now=0.0)
+    assert fill(job) == [slots[0]]
+    assert (
+        job.record_failure(slots[4], member_for=9.0, own_fault=True, now=0.0)
+        == math.inf
+    )
     assert fill(job, 1e9) == []
-    assert blacklist.holds("b", 1e9)
+    assert blacklist.blocks("b", 1e9)
 
 
 @given(
@@ -124,22 +129,22 @@ def test_cooldown_stays_in_its_range(
     blacklist = Blacklist((least, least * times), draw=lambda: next(random))
     now = 0.0
     for _ in draws:
-        seconds = blacklist.failed("a", now)
+        seconds = blacklist.record_failure("a", now)
         assert least <= seconds <= least * times
-        assert blacklist.holds("a", now + 0.9 * seconds)
+        assert blacklist.blocks("a", now + 0.9 * seconds)
         now += seconds
-        assert not blacklist.holds("a", now + 1e-3)
+        assert not blacklist.blocks("a", now + 1e-3)
 
 
 def test_who_left_in_good_order_is_replaced_only_in_need() -> None:
     job = seating(first=3, most=3, least=2, hosts=[HostSlots("a", 3)])
-    seats = fill(job)
-    job.left(seats[1], asked=False)
+    slots = fill(job)
+    job.record_leave(slots[1], asked=False)
     assert fill(job) == []
-    job.failed(seats[2], member_for=60.0, own_fault=True, now=0.0)
-    assert fill(job) == [seats[2]]
-    job.left(seats[2], asked=False)
-    assert fill(job) == [seats[1]]
+    job.record_failure(slots[2], member_for=60.0, own_fault=True, now=0.0)
+    assert fill(job) == [slots[2]]
+    job.record_leave(slots[2], asked=False)
+    assert fill(job) == [slots[1]]
 
 
 def test_hosts_that_vanish_and_come_back() -> None:
@@ -147,13 +152,13 @@ def test_hosts_that_vanish_and_come_back() -> None:
     fill(job)
     assert job.update([HostSlots("b", 2), HostSlots("c", 1)]) == [0, 1, 4]
     assert job.update([HostSlots("b", 2), HostSlots("c", 1)]) == []
-    assert places(job.seats) == [("b", 0), ("b", 1), ("c", 0)]
+    assert places(job.slots) == [("b", 0), ("b", 1), ("c", 0)]
     assert places(job.vacant(2, 0.0)) == [("c", 0)]
     # A host that is back is used once its former workers have left.
     job.update([HostSlots("b", 2), HostSlots("a", 1)])
-    assert places(job.seats) == [("b", 0), ("b", 1), ("a", 0)]
+    assert places(job.slots) == [("b", 0), ("b", 1), ("a", 0)]
     assert job.vacant(2, 0.0) == []
-    job.left(job.seats[2], asked=True)
+    job.record_leave(job.slots[2], asked=True)
     assert places(job.vacant(2, 0.0)) == [("a", 0)]
 
 
@@ -167,7 +172,7 @@ def test_all_failed() -> None:
     job = seating([HostSlots("a", 3)], first=2, most=3)
     assert not job.all_failed()
     first, second = fill(job)
-    job.failed(first, member_for=None, own_fault=True, now=0.0)
+    job.record_failure(first, member_for=None, own_fault=True, now=0.0)
     assert not job.all_failed()
-    job.failed(second, member_for=None, own_fault=True, now=0.0)
+    job.record_failure(second, member_for=None, own_fault=True, now=0.0)
     assert job.all_failed()

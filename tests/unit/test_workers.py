@@ -19,10 +19,10 @@ class Ranks:
             self.table.add(WorkerSlot(host, 0, rank))
 
     def exited(self, rank: int, code: int, now: float, text: str = "") -> None:
-        self.table.ended(self.table.workers[rank], code, text, now)
+        self.table.record_end(self.table.workers[rank], code, text, now)
 
     def reported(self, rank: int, text: str, now: float) -> None:
-        self.table.heard("failure", rank, text, now)
+        self.table.record_event("failure", rank, text, now)
 
     def outcome(self) -> JobOutcome:
         return self.table.outcome({})
@@ -39,7 +39,7 @@ def blamed(rank: int, code: int, why: str) -> JobOutcome:
 def test_nobody_to_blame() -> None:
     found = ranks(2)
     found.exited(0, 0, 1.0)
-    assert found.table.running() and not found.table.success()
+    assert found.table.running() and not found.table.has_succeeded()
     found.exited(1, 0, 2.0)
     assert not found.table.running() and not found.table.failed()
     assert found.outcome() == JobOutcome(0, results={0: b"", 1: b""})

@@ -28,13 +28,13 @@ from ringjax.control.tls import offer_for
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import LivenessProbe
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
-from ringjax.run.workers import news
+from ringjax.run.workers import take_events
 
-_RESTARTS = 5  # so many within _WITHIN seconds are too many
-_WITHIN = 10.0
-_REMEMBERED = 1024  # ended workers that a new coordinator is told of
-_GRACE = 2.0  # seconds for it to end when it is told to
-_PATIENCE = 5.0  # the least seconds without an answer until it counts as hung
+_MAX_RESTARTS = 5  # so many within _RESTART_WINDOW seconds are too many
+_RESTART_WINDOW = 10.0
+_MAX_ENDED = 1024  # ended workers that a new coordinator is told of
+_END_TIMEOUT = 2.0  # seconds for it to end when it is told to
+_MIN_HANG_TIMEOUT = 5.0  # the least seconds without an answer until it counts as hung
 
 
 class CoordinatorProcess:
@@ -46,7 +46,7 @@ class CoordinatorProcess:
         hosts, port: the addresses to listen on, and the port there.
         resume: the job had begun under another ringrun, which is gone.
         note: shows a line when the process was lost.
-        numbers: the other arguments of `Coordinator`.
+        options: the other arguments of `Coordinator`.
 
     Raises:
         StartupError: it is not possible to listen there, or to encrypt as required.
@@ -61,31 +61,31 @@ class CoordinatorProcess:
         port: int = 0,
         resume: bool = False,
         note: Callable[[str], None],
-        **numbers: Any,
+        **options: Any,
     ) -> None:
-        offer_for(str(numbers.get("tls", "auto")))  # before there is a process to fail
+        offer(str(options.get("tls", "auto")))  # before there is a process to fail
         self._note = note
         # One that was there before may be about to end.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
-        self._orders: Message = {
+        self._serve_message: Message = {
             "do": "serve",
             "secret": secret.hex(),
             "job": job,
             "listeners": [sock.fileno() for sock in self._listeners],
-            "numbers": numbers,
+            "numbers": options,
         }
         self._selector = selectors.EpollSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._expected: set[int] = set()
-        self._asked: set[int] = set()  # of whose end an answer is to come
-        self._lost: dict[int, Message] = {}
+        self._unanswered: set[int] = set()  # of whose end an answer is to come
+        self._end_messages: dict[int, Message] = {}
         self._finished: list[int] = []
-        self._begun = resume
-        silence = float(numbers.get("failure_timeout", _PATIENCE))
-        self._patience = max(silence, _PATIENCE)
-        self._pulse = LivenessProbe(self._patience)
-        self._starts: list[float] = []
+        self._job_begun = resume
+        silence = float(options.get("failure_timeout", _MIN_HANG_TIMEOUT))
+        self._hang_timeout = max(silence, _MIN_HANG_TIMEOUT)
+        self._probe = LivenessProbe(self._hang_timeout)
+        self._start_times: list[float] = []
         self._closing = False
         self.addresses = [address.show(*s.getsockname()[:2]) for s in self._listeners]
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -94,8 +94,10 @@ class CoordinatorProcess:
     def start(self) -> None:
         """Starts the process."""
         now = time.monotonic()
-        self._starts = [then for then in self._starts if now - then < _WITHIN] + [now]
-        self._pulse = LivenessProbe(self._patience)
+        self._start_times = [
+            then for then in self._start_times if now - then < _RESTART_WINDOW
+        ] + [now]
+        self._probe = LivenessProbe(self._hang_timeout)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ringjax.run.elastic.coordinator_process"],
             stdin=subprocess.PIPE,
@@ -109,56 +111,56 @@ class CoordinatorProcess:
             self._selector,
             os.dup(self._process.stdout.fileno()),
             os.dup(self._process.stdin.fileno()),
-            self._heard,
-            self._ended,
+            self._handle_event,
+            self._process_lost,
         )
         self._process.stdin.close()
         self._process.stdout.close()
-        self._channel.send({**self._orders, "resume": self._begun})
+        self._channel.send({**self._serve_message, "resume": self._job_begun})
         for worker in self._finished:
             self._channel.send({"do": "finished", "worker": worker})
         for worker in sorted(self._expected):
             self._channel.send({"do": "expected", "worker": worker})
-        for lost in self._lost.values():
+        for lost in self._end_messages.values():
             self._channel.send(lost)
-        for worker in sorted(self._asked):
+        for worker in sorted(self._unanswered):
             self._channel.send({"do": "ended", "worker": worker})
 
-    def _heard(self, message: Message) -> None:
+    def _handle_event(self, message: Message) -> None:
         event, *details = message["event"]
         if event == "pulse":
-            self._pulse.answered(time.monotonic())
+            self._probe.record_answer(time.monotonic())
             return
         if event == "members":
             details[2] = {int(worker): rank for worker, rank in details[2].items()}
-            self._begun = True
+            self._job_begun = True
         elif event == "finished":
             self._finished.append(details[0])
         elif event == "ended":
-            self._asked.discard(details[0])
+            self._unanswered.discard(details[0])
         self.events.put((event, *details))
 
-    def _ended(self) -> None:
+    def _process_lost(self) -> None:
         """The process is gone: another one takes its place."""
         assert self._process is not None
-        code = self._collect()
+        code = self._reap()
         if self._closing:
             return
         how = f"exit code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = f"killed by signal {-code} ({signal.Signals(-code).name})"
-        if len(self._starts) > _RESTARTS:
+        if len(self._start_times) > _MAX_RESTARTS:
             self.events.put(("stop", f"the coordinator ends again and again ({how})"))
             return
         self._note(f"the coordinator ended ({how}); it is started again")
         self.start()
 
-    def _collect(self) -> int:
+    def _reap(self) -> int:
         """Waits for the process, which has closed its pipes or is about to end."""
         assert self._process is not None
         try:
-            return self._process.wait(_GRACE)
+            return self._process.wait(_END_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -174,35 +176,35 @@ class CoordinatorProcess:
 
         Call it after `clear`, so that no answer is overlooked.
         """
-        if self._pulse.asks(now):
-            self._tell({"do": "pulse"})
-        elif self._pulse.hung and self._process is not None:
-            silence = f"has not answered for {self._patience:g} s"
+        if self._probe.should_ask(now):
+            self._send({"do": "pulse"})
+        elif self._probe.hung and self._process is not None:
+            silence = f"has not answered for {self._hang_timeout:g} s"
             self._note(f"the coordinator {silence}; it is ended")
-            self._pulse = LivenessProbe(self._patience)
-            self._process.kill()  # `_ended` follows
+            self._probe = LivenessProbe(self._hang_timeout)
+            self._process.kill()  # `_process_lost` follows
 
     def expected(self, worker: int) -> None:
         """A worker's process was started."""
         self._expected.add(worker)
-        self._tell({"do": "expected", "worker": worker})
+        self._send({"do": "expected", "worker": worker})
 
     def ended(self, worker: int) -> None:
         """A worker's process has ended without an error: the answer is an event."""
-        self._asked.add(worker)
-        self._tell({"do": "ended", "worker": worker})
+        self._unanswered.add(worker)
+        self._send({"do": "ended", "worker": worker})
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         """A worker's process has ended."""
         self._expected.discard(worker)
         lost: Message = {"do": "lost", "worker": worker, "text": text}
         lost["heirs"] = heirs
-        self._lost[worker] = lost
-        while len(self._lost) > _REMEMBERED:
-            del self._lost[next(iter(self._lost))]
-        self._tell(lost)
+        self._end_messages[worker] = lost
+        while len(self._end_messages) > _MAX_ENDED:
+            del self._end_messages[next(iter(self._end_messages))]
+        self._send(lost)
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._channel is not None:
             self._channel.send(message)
 
@@ -212,7 +214,7 @@ class CoordinatorProcess:
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
-            self._collect()
+            self._reap()
         for sock in self._listeners:
             sock.close()
         self._selector.close()
@@ -228,7 +230,7 @@ class _CoordinatorServer:
         self._coordinator: Coordinator | None = None
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(
-            self._selector, reader, writer, self._obey, lambda: None
+            self._selector, reader, writer, self._handle_message, lambda: None
         )
 
     def run(self) -> None:
@@ -240,7 +242,7 @@ class _CoordinatorServer:
         if self._coordinator is not None:
             self._coordinator.close()
 
-    def _obey(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         coordinator = self._coordinator
         match message.get("do"):
             case "serve":
@@ -278,7 +280,7 @@ class _CoordinatorServer:
 
     def _forward(self) -> None:
         assert self._coordinator is not None
-        for event in news(self._coordinator):
+        for event in take_events(self._coordinator):
             self._channel.send({"event": list(event)})
 
 

@@ -13,7 +13,13 @@ from ringjax.run.hosts.slots import HostSlots
 
 UNBOUNDED = 1 << 16  # as many as the hosts have slots
 # What an elastic job alone understands, by the names of Python's arguments.
-ONLY_ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_range")
+ELASTIC_OPTIONS = (
+    "max_np",
+    "slots",
+    "elastic_timeout",
+    "reset_limit",
+    "cooldown_range",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,22 +48,22 @@ class ElasticSettings:
     group: int = 1
 
     @property
-    def rules(self) -> dict[str, int]:
+    def coordinator_options(self) -> dict[str, int]:
         """What the coordinator has to know."""
         return {"min_np": self.min_np, "max_np": self.max_np, "group": self.group}
 
-    def whole(self, places: int) -> int:
+    def initial_size(self, places: int) -> int:
         """How many workers begin where there are so many places: whole groups."""
         count = min(self.np or self.max_np, places)
         return count - count % self.group
 
     @property
-    def blacklists(self) -> bool:
+    def uses_blacklist(self) -> bool:
         """Whether hosts are held to account when their workers fail."""
         return bool(self.script) or self.cooldown is not None
 
 
-def refuse_without(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def refuse_elastic_options(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Refuse options of elastic jobs for a job that is none.
 
     Args:
@@ -67,7 +73,7 @@ def refuse_without(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
     Raises:
         ValueError: naming them.
     """
-    found = [names[key] for key in ONLY_ELASTIC if given.get(key) is not None]
+    found = [names[key] for key in ELASTIC_OPTIONS if given.get(key) is not None]
     if found:
         raise ValueError(
             f"{', '.join(found)}: only for elastic jobs; add {names['min_np']} or "
@@ -75,7 +81,7 @@ def refuse_without(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
         )
 
 
-def settle(
+def resolve_settings(
     *,
     np: int | None,
     min_np: int | None = None,
@@ -96,7 +102,7 @@ def settle(
 
     Example:
         >>> names = {"min_np": "--min-np", "max_np": "--max-np", "np": "-np"}
-        >>> settle(np=4, min_np=2, names=names).max_np
+        >>> resolve_settings(np=4, min_np=2, names=names).max_np
         4
     """
     if script is not None and not script.strip():
@@ -113,7 +119,7 @@ def settle(
         hosts = [HostSlots("localhost", max(np, max_np or np))]
     available = None if hosts is None else sum(host.slots for host in hosts)
     for name, asked in (("np", np), ("min_np", min_np), ("max_np", max_np)):
-        check_groups(asked, group, names[name])
+        check_group_multiple(asked, group, names[name])
     least = min_np if min_np is not None else np if np is not None else group
     if max_np is not None:
         most = max_np
@@ -141,7 +147,7 @@ def settle(
     )
 
 
-def check_groups(number: int | None, group: int, name: str) -> None:
+def check_group_multiple(number: int | None, group: int, name: str) -> None:
     """Refuse a number of processes that is not one of whole groups.
 
     Args:
@@ -152,7 +158,7 @@ def check_groups(number: int | None, group: int, name: str) -> None:
         ValueError: naming it.
 
     Example:
-        >>> check_groups(6, 3, "-np")
+        >>> check_group_multiple(6, 3, "-np")
     """
     if number is not None and number % group:
         raise ValueError(

@@ -6,50 +6,50 @@ while, or a launcher that did, says nothing about the other process. Asks nobody
 
 from __future__ import annotations
 
-_BETWEEN = 1.0  # seconds from an answer to the next question
-_STEP = 0.5  # the most seconds that count between two looks at the clock
-_STARTING = 60.0  # seconds for a process to start that has never answered
+_INTERVAL = 1.0  # seconds from an answer to the next question
+_MAX_STEP = 0.5  # the most seconds that count between two looks at the clock
+_START_TIMEOUT = 60.0  # seconds for a process to start that has never record_answer
 
 
 class LivenessProbe:
-    """The pulse of one process.
+    """The probe of one process.
 
     Args:
         limit: seconds without an answer until it counts as hung.
 
     Example:
-        >>> pulse = LivenessProbe(5.0)
-        >>> pulse.asks(now=0.0), pulse.asks(now=0.4)
+        >>> probe = LivenessProbe(5.0)
+        >>> probe.should_ask(now=0.0), probe.should_ask(now=0.4)
         (True, False)
-        >>> pulse.answered(now=0.5)
-        >>> pulse.hung
+        >>> probe.record_answer(now=0.5)
+        >>> probe.hung
         False
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._silence: float | None = None  # since we asked; None: nothing is open
-        self._looked = self._next = float("-inf")
-        self._patience = max(limit, _STARTING)
+        self._last_tick = self._next_question = float("-inf")
+        self._allowed = max(limit, _START_TIMEOUT)
 
-    def asks(self, now: float) -> bool:
+    def should_ask(self, now: float) -> bool:
         """A look at the clock; whether to ask now."""
-        passed = min(now - self._looked, _STEP)
-        self._looked = now
+        passed = min(now - self._last_tick, _MAX_STEP)
+        self._last_tick = now
         if self._silence is not None:
             self._silence += passed
             return False
-        if now < self._next:
+        if now < self._next_question:
             return False
         self._silence = 0.0
         return True
 
-    def answered(self, now: float) -> None:
+    def record_answer(self, now: float) -> None:
         """An answer has come."""
-        self._silence, self._next = None, now + _BETWEEN
-        self._patience = self._limit
+        self._silence, self._next_question = None, now + _INTERVAL
+        self._allowed = self._limit
 
     @property
     def hung(self) -> bool:
-        """Whether it has not answered for too long."""
-        return self._silence is not None and self._silence >= self._patience
+        """Whether it has not record_answer for too long."""
+        return self._silence is not None and self._silence >= self._allowed

@@ -19,8 +19,8 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable
 
-_OWN = ""  # a host that does not come by itself
-_GONE = "ended with the ringrun or the agent that had started it"
+_STATIC_HOST = ""  # a host that does not come by itself
+_LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
@@ -33,16 +33,16 @@ class Takeover:
     def __init__(
         self,
         table: WorkerTable,
-        seating: WorkerSlots,
-        fleet: AgentPool,
+        slots: WorkerSlots,
+        agents: AgentPool,
         console: Console,
-        tell: Callable[[Worker], None],
+        inform: Callable[[Worker], None],
     ) -> None:
-        self._table, self._seating = table, seating
-        self._fleet, self._console = fleet, console
-        self._tell = tell
+        self._table, self._slots = table, slots
+        self._agents, self._console = agents, console
+        self._inform = inform
         self.job = ""
-        self._places: dict[int, str] = {}  # of workers before this ringrun -> hosts
+        self._hosts: dict[int, str] = {}  # of workers before this ringrun -> hosts
 
     @property
     def resumes(self) -> bool:
@@ -50,59 +50,59 @@ class Takeover:
         return bool(self._table.running())
 
     @property
-    def done(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether all ranks that came have ended, and one of them without an error."""
         codes = [worker.exit_code for worker in self._table.workers.values()]
         return 0 in codes and None not in codes
 
-    def job_for(self, memory: Message) -> str:
+    def resolve_job(self, job_state: Message) -> str:
         """The job of an agent that remembers this; of another one it is to forget."""
-        self.job = self.job or memory.get("job", "")
+        self.job = self.job or job_state.get("job", "")
         return self.job
 
-    def take(self, host: str, hello: Message) -> None:
-        """A host has come; its seats are there."""
-        memory = hello["memory"] or {"next": 0, "places": []}
-        self._table.reserve(memory["next"])
-        self._places |= dict(memory["places"])
+    def add_host(self, host: str, hello: Message) -> None:
+        """A host has come; its slots are there."""
+        job_state = hello["memory"] or {"next": 0, "places": []}
+        self._table.reserve(job_state["next"])
+        self._hosts |= dict(job_state["places"])
         unwanted = []
         for rank in hello["ranks"]:
             worker = self._table.workers.get(rank["id"])
-            if worker is None or not worker.seat.host:
-                self._adopt(host, rank)
-            elif not worker.runs and "code" not in rank:
+            if worker is None or not worker.slot.host:
+                self._adopt_running(host, rank)
+            elif not worker.is_running and "code" not in rank:
                 unwanted.append(worker.number)  # the others went on without it
-        for number, place in self._places.items():
-            here = place == _OWN or self._fleet.has_come(place)
+        for number, place in self._hosts.items():
+            here = place == _STATIC_HOST or self._agents.has_joined(place)
             worker = self._table.workers.get(number)
-            if here and (worker is None or not worker.seat.host):
-                seat = WorkerSlot(place or "localhost", 0, 0)
-                self._ended(number, seat, 128 + signal.SIGKILL, _GONE)
+            if here and (worker is None or not worker.slot.host):
+                slot = WorkerSlot(place or "localhost", 0, 0)
+                self._record_end(number, slot, 128 + signal.SIGKILL, _LOST)
         if unwanted:
-            self._fleet.signal(signal.SIGKILL, unwanted)
+            self._agents.signal(signal.SIGKILL, unwanted)
 
-    def _adopt(self, host: str, rank: dict[str, Any]) -> None:
+    def _adopt_running(self, host: str, rank: dict[str, Any]) -> None:
         number, index = rank["id"], rank["seat"]
         if "code" in rank:
-            self._ended(number, WorkerSlot(host, index, 0), rank["code"], "")
+            self._record_end(number, WorkerSlot(host, index, 0), rank["code"], "")
             return
-        seat = self._seating.occupy(host, index, number)
-        worker = self._table.adopt(number, seat)
+        slot = self._slots.occupy(host, index, number)
+        worker = self._table.adopt(number, slot)
         worker.pid = rank["pid"]
-        self._console.add(number, seat.number)
-        self._tell(worker)
+        self._console.add(number, slot.number)
+        self._inform(worker)
 
-    def _ended(self, number: int, seat: WorkerSlot, code: int, text: str) -> None:
-        worker = self._table.adopt(number, seat)
-        self._table.ended(worker, code, text, time.monotonic())
+    def _record_end(self, number: int, slot: WorkerSlot, code: int, text: str) -> None:
+        worker = self._table.adopt(number, slot)
+        self._table.record_end(worker, code, text, time.monotonic())
         worker.settled = True
-        self._tell(worker)
+        self._inform(worker)
 
-    def memory(self) -> Message:
+    def job_state(self) -> Message:
         """What agents are to remember."""
         places = [
-            (worker.number, host if self._fleet.has_come(host) else _OWN)
+            (worker.number, host if self._agents.has_joined(host) else _STATIC_HOST)
             for worker in self._table.running()
-            if (host := worker.seat.host)
+            if (host := worker.slot.host)
         ]
         return {"job": self.job, "next": self._table.next, "places": places}

@@ -1,6 +1,6 @@
 """Which worker sits where in an elastic job, and where the next one is started.
 
-Every host has so many seats. A seat whose worker failed is taken again: at once the
+Every host has so many slots. A slot whose worker record_failure is taken again: at once the
 first time, then after 1, 2, 4 … 30 s if it goes on to fail soon; or its host goes on
 the blacklist. Pure bookkeeping: starts nothing, and the clock is the caller's.
 """
@@ -13,18 +13,18 @@ from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import HostSlots, SlotInfo
 from ringjax.run.workers import WorkerSlot
 
-SOON = 3.0  # a member for less than these seconds has failed soon
+SOON = 3.0  # a member for less than these seconds has record_failure soon
 LONGEST_PAUSE = 30.0
 
 
 class WorkerSlots:
-    """The seats of a job.
+    """The slots of a job.
 
     Args:
         hosts: where they are.
         first: workers to start with.
         most: workers to have once the job runs.
-        least: below so many, released seats are used, too.
+        least: below so many, released slots are used, too.
         blacklist: None: hosts are not held to account.
         group: so many workers are started at once, or none.
     """
@@ -43,20 +43,20 @@ class WorkerSlots:
         self._target = min(first, most)
         self._least = least
         self._blacklist = blacklist
-        self._seats: dict[tuple[str, int], WorkerSlot] = {}
+        self._slots: dict[tuple[str, int], WorkerSlot] = {}
         self._order: list[str] = []
-        self._numbers = 0
+        self._next_number = 0
         self.closed = False  # the job is finishing: nobody is started any more
         self.update(hosts)
 
     @property
-    def seats(self) -> list[WorkerSlot]:
-        """All seats in the order of the hosts."""
-        present = [seat for seat in self._seats.values() if not seat.gone]
+    def slots(self) -> list[WorkerSlot]:
+        """All slots in the order of the hosts."""
+        present = [slot for slot in self._slots.values() if not slot.removed]
         return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
 
     def update(self, hosts: Sequence[HostSlots]) -> list[int]:
-        """Take note of the hosts that there are; returns workers that lose their seat.
+        """Take note of the hosts that there are; returns workers that lose their slot.
 
         Hosts that were known keep their place in the order.
         """
@@ -67,35 +67,37 @@ class WorkerSlots:
             for index in range(slots[name]):
                 self._offer(name, index)
         lost = []
-        for (name, index), seat in list(self._seats.items()):
+        for (name, index), slot in list(self._slots.items()):
             if index < slots.get(name, 0):
                 continue
-            if seat.worker is None:
-                del self._seats[name, index]
-            elif not seat.gone:
-                seat.gone = True
-                lost.append(seat.worker)
+            if slot.worker is None:
+                del self._slots[name, index]
+            elif not slot.removed:
+                slot.removed = True
+                lost.append(slot.worker)
         return lost
 
     def _offer(self, host: str, index: int) -> None:
-        seat = self._seats.get((host, index))
-        if seat is None:
-            self._seats[host, index] = WorkerSlot(host, index, self._numbers)
-            self._numbers += 1
-        elif seat.gone:  # it is back, and free as soon as its worker has left
-            seat.gone = seat.released = False
+        slot = self._slots.get((host, index))
+        if slot is None:
+            self._slots[host, index] = WorkerSlot(host, index, self._next_number)
+            self._next_number += 1
+        elif (
+            slot.removed
+        ):  # it is back, and free as soon as its worker has record_leave
+            slot.removed = slot.released = False
 
     def occupy(self, host: str, index: int, worker: int) -> WorkerSlot:
-        """The seat of a worker that was there before."""
+        """The slot of a worker that was there before."""
         self._offer(host, index)
-        seat = self._seats[host, index]
-        seat.worker = worker
-        return seat
+        slot = self._slots[host, index]
+        slot.worker = worker
+        return slot
 
-    def _vacate(self, seat: WorkerSlot) -> None:
-        seat.worker = None
-        if seat.gone:
-            del self._seats[seat.host, seat.index]
+    def _release(self, slot: WorkerSlot) -> None:
+        slot.worker = None
+        if slot.removed:
+            del self._slots[slot.host, slot.index]
 
     def grow(self) -> None:
         """The job runs: from now on it may have as many workers as it can get."""
@@ -109,61 +111,61 @@ class WorkerSlots:
         if self.closed:
             return []
         wanted = self._target - running
-        free = [seat for seat in self.seats if self._is_free(seat, now)]
-        free.sort(key=lambda seat: seat.released)
+        free = [slot for slot in self.slots if self._is_free(slot, now)]
+        free.sort(key=lambda slot: slot.released)
         released = max(0, self._least - running)
-        fresh = sum(not seat.released for seat in free)
+        fresh = sum(not slot.released for slot in free)
         count = max(0, min(wanted, max(fresh, released)))
         return free[: count - count % self._group]
 
-    def _is_free(self, seat: WorkerSlot, now: float) -> bool:
-        held = self._blacklist is not None and self._blacklist.holds(seat.host, now)
-        return seat.worker is None and seat.since <= now and not held
+    def _is_free(self, slot: WorkerSlot, now: float) -> bool:
+        held = self._blacklist is not None and self._blacklist.blocks(slot.host, now)
+        return slot.worker is None and slot.free_at <= now and not held
 
-    def failed(
-        self, seat: WorkerSlot, *, member_for: float | None, own_fault: bool, now: float
+    def record_failure(
+        self, slot: WorkerSlot, *, member_for: float | None, own_fault: bool, now: float
     ) -> float:
-        """The worker of a seat has failed; returns seconds until it is taken again.
+        """The worker of a slot has record_failure; returns seconds until it is taken again.
 
         Args:
-            seat: its seat.
+            slot: its slot.
             member_for: seconds that it was a member of the job, None: never.
-            own_fault: whether it failed by itself, and not because another did.
+            own_fault: whether it record_failure by itself, and not because another did.
             now: the time.
         """
-        self._vacate(seat)
-        seat.failed = True
+        self._release(slot)
+        slot.failed = True
         if self._blacklist is not None and own_fault:
-            return self._blacklist.failed(seat.host, now)
+            return self._blacklist.record_failure(slot.host, now)
         soon = member_for is None or member_for < SOON
-        seat.failures = seat.failures + 1 if soon else 1
+        slot.failures = slot.failures + 1 if soon else 1
         pause = 0.0
-        if seat.failures > 1:
-            pause = min(LONGEST_PAUSE, 2.0 ** min(seat.failures - 2, 10))
-        seat.since = now + pause
+        if slot.failures > 1:
+            pause = min(LONGEST_PAUSE, 2.0 ** min(slot.failures - 2, 10))
+        slot.free_at = now + pause
         return pause
 
-    def left(self, seat: WorkerSlot, *, asked: bool) -> None:
-        """The worker of a seat has left in good order; `asked`: by ringrun."""
-        self._vacate(seat)
-        seat.released = not asked
+    def record_leave(self, slot: WorkerSlot, *, asked: bool) -> None:
+        """The worker of a slot has record_leave in good order; `asked`: by ringrun."""
+        self._release(slot)
+        slot.released = not asked
 
     def all_failed(self) -> bool:
-        """Whether a worker has failed in every seat that was ever taken."""
-        used = [seat for seat in self.seats if seat.failed or seat.worker is not None]
-        return bool(used) and all(seat.failed for seat in used)
+        """Whether a worker has record_failure in every slot that was ever taken."""
+        used = [slot for slot in self.slots if slot.failed or slot.worker is not None]
+        return bool(used) and all(slot.failed for slot in used)
 
-    def slot(self, seat: WorkerSlot) -> SlotInfo:
-        """A seat that is taken, in the terms of a static job."""
-        taken = [s for s in self.seats if s is seat or s.worker is not None]
-        local = [other for other in taken if other.host == seat.host]
-        same = [other.host for other in taken if other.index == seat.index]
+    def slot_info(self, slot: WorkerSlot) -> SlotInfo:
+        """A slot that is taken, in the terms of a static job."""
+        taken = [s for s in self.slots if s is slot or s.worker is not None]
+        local = [other for other in taken if other.host == slot.host]
+        same = [other.host for other in taken if other.index == slot.index]
         return SlotInfo(
-            host=seat.host,
-            rank=seat.number,
-            size=max(seat.number + 1, len(taken)),
-            local_rank=seat.index,
-            local_size=max(seat.index + 1, len(local)),
-            cross_rank=same.index(seat.host),
+            host=slot.host,
+            rank=slot.number,
+            size=max(slot.number + 1, len(taken)),
+            local_rank=slot.index,
+            local_size=max(slot.index + 1, len(local)),
+            cross_rank=same.index(slot.host),
             cross_size=len(same),
         )

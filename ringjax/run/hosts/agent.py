@@ -1,12 +1,13 @@
 """The program on each host that owns its ranks: `python -m ringjax.run.hosts.agent`.
 
-ringrun starts one on its own machine and has one started on every other, over ssh or by
-an engine such as Slurm, whose variables the ranks there keep; all of them get
-everything (environment with the secret, command, directory) on standard input and
-forward output and exit codes on standard output, never anything in argv. One that comes
-by itself is in joining_agent.py. An agent whose
-standard input closes, or whose parent is gone, kills every process below it and ends:
-that is why no rank outlives ringrun, however it dies. Knows no collective, no rank.
+ringrun starts an agent on its own machine. On every other host an agent is started over
+ssh or by an engine such as Slurm, whose variables the ranks there keep. An agent gets
+everything (environment with the job's secret, command, directory) on standard input, so
+that nothing secret is in argv, and sends output and exit codes to standard output. An
+agent that connects by itself is in joining_agent.py.
+
+No rank outlives ringrun, however ringrun dies: an agent whose standard input is closed,
+or whose parent is gone, kills every process below it and ends.
 """
 
 from __future__ import annotations
@@ -34,26 +35,32 @@ if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
 
 _CHUNK = 1 << 16
-_BACKLOG = 1 << 20  # bytes not yet taken by ringrun before we stop reading the ranks
-_NEWS = 1 << 18  # likewise, before we drop what ranks tell of themselves
+# Bytes that ringrun has not taken yet. Above the first limit the agent stops reading
+# the ranks, and above the second one it drops their telemetry.
+_BACKLOG = 1 << 20
+_TELEMETRY_BACKLOG = 1 << 18
 _GRACE = 1.0  # seconds between SIGTERM and SIGKILL when ringrun is gone
 
 
 class Agent:
-    """One selector loop over the channel, the children's pipes and signals."""
+    """Runs a selector loop over the channel, the pipes of children, and signals."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
-        self._children: dict[int, processes.ChildProcess] = {}
-        self._tellers = TelemetryRelay(self._selector, self._children, self._told)
-        self._ids: dict[int, int] = {}
-        self._gifts: socket.socket | None = None
-        self._descriptors: deque[int] = deque()  # that ringrun has sent, in its order
+        self._children: dict[int, processes.ChildProcess] = {}  # by ringrun's number
+        self._telemetry = TelemetryRelay(
+            self._selector, self._children, self._send_telemetry
+        )
+        self._numbers: dict[int, int] = {}  # process id of a running child -> number
+        self._descriptor_socket: socket.socket | None = None
+        self._descriptors: deque[int] = deque()  # from ringrun, in its order
         self._paused: list[tuple[int, Callable[[], None]]] = []
-        self._ending: float | None = None
-        self._watches = self._asked_back = False
-        self._began = time.time()
+        self._exit_deadline: float | None = None
+        self._watches_parent = self._end_requested = False
+        self._started_at = time.time()
+        # Signals wake the selector up through this pipe, because a Python handler
+        # alone would run only after `select` has returned.
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup, False)
@@ -69,91 +76,105 @@ class Agent:
             signal.signal(number, lambda *_: None)
         # Slurm and MPI start programs with SIGCHLD blocked.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._signalled)
-
-    def connect(
-        self, reader: int, writer: int, keys: SessionKeys | None = None
-    ) -> Channel:
-        """From now on ringrun is at the other end; `keys` if it is a socket's."""
-        channel = Channel(
-            self._selector, reader, writer, self._obey, lambda: self._cut(), keys
+        self._selector.register(
+            self._wakeup, selectors.EVENT_READ, self._handle_signals
         )
-        self._channel = channel
-        return channel
+
+    def connect(self, reader: int, writer: int, keys: Keys | None = None) -> Channel:
+        """Uses these descriptors as the channel to ringrun.
+
+        Args:
+            keys: from the handshake, if both are one socket; None for pipes.
+        """
+        self._channel = Channel(
+            self._selector,
+            reader,
+            writer,
+            self._handle_message,
+            lambda: self._connection_lost(),
+            keys,
+        )
+        return self._channel
 
     def run(self) -> NoReturn:
-        """Serve until the job is over; never returns."""
-        processes.adopt_orphans()
+        """Serves until the job is over, then ends the process."""
+        processes.become_subreaper()
         while True:
             for key, _ in self._selector.select(self._timeout()):
+                # An earlier callback of this round may have closed the descriptor.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data()
             self._resume()
-            self._tellers.sweep()
-            self._after_turn()
+            self._telemetry.close_silent()
+            self._after_events()
 
     def _timeout(self) -> float | None:
-        if self._ending is not None:
-            return max(0.0, min(0.05, self._ending - time.monotonic()))
-        return self._tellers.timeout()
+        if self._exit_deadline is not None:
+            return max(0.0, min(0.05, self._exit_deadline - time.monotonic()))
+        return self._telemetry.timeout()
 
-    def _after_turn(self) -> None:
-        if self._asked_back and not (self._ids or self._watches or self._ending):
-            self._ending = time.monotonic() + 0.5
-        if self._ending is not None:
-            self._finish(self._ending)
+    def _after_events(self) -> None:
+        idle = not (self._numbers or self._watches_parent or self._exit_deadline)
+        if self._end_requested and idle:
+            self._exit_deadline = time.monotonic() + 0.5
+        if self._exit_deadline is not None:
+            self._finish(self._exit_deadline)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._channel is not None:
             self._channel.send(message)
 
-    # What ringrun asks for.
+    # Orders of ringrun.
 
-    def _obey(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         match message.get("do"):
             case "watch":
-                self._watch(message["pid"])
-                self._accept(message["descriptors"])
+                self._watch_parent(message["pid"])
+                self._open_descriptor_socket(message["descriptors"])
             case "spawn":
                 self._spawn(message)
             case "signal":
                 alone = message.get("alone", False)
-                for name in message.get("ids", list(self._children)):
-                    if name in self._children:
-                        self._children[name].signal(message["signal"], alone=alone)
+                for number in message.get("ids", list(self._children)):
+                    if number in self._children:
+                        self._children[number].signal(message["signal"], alone=alone)
             case "monitor":
-                self._tellers.ask(float(message["every"]))
+                self._telemetry.set_interval(float(message["every"]))
             case "fetch":
-                for piece in profile_files.outgoing(message, self._began):
-                    self._say(piece)
+                for piece in profile_files.read_files(message, self._started_at):
+                    self._send(piece)
                     if self._channel is not None and self._pending > _BACKLOG:
                         self._channel.flush(limit=10.0)
             case "end":
-                self._report(processes.sweep(limit=1.0))
-                self._ending = time.monotonic() + 0.5
+                self._report_exits(processes.kill_descendants(limit=1.0))
+                self._exit_deadline = time.monotonic() + 0.5
 
     def _spawn(self, message: Message) -> None:
         payload = message.get("payload")
         task = None if payload is None else base64.b64decode(payload)
         open_files.raise_limit(5 * len(message["children"]))
         with contextlib.suppress(OSError):
-            # A directory that only the first host has: stay where ssh put us.
+            # If only the first host has this directory, stay where ssh has put us.
             os.chdir(message["cwd"])
         env = message["env"]
         if message.get("account"):
-            env = {**environ.of_account(), **env}
+            env = {**environ.account_variables(), **env}
         if message.get("engine"):
-            env = {**env, **environ.of_engine()}
+            env = {**env, **environ.engine_variables()}
         for order in message["children"]:
-            self._start(order, {**env, **order["env"]}, task)
+            self._start_child(order, {**env, **order["env"]}, task)
 
-    def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
-        name = order["id"]
+    def _start_child(
+        self, order: Message, env: dict[str, str], task: bytes | None
+    ) -> None:
+        number = order["id"]
         argv = order["argv"]
-        if name >= 0 and (address := self._tellers.open()):
+        # Negative numbers are clients and local commands, which send no telemetry.
+        if number >= 0 and (address := self._telemetry.start_listening()):
             env = {**env, "RINGJAX_MONITOR": address}
-        # Its standard input, or that and its standard output.
-        stdin, stdout = (*self._take(order.get("descriptors", 0)), None, None)[:2]
+        # ringrun may pass a standard input, or that and a standard output.
+        given = self._next_descriptors(order.get("descriptors", 0))
+        stdin, stdout = (*given, None, None)[:2]
         try:
             child = processes.start(
                 argv,
@@ -165,83 +186,87 @@ class Agent:
             )
         except (OSError, ValueError, RuntimeError) as error:
             code = 127 if isinstance(error, FileNotFoundError) else 126
-            text = f"cannot run {argv[0]!r}: {why_not(argv[0], error)}"
-            self._say({"is": "exited", "id": name, "code": code, "text": text})
+            text = f"cannot run {argv[0]!r}: {explain_start_error(argv[0], error)}"
+            self._send({"is": "exited", "id": number, "code": code, "text": text})
             return
-        child.takes_group = order.get("takes_group", False)
-        self._children[name] = child
-        self._ids[child.pid] = name
+        child.kills_group = order.get("takes_group", False)
+        self._children[number] = child
+        self._numbers[child.pid] = number
         for stream, descriptor in child.pipes.items():
             self._selector.register(
                 descriptor,
                 selectors.EVENT_READ,
-                lambda n=name, s=stream, d=descriptor: self._forward(n, s, d),
+                lambda n=number, s=stream, d=descriptor: self._forward_output(n, s, d),
             )
-        self._say({"is": "started", "id": name, "pid": child.pid})
+        self._send({"is": "started", "id": number, "pid": child.pid})
 
-    def _accept(self, descriptor: int) -> None:
-        """Take descriptors for children from ringrun on this socket, as they come."""
-        self._gifts = socket.socket(fileno=descriptor)
-        self._gifts.setblocking(False)
+    def _open_descriptor_socket(self, descriptor: int) -> None:
+        """Receives descriptors for children on this socket, as ringrun sends them."""
+        self._descriptor_socket = socket.socket(fileno=descriptor)
+        self._descriptor_socket.setblocking(False)
         os.set_inheritable(descriptor, False)
-        self._selector.register(self._gifts, selectors.EVENT_READ, self._receive)
+        self._selector.register(
+            self._descriptor_socket, selectors.EVENT_READ, self._receive_descriptors
+        )
 
-    def _receive(self) -> None:
-        assert self._gifts is not None
+    def _receive_descriptors(self) -> None:
+        assert self._descriptor_socket is not None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._gifts, 1, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._descriptor_socket, 1, 2)
         except BlockingIOError:
-            return  # `_take` was here before
+            return  # `_next_descriptors` has read them
         if not data:
-            self._abandon()
+            self._kill_all_and_exit()
         self._descriptors.extend(descriptors)
 
-    def _take(self, count: int) -> list[int]:
-        """The descriptors that ringrun has sent before this order."""
+    def _next_descriptors(self, count: int) -> list[int]:
+        """Returns the next descriptors; ringrun sends them before the order."""
         while len(self._descriptors) < count:
-            assert self._gifts is not None
-            wait_readable(self._gifts)
-            self._receive()
+            assert self._descriptor_socket is not None
+            readable(self._descriptor_socket)
+            self._receive_descriptors()
         return [self._descriptors.popleft() for _ in range(count)]
 
-    def _watch(self, parent: int) -> None:
-        """End when `parent` dies, even if a fork of it holds our pipe open."""
-        self._watches = True
+    def _watch_parent(self, parent: int) -> None:
+        """Ends this agent when `parent` dies, even if a fork of it holds our pipe."""
+        self._watches_parent = True
         try:
             descriptor = os.pidfd_open(parent)
         except ProcessLookupError:
-            self._abandon()
+            self._kill_all_and_exit()
         except OSError:
-            return  # a kernel without pidfd: the pipe alone has to do
+            return  # a kernel without pidfd: only the pipe tells
         else:
-            self._selector.register(descriptor, selectors.EVENT_READ, self._abandon)
+            self._selector.register(
+                descriptor, selectors.EVENT_READ, self._kill_all_and_exit
+            )
 
-    # What the children do.
+    # Output and exits of children.
 
-    def _forward(self, name: int, stream: str, descriptor: int) -> None:
+    def _forward_output(self, number: int, stream: str, descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
         if not data:
             self._selector.unregister(descriptor)
             os.close(descriptor)
-            self._children[name].pipes.pop(stream, None)
-        self._hand_on(name, stream, data)
-        if self._pending > _BACKLOG and self._ending is None:
+            self._children[number].pipes.pop(stream, None)
+        self._send_output(number, stream, data)
+        if self._pending > _BACKLOG and self._exit_deadline is None:
             self._pause()
 
-    def _hand_on(self, name: int, stream: str, data: bytes) -> None:
+    def _send_output(self, number: int, stream: str, data: bytes) -> None:
         text = base64.b64encode(data).decode()
-        self._say({"is": "output", "id": name, "stream": stream, "data": text})
+        self._send({"is": "output", "id": number, "stream": stream, "data": text})
 
-    def _told(self, message: Message) -> None:
-        if self._pending < _NEWS:
-            self._say(message)
+    def _send_telemetry(self, message: Message) -> None:
+        if self._pending < _TELEMETRY_BACKLOG:
+            self._send(message)
 
     @property
     def _pending(self) -> int:
         return 0 if self._channel is None else self._channel.pending
 
     def _pause(self) -> None:
-        """Stop reading the ranks: they wait in their own writes, nothing piles up."""
+        """Stops reading the ranks: they block in their own writes."""
         for child in self._children.values():
             for descriptor in child.pipes.values():
                 with contextlib.suppress(KeyError):
@@ -249,87 +274,93 @@ class Agent:
                     self._paused.append((descriptor, key.data))
 
     def _resume(self) -> None:
-        if self._paused and (self._ending or self._pending < _BACKLOG // 2):
+        if self._paused and (self._exit_deadline or self._pending < _BACKLOG // 2):
             for descriptor, callback in self._paused:
                 self._selector.register(descriptor, selectors.EVENT_READ, callback)
             self._paused.clear()
 
-    def _signalled(self) -> None:
+    def _handle_signals(self) -> None:
         numbers = set(os.read(self._wakeup, 256))
-        self._report(processes.reap(self._leaders()))
+        self._report_exits(processes.reap(self._group_leaders()))
         for number in numbers:
             if number != signal.SIGCHLD:
-                self._asked_to_end(number)
+                self._handle_end_signal(number)
 
-    def _leaders(self) -> set[int]:
-        """The children that take what is left of their group with them."""
+    def _group_leaders(self) -> set[int]:
+        """Returns the process ids of children whose failure kills their group."""
         return {
-            self._children[name].pid
-            for name in self._ids.values()
-            if self._children[name].takes_group
+            self._children[number].pid
+            for number in self._numbers.values()
+            if self._children[number].kills_group
         }
 
-    def _report(self, ended: list[tuple[int, int]]) -> None:
+    def _report_exits(self, ended: list[tuple[int, int]]) -> None:
         for pid, code in ended:
-            name = self._ids.pop(pid, None)
-            if name is None:
+            number = self._numbers.pop(pid, None)
+            if number is None:
                 continue  # an adopted orphan
-            process = self._children[name].process
-            process.returncode = code  # Popen must not wait for it again
-            self._say({"is": "exited", "id": name, "code": code})
+            process = self._children[number].process
+            process.returncode = code  # `reap` has collected it: Popen must not wait
+            self._send({"is": "exited", "id": number, "code": code})
 
-    # How it ends.
+    # The end.
 
-    def _asked_to_end(self, number: int) -> None:
-        """SIGTERM: a batch system wants this host back, and insists on it later.
+    def _handle_end_signal(self, number: int) -> None:
+        """Handles a signal that is meant to end this agent.
 
-        The ranks here may use that time; ringrun hears of their end, or of its own.
+        A batch system sends SIGTERM when it wants the host back, and SIGKILL after some
+        time. The ranks may use that time: they get SIGTERM too, and the agent ends
+        after them or when ringrun ends it. Clients get nothing, because they still
+        carry the messages of other hosts. SIGUSR1 is for the ranks and does not end an
+        agent.
         """
         if number == signal.SIGTERM:
-            self._asked_back = True
-            self._say({"is": "asked back"})
-            for name in self._ids.values():
-                if name >= 0:  # and no client: they carry what is said
-                    self._children[name].signal(signal.SIGTERM, alone=True)
-        elif number != signal.SIGUSR1:  # for the ranks, if they know what to do with it
-            self._abandon()
+            self._end_requested = True
+            self._send({"is": "asked back"})
+            for child in self._numbers.values():
+                if child >= 0:
+                    self._children[child].signal(signal.SIGTERM, alone=True)
+        elif number != signal.SIGUSR1:
+            self._kill_all_and_exit()
 
-    def _cut(self) -> None:
-        """ringrun is gone."""
-        self._abandon()
+    def _connection_lost(self) -> None:
+        self._kill_all_and_exit()
 
     def _finish(self, deadline: float) -> None:
-        """After `end`: forward what is left in the pipes, say goodbye, exit."""
-        if self._drained or time.monotonic() > deadline:
-            self._goodbye()
+        """Exits once all output has been forwarded, or at the deadline."""
+        if self._output_complete or time.monotonic() > deadline:
+            self._send_bye()
             os._exit(0)
 
     @property
-    def _drained(self) -> bool:
-        """Whether the processes have closed their pipes."""
+    def _output_complete(self) -> bool:
+        """Whether all children have closed their pipes."""
         return not any(child.pipes for child in self._children.values())
 
-    def _goodbye(self) -> None:
-        if not self._asked_back:  # ringrun may want something that we do not do
-            self._say({"is": "bye"})
+    def _send_bye(self) -> None:
+        # After "bye" ringrun does not count the processes of this agent as lost. An
+        # agent that ends because of SIGTERM sends none, because ringrun may just have
+        # sent an order that is not carried out any more.
+        if not self._end_requested:
+            self._send({"is": "bye"})
         if self._channel is not None:
             self._channel.flush(limit=5.0)
 
-    def _abandon(self, code: int = 1) -> NoReturn:
-        """End every process below us, then ourselves."""
+    def _kill_all_and_exit(self, code: int = 1) -> NoReturn:
+        """Ends every process below this one, then this process."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
         processes.reap()
-        while not processes.childless() and time.monotonic() < deadline:
+        while not processes.has_no_children() and time.monotonic() < deadline:
             time.sleep(0.01)
             processes.reap()
-        processes.sweep(limit=2.0)
+        processes.kill_descendants(limit=2.0)
         os._exit(code)
 
 
-def why_not(program: str, error: Exception) -> str:
-    """Why a program cannot be run, and what may have been meant."""
+def explain_start_error(program: str, error: Exception) -> str:
+    """Says why a program cannot be run, and what the user may have meant."""
     reason = getattr(error, "strerror", None) or str(error)
     if not os.path.isfile(program):
         return reason
@@ -345,7 +376,6 @@ def why_not(program: str, error: Exception) -> str:
 
 
 def main() -> NoReturn:
-    """Entry point."""
     agent = Agent()
     channel = agent.connect(*standard_streams())
     channel.end_greeting()

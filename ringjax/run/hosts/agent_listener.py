@@ -1,11 +1,11 @@
 """`ringrun --listen`: accepts agents that join by themselves (`ringrun --join`).
 
 A list (-H), a script (discovery.py) and this listener are the three ways in which a job
-gets its hosts. An agent that proves that it has the job's secret, and then sends a
-hello with the name of its host and its slots, makes that host part of the job for as
-long as the connection lasts. If the connection of an elastic job breaks, the same agent
-may come back within the failure timeout and nothing is lost. Another agent of the same
-name counts as a new host. The other end is joining_agent.py.
+gets its hosts. An agent proves that it has the job's secret, and then sends a hello
+with the name of its host and its slots. The host belongs to the job for as long as that
+connection lasts. If the connection of an elastic job breaks, the same agent may come
+back within the failure timeout, and nothing is lost. Another agent of the same name
+counts as a new host. The other end is joining_agent.py.
 """
 
 from __future__ import annotations
@@ -29,66 +29,68 @@ from ringjax.run.hosts.agent_handle import AgentHandle
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.job_spec import JobSpec
-from ringjax.run.hosts.slots import HostSlots, check_name
+from ringjax.run.hosts.slots import HostSlots, check_host_name
 
-_MOST = 1 << 31  # numbers of workers are less
-_TAKEN = 5.0  # seconds for a ringrun that was there before to let the port go
+_MAX_NUMBER = 1 << 31  # numbers of workers are less
+_PORT_TIMEOUT = 5.0  # seconds for an earlier ringrun to release the port
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """The other end of one connection.
+    """A connection of an agent.
 
     Attributes:
-        agent: what it is for the fleet, once it has said hello.
-        gone: when the connection has ended.
+        peer: address of the other end, for people.
+        agent: what the pool knows of the agent, once its hello was accepted.
+        lost_at: when the connection has ended.
     """
 
-    where: str
+    peer: str
     channel: Channel | None = None
     token: str = ""
     agent: AgentHandle | None = None
-    gone: float = math.inf
+    lost_at: float = math.inf
 
 
 class AgentListener:
-    """Takes agents in.
+    """Accepts agents and adds them to the pool.
 
     Args:
-        spec: says where, and who is wanted.
-        fleet: gets the agents.
-        note: takes sentences for people.
-        welcome: is told of a host and of what its agent has said.
-        job_for: the id of the job that an agent belongs to which remembers something
-            of a job. With one, the job is elastic: when ringrun is gone, the ranks go
-            on, and wait for another.
+        spec: its `listening` says where to listen and which secret agents must have.
+        agents: the pool.
+        note: shows a line to the user.
+        on_joined: called with the name of a host and the hello of its agent.
+        resolve_job: returns the id of the job for an agent with this saved state. If it
+            is given, the job is elastic: ranks go on without ringrun, and their agents
+            wait for the next one.
 
     Raises:
-        StartupError: it cannot listen there.
+        StartupError: listening is not possible.
     """
 
-    name, trouble, hopeless = "--listen", "", False  # as a `HostDiscovery` has them
+    # `HostDiscovery` has these attributes, too.
+    name, problem, unusable = "--listen", "", False
 
     def __init__(
         self,
         spec: JobSpec,
-        fleet: AgentPool,
+        agents: AgentPool,
         note: Callable[[str], None],
-        welcome: Callable[[str, Message], None] = lambda host, message: None,
-        job_for: Callable[[Message], str] | None = None,
+        on_joined: Callable[[str, Message], None] = lambda host, message: None,
+        resolve_job: Callable[[Message], str] | None = None,
     ) -> None:
         assert spec.listening is not None
         listening = self._listening = spec.listening
-        self._fleet, self._note, self._welcome = fleet, note, welcome
-        self._job_for = job_for or (lambda memory: "")
-        self._patience = listening.patience if job_for else 0.0
-        self._own = list(listening.own)
-        self._guests: dict[str, _Connection] = {}  # by host
-        self._slots: dict[str, int] = {}  # of those that do not leave
+        self._agents, self._note, self._on_joined = agents, note, on_joined
+        self._resolve_job = resolve_job or (lambda memory: "")
+        self._reconnect_timeout = listening.host_timeout if resolve_job else 0.0
+        self._static_hosts = list(listening.static_hosts)
+        self._connections: dict[str, _Connection] = {}  # by host
+        self._slots: dict[str, int] = {}  # by host, without hosts that are leaving
         self._selector = selectors.EpollSelector()
-        offered = offer_for(spec.tls)
-        self._acceptor = Acceptor(
-            addresses.listen_on(listening.addresses, listening.port, _TAKEN),
+        offered = offer(spec.tls)
+        self._door = Door(
+            addresses.listen_on(listening.addresses, listening.port, _PORT_TIMEOUT),
             self._selector,
             lambda sock: callee_steps(
                 listening.secret, listening.job, self._accepts, offered
@@ -96,33 +98,33 @@ class AgentListener:
             self._admit,
             note,
         )
-        fleet.selector.register(
-            self._selector.fileno(), selectors.EVENT_READ, self._turn
+        agents.selector.register(
+            self._selector.fileno(), selectors.EVENT_READ, self._process_events
         )
 
     @property
     def hosts(self) -> list[HostSlots]:
-        """The hosts that there are now, in the order in which they came."""
-        return [*self._own, *(HostSlots(*known) for known in self._slots.items())]
+        """The hosts that are present, in the order in which they have joined."""
+        joined = (HostSlots(name, count) for name, count in self._slots.items())
+        return [*self._static_hosts, *joined]
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
-        self._acceptor.expire()
-        for guest in list(self._guests.values()):
-            if now - guest.gone > self._listening.silence:
-                self._lose(guest)
+        self._door.sweep()
+        for connection in list(self._connections.values()):
+            if now - connection.lost_at > self._listening.failure_timeout:
+                self._remove(connection)
 
-    def without_own(self) -> None:
-        """The hosts that need not come are none any more."""
-        self._own.clear()
+    def drop_static_hosts(self) -> None:
+        """Removes the hosts of -H, because ringrun leaves and only agents stay."""
+        self._static_hosts.clear()
 
     def close(self) -> None:
-        """Takes nobody any more; who is here stays."""
+        """Accepts no more agents; connections that exist stay open."""
         self._selector.close()
         self._acceptor.close()
 
-    def _turn(self) -> None:
-        run_once(self._selector, 0.0, self._acceptor.on_error)
+    def _process_events(self) -> None:
+        turn(self._selector, 0.0, self._door.fault)
 
     @staticmethod
     def _accepts(introduction: HandshakeRequest) -> str:
@@ -131,80 +133,90 @@ class AgentListener:
         return "is no agent: ranks have an address of their own"
 
     def _admit(
-        self,
-        sock: socket.socket,
-        where: str,
-        introduction: HandshakeRequest,
-        keys: SessionKeys,
+        self, sock: socket.socket, peer: str, introduction: Introduction, keys: Keys
     ) -> None:
         del introduction
-        enable_keepalive(sock, self._listening.silence)
-        guest = _Connection(where)
+        watch(sock, self._listening.failure_timeout)
+        connection = _Connection(peer)
         descriptor = sock.detach()
-        guest.channel = Channel(
-            self._fleet.selector,
+        connection.channel = Channel(
+            self._agents.selector,
             descriptor,
             os.dup(descriptor),
-            lambda message: self._heard(guest, message),
-            lambda: self._left(guest),
+            lambda message: self._handle_message(connection, message),
+            lambda: self._connection_lost(connection),
             keys,
         )
 
-    def _heard(self, guest: _Connection, message: Message) -> None:
-        if guest.agent is None:
-            self._greet(guest, message)
+    def _handle_message(self, connection: _Connection, message: Message) -> None:
+        if connection.agent is None:
+            self._handle_hello(connection, message)
         elif message.get("is") == "leaving":
-            self._slots.pop(guest.agent.host, None)
+            self._slots.pop(connection.agent.host, None)
         else:
-            self._fleet.heard(guest.agent, message)
+            self._agents.handle_message(connection.agent, message)
 
-    def _greet(self, guest: _Connection, message: Message) -> None:
-        assert guest.channel is not None
-        why, again = self._refuses(message)
+    def _handle_hello(self, connection: _Connection, message: Message) -> None:
+        assert connection.channel is not None
+        why, again = self._check_hello(message)
         if why:
-            guest.channel.send({"do": "refuse", "text": why, "again": again})
-            guest.channel.flush(1.0)
-            guest.channel.close()
+            connection.channel.send({"do": "refuse", "text": why, "again": again})
+            connection.channel.flush(1.0)
+            connection.channel.close()
             if not again:
-                self._note(f"refused an agent from {guest.where}: {why}")
+                self._note(f"refused an agent from {connection.peer}: {why}")
             return
-        host, guest.token = message["host"], message["token"]
-        before = self._guests.get(host)
-        job = self._job_for(message["memory"])
-        if message["memory"].get("job", job) != job:  # it ends these ranks
+        host, connection.token = message["host"], message["token"]
+        before = self._connections.get(host)
+        job = self._resolve_job(message["memory"])
+        if message["memory"].get("job", job) != job:
+            # The agent comes from another job, and ends its ranks on "welcome".
             message = {**message, "ranks": [], "memory": {}}
-        guest.channel.send({"do": "welcome", "patience": self._patience, "job": job})
-        if before is not None and before.token == guest.token:
-            self._come_back(before, guest, message)
+        connection.channel.send(
+            {"do": "welcome", "patience": self._reconnect_timeout, "job": job}
+        )
+        if before is not None and before.token == connection.token:
+            self._resume(before, connection, message)
             return
         if before is not None:
-            self._lose(before)
-        self._guests[host], self._slots[host] = guest, message["slots"]
+            self._remove(before)
+        self._connections[host], self._slots[host] = connection, message["slots"]
         via = addresses.show(message["via"], self._listening.port + 1)
         ranks = {rank["id"] for rank in message["ranks"] if "code" not in rank}
-        guest.agent = self._fleet.take(host, guest.channel, via, ranks)
+        connection.agent = self._agents.add_joined(host, connection.channel, via, ranks)
         count = message["slots"]
         self._note(f"host {host} has come, with {count} slot{'s' * (count != 1)}")
-        self._welcome(host, message)
+        self._on_joined(host, message)
 
-    def _come_back(
-        self, before: _Connection, guest: _Connection, message: Message
+    def _resume(
+        self, before: _Connection, connection: _Connection, message: Message
     ) -> None:
-        """Its connection was broken, and nothing else."""
-        agent, guest.agent = before.agent, before.agent
+        """Puts a new connection of the same agent in the place of the broken one.
+
+        Exits that the agent could not report are in its hello. An order to start a
+        process may have been lost with the connection: that process is not in the
+        hello, and counts as ended.
+        """
+        agent, connection.agent = before.agent, before.agent
         assert before.channel is not None and agent is not None
         before.channel.close()
-        self._guests[agent.host], agent.channel = guest, guest.channel
+        self._connections[agent.host] = connection
+        agent.channel = connection.channel
         codes = {rank["id"]: rank.get("code") for rank in message["ranks"]}
-        for name in sorted(agent.names):
-            ended: Message = {"is": "exited", "id": name, "code": codes.get(name, 255)}
-            if name not in codes:
+        for number in sorted(agent.numbers):
+            code = codes.get(number, 255)
+            ended: Message = {"is": "exited", "id": number, "code": code}
+            if number not in codes:
                 ended["text"] = "the order to start it was lost"
-            if ended["code"] is not None:
-                self._fleet.heard(agent, ended)
+            if code is not None:
+                self._agents.handle_message(agent, ended)
 
-    def _refuses(self, message: Message) -> tuple[str, bool]:
-        """Why a host is not taken, nothing if it is; and whether it may come again."""
+    def _check_hello(self, message: Message) -> tuple[str, bool]:
+        """Checks a hello, which comes from a peer that only has the job's secret.
+
+        Returns:
+            Why the host is refused, empty if it is not, and whether it may try again.
+        """
         host, token = message.get("host"), message.get("token")
         slots, via = message.get("slots"), message.get("via")
         if message.get("is") != "hello" or not isinstance(token, str):
@@ -212,44 +224,47 @@ class AgentListener:
         if not (isinstance(host, str) and isinstance(via, str) and via):
             return "it said no host", False
         try:
-            check_name(host)
+            check_host_name(host)
             _check_ranks(message)
         except (ValueError, TypeError, LookupError) as error:
             return str(error), False
         if type(slots) is not int or not 0 < slots <= 1 << 16:
             return f"host {host} has {slots!r} slots", False
-        known = self._guests.get(host)
-        if known is not None and known.token != token and known.gone == math.inf:
-            return f"a host {host} is here already, from {known.where}", True
-        if any(host == own.name for own in self._own):
+        known = self._connections.get(host)
+        if known is not None and known.token != token and known.lost_at == math.inf:
+            return f"a host {host} is here already, from {known.peer}", True
+        if any(host == static.name for static in self._static_hosts):
             return f"{host} is a host of ringrun's own", False
         return "", False
 
-    def _left(self, guest: _Connection) -> None:
-        """A connection has ended."""
-        guest.gone = time.monotonic()
-        if guest.agent is not None and (guest.agent.ended or not self._patience):
-            self._lose(guest)
+    def _connection_lost(self, connection: _Connection) -> None:
+        connection.lost_at = time.monotonic()
+        agent = connection.agent
+        if agent is not None and (agent.ended or not self._reconnect_timeout):
+            self._remove(connection)
 
-    def _lose(self, guest: _Connection) -> None:
-        assert guest.agent is not None
-        host = guest.agent.host
-        del self._guests[host]
+    def _remove(self, connection: _Connection) -> None:
+        assert connection.agent is not None
+        host = connection.agent.host
+        del self._connections[host]
         self._slots.pop(host, None)
-        self._fleet.lose(guest.agent, "lost its host, whose agent is gone")
+        self._agents.lose_agent(connection.agent, "lost its host, whose agent is gone")
 
 
 def _check_ranks(message: Message) -> None:
+    """Raises an error unless all numbers and hosts in a hello have the right types."""
     for rank in message["ranks"]:
         numbers = (rank["id"], rank["pid"], rank["seat"], rank.get("code", 0))
-        if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
+        if not all(
+            type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers
+        ):
             raise ValueError(f"it has a rank {rank!r}")
     memory = message["memory"] or {"job": "", "next": 0, "places": []}
     if not re.fullmatch("([0-9a-f]{16})?", memory["job"]):
         raise ValueError(f"it remembers job {memory['job']!r}")
     places = dict(memory["places"])
     numbers = (memory["next"], *places)
-    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
         raise ValueError(f"it remembers {memory!r}")
     if not all(isinstance(host, str) for host in places.values()):
         raise ValueError(f"it remembers hosts {places!r}")

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ringjax.run import environ, keyboard
-from ringjax.run.console import Console
+from ringjax.run import environ
+from ringjax.run.console import Console, pipe_standard_input
 from ringjax.run.hosts import name_lookup, processes
 from ringjax.run.hosts.agent_handle import AgentHandle
 from ringjax.run.hosts.channel import Channel, Message
@@ -31,28 +31,32 @@ from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
 from ringjax.run.hosts.slots import is_local
 
-_SOON = 10.0  # seconds without an answer of a host until that is said
+_NOTE_SILENCE_AFTER = 10.0  # seconds without an answer of a host
 _SHELL = "a login script there may wait for something, or replace the shell"
 
 
 class ProcessObserver(Protocol):
-    """What a job wants to know of its processes; `name` is its number for one."""
+    """Gets the events of the processes of a job, each by its number."""
 
-    def started(self, name: int, pid: int) -> None:
-        """It runs."""
+    def started(self, number: int, pid: int) -> None: ...
 
-    def wrote(self, name: int, stream: str, data: bytes) -> None:
-        """It has written something; no data: the stream has ended."""
+    def wrote(self, number: int, stream: str, data: bytes) -> None:
+        """Gets output; empty `data` means that the stream has ended."""
 
-    def exited(self, name: int, code: int, text: str) -> None:
-        """It has ended; `text` if there is more to say than its exit code."""
+    def exited(self, number: int, code: int, text: str) -> None:
+        """Gets an exit code; `text` says more if the code does not explain the end."""
 
-    def host_lost(self, names: Sequence[int], text: str) -> None:
-        """The processes of this name went with their host."""
+    def host_lost(self, numbers: Sequence[int], text: str) -> None:
+        """Gets the processes that were lost together with their host."""
 
 
 class AgentPool:
-    """Starts agents and talks to them; `turn` is the job's one loop."""
+    """Starts agents and exchanges messages with them; `poll` is one round of the loop.
+
+    Processes of the job have numbers from 0 on, which the job chooses. Clients and
+    local
+    commands are processes, too: they have negative numbers, which this class chooses.
+    """
 
     def __init__(
         self, spec: JobSpec, console: Console, observer: ProcessObserver
@@ -64,20 +68,20 @@ class AgentPool:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._descriptors: socket.socket | None = None
         self._local = AgentHandle("localhost", 0)
-        self._remote: dict[str, AgentHandle] = {}
-        self._own: dict[str, bool] = {}  # host -> whether it is this machine
-        self._clients: dict[int, AgentHandle] = {}  # by the name of their client
-        self._errands = LocalCommands()
-        self._incoming: FileReceiver | None = None
-        self._names = 0  # of clients and errands: they count downwards
-        self._every = 0.0
-        # Takes what a rank tells of itself: its number, a line.
-        self.on_told: Callable[[int, str], None] = lambda name, text: None
+        self._remote: dict[str, AgentHandle] = {}  # by host
+        self._is_local: dict[str, bool] = {}  # by host
+        self._clients: dict[int, AgentHandle] = {}  # by the number of the client
+        self._commands = LocalCommands()
+        self._receiver: FileReceiver | None = None
+        self._last_number = 0  # given to a client or a local command
+        self._telemetry_interval = 0.0
+        # Called with the number of a rank and a line of telemetry.
+        self.on_sample: Callable[[int, str], None] = lambda number, text: None
 
     # Agents.
 
     def start(self) -> None:
-        """Start the agent on this machine, or another one when it was killed."""
+        """Starts the agent on this machine, or another one if the first was killed."""
         if self._guardian is not None and self._descriptors is not None:
             self._guardian.kill()
             self._guardian.wait()
@@ -92,7 +96,7 @@ class AgentPool:
                 stdout=subprocess.PIPE,
                 env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
+                start_new_session=True,  # only ringrun gets Ctrl-C from the terminal
             )
             assert self._guardian.stdin is not None
             assert self._guardian.stdout is not None
@@ -104,91 +108,109 @@ class AgentPool:
             self._guardian.stdin.close()
             self._guardian.stdout.close()
             watch = {"pid": os.getpid(), "descriptors": theirs.fileno()}
-            self._tell(self._local, {"do": "watch", **watch})
-            self._tell(self._local, {"do": "monitor", "every": self._every})
+            self._send(self._local, {"do": "watch", **watch})
+            self._send(self._local, self._monitor_order())
 
     def is_local(self, host: str) -> bool:
-        """Whether a host is this machine; asks the resolver once for each."""
-        if self.has_come(host):
+        """Returns whether a host is this machine. Each name is looked up once."""
+        if self.has_joined(host):
             return False
-        if host not in self._own:
-            self._own[host] = is_local(host)
-        return self._own[host]
+        if host not in self._is_local:
+            self._is_local[host] = is_local(host)
+        return self._is_local[host]
 
-    def remote(self, hosts: Iterable[str]) -> list[str]:
-        """The hosts of these that are not this machine."""
+    def remote_hosts(self, hosts: Iterable[str]) -> list[str]:
+        """Returns those of the hosts that are not this machine."""
         hosts = list(hosts)
-        if len(hosts) > 1:  # at the same time
-            name_lookup.ask(host.rpartition("@")[2] for host in hosts)
+        if len(hosts) > 1:  # look up all names at the same time
+            name_lookup.start(host.rpartition("@")[2] for host in hosts)
         return [host for host in hosts if not self.is_local(host)]
 
     @property
-    def asked_back(self) -> str:
+    def end_requested(self) -> str:
         """Why the batch system seems to want all its hosts back; empty if not so."""
         agents = self._remote.values()
         ours = self._spec.allocation is not None and bool(agents)
-        back = ours and all(agent.asked_back for agent in agents)
+        back = ours and all(agent.end_requested for agent in agents)
         return "SIGTERM on the other hosts" if back else ""
 
-    def _agent(self, host: str) -> AgentHandle:
-        """The agent on a host; started if there is none, or none any more."""
+    def _agent_for(self, host: str) -> AgentHandle:
+        """Returns the agent on a host; starts one if none runs there."""
         if self.is_local(host):
-            return self._here()
+            return self._local_agent()
         agent = self._remote.get(host)
-        if agent is None or (agent.done and not agent.rendezvous):
+        if agent is None or (agent.closed and not agent.rendezvous):
             agent = self._remote[host] = self._connect(host)
         return agent
 
-    def _here(self) -> AgentHandle:
-        """The agent on this machine."""
-        if self._local.done:
+    def _local_agent(self) -> AgentHandle:
+        if self._local.closed:
             self.start()
         return self._local
 
     def _connect(self, host: str) -> AgentHandle:
-        here = self._here()
-        self._names -= 1
+        """Has the local agent start a client, whose pipes lead to this process.
+
+        The agent owns the client, so the client ends with the other processes of the
+        job. Its pipes are made here, and their far ends are passed to the agent, so
+        messages do not go through the agent.
+        """
+        here = self._local_agent()
+        self._last_number -= 1
         argv, env, by_engine = client_command(host, self._spec)
         client = os.path.basename(argv[0])
-        agent = AgentHandle(host, self._names, client, by_engine)
-        self._clients[agent.number] = agent
-        self._console.labels[agent.number] = host
+        agent = AgentHandle(host, self._last_number, client, by_engine)
+        self._clients[agent.client_number] = agent
+        self._console.labels[agent.client_number] = host
         stdin, ours = os.pipe()
         mine, stdout = os.pipe()
         agent.channel = self._open(agent, mine, ours)
-        self._give(stdin, stdout)
+        self._send_descriptors(stdin, stdout)
         order = {
-            "id": agent.number,
+            "id": agent.client_number,
             "argv": argv,
             "env": {},
             "descriptors": 2,
             "outlives": True,
         }
-        self._order(here, [order], env, None)
-        self._tell(agent, {"do": "monitor", "every": self._every})
+        self._send_spawn(here, [order], env, None)
+        self._send(agent, self._monitor_order())
         return agent
 
-    def take(
-        self, host: str, channel: Channel, via: str, names: set[int]
+    def add_joined(
+        self, host: str, channel: Channel, rendezvous: str, numbers: set[int]
     ) -> AgentHandle:
-        """An agent that has come by itself, and has processes of these names.
+        """Adds an agent that has joined by itself.
 
-        `via`: where its ranks find the job, from there.
+        Args:
+            rendezvous: address at which ranks of this host reach the coordinator.
+            numbers: numbers of the processes that the agent runs already.
         """
-        agent = AgentHandle(host, 0, "", True, via, channel, names=names)
+        agent = AgentHandle(
+            host,
+            client_number=0,
+            by_engine=True,
+            rendezvous=rendezvous,
+            channel=channel,
+            numbers=numbers,
+        )
         self._remote[host] = agent
-        self._tell(agent, {"do": "monitor", "every": self._every})
+        self._send(agent, self._monitor_order())
         return agent
 
-    def give_input(self) -> None:
-        """Before an order here with one descriptor: it reads what ringrun is given."""
-        self._give(keyboard.connect())
+    def connect_stdin(self) -> None:
+        """Sends a pipe with ringrun's standard input to the agent on this machine.
 
-    def _give(self, *descriptors: int) -> None:
+        Call it before an order for a process here that takes one descriptor.
+        """
+        self._send_descriptors(pipe_standard_input())
+
+    def _send_descriptors(self, *descriptors: int) -> None:
         """Sends descriptors to the agent on this machine, and closes them here."""
         try:
             assert self._descriptors is not None
-            with contextlib.suppress(OSError):  # its end is noticed elsewhere
+            # If the agent has died, the end of its channel is handled elsewhere.
+            with contextlib.suppress(OSError):
                 rights = (
                     socket.SOL_SOCKET,
                     socket.SCM_RIGHTS,
@@ -204,11 +226,11 @@ class AgentPool:
             self.selector,
             reader,
             writer,
-            lambda message: self.heard(agent, message),
+            lambda message: self.handle_message(agent, message),
             lambda: self._closed(agent),
         )
 
-    # What is asked of them.
+    # Orders.
 
     def spawn(
         self,
@@ -217,32 +239,43 @@ class AgentPool:
         env: Mapping[str, str],
         payload: bytes | None = None,
     ) -> None:
-        """Start processes on a host: orders with `id`, `argv` and `env`."""
-        agent = self._agent(host)
-        agent.names.update(order["id"] for order in orders)
+        """Starts processes on a host.
+
+        Args:
+            orders: for each process a dict with `id` (its number), `argv` and `env`.
+            env: variables of all of them.
+            payload: standard input of all of them.
+        """
+        agent = self._agent_for(host)
+        agent.numbers.update(order["id"] for order in orders)
         if agent is not self._local:
-            env, kept = environ.for_host(env, self._spec.handed_on)
+            env, kept = environ.split_for_host(env, self._spec.forwarded)
             via = {"RINGJAX_RENDEZVOUS": agent.rendezvous} if agent.rendezvous else {}
             orders = [
                 {**order, "env": {**kept, **order["env"], **via}} for order in orders
             ]
-        self._order(agent, orders, env, payload)
-        if agent.ended and agent.rendezvous:  # it has just gone
-            self._lost_names(agent, "lost its host")
+        self._send_spawn(agent, orders, env, payload)
+        if agent.ended and agent.rendezvous:  # lost between the decision and the order
+            self._report_lost(agent, "lost its host")
 
-    def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
-        """Run a command here; `done` gets its exit code, output and error output.
+    def run_command(
+        self, argv: Sequence[str], done: Callable[[int, str, str], None]
+    ) -> int:
+        """Runs a command on this machine.
+
+        Args:
+            done: called with exit code, output and error output.
 
         Returns:
-            Its name, for `signal`.
+            The number of the command, for `signal`.
         """
-        self._names -= 1
-        self._errands.add(self._names, done)
-        order = {"id": self._names, "argv": list(argv), "env": {}}
-        self._order(self._here(), [order], environ.inherited(), None)
-        return self._names
+        self._last_number -= 1
+        self._commands.add(self._last_number, done)
+        order = {"id": self._last_number, "argv": list(argv), "env": {}}
+        self._send_spawn(self._local_agent(), [order], environ.inherited(), None)
+        return self._last_number
 
-    def _order(
+    def _send_spawn(
         self,
         agent: AgentHandle,
         orders: Sequence[Message],
@@ -263,108 +296,132 @@ class AgentPool:
         }
         if payload is not None:
             message["payload"] = base64.b64encode(payload).decode()
-        self._tell(agent, message)
+        self._send(agent, message)
 
     def signal(
-        self, number: int, names: Sequence[int] | None = None, *, alone: bool = False
+        self, number: int, numbers: Sequence[int] | None = None, *, alone: bool = False
     ) -> None:
-        """Signal the groups of these processes, or of all; or they `alone`."""
+        """Sends a signal to processes.
+
+        Clients never get one. A client may still carry messages, which would be lost,
+        and its agent would conclude that ringrun is gone.
+
+        Args:
+            number: the signal.
+            numbers: the processes; None means all.
+            alone: signal only these processes, not their process groups.
+        """
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
-        for agent in (self._local, *self._remote.values()):
-            # Never the clients: what they still have to carry would be lost, and
-            # their agents would believe that we are gone.
-            known = set(agent.names)
+        for agent in self._all_agents():
+            own = set(agent.numbers)
             if agent is self._local:
-                known |= self._errands.names()
-            if ids := sorted(known if names is None else known.intersection(names)):
-                self._tell(agent, {**message, "ids": ids})
+                own |= self._commands.numbers()
+            if ids := sorted(own if numbers is None else own.intersection(numbers)):
+                self._send(agent, {**message, "ids": ids})
 
-    def monitor(self, every: float) -> None:
-        """Ranks tell how they are, each so many seconds; 0: no more."""
-        self._every = every
-        for agent in (self._local, *self._remote.values()):
-            self._tell(agent, {"do": "monitor", "every": every})
+    def set_telemetry_interval(self, seconds: float) -> None:
+        """Asks all ranks for a sample every `seconds`; 0 means none."""
+        self._telemetry_interval = seconds
+        for agent in self._all_agents():
+            self._send(agent, self._monitor_order())
 
-    def has_come(self, host: str) -> bool:
-        """Whether the agent of a host has come by itself."""
+    def _monitor_order(self) -> Message:
+        return {"do": "monitor", "every": self._telemetry_interval}
+
+    def _all_agents(self) -> tuple[AgentHandle, ...]:
+        return self._local, *self._remote.values()
+
+    def has_joined(self, host: str) -> bool:
+        """Returns whether the agent of a host has joined by itself."""
         return host in self._remote and bool(self._remote[host].rendezvous)
 
-    def remember(self, memory: Message) -> None:
-        """Agents that came by themselves keep this for the next ringrun."""
+    def save_job_state(self, state: Message) -> None:
+        """Has agents that joined by themselves keep `state` for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
-                self._tell(agent, {"do": "remember", "memory": memory})
+                self._send(agent, {"do": "remember", "memory": state})
 
-    def _tell(self, agent: AgentHandle, message: Message) -> None:
+    def _send(self, agent: AgentHandle, message: Message) -> None:
         if agent.channel is not None:
             agent.channel.send(message)
 
-    # What they report.
+    # Reports.
 
-    def turn(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
-        """Wait for something and handle it, after `first`; False if nothing came."""
+    def poll(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
+        """Waits for events and handles them.
+
+        Args:
+            timeout: seconds to wait at most.
+            first: called after the wait, before events are handled.
+
+        Returns:
+            Whether there were events.
+        """
         events = self.selector.select(timeout)
-        self._look_for_silence(time.monotonic())
+        self._check_silence(time.monotonic())
         if first is not None:
             first()
         for key, _ in events:
+            # An earlier callback of this round may have closed the descriptor.
             if self.selector.get_map().get(key.fd) is key:
                 key.data()
         return bool(events)
 
-    def _look_for_silence(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         """Gives up hosts whose agents do not answer within the start timeout."""
         for agent in self._remote.values():
             silence, limit = agent.silence(now), self._spec.start_timeout
-            why = f"no answer over {agent.client} in"
+            why = f"no answer over {agent.client_name} in"
             if silence >= limit:
                 order = {"do": "signal", "signal": int(signal.SIGKILL)}
-                self._tell(self._local, {**order, "ids": [agent.number]})
-                self.lose(agent, f"{why} {limit:g} s; {_SHELL}")
-            elif silence >= _SOON and not agent.noted:
-                agent.noted = True
-                self._console.note(f"{agent.host}: {why} {_SOON:g} s; {_SHELL}")
+                self._send(self._local, {**order, "ids": [agent.client_number]})
+                self.lose_agent(agent, f"{why} {limit:g} s; {_SHELL}")
+            elif silence >= _NOTE_SILENCE_AFTER and not agent.silence_noted:
+                agent.silence_noted = True
+                seconds = f"{_NOTE_SILENCE_AFTER:g} s"
+                self._console.note(f"{agent.host}: {why} {seconds}; {_SHELL}")
 
-    def heard(self, agent: AgentHandle, message: Message) -> None:
-        """An agent has said something."""
-        agent.answers = True
-        name = message.get("id", 0)
+    def handle_message(self, agent: AgentHandle, message: Message) -> None:
+        """Handles a report of an agent."""
+        agent.has_answered = True
+        number = message.get("id", 0)
         match message.get("is"):
             case "output":
                 stream, data = message["stream"], base64.b64decode(message["data"])
-                if not self._errands.wrote(name, stream, data):
-                    self._observer.wrote(name, stream, data)
+                if not self._commands.add_output(number, stream, data):
+                    self._observer.wrote(number, stream, data)
             case "started":
-                agent.pids[name] = message["pid"]
-                if name >= 0:
-                    self._observer.started(name, message["pid"])
+                agent.pids[number] = message["pid"]
+                if number >= 0:
+                    self._observer.started(number, message["pid"])
             case "exited":
-                agent.pids.pop(name, None)
-                self._exited(agent, name, message["code"], message.get("text", ""))
+                agent.pids.pop(number, None)
+                self._exited(agent, number, message["code"], message.get("text", ""))
             case "told":
-                self.on_told(name, message["text"])
+                self.on_sample(number, message["text"])
             case "asked back":
-                agent.asked_back = True
-            case "file" | "files" if self._incoming is not None:
-                self._incoming.take(message)
+                agent.end_requested = True
+            case "file" | "files" if self._receiver is not None:
+                self._receiver.receive(message)
             case "bye":
                 agent.ended = True
 
-    def _exited(self, agent: AgentHandle, name: int, code: int, text: str) -> None:
-        agent.names.discard(name)
-        if self._errands.exited(name, code, text):
+    def _exited(self, agent: AgentHandle, number: int, code: int, text: str) -> None:
+        agent.numbers.discard(number)
+        if self._commands.record_exit(number, code, text):
             return
-        if name >= 0:
-            self._observer.exited(name, code, text)
-        elif not self._clients[name].ended:
-            client = self._clients[name]
+        if number >= 0:
+            self._observer.exited(number, code, text)
+        elif not self._clients[number].ended:
+            lost = self._clients[number]
             why = f": {text}" if text else ""
-            self.lose(client, f"lost its host, {client.client} ended ({code}){why}")
+            how = f"{lost.client_name} ended ({code}){why}"
+            self.lose_agent(lost, f"lost its host, {how}")
 
-    def lose(self, agent: AgentHandle, text: str) -> None:
-        """The connection of an agent without a client of ours has ended."""
+    def lose_agent(self, agent: AgentHandle, text: str) -> None:
+        """Handles the loss of an agent: its processes are lost, too."""
         agent.ended = True
-        self._lost_names(agent, text)
+        self._report_lost(agent, text)
 
     def _closed(self, agent: AgentHandle) -> None:
         if agent.ended:
@@ -372,34 +429,40 @@ class AgentPool:
         if agent is self._local:
             agent.ended = True
             self._guardian_died()
-        elif agent.orphan is not None:
-            self.lose(agent, "lost its host")
-        # Else the exit of its client follows, and says more.
+        elif agent.orphaned_client is not None:
+            self.lose_agent(agent, "lost its host")
+        # Else the guardian reports the exit of the client, whose text says more.
 
     def _guardian_died(self) -> None:
+        """Reports its ranks as lost, and keeps the hosts behind its clients.
+
+        Clients were started with `outlives`, so they go on without the guardian. Nobody
+        reports their exits any more: the end of a client's pipe has to do.
+        """
         pids = dict(self._local.pids)
         for client in self._clients.values():
             if not client.ended:
-                client.orphan = pids.pop(client.number, 0)
-                if client.done:
-                    self.lose(client, "lost its host")
+                client.orphaned_client = pids.pop(client.client_number, 0)
+                if client.closed:
+                    self.lose_agent(client, "lost its host")
         text = "its agent on this host died"
-        self._lost_names(self._local, text)
-        for pid in pids.values():  # its children got SIGKILL, theirs may live
+        self._report_lost(self._local, text)
+        # The kernel has sent SIGKILL to its children, but not to their descendants.
+        for pid in pids.values():
             processes.kill_group(pid)
-        self._errands.fail(text)
+        self._commands.fail_all(text)
 
-    def _lost_names(self, agent: AgentHandle, text: str) -> None:
-        names = sorted(agent.names)
-        agent.names.clear()
+    def _report_lost(self, agent: AgentHandle, text: str) -> None:
+        numbers = sorted(agent.numbers)
+        agent.numbers.clear()
         agent.pids.clear()
-        if names:
-            self._observer.host_lost(names, text)
+        if numbers:
+            self._observer.host_lost(numbers, text)
 
     # The end.
 
-    def let_go(self) -> None:
-        """Agents that have come by themselves go on, and look for another ringrun."""
+    def detach_joined(self) -> None:
+        """Leaves agents that joined by themselves alone; they look for a new ringrun."""
         for host, agent in list(self._remote.items()):
             if agent.rendezvous:
                 del self._remote[host]
@@ -408,38 +471,47 @@ class AgentPool:
                     agent.channel.close()
 
     def end(self, limit: float) -> None:
-        """Have every agent kill what is left, and read the last output."""
+        """Has every agent kill what is left, and reads the last output.
+
+        Other hosts come first, because the local agent owns the clients that reach
+        them.
+
+        Args:
+            limit: seconds to wait for the other hosts, and again for this machine.
+        """
         if folder := self._spec.env.get("RINGJAX_PROFILE"):
-            self._incoming = FileReceiver(folder)
+            self._receiver = FileReceiver(folder)
             agents = list(self._remote.values())
-            self._incoming.fetch(agents, self._tell, self.turn, self._console.note)
+            self._receiver.fetch(agents, self._send, self.poll, self._console.note)
         remote = list(self._remote.values())
-        for agents in (remote, [self._local]):  # the local one holds the clients
+        for agents in (remote, [self._local]):
             deadline = time.monotonic() + limit
             for agent in agents:
-                self._tell(agent, {"do": "end"})
+                self._send(agent, {"do": "end"})
             while time.monotonic() < deadline and not all(
-                agent.done for agent in agents
+                agent.closed for agent in agents
             ):
                 for key, _ in self.selector.select(0.05):
                     if self.selector.get_map().get(key.fd) is key:
                         key.data()
             for agent in agents:
-                if agent.orphan and not agent.done:
-                    processes.kill_group(agent.orphan)
+                if agent.orphaned_client and not agent.closed:
+                    processes.kill_group(agent.orphaned_client)
                 if agent.channel is not None and not agent.rendezvous:
                     agent.channel.close()
 
     def close(self, limit: float, code: int = 1) -> None:
-        """Wait for the agent on this machine, and forget everything.
+        """Waits for the agent on this machine and closes everything.
 
-        Agents that came by themselves end with `code`.
+        Args:
+            limit: seconds to wait.
+            code: exit code of the job, for agents that joined by themselves.
         """
-        came = [agent for agent in self._remote.values() if agent.rendezvous]
-        for agent in came:
-            self._tell(agent, {"do": "status", "code": code})
+        joined = [agent for agent in self._remote.values() if agent.rendezvous]
+        for agent in joined:
+            self._send(agent, {"do": "status", "code": code})
         deadline = time.monotonic() + limit
-        for agent in came:
+        for agent in joined:
             if agent.channel is not None:
                 agent.channel.flush(max(0.0, deadline - time.monotonic()))
                 agent.channel.close()
@@ -448,6 +520,7 @@ class AgentPool:
         if self._guardian is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(timeout=limit)
-            # If it is still at work it ends by itself; it is not ours to wait for.
+            # A guardian that is still busy ends by itself. A returncode keeps Popen
+            # from warning about a child that was not waited for.
             self._guardian.returncode = self._guardian.returncode or 0
         self.selector.close()

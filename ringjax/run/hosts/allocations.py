@@ -1,6 +1,7 @@
-"""Allocations: the hosts that a batch system has given us, and how agents get there.
+"""Allocations: the hosts that a batch system has given to this job.
 
-Slurm, LSF and Grid Engine, by their variables. What asks for hosts by name is slots.py.
+Reads the variables of Slurm, LSF and Grid Engine, and names the command by which each
+of them starts an agent on a host. Hosts that the user names are parsed in slots.py.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from ringjax.control.slurm import hosts_of
-from ringjax.run.hosts.slots import HostSlots, host_of, merged
+from ringjax.run.hosts.slots import HostSlots, merge_hosts, parse_host
 
 Environ = Mapping[str, str]
 
-# What makes a step of Slurm smaller than the job's part of the node. The agent's is one
-# task, and has all of it.
+# Variables that make a Slurm step smaller than the job's part of the node. The step of
+# an agent is one task that must have the whole part, because all ranks run in it.
 _SHAPE = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -30,11 +31,11 @@ _SHAPE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The hosts that we have been given.
+    """The hosts of this job in a batch system.
 
     Attributes:
-        hosts: with a slot for each task that was asked for.
-        command: what starts the agent on one of them; `{host}` stands for its name.
+        hosts: the hosts, with a slot for each task that the user has asked for.
+        command: starts the agent on a host; `{host}` stands for the host's name.
         unset: variables that this command must not see.
     """
 
@@ -42,13 +43,12 @@ class Allocation:
     command: tuple[str, ...]
     unset: Set[str] = frozenset()
 
-    def reaches(self, host: str) -> bool:
-        """Whether the batch system starts agents on this host."""
+    def contains(self, host: str) -> bool:
         return any(host == known.name for known in self.hosts)
 
 
 def find(environ: Environ) -> Allocation | None:
-    """The allocation that we run in, if any.
+    """Returns the allocation in which this process runs, if any.
 
     Raises:
         ValueError: naming the variable that cannot be read.
@@ -65,8 +65,11 @@ def find(environ: Environ) -> Allocation | None:
     return _slurm(environ) or _lsf(environ) or _grid_engine(environ)
 
 
-def reachable(environ: Environ) -> Allocation | None:
-    """As `find`; None if it cannot be read, which who needs its hosts is told."""
+def find_readable(environ: Environ) -> Allocation | None:
+    """Returns the allocation, or None if its variables cannot be read.
+
+    The error is reported by `find`, but only to a job that takes its hosts from there.
+    """
     try:
         return find(environ)
     except ValueError:
@@ -74,7 +77,7 @@ def reachable(environ: Environ) -> Allocation | None:
 
 
 def _slurm(environ: Environ) -> Allocation | None:
-    """A slot for each task; for each GPU, if the job asked for no number of tasks."""
+    """Gives a slot to each task, or to each GPU if the job has no number of tasks."""
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not (nodelist and environ.get("SLURM_JOB_ID")):
         return None
@@ -84,7 +87,7 @@ def _slurm(environ: Environ) -> Allocation | None:
         raise ValueError(f"SLURM_JOB_NODELIST: {error}") from None
     counts = _slurm_tasks(environ, len(names))
     hosts = [
-        host_of(name, count, "SLURM_JOB_NODELIST")
+        parse_host(name, count, "SLURM_JOB_NODELIST")
         for name, count in zip(names, counts, strict=False)
     ]
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -92,21 +95,24 @@ def _slurm(environ: Environ) -> Allocation | None:
     command = (
         "srun",
         "--quiet",
-        *("--nodes=1", "--ntasks=1", "--nodelist={host}"),
+        "--nodes=1",
+        "--ntasks=1",
+        "--nodelist={host}",
         "--overlap",  # the step of the batch script holds the CPUs
-        "--cpu-bind=none",  # one task, but all the ranks of this host
-        "--mem=0",  # all that the job has there
+        "--cpu-bind=none",  # the ranks of this host share the one task of the agent
+        "--mem=0",  # all memory that the job has on this host
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--export=ALL",
         "--unbuffered",
-        # Another host's end, or a rank's, is for ringrun to judge.
-        *("--no-kill", "--kill-on-bad-exit=0"),
+        # ringrun decides what follows if a host or a rank ends, not Slurm.
+        "--no-kill",
+        "--kill-on-bad-exit=0",
     )
-    return Allocation(tuple(merged(hosts)), command, _SHAPE)
+    return Allocation(tuple(merge_hosts(hosts)), command, _SHAPE)
 
 
 def _check_even(total: str, per_node: str, nodes: int) -> None:
-    """Of GPUs Slurm tells the number on this node, which is to be all nodes'."""
+    """Checks that all nodes have the number of GPUs that Slurm gives for this node."""
     counted = total.isdecimal() and per_node.isdecimal()
     if counted and int(total) != nodes * int(per_node):
         raise ValueError(
@@ -116,7 +122,7 @@ def _check_even(total: str, per_node: str, nodes: int) -> None:
 
 
 def _slurm_tasks(environ: Environ, nodes: int) -> list[str]:
-    """How many tasks each of the nodes has."""
+    """Returns the number of tasks on each node, as texts."""
     asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     if gpus and not asked:
@@ -126,44 +132,44 @@ def _slurm_tasks(environ: Environ, nodes: int) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
-        # More than there are nodes are of no use.
+        # The cap keeps a huge repeat count from making a huge list.
         counts += [match[1]] * min(int(match[2] or 1), nodes)
     return counts + counts[-1:] * (nodes - len(counts))
 
 
 def _lsf(environ: Environ) -> Allocation | None:
-    """A slot for each that LSF has given."""
     if not environ.get("LSB_JOBID"):
         return None
     path = environ.get("LSB_DJOB_HOSTFILE")
     if path:
-        lines = _lines(path, "LSB_DJOB_HOSTFILE")
-        hosts = [host_of(name, None, "LSB_DJOB_HOSTFILE") for name in lines]
+        lines = _read_lines(path, "LSB_DJOB_HOSTFILE")
+        hosts = [parse_host(name, None, "LSB_DJOB_HOSTFILE") for name in lines]
     else:
         words = environ.get("LSB_MCPU_HOSTS", "").split()
         if len(words) % 2:
             raise ValueError(f"LSB_MCPU_HOSTS: no number behind {words[-1]!r}")
         pairs = zip(words[::2], words[1::2], strict=True)
-        hosts = [host_of(name, slots, "LSB_MCPU_HOSTS") for name, slots in pairs]
+        hosts = [parse_host(name, slots, "LSB_MCPU_HOSTS") for name, slots in pairs]
     if not hosts:
         return None
-    return Allocation(tuple(merged(hosts)), ("blaunch", "-z", "{host}"))
+    return Allocation(tuple(merge_hosts(hosts)), ("blaunch", "-z", "{host}"))
 
 
 def _grid_engine(environ: Environ) -> Allocation | None:
-    """A slot for each that the parallel environment has given."""
     path = environ.get("PE_HOSTFILE")
     if not path or not environ.get("JOB_ID"):
         return None
-    entries = [line.split() for line in _lines(path, "PE_HOSTFILE")]
+    entries = [line.split() for line in _read_lines(path, "PE_HOSTFILE")]
     hosts = [
-        host_of(words[0], words[1] if len(words) > 1 else None, "PE_HOSTFILE")
+        parse_host(words[0], words[1] if len(words) > 1 else None, "PE_HOSTFILE")
         for words in entries
     ]
-    return Allocation(tuple(merged(hosts)), ("qrsh", "-inherit", "-noshell", "{host}"))
+    return Allocation(
+        tuple(merge_hosts(hosts)), ("qrsh", "-inherit", "-noshell", "{host}")
+    )
 
 
-def _lines(path: str, name: str) -> list[str]:
+def _read_lines(path: str, name: str) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
@@ -172,10 +178,10 @@ def _lines(path: str, name: str) -> list[str]:
 
 
 def requeue(environ: Environ) -> str:
-    """Has Slurm queue the job that we run in once more, unless it is ending it.
+    """Has Slurm queue this job again, unless Slurm is ending it anyway.
 
     Returns:
-        A sentence about it; empty if there is nothing to say.
+        A sentence for the user; empty outside of Slurm or if the job is being ended.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:
@@ -191,7 +197,6 @@ def requeue(environ: Environ) -> str:
 
 
 def _scontrol(*words: str) -> str:
-    """What Slurm's `scontrol` says."""
     done = subprocess.run(
         ["scontrol", *words], capture_output=True, text=True, timeout=60, check=True
     )

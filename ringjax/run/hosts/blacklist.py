@@ -1,8 +1,9 @@
-"""Hosts whose workers failed: for how long nothing is started on them.
+"""Blacklist of hosts on which workers have failed: no worker starts on them for a time.
 
-As in Horovod: for good, or with a range of seconds for MIN the first time, twice as
-long each further time, at most MAX, plus some chance so that hosts do not come back all
-at once. Pure bookkeeping; the clock is the caller's.
+The rules are Horovod's. Without a range of seconds a host stays on the list for good.
+With a range MIN to MAX it stays for MIN seconds the first time, then twice as long each
+time, at most MAX. A random part is added, so that hosts do not come back all at once.
+The caller passes the time, and nothing here acts by itself.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from dataclasses import dataclass
 class _Record:
     times: int = 0
     until: float = -math.inf
-    told: bool = True
+    announced: bool = True
 
 
 class Blacklist:
-    """What is held against hosts.
+    """Which hosts must not get a new worker, and for how long.
 
     Args:
         cooldown: least and most seconds on the list; None: for good.
-        draw: a random number from 0 to 1.
+        draw: returns a random number from 0 to 1.
 
     Example:
         >>> blacklist = Blacklist((10.0, 60.0), draw=lambda: 0.0)
-        >>> blacklist.failed("a", now=0.0), blacklist.failed("a", now=100.0)
-        (10.0, 20.0)
-        >>> blacklist.holds("a", now=119.0), blacklist.holds("a", now=120.0)
+        >>> [blacklist.record_failure("a", now=now) for now in (0.0, 100.0)]
+        [10.0, 20.0]
+        >>> blacklist.blocks("a", now=119.0), blacklist.blocks("a", now=120.0)
         (True, False)
     """
 
@@ -44,21 +45,24 @@ class Blacklist:
         self._draw = draw
         self._records: dict[str, _Record] = {}
 
-    def failed(self, host: str, now: float) -> float:
-        """A worker failed there: seconds until the host is used again, or infinity.
+    def record_failure(self, host: str, now: float) -> float:
+        """Puts a host on the list because a worker failed there.
 
-        Workers that fail while the host is on the list, as all do that a broken host
-        takes with it, count once.
+        A broken host takes all of its workers with it. Their failures count once,
+        because failures of a host that is on the list already do not count.
+
+        Returns:
+            Seconds until the host may be used again; infinity: never.
         """
         record = self._records.setdefault(host, _Record())
         if record.until > now:
             return record.until - now
-        record.told = False
+        record.announced = False
         if self._cooldown is None:
             record.until = math.inf
             return math.inf
         least, most = self._cooldown
-        if now - record.until > 2 * most:  # it did well for long
+        if now - record.until > 2 * most:  # the host worked well for long: start again
             record.times = 0
         seconds = least * 2.0 ** min(record.times, 60)
         seconds = min(most, max(least, seconds + least * self._draw()))
@@ -66,15 +70,15 @@ class Blacklist:
         record.until = now + seconds
         return seconds
 
-    def holds(self, host: str, now: float) -> bool:
-        """Whether nothing may be started there now."""
+    def blocks(self, host: str, now: float) -> bool:
+        """Returns whether no worker may start on the host now."""
         record = self._records.get(host)
         return record is not None and record.until > now
 
-    def news(self, host: str, now: float) -> float | None:
-        """Seconds that a host has just got, to be told once; None: nothing new."""
+    def take_announcement(self, host: str, now: float) -> float | None:
+        """Returns the seconds of a new entry, once for each; None: nothing is new."""
         record = self._records.get(host)
-        if record is None or record.told:
+        if record is None or record.announced:
             return None
-        record.told = True
+        record.announced = True
         return record.until - now

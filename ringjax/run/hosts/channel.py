@@ -1,9 +1,10 @@
-"""Messages between ringrun and its host agents: JSON objects, a line each over pipes.
+"""Messages between ringrun and its agents: JSON objects, one a line, over pipes.
 
 Both directions are non-blocking and queued, so neither side ever waits for the other:
-a terminal that is not read must not keep a Ctrl-C from arriving. No authentication of
-its own: the pipes are inherited, or ssh carries them; and over the socket of an agent
-that has dialled in, the messages are sealed with the keys of its handshake.
+even if the terminal is not read, a Ctrl-C must get through. Pipes need no
+authentication of their own, because they are inherited or ssh carries them. On the
+socket of an agent that has joined by itself, messages are sealed with the keys of its
+handshake.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from ringjax.errors import AuthenticationError
 if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # a JSON object
 _CHUNK = 1 << 20
-_PIPE = 1 << 20  # bytes that a pipe between two processes of ours may hold
+_PIPE_SIZE = 1 << 20  # bytes
 
 
 class _LineCodec:
-    """A message is a line; what is none is left out.
+    """Writes a message as a line, and skips lines that are not a message.
 
-    A login shell may greet us on its standard output before the agent speaks.
+    A login shell may print a greeting to its standard output before the agent starts.
     """
 
     def __init__(self) -> None:
@@ -42,15 +43,15 @@ class _LineCodec:
         return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
     def feed(self, piece: bytes) -> list[Message]:
-        start = len(self._incoming)  # earlier bytes hold no line end
+        start = len(self._incoming)  # earlier bytes contain no end of a line
         self._incoming += piece
         end = self._incoming.rfind(b"\n", start) + 1
         lines = bytes(self._incoming[:end]).splitlines()
         del self._incoming[:end]
-        return [found for line in lines if (found := self._read(line)) is not None]
+        return [found for line in lines if (found := self._parse(line)) is not None]
 
     @staticmethod
-    def _read(line: bytes) -> Message | None:
+    def _parse(line: bytes) -> Message | None:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -62,7 +63,10 @@ class Channel:
     """A pair of descriptors in a selector whose data are callbacks without arguments.
 
     Args:
-        keys: of the handshake on the socket that both are; None: they are pipes.
+        reader, writer: two pipes, or twice the same socket.
+        on_message: called with each message.
+        on_close: called when the other side has closed its end.
+        keys: from the handshake on the socket; None for pipes.
     """
 
     def __init__(
@@ -83,30 +87,32 @@ class Channel:
         self._sealer = lines if keys is None else keys.sealer()
         self._opener = lines if keys is None else keys.opener()
         self._outgoing: deque[memoryview] = deque()
-        self._waiting = False
+        self._waiting = False  # for the writer to become writable
         self.closed = False
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         for end in (reader, writer):
-            with contextlib.suppress(OSError):  # a socket, or too many large pipes
-                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE)
+            # Fails on a socket, and if this user has too many large pipes already.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
     @property
     def pending(self) -> int:
-        """Bytes queued that the other side has not taken yet."""
+        """Bytes in the queue that the other side has not taken yet."""
         return sum(map(len, self._outgoing))
 
     def end_greeting(self) -> None:
-        """Ends what a login script has written before the first message.
+        """Ends a line that a login script may have left unfinished.
 
-        Without an end of its line it would be taken for the beginning of the message.
+        Otherwise the other side would read the greeting and the first message as one
+        line, and skip it.
         """
         self._outgoing.append(memoryview(b"\n"))
         self._write()
 
     def send(self, message: Message) -> None:
-        """Queue a message; what fits into the pipe leaves at once."""
+        """Queues a message; the part that fits into the pipe leaves at once."""
         if self.closed:
             return
         self._outgoing.append(memoryview(self._sealer.seal(message)))
@@ -114,7 +120,7 @@ class Channel:
             self._write()
 
     def flush(self, limit: float) -> None:
-        """Wait up to `limit` seconds until the other side has taken everything."""
+        """Waits up to `limit` seconds until the other side has taken everything."""
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
@@ -123,7 +129,7 @@ class Channel:
             self._write()
 
     def close(self) -> None:
-        """Close both ends; the other side reads an end of file. Idempotent."""
+        """Closes both descriptors, so that the other side reads an end of file."""
         if self.closed:
             return
         self.closed = True
@@ -180,14 +186,15 @@ class Channel:
             return
         for message in messages:
             self._on_message(message)
-            if self.closed:
+            if self.closed:  # by the callback
                 return
 
 
 def standard_streams() -> tuple[int, int]:
-    """Where ringrun is read and written: standard input and output, moved away.
+    """Moves standard input and output to other descriptors, and returns these.
 
-    What the process or a library prints must not get between the messages.
+    Standard input becomes /dev/null and standard output becomes standard error, so that
+    a library that prints something does not write between the messages.
     """
     reader, writer = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)

@@ -1,7 +1,7 @@
-"""The hosts that a user's script finds: run again and again, its last answer kept.
+"""Host discovery: runs a user's script every second and keeps its last good answer.
 
-The script prints a line `host` or `host:slots` for each host, as for Horovod. One that
-fails, hangs or prints something else changes nothing, and is complained about once.
+The script prints a line `host` or `host:slots` for each host, as for Horovod. A run
+that fails, hangs or prints something else changes nothing, and the user is told once.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ringjax.run.hosts.slots import HostSlots, parse_discovered, without_aliases
+from ringjax.run.hosts.slots import HostSlots, merge_aliases, parse_discovered
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds for one run
 
 
 class CommandRunner(Protocol):
-    """What runs a command on this machine; agent_pool.py has one."""
+    """Runs commands on this machine; `AgentPool` is one."""
 
-    def errand(self, argv: Sequence[str], done: Callable[[int, str, str], None]) -> int:
-        """Starts it; `done` gets exit code, output and error output."""
+    def run_command(
+        self, argv: Sequence[str], done: Callable[[int, str, str], None]
+    ) -> int:
+        """Starts a command and returns its number.
 
-    def signal(self, number: int, names: Sequence[int] | None = None) -> None:
-        """Signals commands by the names that `errand` returned."""
+        Args:
+            done: called with exit code, output and error output.
+        """
+
+    def signal(self, number: int, numbers: Sequence[int] | None = None) -> None:
+        """Sends a signal to the commands with these numbers."""
 
 
 class HostDiscovery:
-    """Asks the script every second.
+    """Runs the discovery script again and again.
 
     Attributes:
-        hosts: its last good answer, None before the first one.
-        trouble: why the latest run was no good, empty if it was.
-        hopeless: whether the very first run showed that it cannot be run at all.
+        hosts: the last good answer; None before the first one.
+        problem: why the latest run failed; empty if it succeeded.
+        unusable: whether the very first run showed that the script cannot be run.
     """
 
     name = "--host-discovery-script"
@@ -55,11 +61,11 @@ class HostDiscovery:
         self._runs = 0
         self._killed = False
         self.hosts: list[HostSlots] | None = None
-        self.trouble = ""
-        self.hopeless = False
+        self.problem = ""
+        self.unusable = False
 
     def tick(self, now: float) -> None:
-        """Start a run if it is time, end one that takes too long."""
+        """Starts a run if it is time, and kills a run that takes too long."""
         self._now = now
         if now < self._next:
             return
@@ -68,44 +74,46 @@ class HostDiscovery:
             run = self._runs
             self._next = now + LIMIT
             self._killed = False
-            # A file needs no shell, whatever its name; the rest may be a command.
+            # Run a file without a shell, which would split a path with spaces.
             path = os.path.abspath(self._script)
             words = [path] if os.path.isfile(path) else ["sh", "-c", self._script]
-            self._running = self._runner.errand(
-                words, lambda code, out, err: self._answered(run, code, out, err)
+            self._running = self._runner.run_command(
+                words, lambda code, out, err: self._finish_run(run, code, out, err)
             )
         elif not self._killed:
             self._killed = True
             self._next = now + PERIOD
             self._runner.signal(signal.SIGKILL, [self._running])
-        else:  # it is gone, but something that it has started holds its output open
-            self._answered(self._runs, 1, "", "")
+        else:
+            # The script is dead, but a process that it has started keeps its output
+            # open, so the end of the run would never be reported.
+            self._finish_run(self._runs, 1, "", "")
 
-    def without_own(self) -> None:
-        """All hosts are found; there are no others."""
+    def drop_static_hosts(self) -> None:
+        """Does nothing: the script finds all hosts. See `AgentListener`."""
 
     def close(self) -> None:
-        """Nothing to be closed: what runs, the fleet ends."""
+        """Does nothing: the agent ends a script that still runs."""
 
-    def _answered(self, run: int, code: int, out: str, err: str) -> None:
+    def _finish_run(self, run: int, code: int, out: str, err: str) -> None:
         if run != self._runs or self._running is None:
-            return  # too late
+            return  # a late report of a run that was given up
         self._running = None
         self._next = self._now + PERIOD
-        trouble = ""
+        problem = ""
         if self._killed:
-            trouble = f"it took longer than {LIMIT:g} s"
+            problem = f"it took longer than {LIMIT:g} s"
         elif code:
             last = (err.strip().splitlines() or [""])[-1]
-            trouble = f"exit code {code}" + (f": {last}" if last else "")
+            problem = f"exit code {code}" + (f": {last}" if last else "")
         else:
             try:
                 found = parse_discovered(out, self._slots)
-                self.hosts = without_aliases(found)
+                self.hosts = merge_aliases(found)
             except ValueError as error:
-                trouble = str(error).removeprefix("--host-discovery-script: ")
-        self.hopeless = self._runs == 1 and code in (126, 127)
-        if trouble and not self.trouble and not self.hopeless:
+                problem = str(error).removeprefix("--host-discovery-script: ")
+        self.unusable = self._runs == 1 and code in (126, 127)
+        if problem and not self.problem and not self.unusable:
             kept = "" if self.hosts is None else "; the hosts stay as they were"
-            self._warn(f"--host-discovery-script {self._script}: {trouble}{kept}")
-        self.trouble = trouble
+            self._warn(f"--host-discovery-script {self._script}: {problem}{kept}")
+        self.problem = problem

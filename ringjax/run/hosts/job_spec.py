@@ -1,6 +1,6 @@
-"""What is ordered from the hosts of a job: the ranks, and the agent that starts them.
+"""The specification of a job: command, environment, hosts, and ways to reach them.
 
-A record and command lines; who orders is agent_pool.py, the other end agent.py.
+Also builds the command lines that start agents. agent_pool.py uses both.
 """
 
 from __future__ import annotations
@@ -10,47 +10,61 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
-from ringjax.run.hosts.slots import HostSlots, SlotInfo, own_addresses
-from ringjax.run.monitor.wanted import NOTHING, MonitorOptions
+from ringjax.run.hosts.slots import HostSlots, SlotInfo, reachable_addresses
+from ringjax.run.monitor.wanted import NO_MONITORING, MonitorOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Where ringrun waits for agents that come by themselves, and for ranks.
+    """Where `ringrun --listen` waits for agents that join by themselves.
 
     Attributes:
-        addresses: of this machine.
-        port: for agents; ranks call the next one.
-        secret, job: the job's, which the agents know.
-        own: hosts of the job that need not come.
-        patience: seconds to wait for hosts.
-        silence: seconds without an answer until a host counts as lost.
+        addresses: addresses of this machine to listen on.
+        port: port for agents; ranks connect to the next one.
+        secret, job: the secret and the id of the job, which agents must have, too.
+        static_hosts: hosts of -H, which ringrun reaches itself.
+        host_timeout: seconds to wait for hosts.
+        failure_timeout: seconds without an answer until a host counts as lost.
     """
 
     addresses: Sequence[str]
     port: int
     secret: bytes = field(repr=False)
     job: str
-    own: Sequence[HostSlots] = ()
-    patience: float = 600.0
-    silence: float = 5.0
+    static_hosts: Sequence[HostSlots] = ()
+    host_timeout: float = 600.0
+    failure_timeout: float = 5.0
+
+
+class ListenArguments(TypedDict):
+    """Arguments of a coordinator: addresses to listen on, and a port if it is fixed."""
+
+    hosts: Sequence[str]
+    port: NotRequired[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What to run and where.
+    """The command, the hosts and the options of a job.
 
     Attributes:
-        handed_on: variables of `env` that other hosts get whatever they are about.
-        stdin: rank 0 reads what ringrun's own standard input has.
-        allocation: of the batch system that we run in.
-        agent_command: what starts agents on other hosts, whatever else could.
-        listening: agents come by themselves.
-        wanted: what somebody wants to know of the ranks while they run.
+        command: the command of every rank.
+        env: the environment of the ranks.
+        start_timeout: seconds for all ranks to call `init`, and for hosts to answer.
+        tls: whether connections are encrypted, as in RINGJAX_TLS.
+        slots: the places of the ranks of a static job.
+        payload: standard input of every rank, for a function that is called there.
+        interfaces: network interfaces that ranks may use.
+        forwarded: names of variables in `env` that other hosts get in any case (-x).
+        stdin: whether rank 0 reads the standard input of ringrun.
+        allocation: the hosts that a batch system has given to this job.
+        agent_command: command of the user that starts agents on other hosts.
+        listening: where agents join by themselves, if they may.
+        monitor: which reports and metrics the user has asked for.
     """
 
     command: Sequence[str]
@@ -63,34 +77,41 @@ class JobSpec:
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     verbose: bool = False
-    handed_on: Set[str] = frozenset()
+    forwarded: Set[str] = frozenset()
     stdin: bool = False
     allocation: Allocation | None = None
     agent_command: str = ""
     listening: ListenOptions | None = None
-    wanted: MonitorOptions = NOTHING
+    monitor: MonitorOptions = NO_MONITORING
 
-    def rendezvous(self, remote: Sequence[str]) -> tuple[bytes, Mapping[str, Any]]:
-        """The job's secret, and where a server listens for ranks on `remote` hosts."""
+    def rendezvous_options(
+        self, remote: Sequence[str]
+    ) -> tuple[bytes, ListenArguments]:
+        """Returns the job's secret, and the coordinator's options of where to listen.
+
+        Args:
+            remote: hosts of ranks, without this machine.
+        """
         if (listening := self.listening) is None:
-            where = own_addresses(remote, self.interfaces)
+            where = reachable_addresses(remote, self.interfaces)
             return secrets.token_bytes(32), {"hosts": where}
         port = listening.port + 1
         return listening.secret, {"hosts": listening.addresses, "port": port}
 
 
 def agent_command() -> list[str]:
-    """The agent's command. -P: no file of the user's directory may shadow a module."""
+    """Returns the command of an agent."""
+    # -P: no file in the user's directory may hide a module of Python or ringjax.
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
 class ClientCommand(NamedTuple):
-    """The command that starts the agent on another host; all else goes over its pipes.
+    """The command of a client (ssh, srun) that starts the agent on another host.
 
     Attributes:
-        env: its environment.
-        by_engine: an engine starts the agent, and has set on that host what its
-            processes are to have: which GPUs, for example.
+        env: environment of the client.
+        by_engine: whether an engine starts the agent. Then the variables that the
+            engine has set on that host, such as the visible GPUs, are kept.
     """
 
     argv: list[str]
@@ -99,13 +120,15 @@ class ClientCommand(NamedTuple):
 
 
 def client_command(host: str, spec: JobSpec) -> ClientCommand:
-    """How the agent on a host is started: by a batch system, another engine, or ssh."""
+    """Returns the client for a host: the user's command, a batch system's, or ssh."""
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
-        return ClientCommand(_filled(spec.agent_command, host, program), env, True)
+        return ClientCommand(
+            _fill_template(spec.agent_command, host, program), env, True
+        )
     found = spec.allocation
-    if found is not None and found.reaches(host):
+    if found is not None and found.contains(host):
         words = [word.replace("{host}", host) for word in found.command]
         env = {name: env[name] for name in env.keys() - found.unset}
         return ClientCommand([*words, *program], env, True)
@@ -113,13 +136,13 @@ def client_command(host: str, spec: JobSpec) -> ClientCommand:
     return ClientCommand(argv, env, False)
 
 
-def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
-    """Puts host and agent into a command; without a place for it, the agent follows.
+def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str]:
+    """Fills {host} and {agent} in; without {agent} the agent's command is appended.
 
     Example:
-        >>> _filled("kubectl exec -i {host} --", "pod-1", ["env", "python"])
+        >>> _fill_template("kubectl exec -i {host} --", "pod-1", ["env", "python"])
         ['kubectl', 'exec', '-i', 'pod-1', '--', 'env', 'python']
-        >>> _filled("rsh {host} 'exec {agent}'", "a", ["python", "-m", "x y"])
+        >>> _fill_template("rsh {host} 'exec {agent}'", "a", ["python", "-m", "x y"])
         ['rsh', 'a', "exec python -m 'x y'"]
     """
     words = [word.replace("{host}", host) for word in shlex.split(template)]
@@ -129,10 +152,10 @@ def _filled(template: str, host: str, program: Sequence[str]) -> list[str]:
 
 
 def check_agent_command(template: str) -> str:
-    """The template of `client_command`, as it stands.
+    """Returns the template of --agent-command if it is valid.
 
     Raises:
-        ValueError: it is no command, or has no place for the host.
+        ValueError: the template is not a command, or has no {host}.
     """
     try:
         words = shlex.split(template)
@@ -148,7 +171,7 @@ def check_agent_command(template: str) -> str:
 
 def _ssh(host: str, spec: JobSpec) -> list[str]:
     options = {
-        "BatchMode": "yes",  # there is nobody to answer a question
+        "BatchMode": "yes",  # ask no question: ssh has no terminal here
         "StrictHostKeyChecking": "accept-new",
         "ConnectTimeout": str(max(1, round(spec.start_timeout))),
         "ServerAliveInterval": "5",

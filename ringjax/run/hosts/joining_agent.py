@@ -32,23 +32,25 @@ from ringjax.run.hosts import processes
 from ringjax.run.hosts.agent import Agent
 from ringjax.run.hosts.channel import Message
 
-_PAUSE = 0.5  # seconds between two attempts, at most
-_SAID = 30.0  # seconds between two lines about waiting; the first comes after _SOON
-_SOON = 3.0
-_STATUS = 10.0  # seconds for ringrun to say how the job ended, once all is done here
-_REMEMBERED = 1024  # ranks that have ended
+_MAX_PAUSE = 0.5  # seconds between two attempts to connect
+# Seconds until the first line about waiting, and between later lines.
+_FIRST_NOTE = 3.0
+_NOTE_INTERVAL = 30.0
+_STATUS_TIMEOUT = 10.0  # seconds for ringrun to send the exit code of the job
+_MAX_EXIT_CODES = 1024  # ended ranks that are remembered for the next ringrun
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Whom an agent calls, and as whom.
+    """Which ringrun an agent joins, and as which host.
 
     Attributes:
         address: where ringrun listens: "host:port".
-        secret, job: the job's.
-        host, slots: of this machine.
-        patience: seconds to look for ringrun the first time.
-        silence: seconds without an answer until the connection counts as lost.
+        secret, job: the secret and the id of the job.
+        host: name of this host.
+        slots: number of ranks that this host takes.
+        connect_timeout: seconds to look for ringrun the first time.
+        failure_timeout: seconds without an answer until the connection is lost.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
     """
 
@@ -57,167 +59,187 @@ class JoinOptions:
     job: str
     host: str
     slots: int
-    patience: float
-    silence: float
+    connect_timeout: float
+    failure_timeout: float
     tls: str = "auto"
 
 
 class JoiningAgent(Agent):
-    """An agent on the connection that it has built up."""
+    """An agent whose channel is a connection that it has opened itself."""
 
-    def __init__(self, calling: JoinOptions) -> None:
+    def __init__(self, options: JoinOptions) -> None:
         hangup = signal.getsignal(signal.SIGHUP)
         super().__init__()
-        if hangup == signal.SIG_IGN:  # nohup
+        if hangup == signal.SIG_IGN:  # started under nohup: keep ignoring SIGHUP
             signal.signal(signal.SIGHUP, hangup)
-        self._calling = calling
-        self._token = secrets.token_hex(8)  # tells this agent from others of its host
-        self._patience = 0.0  # to look for another ringrun
-        self._welcomed = False  # ever
-        self._here = False  # ringrun knows of us on this connection
-        self._memory: Message = {}  # what another ringrun will have to know
-        self._ended: dict[int, int] = {}  # ranks of here -> their exit codes
-        self._seats: dict[int, int] = {}  # all of them -> their local rank
-        self._leaving = self._bye = False
-        self._found: tuple[socket.socket, SessionKeys, str] | None = None
+        self._options = options
+        self._token = secrets.token_hex(8)  # identifies this agent among its host's
+        self._reconnect_timeout = 0.0  # seconds, from ringrun; 0 in a static job
+        self._welcomed = False  # by any ringrun, at any time
+        self._accepted = False  # by ringrun, on the present connection
+        self._job_state: Message = {}  # from ringrun, for the next ringrun
+        self._exit_codes: dict[int, int] = {}  # by number, ended ranks of this host
+        self._local_ranks: dict[int, int] = {}  # by number, all ranks of this host
+        self._leaving = self._bye_sent = False
+        self._connection: tuple[socket.socket, Keys, str] | None = None
         self._failure = ""
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._answered)
-        self._until(calling.patience)
-        self._dial(0.0)
+        self._connect_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(
+            self._connect_event, selectors.EVENT_READ, self._finish_connecting
+        )
+        self._set_deadline(options.connect_timeout)
+        self._start_connecting(0.0)
 
-    # Finding ringrun.
+    # Connecting.
 
-    def _until(self, patience: float) -> None:
-        self._patient, self._deadline = patience, time.monotonic() + patience
+    def _set_deadline(self, timeout: float) -> None:
+        self._connect_timeout = timeout
+        self._deadline = time.monotonic() + timeout
 
-    def _dial(self, pause: float, failure: str = "") -> None:
-        """A thread looks for it. Nothing is started meanwhile, so forks are safe."""
-        self._found, self._failure = None, failure
+    def _start_connecting(self, pause: float, failure: str = "") -> None:
+        """Connects in a thread, so that the loop can go on forwarding output.
+
+        No child is started while the thread runs, so no fork copies a locked lock: only
+        ringrun orders children, and there is no connection to ringrun yet.
+        """
+        self._connection, self._failure = None, failure
         self._thread = threading.Thread(
-            target=self._look, args=(pause,), name="ringjax-dialling", daemon=True
+            target=self._connect_loop,
+            args=(pause,),
+            name="ringjax-dialling",
+            daemon=True,
         )
         self._thread.start()
 
-    def _look(self, pause: float) -> None:
-        calling = self._calling
-        tls = offer_for(calling.tls)
-        who = HandshakeRequest(calling.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
-        say = time.monotonic() + _SOON
+    def _connect_loop(self, pause: float) -> None:
+        options = self._options
+        tls = offer(options.tls)
+        introduction = Introduction(options.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
+        next_note = time.monotonic() + _FIRST_NOTE
         while True:
-            time.sleep(pause)  # nobody is there who could tell when to call again
-            pause = min(2 * pause or 0.02, _PAUSE)
+            time.sleep(pause)  # no event tells when ringrun begins to listen
+            pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
-                self._found = connect_to_server(
-                    calling.address, calling.secret, who, self._deadline, "ringrun"
+                self._connection = reach(
+                    options.address,
+                    options.secret,
+                    introduction,
+                    self._deadline,
+                    "ringrun",
                 )
                 break
             except AuthenticationError as error:
                 self._failure = str(error)
                 if "secret" in self._failure:
                     self._failure += " (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
-                # Later it may be a stranger on the port that the right one will take.
+                # Before the first welcome a wrong secret is an error of the user. Later
+                # another program may have taken the port for a while: try again.
                 if not self._welcomed:
                     break
             except OSError as error:
-                self._failure = f"{error}, for {self._patient:g} s"
+                self._failure = f"{error}, for {self._connect_timeout:g} s"
             now = time.monotonic()
             if now + pause >= self._deadline:
                 break
-            if now >= say:
-                say = now + _SAID
+            if now >= next_note:
+                next_note = now + _NOTE_INTERVAL
                 left = self._deadline - now
                 _note(f"waits up to {left:.0f} s more: {self._failure}")
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._connect_event, 1)
 
-    def _answered(self) -> None:
-        os.eventfd_read(self._bell)
+    def _finish_connecting(self) -> None:
+        os.eventfd_read(self._connect_event)
         self._thread.join()
-        if self._found is None:
+        if self._connection is None:
             self._give_up(self._failure)
-        sock, keys, _ = self._found
-        enable_keepalive(sock, self._calling.silence)
+        sock, keys, _ = self._connection
+        watch(sock, self._options.failure_timeout)
         descriptor = sock.detach()
         self.connect(descriptor, os.dup(descriptor), keys).send(self._hello())
 
     def _hello(self) -> Message:
-        running = {name: pid for pid, name in self._ids.items()}
+        running = {number: pid for pid, number in self._numbers.items()}
         ranks = [
-            {"id": name, "pid": running.get(name, 0), "seat": seat}
-            | ({"code": self._ended[name]} if name in self._ended else {})
-            for name, seat in self._seats.items()
+            {"id": number, "pid": running.get(number, 0), "seat": local_rank}
+            | ({"code": self._exit_codes[number]} if number in self._exit_codes else {})
+            for number, local_rank in self._local_ranks.items()
         ]
         return {
             "is": "hello",
-            "host": self._calling.host,
-            "slots": self._calling.slots,
+            "host": self._options.host,
+            "slots": self._options.slots,
             "token": self._token,
-            "via": self._calling.address.rpartition(":")[0],
+            "via": self._options.address.rpartition(":")[0],
             "ranks": ranks,
-            "memory": self._memory,
+            "memory": self._job_state,
         }
 
-    def _cut(self) -> None:
-        """The connection is lost."""
-        self._channel, self._here = None, False
-        where = self._calling.address
-        if self._bye:
+    def _connection_lost(self) -> None:
+        self._channel, self._accepted = None, False
+        where = self._options.address
+        if self._bye_sent:
             os._exit(1)
         if not self._welcomed:
-            self._dial(_PAUSE)
-        elif not self._patience:
+            self._start_connecting(_MAX_PAUSE)
+        elif not self._reconnect_timeout:
             self._give_up(f"the ringrun at {where} is gone")
         else:
-            count = len(self._ids)
+            count = len(self._numbers)
+            limit = self._reconnect_timeout
             _note(
                 f"the ringrun at {where} is gone: {count} rank{'s' * (count != 1)} "
-                f"here go on, and another is looked for, up to {self._patience:g} s"
+                f"here go on, and another is looked for, up to {limit:g} s"
             )
-            self._until(self._patience)
-            self._dial(0.0)
+            self._set_deadline(limit)
+            self._start_connecting(0.0)
 
     def _give_up(self, why: str) -> NoReturn:
         _note(why)
-        self._abandon()
+        self._kill_all_and_exit()
 
-    # What ringrun asks for.
+    # Orders of ringrun.
 
-    def _obey(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         match message.get("do"):
             case "welcome":
                 if not self._welcomed:
-                    where = self._calling.address
-                    _note(f"joined the job at {where} as host {self._calling.host}")
-                if self._memory.get("job", message["job"]) != message["job"]:
-                    self._forget()
-                self._welcomed = self._here = True
-                self._patience = float(message["patience"])
+                    where = self._options.address
+                    _note(f"joined the job at {where} as host {self._options.host}")
+                if self._job_state.get("job", message["job"]) != message["job"]:
+                    self._end_old_job()
+                self._welcomed = self._accepted = True
+                self._reconnect_timeout = float(message["patience"])
                 if self._leaving:
                     self._leave()
             case "refuse":
                 self._refused(message["text"], message["again"])
             case "remember":
-                self._memory = message["memory"]
+                self._job_state = message["memory"]
             case "status":
                 os._exit(message["code"])
             case _:
-                super()._obey(message)
+                super()._handle_message(message)
 
-    def _forget(self) -> None:
-        """Another job has begun meanwhile: ends the ranks of the one before."""
+    def _end_old_job(self) -> None:
+        """Ends the ranks of the old job, because ringrun has begun another one."""
         _note("another job has begun: the ranks of the one before are ended")
         self._pause()
         self._paused.clear()
         for child in self._children.values():
             for descriptor in child.pipes.values():
                 os.close(descriptor)
-        processes.sweep(limit=1.0)
-        self._memory = {}
-        for known in (self._children, self._ids, self._ended, self._seats):
-            known.clear()
+        processes.kill_descendants(limit=1.0)
+        self._job_state = {}
+        for numbers in (
+            self._children,
+            self._numbers,
+            self._exit_codes,
+            self._local_ranks,
+        ):
+            numbers.clear()
 
     def _refused(self, why: str, again: bool) -> None:
-        """ringrun does not want us, or not yet."""
+        """Ends this agent, or connects again later if ringrun allows that."""
         assert self._channel is not None
         if not again or time.monotonic() > self._deadline:
             self._give_up(f"refused: {why}")
@@ -225,24 +247,26 @@ class JoiningAgent(Agent):
             _note(f"not yet: {why}")
         self._channel.close()
         self._channel = None
-        self._dial(1.0, why)
+        self._start_connecting(1.0, why)
 
-    def _start(self, order: Message, env: dict[str, str], task: bytes | None) -> None:
-        self._seats[order["id"]] = int(env.get("RINGJAX_LOCAL_RANK", 0))
-        super()._start(order, env, task)
+    def _start_child(
+        self, order: Message, env: dict[str, str], task: bytes | None
+    ) -> None:
+        self._local_ranks[order["id"]] = int(env.get("RINGJAX_LOCAL_RANK", 0))
+        super()._start_child(order, env, task)
 
-    def _say(self, message: Message) -> None:
-        if message["is"] == "exited":  # another ringrun hears of it from `_hello`
-            self._ended[message["id"]] = message["code"]
-            while len(self._ended) > _REMEMBERED:
-                oldest = next(iter(self._ended))
-                del self._ended[oldest], self._seats[oldest]
-        if self._here:
-            super()._say(message)
+    def _send(self, message: Message) -> None:
+        if message["is"] == "exited":  # also for the hello to another ringrun
+            self._exit_codes[message["id"]] = message["code"]
+            while len(self._exit_codes) > _MAX_EXIT_CODES:
+                oldest = next(iter(self._exit_codes))
+                del self._exit_codes[oldest], self._local_ranks[oldest]
+        if self._accepted:
+            super()._send(message)
 
-    def _hand_on(self, name: int, stream: str, data: bytes) -> None:
-        if self._here:
-            super()._hand_on(name, stream, data)
+    def _send_output(self, number: int, stream: str, data: bytes) -> None:
+        if self._accepted:
+            super()._send_output(number, stream, data)
             return
         descriptor = 2 if stream == "stderr" else 1
         with contextlib.suppress(OSError):
@@ -250,52 +274,55 @@ class JoiningAgent(Agent):
                 wait_writable(descriptor)
                 data = data[os.write(descriptor, data) :]
 
-    # How it ends.
+    # The end.
 
-    def _asked_to_end(self, number: int) -> None:
-        """SIGTERM: the ranks leave at their next commit. Again, or another: at once.
+    def _handle_end_signal(self, number: int) -> None:
+        """Lets the ranks leave at their next commit, or ends them at once.
 
-        SIGUSR1 is what Slurm is told to send before (--signal).
+        SIGTERM asks the ranks to leave, and so does SIGUSR1, which Slurm can be told to
+        send before (--signal). A second signal, or any other one, ends all at once.
         """
         asks = number in (signal.SIGTERM, signal.SIGUSR1)
-        if not asks or self._leaving or not self._ids:
-            self._goodbye()
-            self._abandon(128 + number)
+        if not asks or self._leaving or not self._numbers:
+            self._send_bye()
+            self._kill_all_and_exit(128 + number)
         self._leaving = True
         self._leave()
 
     def _leave(self) -> None:
-        if self._here and self._patience:  # it is elastic: ringrun knows what to do
-            self._say({"is": "leaving"})
+        # In an elastic job ringrun asks the ranks, with their groups, to leave.
+        if self._accepted and self._reconnect_timeout:
+            self._send({"is": "leaving"})
             return
-        for name in self._ids.values():
-            self._children[name].signal(signal.SIGTERM, alone=True)
+        for number in self._numbers.values():
+            self._children[number].signal(signal.SIGTERM, alone=True)
 
-    def _after_turn(self) -> None:
-        super()._after_turn()
-        if self._leaving and not self._ids and self._drained and self._ending is None:
-            self._goodbye()
-            self._abandon(128 + signal.SIGTERM)
+    def _after_events(self) -> None:
+        super()._after_events()
+        complete = not self._numbers and self._output_complete
+        if self._leaving and complete and self._exit_deadline is None:
+            self._send_bye()
+            self._kill_all_and_exit(128 + signal.SIGTERM)
 
     def _finish(self, deadline: float) -> None:
-        """Says goodbye, and waits for how the job ended."""
+        """Sends "bye", then waits for the exit code of the job ("status")."""
         late = time.monotonic() > deadline
-        if self._bye and late:
+        if self._bye_sent and late:
             os._exit(1)
-        if not self._bye and (self._drained or late):
-            self._bye = True
-            self._ending = time.monotonic() + _STATUS
-            self._goodbye()
+        if not self._bye_sent and (self._output_complete or late):
+            self._bye_sent = True
+            self._exit_deadline = time.monotonic() + _STATUS_TIMEOUT
+            self._send_bye()
 
 
 def _note(text: str) -> None:
     stderr.line(f"ringrun --join: {text}")
 
 
-def join(calling: JoinOptions) -> NoReturn:
-    """Serves as an agent of a job until it is over; ends this process as the job ends.
+def join(options: JoinOptions) -> NoReturn:
+    """Serves as an agent until the job is over, and ends this process as the job ends.
 
-    With 128 + SIGTERM if it was asked to end by that signal, and with 1 if the job was
-    not to be found or did not want this host, which is said.
+    The exit code is 128 + SIGTERM if that signal has ended the agent. It is 1, after a
+    line that says why, if the job was not found or did not accept this host.
     """
-    JoiningAgent(calling).run()
+    JoiningAgent(options).run()

@@ -1,4 +1,4 @@
-"""Commands on this machine whose output somebody waits for: a discovery script."""
+"""Short commands on this machine whose output ringrun needs, as a discovery script."""
 
 from __future__ import annotations
 
@@ -16,56 +16,62 @@ class _Command:
 
 
 class LocalCommands:
-    """Those under way, by the names of their processes."""
+    """Collects output and exit code of running commands, by process number."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, _Command] = {}
+        self._running: dict[int, _Command] = {}
 
-    def names(self) -> set[int]:
-        """Of their processes."""
-        return set(self._under_way)
+    def numbers(self) -> set[int]:
+        return set(self._running)
 
-    def add(self, name: int, done: Callable[[int, str, str], None]) -> None:
-        """One has been ordered; `done` gets exit code, output and error output."""
-        self._under_way[name] = _Command(done)
+    def add(self, number: int, done: Callable[[int, str, str], None]) -> None:
+        """Registers a command.
 
-    def wrote(self, name: int, stream: str, data: bytes) -> bool:
-        """One may have written something; no data: the stream has ended.
+        Args:
+            number: number of its process.
+            done: called with exit code, output and error output when it has ended.
+        """
+        self._running[number] = _Command(done)
+
+    def add_output(self, number: int, stream: str, data: bytes) -> bool:
+        """Adds output if the process is a command; empty `data` ends the stream.
 
         Returns:
-            Whether it is one.
+            Whether the process is a command.
         """
-        errand = self._under_way.get(name)
-        if errand is not None:
-            errand.output.setdefault(stream, bytearray()).extend(data)
+        command = self._running.get(number)
+        if command is not None:
+            command.output.setdefault(stream, bytearray()).extend(data)
             if not data:
-                errand.open.discard(stream)
-                self._settle(name, errand)
-        return errand is not None
+                command.open.discard(stream)
+                self._settle(number, command)
+        return command is not None
 
-    def exited(self, name: int, code: int, text: str) -> bool:
-        """One may have ended; returns whether it is one."""
-        errand = self._under_way.get(name)
-        if errand is not None:
-            errand.code, errand.text = code, text
-            if text:  # it never ran, so nothing closes its streams
-                errand.open.clear()
-            self._settle(name, errand)
-        return errand is not None
+    def record_exit(self, number: int, code: int, text: str) -> bool:
+        """Records an exit if the process is a command; returns whether it is one."""
+        command = self._running.get(number)
+        if command is not None:
+            command.code, command.text = code, text
+            if text:  # the command never ran, so no end of its streams will come
+                command.open.clear()
+            self._settle(number, command)
+        return command is not None
 
-    def fail(self, text: str) -> None:
-        """All are gone."""
-        for name in self.names():
-            self.exited(name, 255, text)
+    def fail_all(self, text: str) -> None:
+        for number in self.numbers():
+            self.record_exit(number, 255, text)
 
-    def _settle(self, name: int, errand: _Command) -> None:
-        """It may be done: it has ended, and so has what it wrote."""
-        if errand.code is None or errand.open:
+    def _settle(self, number: int, command: _Command) -> None:
+        """Calls `done` once the process has ended and both streams are closed.
+
+        Either may come first: the agent reports the exit as soon as it has collected
+        the process, and the rest of the output may still be in the pipes.
+        """
+        if command.code is None or command.open:
             return
-        del self._under_way[name]
-        texts = (
-            bytes(errand.output.get(stream, b"")).decode(errors="replace")
+        del self._running[number]
+        out, err = (
+            bytes(command.output.get(stream, b"")).decode(errors="replace")
             for stream in ("stdout", "stderr")
         )
-        out, err = texts
-        errand.done(errand.code, out, err or errand.text)
+        command.done(command.code, out, err or command.text)

@@ -1,7 +1,8 @@
-"""Addresses of hosts by name: all are looked up at the same time, each one once.
+"""Looks up the addresses of host names, all at the same time and each name once.
 
-A name that only ssh knows costs some 20 s where no name server answers. Threads wait
-for it, so that ringrun says what it waits for, and hears a Ctrl-C.
+If no name server answers, a name that only ssh can resolve takes some 20 s. Threads
+wait for the resolver, so ringrun can tell the user what it waits for, and reacts to
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,38 +13,40 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from ringjax import stderr
 
-_AT_ONCE = 32  # threads
-_SOON = 3.0  # seconds until it is said that the name server does not answer
+_MAX_THREADS = 32
+_WARN_AFTER = 3.0  # seconds without an answer until the user is told
 
-AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
+# `socket.getaddrinfo` returns family, kind, protocol, canonical name, socket address.
+AddressInfo = tuple[
+    socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]
+]
 
 
 class _Lookup:
     """The addresses of one host, once the resolver has returned them."""
 
     def __init__(self) -> None:
-        self.asked = time.monotonic()
-        self.there = threading.Event()
-        self.found: list[AddressInfo] = []
+        self.started_at = time.monotonic()
+        self.done = threading.Event()
+        self.addresses: list[AddressInfo] = []
 
 
-_answers: dict[str, _Lookup] = {}
-_said: set[str] = set()
+_lookups: dict[str, _Lookup] = {}
+_announced: set[str] = set()
 
 
-def ask(names: Iterable[str]) -> None:
-    """Begins to look up those that are not known yet, and does not wait."""
-    new = deque(name for name in dict.fromkeys(names) if name not in _answers)
-    _answers.update((name, _Lookup()) for name in new)
-    for _ in range(min(len(new), _AT_ONCE)):
+def start(names: Iterable[str]) -> None:
+    """Starts to look up the names that are new, and does not wait."""
+    new = deque(name for name in dict.fromkeys(names) if name not in _lookups)
+    _lookups.update((name, _Lookup()) for name in new)
+    for _ in range(min(len(new), _MAX_THREADS)):
         thread = threading.Thread(target=_look_up, args=(new,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads: then in this one
+        except RuntimeError:  # the system allows no more threads: use this one
             _look_up(new)
 
 
@@ -51,28 +54,31 @@ def _look_up(names: deque[str]) -> None:
     while names:
         with contextlib.suppress(IndexError):  # another thread was quicker
             name = names.popleft()
-            answer = _answers[name]
+            lookup = _lookups[name]
             with contextlib.suppress(OSError, UnicodeError):
-                answer.found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
-            answer.there.set()
+                lookup.addresses = [
+                    *socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+                ]
+            lookup.done.set()
 
 
 def addresses(name: str) -> list[AddressInfo]:
-    """The datagram addresses of a host, as `socket.getaddrinfo`; none if unknown.
+    """Returns the datagram addresses of a host; empty if the name is unknown.
 
     Example:
         >>> addresses("127.0.0.1")[0][4]
         ('127.0.0.1', 9)
     """
-    ask([name])
-    answer = _answers[name]
-    while not answer.there.wait(0.1):  # in pieces: signals are heard between them
-        if time.monotonic() - answer.asked > _SOON and not _said:
-            waiting = [n for n, one in _answers.items() if not one.there.is_set()]
-            _said.update(waiting)
+    start([name])
+    lookup = _lookups[name]
+    # Wait in short pieces: Python runs signal handlers only between them.
+    while not lookup.done.wait(0.1):
+        if time.monotonic() - lookup.started_at > _WARN_AFTER and not _announced:
+            waiting = [n for n, other in _lookups.items() if not other.done.is_set()]
+            _announced.update(waiting)
             stderr.line(
                 "ringrun: waiting for the name server to answer for "
                 + ", ".join(waiting[:8])
                 + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
             )
-    return answer.found
+    return lookup.addresses

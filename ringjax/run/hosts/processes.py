@@ -1,9 +1,13 @@
-"""Processes of one host: started each in a group of its own, and killed as trees.
+"""Processes of one host: each starts in its own group, and all are killed as trees.
 
-Three nets keep every process from outliving the job. Children get a signal from the
-kernel when the agent dies (PR_SET_PDEATHSIG); their own children are killed with the
-process group; and whatever left its group is handed to the agent by the kernel when its
-parent dies (PR_SET_CHILD_SUBREAPER), where `sweep` finds it. Linux only.
+Three mechanisms keep any process from outliving the job:
+
+* The kernel sends SIGKILL to the children when the agent dies (PR_SET_PDEATHSIG).
+* The children of a child are killed together with its process group.
+* A process that has left its group becomes a child of the agent when its own parent
+  dies (PR_SET_CHILD_SUBREAPER), and `kill_descendants` finds it there.
+
+Linux only.
 """
 
 from __future__ import annotations
@@ -24,26 +28,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class ChildProcess:
-    """A running child: its process, and our ends of its pipes by stream name.
+    """A child, and this process's ends of its pipes by stream name.
 
     Attributes:
-        takes_group: when it fails, what is left of its group is killed.
+        kills_group: if the child fails, the rest of its process group is killed.
     """
 
     process: subprocess.Popen[bytes]
     pipes: dict[str, int] = field(default_factory=dict)
-    takes_group: bool = False
+    kills_group: bool = False
 
     @property
     def pid(self) -> int:
-        """Its process id, and its group's."""
+        """The process id, which is the id of the process group, too."""
         return self.process.pid
 
     def signal(self, number: int, *, alone: bool = False) -> None:
-        """Signal the whole process group, or the process alone.
+        """Signals the whole process group, or the process alone.
 
-        Nothing once the leader is collected: its id may belong to someone else by
-        then, and what it left behind is for `sweep`.
+        Does nothing once the process was collected, because the kernel may have given
+        its id to another process. `kill_descendants` finds the rest of its group.
         """
         if self.process.returncode is not None:
             return
@@ -51,13 +55,13 @@ class ChildProcess:
             (os.kill if alone else os.killpg)(self.pid, number)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies."""
+def become_subreaper() -> None:
+    """Makes this process the parent of every descendant whose own parent dies."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _payload_file(payload: bytes) -> int:
-    """An anonymous file with `payload`, at its beginning."""
+    """Returns an anonymous file that contains `payload`, positioned at its start."""
     descriptor = os.memfd_create("ringrun-task")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(payload)
@@ -74,16 +78,17 @@ def start(
     stdout: int | None = None,
     outlives: bool = False,
 ) -> ChildProcess:
-    """Start a child in a new process group, bound to the life of this process.
+    """Starts a child in a new process group, bound to the life of this process.
 
     Args:
-        argv: the command. With a payload, the number of the descriptor that takes the
+        argv: the command. If there is a payload, the number of the descriptor for the
             result is appended.
-        env: its whole environment.
-        payload: given to the child as its standard input; it then also gets a pipe for
-            a result. Without one the standard input is empty.
-        stdin, stdout: descriptors to give to the child instead, closed here.
-        outlives: it is not killed with this process; another one ends it, by its pipes.
+        env: the whole environment of the child.
+        payload: standard input of the child, which then gets a pipe for a result, too.
+            Without a payload the standard input is empty.
+        stdin, stdout: descriptors for the child. They are closed here.
+        outlives: the child is not killed with this process. It ends when its pipes are
+            closed by the process at their other end.
 
     Raises:
         OSError: the command cannot be run.
@@ -93,7 +98,8 @@ def start(
     def bind() -> None:
         if not outlives:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:  # the agent died before the line above
+            # The agent may have died before the call above: then no signal will come.
+            if os.getppid() != parent:
                 os._exit(1)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -138,21 +144,25 @@ def start(
 
 
 def kill_group(pid: int) -> None:
-    """Kills what is left of a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
-    """Collect every child and adopted orphan that has ended: (pid, exit code).
+    """Collects every child and adopted orphan that has ended.
 
-    The exit code of a process that a signal ended is 128 + the signal, as in a shell.
-    A leader that has failed takes its whole process group with it.
+    Args:
+        leaders: process ids; if one of these has failed, its process group is killed.
+
+    Returns:
+        Process id and exit code of each. The code is 128 + N, as in a shell, if signal
+        N has ended the process.
     """
     ended: list[tuple[int, int]] = []
     while True:
         try:
-            # Not collected yet, its id and its group's cannot be somebody else's.
+            # WNOWAIT: as long as the process is not collected, the kernel cannot give
+            # its id to another process, so killing the group below is safe.
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return ended
@@ -167,10 +177,11 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
 
 
 def _descendants() -> list[int]:
-    """Process ids of all our descendants, from /proc.
+    """Returns the process ids of all descendants of this process, from /proc.
 
-    In a PID namespace with the /proc of its host the numbers there are of that one:
-    what is there is found by them, and signalled by the numbers of here.
+    A container may have a PID namespace of its own, but the /proc of its host. Then the
+    numbers in /proc are those of the host, and must be translated before signals are
+    sent.
     """
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -184,18 +195,20 @@ def _descendants() -> list[int]:
         parents.setdefault(int(fields[1]), []).append(int(name))
     found: list[int] = []
     own = os.getpid()
-    with contextlib.suppress(OSError):  # no /proc at all
+    with contextlib.suppress(OSError):  # /proc may not be mounted
         own = int(os.readlink("/proc/self"))
     queue = [own]
     while queue:
         children = parents.get(queue.pop(), [])
         found += children
         queue += children
-    return found if own == os.getpid() else [n for pid in found for n in _here(pid)]
+    return (
+        found if own == os.getpid() else [n for pid in found for n in _own_number(pid)]
+    )
 
 
-def _here(pid: int) -> list[int]:
-    """The number of a process in our own PID namespace; none if it has ended."""
+def _own_number(pid: int) -> list[int]:
+    """Translates a process id into this PID namespace; empty if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
@@ -203,8 +216,8 @@ def _here(pid: int) -> list[int]:
     return []
 
 
-def childless() -> bool:
-    """Whether no child is left, not even one to be collected."""
+def has_no_children() -> bool:
+    """Returns whether this process has no child, not even one to be collected."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -212,15 +225,18 @@ def childless() -> bool:
     return False
 
 
-def sweep(limit: float) -> list[tuple[int, int]]:
-    """Kill and collect everything below this process; gives up after `limit` seconds.
+def kill_descendants(limit: float) -> list[tuple[int, int]]:
+    """Kills and collects everything below this process, for `limit` seconds at most.
 
-    Having no child proves that there is no descendant either, since the kernel hands
-    us the orphans.
+    Once this process has no child, it has no descendant either, because orphans become
+    its children (`become_subreaper`).
+
+    Returns:
+        Process id and exit code of each, as `reap` does.
     """
     deadline = time.monotonic() + limit
     ended = reap()
-    while not childless() and time.monotonic() < deadline:
+    while not has_no_children() and time.monotonic() < deadline:
         for pid in _descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,10 @@
-"""Files that ranks leave in a folder on their host, brought to ringrun at the end.
+"""Files of `ringrun --profile`: prepares the folder, fetches from hosts, merges.
 
-Of a folder that the hosts share nothing is sent: ringrun says what it has. Both ends
-are here; the messages go over the agents' channels.
+Ranks write into the folder on their own host (world/profiling.py). At the end of the
+job ringrun asks each agent for the files that are missing here, so files in a folder
+that hosts share are not sent. The messages go over the channels of the agents. Another
+process merges what all ranks have written (ringjax.profile), because ringrun must start
+quickly and therefore does not import that package.
 """
 
 from __future__ import annotations
@@ -9,22 +12,41 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol, TypeVar
 
+from ringjax import stderr
+from ringjax.run import environ
 from ringjax.run.hosts.channel import Message
 
 _CHUNK = 1 << 18
-_PATIENCE = 60.0  # seconds
+_FETCH_TIMEOUT = 60.0  # seconds
+_MERGE_TIMEOUT = 300.0  # seconds
 
 
-def outgoing(request: Message, since: float) -> Iterator[Message]:
-    """What an agent answers to the request of an `FileReceiver`.
+def prepare_folder(folder: str) -> str:
+    """Makes the folder; returns its absolute path, which ranks on other hosts use too.
+
+    Raises:
+        OSError: no file can be written there.
+    """
+    folder = os.path.abspath(folder)
+    os.makedirs(folder, exist_ok=True)
+    probe = os.path.join(folder, f".ringrun-{os.getpid()}")
+    with open(probe, "wb"):
+        os.unlink(probe)
+    return folder
+
+
+def read_files(request: Message, since: float) -> Iterator[Message]:
+    """Yields an agent's reply to the request of a `FileReceiver`.
 
     Args:
-        since: seconds since 1970; what is older is of another job.
+        since: seconds since 1970; an older file belongs to another job.
     """
     folder = Path(request["folder"])
     have = set(request["have"])
@@ -40,19 +62,18 @@ def outgoing(request: Message, since: float) -> Iterator[Message]:
     yield {"is": "files"}
 
 
-class Sender(Protocol):
-    """An agent, as far as it matters here."""
+class FileSender(Protocol):
+    """The part of an agent that `FileReceiver` needs."""
 
     @property
-    def done(self) -> bool:
-        """Whether nothing will come from it any more."""
+    def closed(self) -> bool: ...
 
 
-AgentT = TypeVar("AgentT", bound=Sender)
+SenderT = TypeVar("SenderT", bound=FileSender)
 
 
 class FileReceiver:
-    """What comes into a folder here."""
+    """Writes the files that agents send into a folder on this machine."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -61,47 +82,68 @@ class FileReceiver:
 
     def fetch(
         self,
-        agents: Sequence[AgentT],
-        tell: Callable[[AgentT, Message], None],
-        turn: Callable[[float], object],
+        agents: Sequence[SenderT],
+        send: Callable[[SenderT, Message], None],
+        poll: Callable[[float], object],
         note: Callable[[str], None],
     ) -> None:
-        """Asks them for what is not here, and waits, not for ever.
+        """Asks agents for the files that are not here, and waits for them.
 
         Args:
-            tell: sends a message to one.
-            turn: waits so many seconds for messages, which come to `take`.
-            note: told what could not be written.
+            send: sends a message to an agent.
+            poll: waits up to some seconds for messages and passes them to `receive`.
+            note: shows a line about files that could not be fetched or written.
         """
         have = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in have]
         request = {"do": "fetch", "folder": str(self._folder), "have": names}
-        asked = [agent for agent in agents if not agent.done]
+        asked = [agent for agent in agents if not agent.closed]
         for agent in asked:
-            tell(agent, request)
-        deadline = time.monotonic() + _PATIENCE
-        while self._answered < sum(not agent.done for agent in asked):
+            send(agent, request)
+        deadline = time.monotonic() + _FETCH_TIMEOUT
+        while self._answered < sum(not agent.closed for agent in asked):
             if time.monotonic() > deadline:
                 note(f"{self._folder}: some hosts have not sent all files")
                 return
-            turn(0.05)
+            poll(0.05)
         if self._problem:
             note(self._problem)
 
-    def take(self, message: Message) -> None:
-        """A piece of a file, or the end of what an agent has."""
+    def receive(self, message: Message) -> None:
+        """Writes a piece of a file, or notes that an agent has sent all its files."""
         if message["is"] == "files":
             self._answered += 1
             return
         name = PurePosixPath(message["name"])
+        # A host must not be able to write outside of the folder.
         if name.is_absolute() or ".." in name.parts or self._problem:
-            return  # nothing is written elsewhere
+            return
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Not through a link that somebody has put there.
+            # O_NOFOLLOW: another user may have put a symbolic link into the folder.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with open(os.open(path, flags, 0o666), "ab") as file:
                 file.write(base64.b64decode(message["data"]))
         except OSError as error:
             self._problem = f"{path}: {error.strerror}"
+
+
+def merge_profiles(folder: str, note: Callable[[str], None]) -> None:
+    """Writes the archives of all ranks and prints a summary, after the job.
+
+    Args:
+        note: shows a line if merging fails, which does not change the job's outcome.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "ringjax.profile", "merge", folder],
+            env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
+            capture_output=True,
+            text=True,
+            timeout=_MERGE_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        note(f"--profile: {error}; try `python -m ringjax.profile merge {folder}`")
+        return
+    stderr.line((done.stdout + done.stderr).rstrip())

@@ -1,7 +1,7 @@
-"""Where ranks run: host lists, host files, and which rank gets which slot.
+"""Slots: parses lists of hosts, and gives each rank a slot on a host.
 
-Names and counts only, plus the question "is this host me, and under which address do
-the others reach me". Nothing here starts a process or opens a connection.
+Also answers whether a name is this machine, and under which addresses other hosts reach
+it. Nothing here starts a process or opens a connection.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from ringjax.control import addresses
 from ringjax.run.hosts import name_lookup
 
-# A host is handed to ssh as an argument: it must never look like an option.
+# A name becomes an argument of ssh, so it must never look like an option (-o...).
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
-ANY = "*"  # a remote host that nobody knows yet
+ANY_HOST = "*"  # in place of hosts that are not known yet
 _LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """One machine and how many ranks it takes."""
+    """A host and the number of ranks that it takes."""
 
     name: str
     slots: int
@@ -33,7 +33,7 @@ class HostSlots:
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """One rank's place in the job, in Horovod's terms."""
+    """The place of one rank in the job. The name and the fields are Horovod's."""
 
     host: str
     rank: int
@@ -44,7 +44,7 @@ class SlotInfo:
     cross_size: int
 
     def environment(self) -> dict[str, str]:
-        """Variables that tell the rank its place, under our names and Horovod's."""
+        """Returns the variables for the rank, under ringjax's and Horovod's names."""
         place = {
             "RANK": self.rank,
             "SIZE": self.size,
@@ -61,19 +61,23 @@ class SlotInfo:
         }
 
 
-def check_name(name: str) -> str:
-    """A host's name, as it stands.
+def check_host_name(name: str) -> str:
+    """Returns the name of a host if it is valid.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a host name")
     return name
 
 
-def host_of(name: str, slots: str | None, where: str) -> HostSlots:
-    """Check one entry; `where` opens the error text."""
+def parse_host(name: str, slots: str | None, where: str) -> HostSlots:
+    """Makes a host of a name and a number of slots; None means one slot.
+
+    Raises:
+        ValueError: either is not valid; the text begins with `where`.
+    """
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
         name = name[1:-1]
     elif not _NAME.fullmatch(name):
@@ -87,16 +91,16 @@ def host_of(name: str, slots: str | None, where: str) -> HostSlots:
     return HostSlots(name, int(slots))
 
 
-def _split(entry: str, where: str) -> HostSlots:
-    """Read `host`, `host:slots` or `[v6 address]:slots`."""
+def _parse_entry(entry: str, where: str) -> HostSlots:
+    """Parses `host`, `host:slots` or `[IPv6 address]:slots`."""
     name, colon, slots = entry.rpartition(":")
     if not colon or entry.endswith("]"):
-        return host_of(entry, None, where)
-    return host_of(name, slots, where)
+        return parse_host(entry, None, where)
+    return parse_host(name, slots, where)
 
 
-def merged(hosts: Iterable[HostSlots]) -> list[HostSlots]:
-    """Hosts in order of first mention; slots of repeated mentions add up."""
+def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
+    """Merges repeated hosts by adding their slots; keeps the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -104,22 +108,22 @@ def merged(hosts: Iterable[HostSlots]) -> list[HostSlots]:
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """Read the value of -H: `host1:2,host2:4`; a host without a number has one slot.
+    """Parses the value of -H: `host1:2,host2:4`; a host without a number has one slot.
 
     Raises:
-        ValueError: naming the entry that cannot be read.
+        ValueError: an entry cannot be read; the text names it.
     """
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
         raise ValueError("-H: no host given; write for example host1:2,host2:2")
-    return merged(_split(entry, "-H") for entry in entries if entry)
+    return merge_hosts(_parse_entry(entry, "-H") for entry in entries if entry)
 
 
 def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
-    """Read a host file: per line `host slots=N`, `host:N` or `host`; `#` comments.
+    """Parses a host file of lines `host slots=N`, `host:N` or `host`; `#` comments.
 
     Raises:
-        ValueError: naming file and line of what cannot be read.
+        ValueError: the file cannot be read; the text names the file and the line.
     """
     hosts = []
     try:
@@ -140,19 +144,22 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
             elif key not in ("max-slots", "max_slots"):
                 raise ValueError(f"{where}: {word!r} is not understood")
         if slots is None:
-            hosts.append(_split(words[0], where))
+            hosts.append(_parse_entry(words[0], where))
         else:
-            hosts.append(host_of(words[0], slots, where))
+            hosts.append(parse_host(words[0], slots, where))
     if not hosts:
         raise ValueError(f"--hostfile {os.fspath(path)}: no host in it")
-    return merged(hosts)
+    return merge_hosts(hosts)
 
 
 def parse_discovered(text: str, slots: int) -> list[HostSlots]:
-    r"""Read what a discovery script prints: per line `host` or `host:slots`.
+    r"""Parses the output of a discovery script: each line is `host` or `host:slots`.
+
+    Args:
+        slots: for hosts without a number.
 
     Raises:
-        ValueError: naming the line that cannot be read.
+        ValueError: a line cannot be read; the text names it.
 
     Example:
         >>> parse_discovered("a:4\nb\n", slots=2)
@@ -160,20 +167,20 @@ def parse_discovered(text: str, slots: int) -> list[HostSlots]:
     """
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
-        host = _split(line, "--host-discovery-script")
+        host = _parse_entry(line, "--host-discovery-script")
         counted = ":" in line and not line.endswith("]")
         found.append(host if counted else HostSlots(host.name, slots))
-    return merged(found)
+    return merge_hosts(found)
 
 
-def assign(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
-    """Give `size` ranks to the hosts in order, filling one host before the next.
+def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
+    """Gives `size` ranks to the hosts in order, and fills one host before the next.
 
-    local_rank counts inside a host; cross_rank counts the hosts that have a rank with
-    the same local_rank, as in Horovod.
+    As in Horovod, local_rank counts the ranks of a host, and cross_rank counts the
+    hosts that have a rank with the same local_rank.
 
     Raises:
-        ValueError: if the hosts have fewer slots than ranks are asked for.
+        ValueError: the hosts have fewer slots than `size`.
     """
     if size < 1:
         raise ValueError(f"-np: at least one process is needed, not {size}")
@@ -208,12 +215,12 @@ def assign(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
     return slots
 
 
-def in_order(host: HostSlots) -> list[tuple[int, str]]:
-    """A key that sorts hosts by name, with numbers as numbers.
+def natural_order(host: HostSlots) -> list[tuple[int, str]]:
+    """Returns a key that sorts hosts by name, with numbers as numbers.
 
     Example:
         >>> hosts = [HostSlots("n-10", 1), HostSlots("n-9", 1)]
-        >>> [host.name for host in sorted(hosts, key=in_order)]
+        >>> [host.name for host in sorted(hosts, key=natural_order)]
         ['n-9', 'n-10']
     """
     pieces = re.split(r"([0-9]+)", host.name)
@@ -221,17 +228,17 @@ def in_order(host: HostSlots) -> list[tuple[int, str]]:
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` is this machine: loopback, its name, or an address of it."""
+    """Returns whether `name` is this machine: loopback, its name or its address."""
     if name in _LOOPBACK or name == socket.gethostname():
         return True
     if "@" in name:  # another user, even on this machine, needs ssh
         return False
     found = name_lookup.addresses(name)
-    return any(_is_ours(family, address) for family, *_, address in found)
+    return any(_is_own_address(family, address) for family, *_, address in found)
 
 
-def _is_ours(family: int, address: tuple[object, ...]) -> bool:
-    """An address is ours exactly if we can bind to it; nothing is sent."""
+def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
+    """Returns whether this machine can bind to an address. Sends nothing."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
@@ -240,15 +247,15 @@ def _is_ours(family: int, address: tuple[object, ...]) -> bool:
     return True
 
 
-def without_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Hosts under the first of the names they have here: names of the same address.
+def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
+    """Merges names of the same address into one host, under the first of the names.
 
-    Two ranks of a machine with the same local_rank would share a GPU. Two users of a
-    machine are two hosts.
+    Otherwise two ranks of one machine would get the same local_rank and share a GPU.
+    Two users of one machine stay two hosts.
     """
     if len(hosts) < 2:
         return list(hosts)
-    name_lookup.ask(host.name.rpartition("@")[2] for host in hosts)
+    name_lookup.start(host.name.rpartition("@")[2] for host in hosts)
     known: dict[tuple[str, object], str] = {}
 
     def first_name(name: str) -> str:
@@ -259,19 +266,22 @@ def without_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
         known.update(dict.fromkeys(keys, first))
         return first
 
-    return merged(HostSlots(first_name(host.name), host.slots) for host in hosts)
+    return merge_hosts(HostSlots(first_name(host.name), host.slots) for host in hosts)
 
 
-def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
-    """Addresses of this machine under which the `remote` hosts can reach it.
+def reachable_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
+    """Returns addresses of this machine at which the `remote` hosts can reach it.
 
-    Loopback alone if there is no remote host. The given interfaces if any. All that
-    there are if `remote` is `[ANY]`, as nobody knows yet who will come. Otherwise the
-    addresses from which packets to the remote hosts leave, and for names that only
-    ssh can resolve every address of this machine but loopback.
+    The first rule that applies decides:
+
+    * Interfaces are given: their addresses.
+    * There is no remote host: loopback.
+    * `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
+    * Otherwise: the addresses from which packets to these hosts leave. If only ssh can
+      resolve a name, all addresses but loopback are added.
 
     Raises:
-        ValueError: naming an interface that does not exist or has no address.
+        ValueError: an interface does not exist or has no address; the text names it.
     """
     if interfaces:
         try:
@@ -280,21 +290,24 @@ def own_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]
             raise ValueError(f"--network-interfaces: {error}") from None
     if not remote:
         return [addresses.loopback()]
-    if remote == [ANY]:
-        return _every_address() or [addresses.loopback()]
-    routed = [_address_towards(name.rpartition("@")[2]) for name in remote]
+    if remote == [ANY_HOST]:
+        return _all_addresses() or [addresses.loopback()]
+    routed = [_source_address(name.rpartition("@")[2]) for name in remote]
     found = [address for address in routed if address]
     if None in routed:
-        found += _every_address()
+        found += _all_addresses()
     return list(dict.fromkeys(found)) or [addresses.loopback()]
 
 
-def _every_address() -> list[str]:
+def _all_addresses() -> list[str]:
     return [a for a in addresses.of_interfaces() if not addresses.is_loopback(a)]
 
 
-def _address_towards(name: str) -> str | None:
-    """Our address on the way to `name`; connecting a datagram socket sends nothing."""
+def _source_address(name: str) -> str | None:
+    """Returns the address from which packets to `name` leave.
+
+    The kernel chooses it when a datagram socket is connected, which sends nothing.
+    """
     for family, kind, protocol, _, address in name_lookup.addresses(name):
         with (
             contextlib.suppress(OSError),

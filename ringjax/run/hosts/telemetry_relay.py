@@ -1,9 +1,10 @@
-"""The ranks of this host that tell how they are, each over a socket of its own.
+"""Telemetry relay of an agent: passes samples of the ranks of this host to ringrun.
 
-The agent listens on an abstract unix socket, whose name its ranks find in their
-environment; the kernel says whether who connects is of this user. Lines are handed on
-to ringrun as they are, or dropped if ringrun does not take them: nobody ever waits for
-anybody here. What they mean is in ringjax.monitor.
+The agent listens on an abstract unix socket and puts its name into the environment of
+its ranks. The kernel tells the user id of each peer, and connections of other users are
+closed. A rank sends its samples as lines (ringjax.monitor says what is in them). The
+relay forwards lines unchanged, and drops a line if ringrun is too slow to take it, so
+no rank and no agent ever waits.
 """
 
 from __future__ import annotations
@@ -20,51 +21,54 @@ from dataclasses import dataclass
 from ringjax.control.unix_peer import peer_uid
 from ringjax.run.hosts.channel import Message
 
-_LONGEST = 1 << 18  # bytes of a line
+_MAX_LINE = 1 << 18  # bytes
 _CHUNK = 1 << 16
-_STRANGERS = 64  # connections of those that have not said yet who they are
-_SILENCE = 5.0  # seconds to say that
+_MAX_UNIDENTIFIED = 64  # connections whose hello has not come yet
+_HELLO_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(slots=True, eq=False)
 class _RankConnection:
-    """A connection; `name` is the rank's number for ringrun, once it has told it."""
-
     sock: socket.socket
-    came: float
-    name: int | None = None
+    since: float
+    number: int | None = None  # ringrun's number of the rank, from its hello
     input: bytes = b""
 
 
 class TelemetryRelay:
-    """Takes ranks in and hands on what they tell.
+    """Accepts connections of ranks and forwards their samples.
 
     Args:
-        names: of the ranks that run here.
-        hand_on: takes a message for ringrun, or drops it.
+        ranks: numbers of the ranks that run on this host.
+        forward: sends a message to ringrun, or drops it.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        names: Container[int],
-        hand_on: Callable[[Message], None],
+        ranks: Container[int],
+        forward: Callable[[Message], None],
     ) -> None:
-        self._selector, self._names, self._hand_on = selector, names, hand_on
+        self._selector, self._ranks, self._forward = selector, ranks, forward
         self._listener: socket.socket | None = None
-        self._known: list[_RankConnection] = []
-        self._every = 0.0
+        self._connections: list[_RankConnection] = []
+        self._interval = 0.0
         self.address = ""
 
-    def open(self) -> str:
-        """The name of the socket; empty: there is none. Listens from the first call."""
+    def start_listening(self) -> str:
+        """Listens, from the first call on.
+
+        Returns:
+            The name of the abstract socket. Empty if listening is not possible, in
+            which case the job runs without telemetry from this host.
+        """
         if self._listener is None:
             name = f"ringjax-agent-{secrets.token_hex(8)}"
             listener = socket.socket(socket.AF_UNIX)
             try:
                 listener.bind(f"\0{name}")
-                listener.listen(_STRANGERS)
-            except OSError:  # the job does without
+                listener.listen(_MAX_UNIDENTIFIED)
+            except OSError:
                 listener.close()
                 return ""
             listener.setblocking(False)
@@ -72,19 +76,19 @@ class TelemetryRelay:
             self._listener, self.address = listener, name
         return self.address
 
-    def ask(self, every: float) -> None:
-        """All ranks, and those that come, tell each so many seconds; 0: no more."""
-        self._every = every
-        for teller in [each for each in self._known if each.name is not None]:
-            self._ask(teller)
+    def set_interval(self, seconds: float) -> None:
+        """Asks present and future ranks for a sample every `seconds`; 0 means none."""
+        self._interval = seconds
+        for connection in [c for c in self._connections if c.number is not None]:
+            self._send_interval(connection)
 
-    def _ask(self, teller: _RankConnection) -> None:
+    def _send_interval(self, connection: _RankConnection) -> None:
         try:
-            teller.sock.send(f"{self._every:g}\n".encode())
-        except BlockingIOError:  # it does not read, so it does not tell
+            connection.sock.send(f"{self._interval:g}\n".encode())
+        except BlockingIOError:  # the rank does not read, so it does not send either
             pass
         except OSError:
-            self._forget(teller)
+            self._close(connection)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -94,59 +98,65 @@ class TelemetryRelay:
                 sock.close()
                 return
             sock.setblocking(False)
-            if len(strangers := self._strangers()) >= _STRANGERS:
-                self._forget(strangers[0])
-            teller = _RankConnection(sock, time.monotonic())
-            self._known.append(teller)
+            if len(unidentified := self._unidentified()) >= _MAX_UNIDENTIFIED:
+                self._close(unidentified[0])
+            connection = _RankConnection(sock, time.monotonic())
+            self._connections.append(connection)
             self._selector.register(
-                sock, selectors.EVENT_READ, lambda: self._read(teller)
+                sock, selectors.EVENT_READ, lambda: self._read(connection)
             )
 
-    def _strangers(self) -> list[_RankConnection]:
-        return [teller for teller in self._known if teller.name is None]
+    def _unidentified(self) -> list[_RankConnection]:
+        return [c for c in self._connections if c.number is None]
 
     def timeout(self) -> float | None:
-        """Seconds until `sweep` has something to do; None: nothing."""
-        came = [teller.came for teller in self._strangers()]
-        return max(0.0, min(came) + _SILENCE - time.monotonic()) if came else None
+        """Returns the seconds until `close_silent` must run; None: not needed."""
+        since = [connection.since for connection in self._unidentified()]
+        return (
+            max(0.0, min(since) + _HELLO_TIMEOUT - time.monotonic()) if since else None
+        )
 
-    def sweep(self) -> None:
-        """Those that do not say who they are are not kept."""
-        for teller in self._strangers():
-            if time.monotonic() - teller.came >= _SILENCE:
-                self._forget(teller)
+    def close_silent(self) -> None:
+        """Closes connections that have sent no hello in time."""
+        for connection in self._unidentified():
+            if time.monotonic() - connection.since >= _HELLO_TIMEOUT:
+                self._close(connection)
 
-    def _read(self, teller: _RankConnection) -> None:
+    def _read(self, connection: _RankConnection) -> None:
         try:
-            data = teller.sock.recv(_CHUNK)
+            data = connection.sock.recv(_CHUNK)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        *lines, teller.input = (teller.input + data).split(b"\n")
-        if not data or len(teller.input) > _LONGEST:
-            self._forget(teller)
+        *lines, connection.input = (connection.input + data).split(b"\n")
+        if not data or len(connection.input) > _MAX_LINE:
+            self._close(connection)
             return
         for line in lines:
-            if teller.name is None:
-                teller.name = self._introduced(line)
-                if teller.name is None:
-                    self._forget(teller)
+            if connection.number is None:
+                connection.number = self._parse_hello(line)
+                if connection.number is None:
+                    self._close(connection)
                     return
-                if self._every:
-                    self._ask(teller)
-            elif self._every:
+                if self._interval:
+                    self._send_interval(connection)
+            elif self._interval:
                 text = line.decode(errors="replace")
-                self._hand_on({"is": "told", "id": teller.name, "text": text})
+                self._forward({"is": "told", "id": connection.number, "text": text})
 
-    def _introduced(self, line: bytes) -> int | None:
-        """A rank of this host, by what it says first."""
+    def _parse_hello(self, line: bytes) -> int | None:
+        """Returns the number of a rank of this host; None if the hello is wrong.
+
+        Any process of this user may connect. Parse strictly: the line comes from a
+        process that has not proved to be a rank yet.
+        """
         number = line.removeprefix(b'{"id":').removesuffix(b"}")
-        name = int(number) if number.isdigit() and len(number) < 11 else -1
-        return name if name >= 0 and name in self._names else None
+        rank = int(number) if number.isdigit() and len(number) < 11 else -1
+        return rank if rank >= 0 and rank in self._ranks else None
 
-    def _forget(self, teller: _RankConnection) -> None:
-        if teller in self._known:
-            self._known.remove(teller)
-            self._selector.unregister(teller.sock)
-            teller.sock.close()
+    def _close(self, connection: _RankConnection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()

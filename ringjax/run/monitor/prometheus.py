@@ -21,9 +21,9 @@ from ringjax.control import addresses
 from ringjax.monitor import metrics
 from ringjax.run.monitor.wanted import MonitorOptions
 
-_MOST = 8  # connections
-_SILENCE = 5.0  # seconds for a client to send or to take something
-_EVERY = 10.0  # seconds between two versions of the file
+_MAX_CONNECTIONS = 8  # connections
+_CLIENT_TIMEOUT = 5.0  # seconds for a client to send or to take something
+_WRITE_INTERVAL = 10.0  # seconds between two versions of the file
 Render = Callable[[], str]
 
 
@@ -37,8 +37,8 @@ class PrometheusEndpoint:
         OSError: it is not possible to listen there.
     """
 
-    def __init__(self, wanted: MonitorOptions, render: Render) -> None:
-        self._server = _PrometheusServer(wanted, render)
+    def __init__(self, options: MonitorOptions, render: Render) -> None:
+        self._server = _PrometheusServer(options, render)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="ringrun-metrics", daemon=True
         )
@@ -61,16 +61,16 @@ class _PrometheusServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, wanted: MonitorOptions, render: Render) -> None:
-        self.wanted, self.render = wanted, render
+    def __init__(self, options: MonitorOptions, render: Render) -> None:
+        self.options, self.render = options, render
         self._lock = threading.Lock()
-        self._open: deque[socket.socket] = deque()
-        if ":" in wanted.host:
+        self._sockets: deque[socket.socket] = deque()
+        if ":" in options.host:
             self.address_family = socket.AF_INET6
         try:
-            super().__init__((wanted.host, wanted.port), _PrometheusHandler)
+            super().__init__((options.host, options.port), _PrometheusHandler)
         except OSError as error:
-            where = addresses.show(wanted.host, wanted.port)
+            where = addresses.show(options.host, options.port)
             why = f"--metrics: cannot listen on {where}: {error.strerror or error}"
             raise OSError(why) from None
 
@@ -80,24 +80,24 @@ class _PrometheusServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._open.append(request)
-            while len(self._open) > _MOST:
-                self._end(self._open.popleft())
+            self._sockets.append(request)
+            while len(self._sockets) > _MAX_CONNECTIONS:
+                self._shut_down(self._sockets.popleft())
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock, contextlib.suppress(ValueError):
-            self._open.remove(request)
+            self._sockets.remove(request)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         super().server_close()
         with self._lock:
-            while self._open:
-                self._end(self._open.popleft())
+            while self._sockets:
+                self._shut_down(self._sockets.popleft())
 
     @staticmethod
-    def _end(sock: socket.socket) -> None:
+    def _shut_down(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
 
@@ -106,24 +106,24 @@ class _PrometheusServer(ThreadingHTTPServer):
 
 
 class _PrometheusHandler(BaseHTTPRequestHandler):
-    timeout = _SILENCE
+    timeout = _CLIENT_TIMEOUT
     server: _PrometheusServer
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, "only /metrics is here\n")
-        elif not self._may():
-            self._answer(401, "a token is needed\n", **{"WWW-Authenticate": "Bearer"})
+            self._reply(404, "only /metrics is here\n")
+        elif not self._is_authorized():
+            self._reply(401, "a token is needed\n", **{"WWW-Authenticate": "Bearer"})
         else:
-            self._answer(200, self.server.render(), metrics.CONTENT_TYPE)
+            self._reply(200, self.server.render(), metrics.TEXT)
 
-    def _may(self) -> bool:
-        token = self.server.wanted.token
+    def _is_authorized(self) -> bool:
+        token = self.server.options.token
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
         right = f"Bearer {token}".encode()
         return not token or hmac.compare_digest(given, right)
 
-    def _answer(
+    def _reply(
         self, code: int, text: str, kind: str = "text/plain", **headers: str
     ) -> None:
         data = text.encode()
@@ -153,7 +153,7 @@ class PrometheusTextFile:
         self._path, self._render, self._note = path, render, note
         folder, name = os.path.split(path)
         # In the same folder, and nothing that the collector takes for one of its own.
-        self._draft = os.path.join(folder, f".{name}.{os.getpid()}")
+        self._temporary = os.path.join(folder, f".{name}.{os.getpid()}")
         self._stop = threading.Event()
         try:
             self._write()
@@ -173,17 +173,17 @@ class PrometheusTextFile:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(_EVERY):
+            while not self._stop.wait(_WRITE_INTERVAL):
                 self._write()
         except OSError as error:
             self._note(f"no more metrics in {self._path}: {error.strerror}")
 
     def _write(self) -> None:
         try:
-            with open(self._draft, "w", encoding="utf-8") as file:
+            with open(self._temporary, "w", encoding="utf-8") as file:
                 file.write(self._render())
-            os.rename(self._draft, self._path)
+            os.rename(self._temporary, self._path)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(self._draft)
+                os.unlink(self._temporary)
             raise

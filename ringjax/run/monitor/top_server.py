@@ -18,9 +18,9 @@ from pathlib import Path
 from ringjax.control.unix_peer import peer_uid
 from ringjax.monitor import sockets
 
-_MOST = 8
-_PATIENCE = 10.0  # seconds for one to take a message
-_SILENCE = 5.0  # seconds to say what one wants
+_MAX_CLIENTS = 8
+_SEND_TIMEOUT = 10.0  # seconds for one to take a message
+_HELLO_TIMEOUT = 5.0  # seconds to say what one wants
 _CHUNK = 1 << 16
 
 
@@ -29,38 +29,38 @@ class _TopClient:
     """A connection; `since` it came, or was sent what it has not taken yet.
 
     Attributes:
-        said: until it has said hello.
-        looks: it has, and gets messages.
+        received: until it has received hello.
+        is_subscribed: it has, and gets messages.
     """
 
     sock: socket.socket
     since: float
-    said: bytes = b""
-    looks: bool = False
-    left: memoryview = field(default_factory=lambda: memoryview(b""))
+    received: bytes = b""
+    is_subscribed: bool = False
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 class TopServer:
     """Takes them in.
 
     Args:
-        changed: called when one begins or ends to look.
+        on_change: called when one begins or ends to look.
 
     Raises:
         OSError: there is no place for the socket.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, changed: Callable[[], None]
+        self, selector: selectors.BaseSelector, on_change: Callable[[], None]
     ) -> None:
-        self._selector, self._changed = selector, changed
-        self._viewers: list[_TopClient] = []
+        self._selector, self._on_change = selector, on_change
+        self._clients: list[_TopClient] = []
         self._listener, self.path = sockets.listen()
         self._owner = os.getpid()
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def __len__(self) -> int:
-        return sum(viewer.looks for viewer in self._viewers)
+        return sum(client.is_subscribed for client in self._clients)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -68,78 +68,80 @@ class TopServer:
             if peer_uid(sock) != os.geteuid():
                 sock.close()
                 return
-            while len(self._viewers) >= _MOST:
-                self._forget(self._viewers[0])
+            while len(self._clients) >= _MAX_CLIENTS:
+                self._close(self._clients[0])
             sock.setblocking(False)
-            viewer = _TopClient(sock, time.monotonic())
-            self._viewers.append(viewer)
-            self._watch(viewer, selectors.EVENT_READ)
+            client = _TopClient(sock, time.monotonic())
+            self._clients.append(client)
+            self._watch(client, selectors.EVENT_READ)
 
-    def _watch(self, viewer: _TopClient, events: int) -> None:
+    def _watch(self, client: _TopClient, events: int) -> None:
         with contextlib.suppress(KeyError):
-            self._selector.unregister(viewer.sock)
-        self._selector.register(viewer.sock, events, lambda: self._turn(viewer))
+            self._selector.unregister(client.sock)
+        self._selector.register(client.sock, events, lambda: self._handle_event(client))
 
-    def _turn(self, viewer: _TopClient) -> None:
+    def _handle_event(self, client: _TopClient) -> None:
         """They say hello, and then nothing; but they may leave, or take more."""
         try:
-            data = viewer.sock.recv(_CHUNK)
+            data = client.sock.recv(_CHUNK)
         except BlockingIOError:
             data = None
         except OSError:
             data = b""
-        if data == b"" or (data and not viewer.looks and not self._greet(viewer, data)):
-            self._forget(viewer)
-        elif viewer.left:
-            self._write(viewer)
+        if data == b"" or (
+            data and not client.is_subscribed and not self._read_hello(client, data)
+        ):
+            self._close(client)
+        elif client.unsent:
+            self._write(client)
 
-    def _greet(self, viewer: _TopClient, data: bytes) -> bool:
-        """Whether what was said so far may become, or is, a hello."""
-        viewer.said += data
-        if viewer.said == sockets.HELLO:
-            viewer.looks = True
-            self._changed()
-        return sockets.HELLO.startswith(viewer.said)
+    def _read_hello(self, client: _TopClient, data: bytes) -> bool:
+        """Whether what was received so far may become, or is, a hello."""
+        client.received += data
+        if client.received == sockets.HELLO:
+            client.is_subscribed = True
+            self._on_change()
+        return sockets.HELLO.startswith(client.received)
 
-    def sweep(self, now: float) -> None:
+    def close_silent(self, now: float) -> None:
         """Those that do not say what they want are not kept."""
-        for viewer in list(self._viewers):
-            if not viewer.looks and now - viewer.since > _SILENCE:
-                self._forget(viewer)
+        for client in list(self._clients):
+            if not client.is_subscribed and now - client.since > _HELLO_TIMEOUT:
+                self._close(client)
 
     def send(self, message: bytes) -> None:
         """For all of them."""
         now = time.monotonic()
-        for viewer in [viewer for viewer in self._viewers if viewer.looks]:
-            if not viewer.left:
-                viewer.left, viewer.since = memoryview(message), now
-                self._write(viewer)
-            elif now - viewer.since > _PATIENCE:
-                self._forget(viewer)
+        for client in [client for client in self._clients if client.is_subscribed]:
+            if not client.unsent:
+                client.unsent, client.since = memoryview(message), now
+                self._write(client)
+            elif now - client.since > _SEND_TIMEOUT:
+                self._close(client)
 
-    def _write(self, viewer: _TopClient) -> None:
+    def _write(self, client: _TopClient) -> None:
         try:
-            viewer.left = viewer.left[viewer.sock.send(viewer.left) :]
+            client.unsent = client.unsent[client.sock.send(client.unsent) :]
         except BlockingIOError:
             pass
         except OSError:
-            self._forget(viewer)
+            self._close(client)
             return
-        more = selectors.EVENT_WRITE if viewer.left else 0
-        self._watch(viewer, selectors.EVENT_READ | more)
+        more = selectors.EVENT_WRITE if client.unsent else 0
+        self._watch(client, selectors.EVENT_READ | more)
 
-    def _forget(self, viewer: _TopClient) -> None:
-        self._viewers.remove(viewer)
+    def _close(self, client: _TopClient) -> None:
+        self._clients.remove(client)
         with contextlib.suppress(KeyError):
-            self._selector.unregister(viewer.sock)
-        viewer.sock.close()
-        if viewer.looks:
-            self._changed()
+            self._selector.unregister(client.sock)
+        client.sock.close()
+        if client.is_subscribed:
+            self._on_change()
 
     def close(self) -> None:
         """Ends all connections and removes the socket."""
-        for viewer in list(self._viewers):
-            self._forget(viewer)
+        for client in list(self._clients):
+            self._close(client)
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._listener)
         self._listener.close()

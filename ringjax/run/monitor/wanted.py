@@ -26,24 +26,24 @@ class MonitorOptions:
     file: str = ""
 
     @property
-    def something(self) -> bool:
+    def needs_samples(self) -> bool:
         """Whether ranks have to tell all the time."""
         return bool(self.report or self.host or self.file)
 
 
-NOTHING = MonitorOptions()
+NO_MONITORING = MonitorOptions()
 
 
-def wanted(config: Config) -> MonitorOptions:
+def monitor_options(config: Config) -> MonitorOptions:
     """What the settings ask for.
 
     Raises:
         ValueError: what they say does not make sense, or is not safe.
 
     Example:
-        >>> wanted(Config(metrics="9400")).host
+        >>> monitor_options(Config(metrics="9400")).host
         '127.0.0.1'
-        >>> wanted(Config(metrics=":9400"))
+        >>> monitor_options(Config(metrics=":9400"))
         Traceback (most recent call last):
         ValueError: --metrics :9400: expected PORT or ADDRESS:PORT
     """
