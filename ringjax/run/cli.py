@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NoReturn
 
 from ringjax import stderr, stdout
@@ -22,58 +21,9 @@ from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
 from ringjax.run.hosts import allocations, profile_files, slots
 from ringjax.run.hosts.job_spec import JobSpec, ListenOptions, check_agent_command
-from ringjax.run.job import Job
 from ringjax.run.job_setup import make_job
+from ringjax.run.shutdown import ShutdownSignals
 from ringjax.settings import version as package
-
-_HEARD = 0.5  # seconds for the loop to notice a signal, it may hang in a write
-
-
-class _Signals:
-    """SIGINT, SIGTERM, SIGHUP end the job, a second one at once; SIGUSR1 goes on.
-
-    A job whose hosts have come by themselves may go on without us after SIGTERM.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._first: int | None = None
-        self._late = False
-
-    def install(self) -> None:
-        """Take over the signals, also those that were blocked when we were started."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # SIGHUP is ignored under nohup, SIGINT in the background of a script.
-            ignored = signal.getsignal(number) == signal.SIG_IGN
-            if number == signal.SIGTERM or not ignored:
-                signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR1, self._hand_on)
-        signal.signal(signal.SIGALRM, self._expire)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-    def forget(self) -> None:
-        """Nothing is awaited any more: an alarm would end ringrun as it ends."""
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self._job.forward_signal(number)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self._first and self._job.detach():
-            return
-        self._late = self._first is not None
-        self._first = self._first or number
-        self._job.interrupt(number)
-        signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _HEARD)
-
-    def _expire(self, number: int, frame: FrameType | None) -> None:
-        # The loop may hang in a write to a terminal that nobody reads. Then we just
-        # die: the agents see it and end the ranks.
-        patience = self._job.time_left()
-        if self._late or patience is None:
-            os._exit(128 + (self._first or number))
-        self._late = True
-        signal.setitimer(signal.ITIMER_REAL, patience or _HEARD)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -131,14 +81,14 @@ def launch(args: argparse.Namespace) -> int:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
     if args.command[-1] == "-" and not spec.stdin:
         job.console.note("ranks read nothing from -: --stdin 0 gives it to rank 0")
-    signals = _Signals(job)
+    signals = ShutdownSignals(job)
     signals.install()
     outcome = job.run()
     if config.profile and not outcome.left:
         profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
     if outcome.reason:  # last: it is what people look for
         job.console.note(outcome.reason)
-    signals.forget()
+    signals.ignore_alarm()
     if outcome.left and (text := allocations.requeue(base)):
         job.console.note(text)
     return outcome.exit_code

@@ -24,7 +24,7 @@ from ringjax.run.hosts.slots import (
     assign_slots,
     reachable_addresses,
 )
-from ringjax.run.shutdown import first_line, last_line
+from ringjax.run.outcome import first_line, last_line
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
 

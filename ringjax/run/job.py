@@ -24,9 +24,11 @@ from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import ANY_HOST, HostSlots, assign_slots, natural_order
 from ringjax.run.monitor.job_monitor import JobMonitor
-from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, JobOutcome, Shutdown
+from ringjax.run.outcome import JobOutcome
+from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, Shutdown
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
+# Only the kinds of jobs that need the modules below import them, to start quickly.
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
     from ringjax.run.elastic.coordinator_process import CoordinatorProcess
@@ -35,26 +37,22 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.agent_listener import AgentListener
     from ringjax.run.hosts.discovery import HostDiscovery
 
-_NOTE_AFTER = 10.0  # seconds until it is said what is waited for
+_NOTE_AFTER = 10.0  # seconds of waiting for hosts until the user is told
 _TICK = 0.1  # seconds between two looks at the clock
-_HANG_TIMEOUT = 10.0  # seconds for a rank that has told that it fails
-_GATHER_TIME = 2.0  # seconds for agents with ranks of a job that had begun
+_HANG_TIMEOUT = 10.0  # seconds for a rank that has reported an error to end
+_GATHER_TIME = 2.0  # seconds for agents that bring ranks of an earlier ringrun
 
 
 class Job:
-    """A running job. `run` starts it, returns when nothing of it is left.
+    """A job: `run` starts it, and returns when nothing of it is left.
 
     Args:
-        spec: what to run; it has the slots of a static job.
+        spec: what to run; of a static job it contains the slots.
         console: shows the output.
-        size: number of the ranks of a static job whose hosts come by themselves.
-        elastic: where and how many; None: the job is static.
+        size: number of ranks of a static job whose hosts join by themselves.
+        elastic: limits of an elastic job; None: the job is static.
         elastic_timeout: seconds to wait for hosts, or for workers if they are too few.
         failure_timeout: seconds of silence until a member is lost.
-
-    Attributes:
-        console: shows the output.
-        monitor: knows how the ranks are.
     """
 
     def __init__(
@@ -67,39 +65,33 @@ class Job:
         elastic_timeout: float = 600.0,
         failure_timeout: float = 5.0,
     ) -> None:
-        self._spec, self._elastic, self.console = spec, elastic, console
+        self._spec, self.console = spec, console
         self._size = size or len(spec.slots)
         self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
+        is_elastic = elastic is not None
         self._agents = AgentPool(spec, console, self)
-        self.monitor = JobMonitor(
-            self._agents, console, spec, elastic=elastic is not None
-        )
+        self._monitor = JobMonitor(self._agents, console, spec, elastic=is_elastic)
         self._coordinator: Coordinator | CoordinatorProcess | None = None
         self._discovery: HostDiscovery | AgentListener | None = None
         self._hosts: Sequence[HostSlots] = ()
-        self._keeper: ReplacementPolicy | None = None
-        self._shared: dict[str, str] = {}
+        self._env: dict[str, str] = {}  # variables that all ranks get
         self._results: dict[int, bytearray] = {}
-        self._signals: list[int] = []
-        self._stop = self._leave = ""
+        self._signals: list[int] = []  # got by ringrun, to be forwarded to the ranks
+        self._stop = self._leave = ""  # why the job cannot go on; why all ranks leave
         self._detaching = False
         least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
-        self._table = WorkerTable(
-            least, console.last_error, group, elastic=elastic is not None
-        )
-        self._shutdown = Shutdown() if elastic is None else Shutdown(TO_LEAVE)
+        self._table = WorkerTable(least, console.last_error, group, elastic=is_elastic)
+        self._shutdown = Shutdown(TO_LEAVE) if is_elastic else Shutdown()
+        self._policy: ReplacementPolicy | None = None  # None: the job is static
         if elastic is not None:
-            from ringjax.run.elastic.replacement_policy import (
-                ReplacementPolicy,  # costs others nothing
-            )
+            from ringjax.run.elastic.replacement_policy import ReplacementPolicy
 
-            self._keeper = ReplacementPolicy(
+            self._policy = ReplacementPolicy(
                 elastic, self._table, self._agents, console
             )
 
     def run(self) -> JobOutcome:
-        """Start everything, wait for the end, leave nothing behind."""
-        self.monitor.open()
+        self._monitor.open()
         try:
             self._agents.start()
             self._find_hosts()
@@ -112,86 +104,91 @@ class Job:
             self._end()
         return self._outcome()
 
+    # Signals. The methods run in a signal handler of ringrun.
+
     def interrupt(self, number: int) -> None:
-        """End the job because ringrun got a signal; a second one ends it at once."""
+        """Ends the job because of a signal; a second signal ends it at once."""
         self._shutdown.interrupt(number)
 
     def forward_signal(self, number: int) -> None:
-        """Soon the ranks get a signal that ringrun got; in an elastic job all leave.
+        """Forwards a signal to the ranks of a static job; an elastic job leaves.
 
-        To workers of an elastic job the signal would be the end.
+        The signal would end workers of an elastic job, so they are asked to leave.
         """
         self._signals.append(number)
 
     def time_left(self) -> float | None:
-        """See `Shutdown.patience`."""
+        """Returns `Shutdown.time_left`."""
         return self._shutdown.time_left
 
     def detach(self) -> bool:
-        """SIGTERM: whether the job goes on without this ringrun, on hosts that came.
+        """Handles SIGTERM; returns whether the job goes on without this ringrun.
 
-        Its own workers leave at their next commit. Asked again, by a second signal, it
-        is not so, and the job ends. A static job never goes on.
+        An elastic job goes on if some of its hosts have joined by themselves: ringrun's
+        own workers leave at their next commit, and the agents on the other hosts wait
+        for another ringrun. A second SIGTERM ends the job, and so does the first one in
+        a static job.
         """
-        started = self._keeper is not None and self._coordinator is not None
+        started = self._policy is not None and self._coordinator is not None
         if not started or self._shutdown.started or self._detaching:
             return False
         self._detaching = len(self._own_workers()) < len(self._table.running())
         return self._detaching
 
     def _own_workers(self) -> list[Worker]:
-        """The workers on hosts that ringrun itself has reached (not --listen)."""
+        """Returns the running workers on hosts that have not joined by themselves."""
         workers = self._table.running()
         return [w for w in workers if not self._agents.has_joined(w.slot.host)]
 
     def _is_over(self) -> bool:
-        if self._keeper is None or self._shutdown.started:
+        if self._policy is None or self._shutdown.started:
             return not self._table.running()
-        return not self._own_workers() if self._detaching else self._keeper.is_over()
+        return not self._own_workers() if self._detaching else self._policy.is_over()
 
-    # Starting.
+    # The start.
 
     def _find_hosts(self) -> None:
-        """Takes note of the hosts, or begins to look for them."""
-        spec, elastic, keeper = self._spec, self._elastic, self._keeper
+        """Takes the hosts that are given, or starts to look for hosts."""
+        spec, policy = self._spec, self._policy
+        script = policy.settings.script if policy is not None else ""
         if spec.listening is not None:
-            from ringjax.run.hosts.agent_listener import (
-                AgentListener,  # costs others nothing
-            )
+            from ringjax.run.hosts.agent_listener import AgentListener
 
-            hooks = (self._host_joined, keeper.takeover.resolve_job) if keeper else ()
+            hooks = (self._host_joined, policy.takeover.resolve_job) if policy else ()
             self._discovery = AgentListener(
                 spec, self._agents, self.console.note, *hooks
             )
-        elif elastic is not None and elastic.script:
+        elif policy is not None and script:
             from ringjax.run.hosts.discovery import HostDiscovery
 
             self._discovery = HostDiscovery(
-                elastic.script, elastic.slots, self._agents, self.console.note
+                script, policy.settings.slots, self._agents, self.console.note
             )
-        if elastic is not None and keeper is not None:
-            self._hosts = elastic.hosts or ()
-            keeper.slots.update(self._hosts)
+        if policy is not None:
+            self._hosts = policy.settings.hosts or ()
+            policy.slots.update(self._hosts)
 
     def _wait_for_hosts(self) -> None:
-        """Until there is room for enough workers, or ranks of the job have come."""
-        begun, noted, elastic = time.monotonic(), False, self._elastic
+        """Waits for enough slots, or for ranks of an earlier ringrun."""
+        begun, noted, policy = time.monotonic(), False, self._policy
         listens = self._spec.listening is not None
-        least = "" if elastic is None else "at least "
+        least = "" if policy is None else "at least "
         while self._discovery is not None and not self._shutdown.started:
-            if self._keeper is not None and self._keeper.takeover.resumes:
+            if policy is not None and policy.takeover.resumes:
                 return
             waited = time.monotonic() - begun
             needed, settled = self._size, True
-            if elastic is not None:
+            if policy is not None:
+                # Wait for -np slots as long as ranks may start, then for --min-np.
+                limits = policy.settings
                 whole = listens and waited < self._spec.start_timeout
-                needed = (elastic.np if whole else None) or elastic.min_np
+                needed = (limits.np if whole else None) or limits.min_np
                 settled = not listens or waited > _GATHER_TIME
             count = sum(host.slots for host in self._discovery.hosts or ())
             name, why = self._discovery.name, self._discovery.problem
             found = f"{name} found {count} of {least}{needed} slots in"
-            if elastic is not None and self._discovery.unusable:
-                self._give_up(f"{name} {elastic.script}: {why}")
+            if policy is not None and self._discovery.unusable:
+                self._give_up(f"{name} {policy.settings.script}: {why}")
             elif count >= needed and settled:
                 return
             elif waited > self._timeout:
@@ -203,8 +200,8 @@ class Job:
                 self._run_once()
 
     def _start(self) -> None:
-        """Starts the coordinator; then the ranks of a static job."""
-        if self._keeper is None and self._discovery is not None:
+        """Starts the coordinator, and the ranks of a static job."""
+        if self._policy is None and self._discovery is not None:
             found = sorted(self._discovery.hosts or (), key=natural_order)
             self._spec = replace(self._spec, slots=assign_slots(found, self._size))
         coordinator, ranks = self._make_coordinator()
@@ -214,91 +211,106 @@ class Job:
             coordinator.wakeup, selectors.EVENT_READ, lambda: None
         )
         where = ",".join(coordinator.addresses)
-        self._shared["RINGJAX_RENDEZVOUS"] = where
+        self._env["RINGJAX_RENDEZVOUS"] = where
         if self._spec.verbose:
-            job = self._shared["RINGJAX_JOB"]
+            job = self._env["RINGJAX_JOB"]
             self.console.note(f"job {job}: {ranks}, rendezvous at {where}")
-        if self._keeper is None:
-            slots = [
+        if self._policy is None:
+            slots = (
                 WorkerSlot(slot.host, slot.local_rank, slot.rank)
                 for slot in self._spec.slots
-            ]
+            )
             self._spawn([self._table.add(slot) for slot in slots])
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
-        """The coordinator; and how many ranks it waits for, in words."""
-        spec, elastic, keeper = self._spec, self._elastic, self._keeper
+        """Returns the coordinator, and a text with the number of ranks it expects."""
+        spec, policy = self._spec, self._policy
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
         remote = (
             self._agents.remote_hosts(hosts) if self._discovery is None else [ANY_HOST]
         )
-        secret, where = spec.rendezvous_options(remote)
+        secret, listen = spec.rendezvous_options(remote)
         job = secrets.token_hex(8)
-        given = {**where, "start_timeout": spec.start_timeout, "tls": spec.tls}
-        self._shared["RINGJAX_SECRET"] = secret.hex()
-        if keeper is None or elastic is None:
-            from ringjax.membership.coordinator import Coordinator  # slow
+        self._env["RINGJAX_SECRET"] = secret.hex()
+        if policy is None:
+            from ringjax.membership.coordinator import Coordinator
 
-            self._shared["RINGJAX_JOB"], given["np"] = job, self._size
-            coordinator = Coordinator(secret, job, on_loss="stop", **given)
-            return coordinator, f"{self._size} ranks"
-        job = self._shared["RINGJAX_JOB"] = keeper.takeover.resolve_job({"job": job})
-        count = elastic.initial_size(len(keeper.slots.slots))
+            self._env["RINGJAX_JOB"] = job
+            static = Coordinator(
+                secret,
+                job,
+                np=self._size,
+                on_loss="stop",
+                start_timeout=spec.start_timeout,
+                tls=spec.tls,
+                **listen,
+            )
+            return static, f"{self._size} ranks"
+        limits = policy.settings
+        job = self._env["RINGJAX_JOB"] = policy.takeover.resolve_job({"job": job})
+        count = limits.initial_size(len(policy.slots.slots))
         spread = len(hosts) > 1 or spec.listening is not None
-        self._shared |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
-        given |= {
-            **elastic.coordinator_options,
-            "np": count,
-            "elastic_timeout": self._timeout,
-        }
-        given["failure_timeout"] = self._failure_timeout
-        ranks = f"{count} ranks ({elastic.min_np} to {elastic.max_np})"
-        return keeper.make_coordinator(secret, job, **given), ranks
+        self._env |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
+        elastic = policy.make_coordinator(
+            secret,
+            job,
+            listen,
+            np=count,
+            min_np=limits.min_np,
+            max_np=limits.max_np,
+            group=limits.group,
+            start_timeout=spec.start_timeout,
+            elastic_timeout=self._timeout,
+            failure_timeout=self._failure_timeout,
+            tls=spec.tls,
+        )
+        return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
-        """Has agents start workers."""
+        """Has the agents of their hosts start workers."""
         for host in dict.fromkeys(worker.slot.host for worker in workers):
-            orders = [self._order(w) for w in workers if w.slot.host == host]
+            orders = [self._spawn_order(w) for w in workers if w.slot.host == host]
             if self._spec.stdin and orders[0]["id"] == 0:
                 self._agents.connect_stdin()
                 orders[0]["descriptors"] = 1
             self._agents.spawn(host, orders, self._spec.env, self._spec.payload)
 
-    def _order(self, worker: Worker) -> Message:
-        number, keeper = worker.number, self._keeper
-        if keeper is None:
+    def _spawn_order(self, worker: Worker) -> Message:
+        number, policy = worker.number, self._policy
+        if policy is None:
             slot = self._spec.slots[number]
         else:
-            slot = keeper.slots.slot_info(worker.slot)
-        env = {**slot.environment(), **self._shared}
+            slot = policy.slots.slot_info(worker.slot)
+        env = {**slot.environment(), **self._env}
         order: Message = {"id": number, "argv": [*self._spec.command], "env": env}
-        if keeper is not None:
+        if policy is not None:
             env["RINGJAX_WORKER"], order["takes_group"] = str(number), True
         return order
 
-    # While it runs.
+    # The loop.
 
     def _run_once(self) -> None:
-        """One round of the loop: events, the coordinator, the clock, the plan."""
-        if not self._agents.poll(self._shutdown.timeout(_TICK), self._take_decisions):
+        """Runs one round: events, decisions of the coordinator, time, signals due."""
+        timeout = self._shutdown.timeout(_TICK)
+        if not self._agents.poll(timeout, self._take_decisions):
             self.console.idle()
         now = time.monotonic()
-        self.monitor.tick(now)
+        self._monitor.tick(now)
         if self._discovery is not None and not self._shutdown.started:
             self._discovery.tick(now)
-        if self._keeper is None:
+        if self._policy is None:
             self._stop_at_a_loss(now)
         else:
-            self._replace_losses(self._keeper, now)
+            self._replace_losses(self._policy, now)
         for number in self._shutdown.due_signals():
             self._table.stopping = True
             self._signal(number)
-        while self._keeper is None and self._signals:
+        while self._policy is None and self._signals:
             self._signal(self._signals.pop(0), alone=True)
 
     def _stop_at_a_loss(self, now: float) -> None:
-        """The first rank that fails ends a static job."""
+        """Ends a static job once a rank has failed."""
         if not self._shutdown.started:
             hung = self._table.hung(now - _HANG_TIMEOUT)
             if hung is not None:
@@ -309,37 +321,37 @@ class Job:
             if hung is not None or self._table.failed():
                 self._end_after_failure()
 
-    def _replace_losses(self, keeper: ReplacementPolicy, now: float) -> None:
-        """An elastic job goes on, and others take the places of workers that end."""
-        keeper.silent = self._shutdown.started
-        keeper.tick(now)
+    def _replace_losses(self, policy: ReplacementPolicy, now: float) -> None:
+        """Starts workers in the places of those that have ended, or ends the job."""
+        policy.silent = self._shutdown.started
+        policy.tick(now)
         if not self._shutdown.started:
-            self._follow_hosts(keeper, now)
+            self._follow_hosts(policy, now)
             if not self._detaching:
-                self._spawn(keeper.add_workers(now))
-            if why := keeper.shortage(now, self._timeout):
+                self._spawn(policy.add_workers(now))
+            if why := policy.shortage(now, self._timeout):
                 self._give_up(why)
-        signal_name = signal.Signals(self._signals[0]).name if self._signals else ""
-        self._leave = self._leave or signal_name or self._agents.end_requested
-        if self._leave and not (keeper.slots.closed or self._shutdown.started):
-            keeper.slots.closed = True  # nobody joins any more
+        forwarded = signal.Signals(self._signals[0]).name if self._signals else ""
+        self._leave = self._leave or forwarded or self._agents.end_requested
+        if self._leave and not (policy.slots.closed or self._shutdown.started):
+            policy.slots.closed = True  # start no more workers
             self.console.note(f"{self._leave}: all ranks leave at their next commit")
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: int, *, alone: bool = False) -> None:
-        """Signals the ranks with all that they have started, or them alone.
+        """Signals the running ranks, with their process groups or `alone`.
 
-        What a rank of an elastic job has started may have to help it to its next commit
-        when it is asked to leave; and may not know what to do with a signal that is
-        handed on.
+        A rank that is asked to leave may need its own children until its next commit,
+        so SIGTERM goes to the rank alone then. A forwarded signal goes to the rank
+        alone because its children may not handle it.
         """
-        if self._keeper is not None and number == signal.SIGTERM:
+        if self._policy is not None and number == signal.SIGTERM:
             alone = bool(self._leave) or self._shutdown.signalled == signal.SIGTERM
         running = [worker.number for worker in self._table.running()]
         self._agents.signal(number, running, alone=alone)
 
-    def _follow_hosts(self, keeper: ReplacementPolicy, now: float) -> None:
-        """A worker whose host or slot is gone is asked to leave."""
+    def _follow_hosts(self, policy: ReplacementPolicy, now: float) -> None:
+        """Asks workers to leave whose host or slot is not available any more."""
         if self._discovery is None:
             return
         if self._detaching:
@@ -348,31 +360,30 @@ class Job:
         if hosts is None or hosts == self._hosts:
             return
         self._hosts = hosts
-        for number in keeper.slots.update(hosts):
+        for number in policy.slots.update(hosts):
             if self._table.workers[number].is_running:
-                keeper.dismiss(number, now)
+                policy.dismiss(number, now)
 
     def _host_joined(self, host: str, hello: Message) -> None:
-        """The agent of a host has come by itself, perhaps with ranks."""
-        keeper = self._keeper
-        assert keeper is not None
-        self._follow_hosts(keeper, time.monotonic())
-        keeper.takeover.add_host(host, hello)
-        self._agents.save_job_state(keeper.takeover.job_state())
+        """Handles an agent that has joined by itself, perhaps with running ranks."""
+        policy = self._policy
+        assert policy is not None
+        self._follow_hosts(policy, time.monotonic())
+        policy.takeover.add_host(host, hello)
+        self._agents.save_job_state(policy.takeover.job_state())
 
     def _give_up(self, why: str) -> None:
-        """The job cannot go on."""
         if not self._shutdown.started:
-            goes_on = self._keeper is not None and self._table.members
+            goes_on = self._policy is not None and self._table.members
             self._stop = why if goes_on else f"the job did not start: {why}"
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
-        # Ranks that never met have no clear error of their own to wait for.
+        # Ranks that never met will report no error of their own: do not wait for it.
         self._shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
     def _take_decisions(self) -> None:
-        """Takes what it decided, before who ended."""
+        """Handles decisions of the coordinator, before exits that the agents report."""
         if self._coordinator is None:
             return
         for event in take_events(self._coordinator):
@@ -386,101 +397,97 @@ class Job:
                 if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
-                # A rank of a static job that has told of an error says more.
-                if self._keeper is not None or not self._table.with_report():
+                # In a static job an error that a rank has reported says more.
+                if self._policy is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:
                 now, why = time.monotonic(), "".join(text)
                 worker = self._table.record_event(event, number, why, now)
-                if self._keeper is not None:
-                    self._keeper.handle_event(event, worker, why, now)
+                if self._policy is not None:
+                    self._policy.handle_event(event, worker, why, now)
 
     def _start_epoch(self, kind: str, members: dict[int, int]) -> None:
-        """An epoch has begun."""
-        table, keeper = self._table, self._keeper
+        table, policy = self._table, self._policy
         gone = table.members.keys() - members.keys()
         again = bool(table.members)
-        if again and kind == "start" and keeper is not None:
+        if again and kind == "start" and policy is not None:
             self.console.note(
                 "the last rank is lost: newcomers begin afresh, or from a checkpoint "
                 "if the program keeps one"
             )
         new = table.start_epoch(members, time.monotonic())
         lost = sum(not table.workers[number].dismissed for number in gone)
-        self.monitor.members_changed(len(new) if again else 0, lost)
+        self._monitor.members_changed(len(new) if again else 0, lost)
         self.console.ranks.update(members)
         for worker in new if again else ():
             self.console.note(table.describe_join(worker, place=table.several_hosts()))
-        if self._elastic is None or keeper is None:
+        if policy is None:
             return
-        keeper.slots.grow()
-        limit = self._elastic.reset_limit
+        policy.slots.grow()
+        limit = policy.settings.reset_limit
         if limit is not None and table.resets > limit:
             changed = f"the members have changed {table.resets} times"
             self._give_up(f"{changed}; the reset limit is {limit}")
 
-    # Called by the fleet.
+    # Events of processes, from the agents: see `ProcessObserver`.
 
-    def started(self, name: int, pid: int) -> None:
-        """Notes the process."""
-        worker = self._table.workers[name]
+    def started(self, number: int, pid: int) -> None:
+        worker = self._table.workers[number]
         worker.pid = pid
         if self._spec.verbose:
-            kind = "rank" if self._keeper is None else "worker"
+            kind = "rank" if self._policy is None else "worker"
             where = worker.slot.host
-            self.console.note(f"{kind} {name}: process {pid} on {where}")
+            self.console.note(f"{kind} {number}: process {pid} on {where}")
 
-    def wrote(self, name: int, stream: str, data: bytes) -> None:
-        """Shows it, or keeps it if it is a result."""
+    def wrote(self, number: int, stream: str, data: bytes) -> None:
         if stream == "result":
-            self._results.setdefault(name, bytearray()).extend(data)
+            self._results.setdefault(number, bytearray()).extend(data)
             return
-        if not data and name >= 0:  # else it is an agent's client
-            self._table.workers[name].streams.discard(stream)
-        self.console.write(name, stream, data)
+        if not data and number >= 0:  # clients, which have negative numbers, are none
+            self._table.workers[number].streams.discard(stream)
+        self.console.write(number, stream, data)
 
-    def exited(self, name: int, code: int, text: str) -> None:
-        """Notes that a rank has ended; the coordinator hears of it at once."""
-        worker, now = self._table.workers[name], time.monotonic()
-        self.monitor.rank_ended(name)
+    def exited(self, number: int, code: int, text: str) -> None:
+        worker, now = self._table.workers[number], time.monotonic()
+        self._monitor.rank_ended(number)
         if not worker.is_running:
             return
-        if self._keeper is not None:
-            self._keeper.handle_exit(worker, code, text, now)
+        if self._policy is not None:
+            self._policy.handle_exit(worker, code, text, now)
             return
         self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
-            # Nobody has to wait for the timeout if others wait for this rank.
-            self._coordinator.process_ended(name, "ended without an error")
+            # Other ranks may wait for this one: without this they would wait until the
+            # failure timeout.
+            self._coordinator.process_ended(number, "ended without an error")
 
-    def host_lost(self, names: Sequence[int], text: str) -> None:
-        """Notes that the ranks of a host are lost."""
-        for name in names:
-            self._table.workers[name].end_confirmed = False
-            self.exited(name, 255, text)
+    def host_lost(self, numbers: Sequence[int], text: str) -> None:
+        for number in numbers:
+            self._table.workers[number].end_confirmed = False
+            self.exited(number, 255, text)
 
     # The end.
 
     def _end(self) -> None:
-        """Have every agent kill what is left, read the last output, close."""
+        """Has every agent kill what is left, reads the last output, closes all."""
         limit = 2.0 if self._shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
         if self._detaching and not self._shutdown.started:
             self._agents.detach_joined()
-        self._table.stopping = True  # ringrun ends what still runs
+        self._table.stopping = True  # ringrun ends the processes that still run
         self._agents.end(limit)
         self._take_decisions()
         if self._coordinator is not None:
             self._coordinator.close()
-        self.monitor.close()
+        self._monitor.close()
         self._agents.close(limit, self._outcome().exit_code)
         self.console.close()
 
     def _outcome(self) -> JobOutcome:
         if (number := self._shutdown.signalled) is not None:
             name = signal.Signals(number).name
-            # The reader of ringrun's output has gone: there is nobody to tell.
+            # After SIGPIPE nobody reads the output of ringrun, so no text is needed.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return JobOutcome(128 + number, reason=why)
         if self._detaching:

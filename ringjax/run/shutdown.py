@@ -1,19 +1,19 @@
-"""How a job is brought to its end, and the words for how it has ended.
-
-The timetable: a signal, some patience, a harder signal; job.py sends them. Whom to
-blame is decided in workers.py; one line says why.
-"""
+"""How ringrun ends a job: its own signals, and the plan of signals for the ranks."""
 
 from __future__ import annotations
 
-import re
+import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
-# (seconds to wait before, signal): None gives up on whoever is left.
+if TYPE_CHECKING:
+    from ringjax.run.job import Job
+
+# Steps of (seconds to wait before, signal). None gives up on ranks that are left.
 Plan = tuple[tuple[float, int | None], ...]
 AFTER_FAILURE: Plan = (
     (1.0, signal.SIGTERM),
@@ -27,49 +27,23 @@ AFTER_SIGINT: Plan = (
     (0.3, None),
 )
 AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
-# Time to leave at a commit. Kubernetes and Slurm give 30 s, unless told otherwise.
+# Ranks get time to leave at a commit. By default Kubernetes and Slurm kill after 30 s.
 TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
-# Errors that say "another rank failed". They blame somebody else.
-_CONSEQUENCE = re.compile(
-    r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
-    # JAX says this in another process of the group that the failed rank is in.
-    r"|\bGloo \w+ failed\b|\bcoordination service\b"
-)
-
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True)
-class JobOutcome:
-    """How a job ended.
-
-    Attributes:
-        rank: the one to blame, -1 if there is none.
-        reason: one line why, if there was no success.
-        results: what ranks have returned.
-        left: nobody is to blame: the ranks left because their places are wanted for
-            something else.
-    """
-
-    exit_code: int
-    rank: int = -1
-    reason: str = ""
-    results: Mapping[int, bytes] = field(default_factory=dict)
-    left: bool = False
+_LOOP_TIMEOUT = 0.5  # seconds for the loop to notice a signal
 
 
 class Shutdown:
-    """The plan of a job's end, once there is one.
+    """The state of a job's end, which follows a `Plan`.
 
     Args:
-        after_sigterm: the plan when somebody asks for the end by SIGTERM.
+        after_sigterm: the plan for an end by SIGTERM.
 
     Attributes:
-        signalled: the signal that ended ringrun, None if it was something else.
-        stopping: whether the ranks have been told to end.
-        given_up: whether the plan is through, whoever is left.
+        signalled: the signal that ended ringrun, None if there was none.
+        stopping: whether the ranks have got a signal to end.
+        given_up: whether the plan is through; some ranks may still run.
     """
 
     def __init__(self, after_sigterm: Plan = AFTER_SIGTERM) -> None:
@@ -82,16 +56,20 @@ class Shutdown:
 
     @property
     def started(self) -> bool:
-        """Whether there is a plan."""
         return bool(self._plan) or self.given_up
 
     def start(self, plan: Plan, wait: float | None = None) -> None:
-        """Begin to end the job; `wait` instead of the plan's first pause."""
+        """Starts to end the job.
+
+        Args:
+            plan: signals for the ranks.
+            wait: replaces the first pause of the plan.
+        """
         self._plan = deque(plan)
         self._next = time.monotonic() + (plan[0][0] if wait is None else wait)
 
     def interrupt(self, number: int) -> None:
-        """End the job because ringrun got a signal; a second one ends it at once."""
+        """Ends the job because of a signal; a second signal ends it at once."""
         again = self.signalled is not None
         self.signalled = self.signalled or number
         if again:
@@ -102,18 +80,18 @@ class Shutdown:
 
     @property
     def time_left(self) -> float | None:
-        """Seconds that the ranks have to end, None if nobody has told them to."""
+        """Seconds that the ranks have to end, None if they have got no signal yet."""
         left = sum(seconds for seconds, _ in self._plan)
         return left if self.stopping else None
 
     def timeout(self, longest: float) -> float:
-        """Seconds until `due` has something, at most `longest`."""
+        """Returns the seconds until the next signal is due, at most `longest`."""
         if not self._plan:
             return longest
         return min(longest, max(0.0, self._next - time.monotonic()))
 
     def due_signals(self) -> Iterator[int]:
-        """The signals to send now."""
+        """Yields the signals that are due now."""
         while self._plan and time.monotonic() >= self._next:
             number = self._plan.popleft()[1]
             if self._plan:
@@ -125,67 +103,54 @@ class Shutdown:
             yield int(number)
 
 
-def describe_failure(
-    code: int,
-    *,
-    text: str = "",
-    report: str = "",
-    last_words: str = "",
-    how: str = "",
-) -> str:
-    """Says how a rank has failed, for a sentence that begins with its name.
+class ShutdownSignals:
+    """Handlers of ringrun's own signals.
 
-    Args:
-        code: its exit code, not 0.
-        text: what the agent says of it.
-        report: what it said itself before it went down.
-        last_words: what it wrote last.
-        how: how it ended, if the exit code does not say.
-
-    Example:
-        >>> "rank 2" + describe_failure(137)
-        'rank 2 was killed by signal 9 (SIGKILL)'
-        >>> "rank 2" + describe_failure(1, report="ValueError: boom")
-        'rank 2 failed: ValueError: boom (exit code 1)'
+    SIGINT, SIGTERM and SIGHUP end the job, and a second one ends it at once. An elastic
+    job whose hosts have joined by themselves may go on without ringrun after SIGTERM.
+    SIGUSR1 goes to the ranks.
     """
-    if text:
-        return f": {text}"
-    words = report or last_words
-    how = how or f"exit code {code}"
-    name = _signal_name(code - 128) if code > 128 else ""
-    if name:
-        how = f"killed by {name}"
-        if code - 128 in _FROM_OUTSIDE and not report:
-            words = ""  # what it wrote before has nothing to do with it
-    if not words:
-        return f" was {how}" if name else f" failed with {how}"
-    return f" failed: {first_line(words)} ({how})"
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._first: int | None = None
+        self._late = False
 
-def blames_another_rank(words: str) -> bool:
-    """Whether an error says that another rank failed.
+    def install(self) -> None:
+        """Installs the handlers and unblocks all signals."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup ignores SIGHUP. A shell ignores SIGINT for a script's background
+            # jobs. Both must stay so.
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if number == signal.SIGTERM or not ignored:
+                signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR1, self._forward)
+        signal.signal(signal.SIGALRM, self._expire)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    Example:
-        >>> blames_another_rank("PeerLost: rank 1 failed: ValueError: boom")
-        True
-    """
-    return bool(_CONSEQUENCE.search(words))
+    def ignore_alarm(self) -> None:
+        """Ignores a pending alarm, because the job is over and ringrun ends itself."""
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._job.forward_signal(number)
 
-def first_line(text: str) -> str:
-    """The first line of a report, cut to what a terminal can show."""
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    return line if len(line) <= 500 else line[:497] + "..."
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and not self._first and self._job.detach():
+            return
+        self._late = self._first is not None
+        self._first = self._first or number
+        self._job.interrupt(number)
+        signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _LOOP_TIMEOUT)
 
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        """Ends ringrun if its loop does not react.
 
-def last_line(text: str) -> str:
-    """The last line of a traceback, which names the error."""
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return ""
+        The loop may block in a write to a terminal that is not read. Then ringrun just
+        exits: the agents notice it and end the ranks.
+        """
+        time_left = self._job.time_left()
+        if self._late or time_left is None:
+            os._exit(128 + (self._first or number))
+        self._late = True
+        signal.setitimer(signal.ITIMER_REAL, time_left or _LOOP_TIMEOUT)

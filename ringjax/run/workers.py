@@ -1,9 +1,10 @@
-"""The workers of a job: which are members, what became of them, and whom to blame.
+"""The table of workers: which are members, how they have ended, which failed first.
 
-A worker's number is never used again; its rank is its place in one epoch. In a static
-job worker n is rank n. One failure brings down other ranks within milliseconds, and the
-news may overtake each other, so exits, reports to the coordinator and what the ranks
-wrote are weighed together. Pure bookkeeping; sends nothing, waits for nothing.
+The number of a worker is never used again, and its rank is its place in one epoch. In a
+static job worker n is rank n. One failure brings down other ranks within milliseconds,
+and the reports of these failures may arrive in another order. So the exits, the reports
+to the coordinator and the output of the ranks are considered together. This module
+sends nothing and waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import queue
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from ringjax.run.shutdown import (
+from ringjax.run.outcome import (
     JobOutcome,
     blames_another_rank,
     describe_failure,
@@ -26,17 +27,18 @@ from ringjax.run.shutdown import (
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """A place for one worker.
+    """A place for one worker on a host.
 
     Attributes:
-        host, index: where; the index is the worker's local rank.
-        number: its rank as long as no epoch has given it one.
-        worker: who sits there.
-        free_at: when the slot may be taken again.
-        failures: in a row, each soon after the worker started.
-        released: its worker was asked to leave by somebody else, who may want the
-            place for something else.
-        removed: its host is; it is there as long as its worker is.
+        host, index: the host, and the local rank of the worker there.
+        number: rank of the worker until an epoch has given it another one.
+        worker: number of the worker that has the slot.
+        free_at: time from which the slot may be taken again.
+        failures: number of failures in a row, each soon after the worker has joined.
+        failed: whether a worker has ever failed in the slot.
+        released: another program than ringrun has asked the worker to leave, and may
+            want the place for itself.
+        removed: the host has no such slot any more, but the worker has not ended yet.
     """
 
     host: str
@@ -55,22 +57,23 @@ class Worker:
     """One process of the job.
 
     Attributes:
-        rank: in the latest epoch that it belonged to, None: in none.
-        joined: when it became a member.
-        exit_code, exit_text, ended: how and when its process has ended.
-        ours: it has ended after ringrun had begun to end the job.
-        answered: it has ended without an error, and what the coordinator had decided
-            about it before has come.
-        settled: it has ended, and so has what it wrote.
-        told: when ringrun asked it to leave, as its slot is gone.
-        killed: it did not end by itself when it should have.
-        fenced, why: when it was declared lost, and why.
-        with_group: it was lost because another worker of its group was.
-        finished: it said that it is through.
-        dismissed: it left in good order while the others go on.
-        report, reported: what it said before it went down, and when.
-        ready: it could be a member.
-        certain: its end was seen, it did not only get out of reach with its host.
+        rank: rank in the latest epoch of which the worker was a member, None: in none.
+        join_time: when the worker became a member.
+        exit_code, exit_text, end_time: how and when the process has ended.
+        ended_while_stopping: the process ended after ringrun began to end the job.
+        streams: output streams that are still open.
+        coordinator_answered: the process ended without an error, and all earlier
+            decisions of the coordinator about the worker have arrived.
+        settled: the process has ended, its output is complete, and both were handled.
+        asked_to_leave: when ringrun asked the worker to leave because its slot is gone.
+        killed: ringrun has sent SIGKILL, because the process did not end by itself.
+        fenced, fence_reason: when and why the worker was declared lost.
+        with_group: the worker was lost because another worker of its group was lost.
+        finished: the worker has reported the end of its program.
+        dismissed: the worker left in good order while the job goes on.
+        report, report_time: the error that the worker has reported, and when.
+        ready: the worker waits to become a member.
+        end_confirmed: the process has ended. False if only its host is out of reach.
     """
 
     number: int
@@ -99,30 +102,30 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there."""
         return self.exit_code is None
 
     @property
     def killed_by_ringrun(self) -> bool:
-        """Whether ringrun's own signal ended it: that number is no news of the job."""
+        """Whether ringrun's own SIGKILL has ended the process."""
         return self.killed and self.exit_code == 128 + signal.SIGKILL
 
     @property
     def loss_text(self) -> str:
-        """Why it was declared lost, to be put behind its name."""
+        """Why the worker was declared lost, as a text that follows its name."""
         return f" {'' if self.with_group else 'was declared lost: '}{self.fence_reason}"
 
     @property
     def is_active(self) -> bool:
-        """Whether it works for the job, or will."""
+        """Whether the worker takes part in the job, now or after it has joined."""
         return self.is_running and self.fenced is None and self.asked_to_leave is None
 
     @property
     def may_be_succeeded(self) -> bool:
-        """Whether it was killed or declared lost, and has ended for certain.
+        """Whether newcomers may begin the job again after the loss of this worker.
 
-        An error of the program would come again, and a worker that is only out of reach
-        may go on there: nobody may begin the job afresh beside it.
+        They may if the worker was killed or declared lost, and its process has ended.
+        An error of the program would only occur again. A worker that is out of reach
+        may still train, and two jobs must not run at the same time.
         """
         by_others = self.fenced is not None or (self.exit_code or 0) > 128
         own_way = self.report or self.finished or self.dismissed
@@ -130,20 +133,21 @@ class Worker:
 
 
 class WorkerTable:
-    """All workers that ever were.
+    """All workers of a job, also those that have ended.
 
     Args:
-        least: so many are needed; in a static job all.
-        last_words: what the worker of a number wrote last.
-        group: so many are lost and join together, those with one number // group.
-        elastic: the job goes on after a loss.
+        least: number of members that the job needs; in a static job all.
+        last_words: returns the last line of error output of the worker with a number.
+        group: number of workers that are lost and join together. Workers with the same
+            number // group are in one group.
+        elastic: whether the job goes on after a loss.
 
     Attributes:
-        workers: by number.
+        workers: the workers by number.
         next: the least number that was never used.
-        members: of the latest epoch, number -> rank.
+        members: ranks in the latest epoch, by number.
         resets: how often the members have changed.
-        stopping: from now on workers end because ringrun makes them.
+        stopping: whether ringrun has begun to end the workers.
     """
 
     def __init__(
@@ -163,12 +167,12 @@ class WorkerTable:
         self.stopping = False
 
     def add(self, slot: WorkerSlot) -> Worker:
-        """A new worker for a slot."""
+        """Adds a new worker, which takes the slot."""
         slot.worker = self.next
         return self.adopt(self.next, slot)
 
     def adopt(self, number: int, slot: WorkerSlot) -> Worker:
-        """A worker that somebody else has started, in its slot."""
+        """Adds a worker that another program or an earlier ringrun has started."""
         rank = None if self._elastic else number
         worker = self.workers.setdefault(number, Worker(number, slot, rank=rank))
         worker.slot = slot
@@ -176,31 +180,29 @@ class WorkerTable:
         return worker
 
     def get_or_add(self, number: int) -> Worker:
-        """A worker of which the coordinator speaks, though its host may not be here."""
+        """Returns a worker; adds one whose host has not joined this ringrun yet."""
         if number not in self.workers:
             self.adopt(number, WorkerSlot("", number, number, number))
         return self.workers[number]
 
     def reserve(self, number: int) -> None:
-        """Workers of all numbers below this one may have been there."""
+        """Marks all numbers below this one as used."""
         self.next = max(self.next, number)
 
     def group_of(self, worker: Worker) -> list[Worker]:
-        """The known workers of its group, itself among them."""
+        """Returns the workers in the group of a worker, with the worker itself."""
         first = worker.number - worker.number % self._group
         numbers = range(first, first + self._group)
         return [self.workers[n] for n in numbers if n in self.workers]
 
     def running(self) -> list[Worker]:
-        """Those whose process is there."""
         return [worker for worker in self.workers.values() if worker.is_running]
 
     def count_active(self) -> int:
-        """How many work for the job, or will."""
         return sum(worker.is_active for worker in self.workers.values())
 
     def count_members(self) -> int:
-        """Members of the latest epoch that are still there."""
+        """Returns how many members of the latest epoch are left."""
         return sum(
             m.is_running and m.fenced is None and not m.dismissed for m in self._last
         )
@@ -209,10 +211,10 @@ class WorkerTable:
     def _last(self) -> list[Worker]:
         return [self.workers[number] for number in self.members]
 
-    # What happens.
+    # Events.
 
     def start_epoch(self, members: Mapping[int, int], now: float) -> list[Worker]:
-        """An epoch has begun; returns who is new in it, by rank."""
+        """Starts an epoch with these members; returns the new ones, by rank."""
         new = [self.get_or_add(n) for n in members if n not in self.members]
         if self.members and self.members.keys() != members.keys():
             self.resets += 1
@@ -224,7 +226,7 @@ class WorkerTable:
         return sorted(new, key=lambda worker: members[worker.number])
 
     def record_event(self, event: str, number: int, text: str, now: float) -> Worker:
-        """The coordinator tells something of one worker, see `Coordinator.events`."""
+        """Records an event about one worker, see `Coordinator.events`."""
         worker = self.get_or_add(number)
         match event:
             case "failure" if not worker.report:
@@ -240,18 +242,21 @@ class WorkerTable:
         return worker
 
     def record_end(self, worker: Worker, code: int, text: str, now: float) -> None:
-        """Its process has ended with an exit code; `text` if there is more to say."""
+        """Records that the process of a worker has ended.
+
+        Args:
+            text: explains the exit code, if it does not explain itself.
+        """
         worker.exit_code, worker.exit_text, worker.end_time = code, text, now
         worker.ended_while_stopping = self.stopping
 
-    # Sentences.
+    # Texts.
 
     def several_hosts(self) -> bool:
-        """Whether it has to be said where a worker runs."""
         return len({worker.slot.host for worker in self.workers.values()}) > 1
 
     def describe(self, worker: Worker, *, place: bool) -> str:
-        """A worker's name for people; with its host if there are several."""
+        """Names a worker by rank and number, with its host if `place` is true."""
         host = worker.slot.host if place else ""
         if not self._elastic:
             return f"rank {worker.number}" + (f" ({host})" if host else "")
@@ -263,13 +268,12 @@ class WorkerTable:
         return f"{name} ({', '.join([*where, *pid])})" if where or pid else name
 
     def describe_join(self, worker: Worker, *, place: bool) -> str:
-        """That it is a member now."""
         where = f" on {worker.slot.host}" if place and worker.slot.host else ""
         ranks = _ranks(len(self.members))
         return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
 
     def describe_remaining(self) -> str:
-        """How many ranks are left, as the end of a sentence."""
+        """Says how many ranks are left, as the end of a sentence."""
         count, least = self.count_members(), self._least
         if count >= least:
             return f"; {_ranks(count)} {'goes' if count == 1 else 'go'} on"
@@ -277,18 +281,18 @@ class WorkerTable:
         return f"; {left}, at least {least} {'is' if least == 1 else 'are'} needed"
 
     def describe_end(self, worker: Worker) -> str:
-        """What became of a worker that has failed, to be put behind its name."""
-        if worker.with_group:  # however it ends, that is a consequence
+        """Says how a worker has failed, as a text that follows its name."""
+        if worker.with_group:  # any end is a consequence of the loss of the group
             return worker.loss_text
-        if (
-            worker.ended_while_stopping and worker.report
-        ):  # it hung until ringrun ended the job
+        # A worker that reported an error, and hung until ringrun ended the job.
+        if worker.ended_while_stopping and worker.report:
             return f" failed: {first_line(worker.report)}"
         if worker.killed_by_ringrun:
             late = "it did not end by itself, and ringrun killed it"
             if worker.report:
                 return describe_failure(1, report=worker.report, how=late)
-            return f"{worker.loss_text if worker.fence_reason else ' was asked to leave'} ({late})"
+            lost = worker.loss_text if worker.fence_reason else " was asked to leave"
+            return f"{lost} ({late})"
         return describe_failure(
             worker.exit_code or 1,
             text=worker.exit_text,
@@ -296,23 +300,24 @@ class WorkerTable:
             last_words=self._last_words(worker.number),
         )
 
-    # Whom to blame.
+    # The first failure.
 
     def failure_text(self, worker: Worker) -> str:
-        """Why it has failed, as well as that is known."""
+        """Returns the best explanation that is known of a failure."""
         return worker.report or worker.exit_text or self._last_words(worker.number)
 
     def failed_by_itself(self, worker: Worker) -> bool:
-        """Whether it failed by itself, not because another rank did."""
+        """Returns whether a worker failed by itself, not because another rank did."""
         if worker.with_group:
             return False
-        # Its last words may be about an earlier loss, after which it went on.
+        # In an elastic job the last output may be about an earlier loss, after which
+        # the worker went on. So it does not explain an end by a signal.
         known = worker.report or worker.exit_text
         by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
         return by_signal or not blames_another_rank(self.failure_text(worker))
 
     def earliest(self, failed: Iterable[Worker]) -> Worker | None:
-        """Which of these to blame. A report counts from when it came."""
+        """Returns the worker that failed first; a report counts from its arrival."""
 
         def order(worker: Worker) -> tuple[bool, float, int]:
             when = min(worker.end_time, worker.report_time)
@@ -321,7 +326,10 @@ class WorkerTable:
         return min(failed, key=order, default=None)
 
     def failed(self) -> list[Worker]:
-        """Those that have ended with an error; what ringrun ends has not failed."""
+        """Returns the workers that have ended with an error.
+
+        A worker that ringrun itself has ended counts only if it had reported an error.
+        """
         ended = (worker for worker in self.workers.values() if worker.exit_code)
         return [
             worker
@@ -330,19 +338,23 @@ class WorkerTable:
         ]
 
     def with_report(self) -> list[Worker]:
-        """Those that have said that they fail."""
+        """Returns the workers that have reported an error."""
         return [worker for worker in self.workers.values() if worker.report]
 
     def hung(self, since: float) -> Worker | None:
-        """A worker that has said before that time that it fails, and has not ended.
+        """Returns a worker that reported an error before `since` and still runs.
 
-        A thread that is no daemon, or an exit handler, keeps its process.
+        A thread that is not a daemon, or an exit handler, may keep a process alive.
         """
         hung = (w for w in self.with_report() if w.is_running and w.report_time < since)
         return next(hung, None)
 
     def first_failure(self) -> Worker | None:
-        """The worker that failed first: of the last members, or of all."""
+        """Returns the worker that failed first.
+
+        If a member of the latest epoch failed by itself, only members count. Otherwise
+        all workers do.
+        """
         failed = self.failed()
         last = [worker for worker in failed if worker.number in self.members]
         return self.earliest(last if any(map(self.failed_by_itself, last)) else failed)
@@ -350,12 +362,15 @@ class WorkerTable:
     # The end.
 
     def is_over(self) -> bool:
-        """Whether all that matter have ended: the members, or all if there are none."""
+        """Returns whether all members (or all workers, if none is one) have ended."""
         matter = self._last or self.workers.values()
         return all(worker.settled for worker in matter) and not self.successors()
 
     def successors(self) -> int:
-        """Newcomers that may begin the job afresh once its last member has ended."""
+        """Returns how many newcomers may begin the job again after its last member.
+
+        0 if they may not, or are too few.
+        """
         last = self._last
         if not all(worker.may_be_succeeded for worker in last):
             return 0
@@ -364,7 +379,7 @@ class WorkerTable:
         return count if count >= self._least else 0
 
     def succeeded(self) -> list[Worker]:
-        """Who has done the job's work to its end, by rank."""
+        """Returns the workers that have completed the job's work, by rank."""
         done = (w for w in self.workers.values() if w.exit_code == 0)
         done = (w for w in done if not w.dismissed and w.asked_to_leave is None)
         if self.members:
@@ -372,7 +387,11 @@ class WorkerTable:
         return sorted(done, key=lambda w: (_rank(w), w.number))
 
     def has_succeeded(self) -> bool:
-        """Whether the job did what it was for."""
+        """Returns whether the job has done its work.
+
+        All members that were not dismissed must have ended without an error. If there
+        were no members, enough workers must have.
+        """
         if not self.members:
             return len(self.succeeded()) >= self._least
         stayed = [worker for worker in self._last if not worker.dismissed]
@@ -381,16 +400,16 @@ class WorkerTable:
     def outcome(
         self, blobs: Mapping[int, bytes], stop: str = "", leave: bool = False
     ) -> JobOutcome:
-        """How the job has ended.
+        """Returns how the job has ended.
 
         Args:
-            blobs: what workers have returned, by number.
-            stop: why it could not go on, if that was so.
-            leave: all were asked to leave.
+            blobs: pickled results, by the number of the worker.
+            stop: why the job could not go on; empty if it could.
+            leave: whether all workers were asked to leave.
         """
         last = self._last
         if all(worker.dismissed for worker in last) and (last or leave):
-            why = "every rank has left, as it was asked to"  # or ringrun itself
+            why = "every rank has left, as it was asked to"
             return JobOutcome(128 + signal.SIGTERM, reason=why, left=leave)
         if stop:
             return JobOutcome(1, reason=stop)
@@ -404,15 +423,24 @@ class WorkerTable:
         why = self.describe(worker, place=self.several_hosts()) + self.describe_end(
             worker
         )
-        # Not 137, which schedulers take for a lack of memory.
+        # Do not return 137 for ringrun's own SIGKILL: schedulers read it as a process
+        # that was killed because memory was short.
         ours = worker.ended_while_stopping or worker.killed_by_ringrun
         code = 1 if ours else worker.exit_code or 1
         results = {_rank(worker): blobs.get(worker.number, b"")}
         return JobOutcome(code, _rank(worker), why, results)
 
 
-def take_events(coordinator: Any) -> Iterator[tuple[Any, ...]]:
-    """What a coordinator, or its process, has decided: see `Coordinator.events`."""
+class EventSource(Protocol):
+    """A coordinator, or its process."""
+
+    events: queue.SimpleQueue[tuple[Any, ...]]
+
+    def clear(self) -> None: ...
+
+
+def take_events(coordinator: EventSource) -> Iterator[tuple[Any, ...]]:
+    """Yields the events that have come: see `Coordinator.events`."""
     coordinator.clear()
     with contextlib.suppress(queue.Empty):
         while True:

@@ -22,7 +22,7 @@ from pyspark import BarrierTaskContext, TaskContext
 from ringjax.run import environ, task
 from ringjax.run.engine_job import places
 from ringjax.run.hosts import processes
-from ringjax.run.shutdown import describe_failure, last_line
+from ringjax.run.outcome import describe_failure, last_line
 
 SCHEMA = (
     "worker long, rank long, node string, code long, error string, result binary, "

@@ -31,9 +31,9 @@ def parsed(*words: str) -> Job:
 
 
 def elastic(*words: str) -> ElasticSettings:
-    found = parsed(*words)._elastic
+    found = parsed(*words)._policy
     assert found is not None
-    return found
+    return found.settings
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_does_not_fit_together_is_said(words: str, message: str) -> None:
 
 
 def test_a_job_with_none_of_them_is_not_elastic() -> None:
-    assert parsed("-np", "3")._elastic is None
+    assert parsed("-np", "3")._policy is None
 
 
 def test_an_empty_script_is_none() -> None:

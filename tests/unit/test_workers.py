@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.run.shutdown import JobOutcome
+from ringjax.run.outcome import JobOutcome
 from ringjax.run.workers import WorkerSlot, WorkerTable
 
 

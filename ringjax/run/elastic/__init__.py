@@ -1,1 +1,1 @@
-"""The launcher's side of a job whose ranks come and go: what is started, and when."""
+"""The launcher's side of elastic jobs: which workers are started, and when."""

@@ -1,10 +1,11 @@
-"""The coordinator of an elastic job in a process of its own, started again if it dies.
+"""Runs the coordinator of an elastic job in a process of its own, and restarts it.
 
-One that is there and does not answer any more is ended, which comes to the same.
-ringrun keeps the listening sockets, so workers that lost the coordinator find the next
-one under the same address; what it has to know they bring along (client.py), and
-which processes run ringrun tells it. The secret travels through a pipe, never in argv.
-`python -m ringjax.run.elastic.coordinator_process` runs it.
+A coordinator that does not answer any more is killed and restarted, too. ringrun keeps
+the listening sockets, so workers find the next coordinator at the same address. They
+bring along what it must know of the job (membership/client.py), and ringrun sends it
+the workers whose processes run. The secret goes through a pipe, never into argv.
+
+`python -m ringjax.run.elastic.coordinator_process` is the process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ringjax import failpoints
 from ringjax.config import Config
@@ -30,21 +31,35 @@ from ringjax.run.elastic.liveness import LivenessProbe
 from ringjax.run.hosts.channel import Channel, Message, standard_streams
 from ringjax.run.workers import take_events
 
-_MAX_RESTARTS = 5  # so many within _RESTART_WINDOW seconds are too many
+# More restarts than this within the window end the job.
+_MAX_RESTARTS = 5
 _RESTART_WINDOW = 10.0
-_MAX_ENDED = 1024  # ended workers that a new coordinator is told of
-_END_TIMEOUT = 2.0  # seconds for it to end when it is told to
-_MIN_HANG_TIMEOUT = 5.0  # the least seconds without an answer until it counts as hung
+_MAX_ENDED = 1024  # ended workers whose ends are sent to a new coordinator
+_END_TIMEOUT = 2.0  # seconds for the process to end by itself
+_MIN_HANG_TIMEOUT = 5.0  # seconds
+
+
+class CoordinatorOptions(TypedDict, total=False):
+    """Arguments of `Coordinator` that its process gets as JSON."""
+
+    np: int
+    min_np: int
+    max_np: int
+    group: int
+    start_timeout: float
+    elastic_timeout: float
+    failure_timeout: float
+    tls: str
 
 
 class CoordinatorProcess:
-    """Looks like a `Coordinator` to the launcher.
+    """Has the methods of a `Coordinator`, which runs in another process.
 
     Args:
         secret: the job's secret.
-        job: its id.
+        job: the job's id.
         hosts, port: the addresses to listen on, and the port there.
-        resume: the job had begun under another ringrun, which is gone.
+        resume: whether the job has begun under another ringrun, which is gone.
         note: shows a line when the process was lost.
         options: the other arguments of `Coordinator`.
 
@@ -61,11 +76,13 @@ class CoordinatorProcess:
         port: int = 0,
         resume: bool = False,
         note: Callable[[str], None],
-        **options: Any,
+        **options: Unpack[CoordinatorOptions],
     ) -> None:
-        offer(str(options.get("tls", "auto")))  # before there is a process to fail
+        offer(
+            options.get("tls", "auto")
+        )  # an error must come before the process starts
         self._note = note
-        # One that was there before may be about to end.
+        # With a fixed port an earlier ringrun may be about to end: wait for the port.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
         self._serve_message: Message = {
             "do": "serve",
@@ -77,12 +94,14 @@ class CoordinatorProcess:
         self._selector = selectors.EpollSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
+        # State for the next process: workers that run, workers that have ended without
+        # an error and wait for an answer, ends, and workers that have finished.
         self._expected: set[int] = set()
-        self._unanswered: set[int] = set()  # of whose end an answer is to come
+        self._unanswered: set[int] = set()
         self._end_messages: dict[int, Message] = {}
         self._finished: list[int] = []
         self._job_begun = resume
-        silence = float(options.get("failure_timeout", _MIN_HANG_TIMEOUT))
+        silence = options.get("failure_timeout", _MIN_HANG_TIMEOUT)
         self._hang_timeout = max(silence, _MIN_HANG_TIMEOUT)
         self._probe = LivenessProbe(self._hang_timeout)
         self._start_times: list[float] = []
@@ -92,11 +111,10 @@ class CoordinatorProcess:
         self.wakeup = self._selector.fileno()  # readable when the channel is
 
     def start(self) -> None:
-        """Starts the process."""
+        """Starts the process, and sends it what the last one knew of the workers."""
         now = time.monotonic()
-        self._start_times = [
-            then for then in self._start_times if now - then < _RESTART_WINDOW
-        ] + [now]
+        recent = [then for then in self._start_times if now - then < _RESTART_WINDOW]
+        self._start_times = [*recent, now]
         self._probe = LivenessProbe(self._hang_timeout)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ringjax.run.elastic.coordinator_process"],
@@ -104,7 +122,7 @@ class CoordinatorProcess:
             stdout=subprocess.PIPE,
             env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
             pass_fds=[sock.fileno() for sock in self._listeners],
-            start_new_session=True,  # a Ctrl-C on the terminal is for ringrun alone
+            start_new_session=True,  # only ringrun gets Ctrl-C from the terminal
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._channel = Channel(
@@ -132,6 +150,7 @@ class CoordinatorProcess:
             self._probe.record_answer(time.monotonic())
             return
         if event == "members":
+            # JSON has made texts of the worker numbers.
             details[2] = {int(worker): rank for worker, rank in details[2].items()}
             self._job_begun = True
         elif event == "finished":
@@ -141,7 +160,7 @@ class CoordinatorProcess:
         self.events.put((event, *details))
 
     def _process_lost(self) -> None:
-        """The process is gone: another one takes its place."""
+        """Starts another process in the place of the one that has ended."""
         assert self._process is not None
         code = self._reap()
         if self._closing:
@@ -166,15 +185,15 @@ class CoordinatorProcess:
             return self._process.wait()
 
     def clear(self) -> None:
-        """Takes what has come, so that `wakeup` is no longer readable."""
+        """Handles the messages that have come, so that `wakeup` is not readable."""
         for key, _ in self._selector.select(0):
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     def tick(self, now: float) -> None:
-        """Asks whether it still answers; ends it if it has not for too long.
+        """Probes the process, and kills it if it has not answered for too long.
 
-        Call it after `clear`, so that no answer is overlooked.
+        Call `clear` before, because an answer may be waiting in the pipe.
         """
         if self._probe.should_ask(now):
             self._send({"do": "pulse"})
@@ -182,20 +201,20 @@ class CoordinatorProcess:
             silence = f"has not answered for {self._hang_timeout:g} s"
             self._note(f"the coordinator {silence}; it is ended")
             self._probe = LivenessProbe(self._hang_timeout)
-            self._process.kill()  # `_process_lost` follows
+            self._process.kill()  # then `_process_lost` is called
 
     def expected(self, worker: int) -> None:
-        """A worker's process was started."""
+        """Reports that a worker's process was started."""
         self._expected.add(worker)
         self._send({"do": "expected", "worker": worker})
 
     def ended(self, worker: int) -> None:
-        """A worker's process has ended without an error: the answer is an event."""
+        """Reports an end without an error; an "ended" event answers."""
         self._unanswered.add(worker)
         self._send({"do": "ended", "worker": worker})
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
-        """A worker's process has ended."""
+        """Reports that a worker's process has ended; see `Coordinator`."""
         self._expected.discard(worker)
         lost: Message = {"do": "lost", "worker": worker, "text": text}
         lost["heirs"] = heirs
@@ -209,7 +228,6 @@ class CoordinatorProcess:
             self._channel.send(message)
 
     def close(self) -> None:
-        """Ends the process."""
         self._closing = True
         if self._channel is not None:
             self._channel.close()
@@ -221,7 +239,7 @@ class CoordinatorProcess:
 
 
 class _CoordinatorServer:
-    """The process: one loop between its pipes and its coordinator's events."""
+    """The process: one loop over its pipes and the events of its coordinator."""
 
     def __init__(self, reader: int, writer: int) -> None:
         from ringjax.membership.coordinator import Coordinator
@@ -234,7 +252,7 @@ class _CoordinatorServer:
         )
 
     def run(self) -> None:
-        """Until ringrun closes the pipe, or is gone."""
+        """Serves until ringrun closes the pipe, or is gone."""
         while not self._channel.closed:
             for key, _ in self._selector.select():
                 if self._selector.get_map().get(key.fd) is key:
@@ -261,7 +279,8 @@ class _CoordinatorServer:
                 )
 
     def _serve(self, message: Message) -> None:
-        if not message["resume"]:  # else one after the other would die there
+        # A failpoint ends only the first process; else every restart would end, too.
+        if not message["resume"]:
             failpoints.arm(Config.from_env().failpoints, None)
         listeners = [socket.socket(fileno=number) for number in message["listeners"]]
         for sock in listeners:
@@ -285,8 +304,7 @@ class _CoordinatorServer:
 
 
 def main() -> None:
-    """Entry point."""
-    # Its life is ringrun's, whatever a batch system sends to all processes of a job.
+    # A batch system may signal all processes of a job. This process ends with ringrun.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     _CoordinatorServer(*standard_streams()).run()

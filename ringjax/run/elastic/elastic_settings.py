@@ -1,7 +1,4 @@
-"""What somebody asks of an elastic job: how few, how many, on which hosts.
-
-Turns options into one record and says what does not fit together; nothing runs here.
-"""
+"""Settings of an elastic job: makes one record of the options, and checks them."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import Any
 
 from ringjax.run.hosts.slots import HostSlots
 
-UNBOUNDED = 1 << 16  # as many as the hosts have slots
-# What an elastic job alone understands, by the names of Python's arguments.
+UNBOUNDED = 1 << 16  # only the slots of the hosts are a limit
+# Arguments of `ringjax.run` that only elastic jobs have.
 ELASTIC_OPTIONS = (
     "max_np",
     "slots",
@@ -24,17 +21,17 @@ ELASTIC_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """How an elastic job may change.
+    """The limits of an elastic job.
 
     Attributes:
-        np: workers to start with; None: as many as the hosts have slots.
+        np: number of workers to start with; None: as many as the hosts have slots.
         min_np, max_np: least and most workers.
-        hosts: where they run; None: a script finds the hosts.
-        script: that script.
-        slots: of a host that it names without a number.
+        hosts: where workers run; None: a script or a listener finds the hosts.
+        script: the host discovery script.
+        slots: slots of a host that the script prints without a number.
         reset_limit: how often the members may change, None: without limit.
         cooldown: least and most seconds that a host stays on the blacklist.
-        group: so many workers are started, lost and admitted together.
+        group: number of workers that are started, lost and admitted together.
     """
 
     np: int | None
@@ -47,31 +44,26 @@ class ElasticSettings:
     cooldown: tuple[float, float] | None = None
     group: int = 1
 
-    @property
-    def coordinator_options(self) -> dict[str, int]:
-        """What the coordinator has to know."""
-        return {"min_np": self.min_np, "max_np": self.max_np, "group": self.group}
-
-    def initial_size(self, places: int) -> int:
-        """How many workers begin where there are so many places: whole groups."""
-        count = min(self.np or self.max_np, places)
+    def initial_size(self, slots: int) -> int:
+        """Returns how many workers start if there are `slots` slots: whole groups."""
+        count = min(self.np or self.max_np, slots)
         return count - count % self.group
 
     @property
     def uses_blacklist(self) -> bool:
-        """Whether hosts are held to account when their workers fail."""
+        """Whether hosts on which workers fail are put on a blacklist."""
         return bool(self.script) or self.cooldown is not None
 
 
 def refuse_elastic_options(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse options of elastic jobs for a job that is none.
+    """Refuses options of elastic jobs in a static job.
 
     Args:
-        given: the arguments by their names, None: not given.
-        names: what they are called where they were given.
+        given: the arguments by name; None: not given.
+        names: names of the arguments for the user, such as the options of ringrun.
 
     Raises:
-        ValueError: naming them.
+        ValueError: at least one is given; the text names them.
     """
     found = [names[key] for key in ELASTIC_OPTIONS if given.get(key) is not None]
     if found:
@@ -95,10 +87,17 @@ def resolve_settings(
     group: int = 1,
     names: Mapping[str, str],
 ) -> ElasticSettings:
-    """The record of what was asked for; `listens`: hosts come by themselves.
+    """Checks the options of an elastic job and fills in the defaults.
+
+    Args:
+        np, min_np, max_np, hosts, script, slots, reset_limit: see `ElasticSettings`.
+        listens: whether hosts join by themselves.
+        cooldown_range: see `ElasticSettings.cooldown`.
+        group: see `ElasticSettings`.
+        names: names of the arguments for the user, such as the options of ringrun.
 
     Raises:
-        ValueError: something does not fit together; it is named by `names`.
+        ValueError: some arguments contradict each other; the text names them.
 
     Example:
         >>> names = {"min_np": "--min-np", "max_np": "--max-np", "np": "-np"}
@@ -148,14 +147,14 @@ def resolve_settings(
 
 
 def check_group_multiple(number: int | None, group: int, name: str) -> None:
-    """Refuse a number of processes that is not one of whole groups.
+    """Checks that a number of processes is a multiple of the size of groups.
 
     Args:
-        number: None: not given.
-        name: where it was given.
+        number: the number; None: not given.
+        name: name of the option for the user.
 
     Raises:
-        ValueError: naming it.
+        ValueError: the number is not a multiple; the text contains `name`.
 
     Example:
         >>> check_group_multiple(6, 3, "-np")

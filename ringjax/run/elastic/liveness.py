@@ -1,21 +1,22 @@
-"""Whether a process still answers: one question at a time, and patience on our clock.
+"""Liveness probe: decides whether another process still answers.
 
-Only time in which we ran ourselves counts as silence: a machine that stood still for a
-while, or a launcher that did, says nothing about the other process. Asks nobody itself.
+One question is open at a time. Only time in which this process runs counts as silence:
+if the machine was suspended, or this process was stopped, the pause says nothing about
+the other process. The caller sends the questions.
 """
 
 from __future__ import annotations
 
 _INTERVAL = 1.0  # seconds from an answer to the next question
-_MAX_STEP = 0.5  # the most seconds that count between two looks at the clock
-_START_TIMEOUT = 60.0  # seconds for a process to start that has never record_answer
+_MAX_STEP = 0.5  # seconds between two calls of `should_ask` that count as silence
+_START_TIMEOUT = 60.0  # seconds for the first answer, while the process starts
 
 
 class LivenessProbe:
-    """The probe of one process.
+    """The questions to one process and its answers.
 
     Args:
-        limit: seconds without an answer until it counts as hung.
+        limit: seconds without an answer until the process counts as hung.
 
     Example:
         >>> probe = LivenessProbe(5.0)
@@ -28,12 +29,12 @@ class LivenessProbe:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._silence: float | None = None  # since we asked; None: nothing is open
+        self._silence: float | None = None  # since the question; None: none is open
         self._last_tick = self._next_question = float("-inf")
         self._allowed = max(limit, _START_TIMEOUT)
 
     def should_ask(self, now: float) -> bool:
-        """A look at the clock; whether to ask now."""
+        """Counts the time since the last call; returns whether to ask now."""
         passed = min(now - self._last_tick, _MAX_STEP)
         self._last_tick = now
         if self._silence is not None:
@@ -45,11 +46,10 @@ class LivenessProbe:
         return True
 
     def record_answer(self, now: float) -> None:
-        """An answer has come."""
         self._silence, self._next_question = None, now + _INTERVAL
         self._allowed = self._limit
 
     @property
     def hung(self) -> bool:
-        """Whether it has not record_answer for too long."""
+        """Whether the process has not answered for too long."""
         return self._silence is not None and self._silence >= self._allowed

@@ -1,9 +1,10 @@
-"""Ranks that an earlier ringrun has started, and that come with their hosts' agents.
+"""Takes over ranks of an earlier ringrun, which come with the agents of their hosts.
 
-The agents remember for the next ringrun what it has to know: the job, which numbers of
-workers were used, and where each one ran. What ran beside ringrun itself has ended with
-it, and what an agent should have and does not, with the agent that was there before.
-Decides nothing about members; that is the coordinator's, to which they come back.
+Agents keep a state for the next ringrun: the id of the job, the numbers that workers
+have had, and the host of each worker. Workers that ran beside the old ringrun have
+ended with it. A worker that the state places on a host, but whose agent does not have
+it, has ended with an earlier agent. The coordinator decides about members, and ranks
+reconnect to it by themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ringjax.run.console import Console
 from ringjax.run.elastic.worker_slots import WorkerSlots
@@ -19,15 +19,18 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable
 
-_STATIC_HOST = ""  # a host that does not come by itself
+_STATIC_HOST = ""  # in the state, for workers on hosts that ringrun reached itself
 _LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
-    """What agents bring along.
+    """Registers workers that agents bring along.
+
+    Args:
+        inform: tells the coordinator of a worker that runs or has ended.
 
     Attributes:
-        job: the id of the job, once it is known; it may have been another ringrun's.
+        job: the id of the job, once it is known; an earlier ringrun may have chosen it.
     """
 
     def __init__(
@@ -42,36 +45,40 @@ class Takeover:
         self._agents, self._console = agents, console
         self._inform = inform
         self.job = ""
-        self._hosts: dict[int, str] = {}  # of workers before this ringrun -> hosts
+        self._hosts: dict[int, str] = {}  # of workers of earlier ringruns
 
     @property
     def resumes(self) -> bool:
-        """Whether ranks of a job that had begun run."""
+        """Whether workers of an earlier ringrun still run."""
         return bool(self._table.running())
 
     @property
     def succeeded(self) -> bool:
-        """Whether all ranks that came have ended, and one of them without an error."""
+        """Whether all workers that came have ended, at least one without an error."""
         codes = [worker.exit_code for worker in self._table.workers.values()]
         return 0 in codes and None not in codes
 
-    def resolve_job(self, job_state: Message) -> str:
-        """The job of an agent that remembers this; of another one it is to forget."""
-        self.job = self.job or job_state.get("job", "")
+    def resolve_job(self, state: Message) -> str:
+        """Returns the id of this job. The first agent's state decides it.
+
+        An agent whose state has another id ends the ranks that it has.
+        """
+        self.job = self.job or state.get("job", "")
         return self.job
 
     def add_host(self, host: str, hello: Message) -> None:
-        """A host has come; its slots are there."""
-        job_state = hello["memory"] or {"next": 0, "places": []}
-        self._table.reserve(job_state["next"])
-        self._hosts |= dict(job_state["places"])
+        """Registers the workers of a host that has joined; its slots exist already."""
+        state = hello["memory"] or {"next": 0, "places": []}
+        self._table.reserve(state["next"])
+        self._hosts |= dict(state["places"])
         unwanted = []
         for rank in hello["ranks"]:
             worker = self._table.workers.get(rank["id"])
             if worker is None or not worker.slot.host:
                 self._adopt_running(host, rank)
             elif not worker.is_running and "code" not in rank:
-                unwanted.append(worker.number)  # the others went on without it
+                # It was given up while its host was away, and the job went on.
+                unwanted.append(worker.number)
         for number, place in self._hosts.items():
             here = place == _STATIC_HOST or self._agents.has_joined(place)
             worker = self._table.workers.get(number)
@@ -81,7 +88,7 @@ class Takeover:
         if unwanted:
             self._agents.signal(signal.SIGKILL, unwanted)
 
-    def _adopt_running(self, host: str, rank: dict[str, Any]) -> None:
+    def _adopt_running(self, host: str, rank: Message) -> None:
         number, index = rank["id"], rank["seat"]
         if "code" in rank:
             self._record_end(number, WorkerSlot(host, index, 0), rank["code"], "")
@@ -99,7 +106,7 @@ class Takeover:
         self._inform(worker)
 
     def job_state(self) -> Message:
-        """What agents are to remember."""
+        """Returns the state that agents keep for the next ringrun."""
         places = [
             (worker.number, host if self._agents.has_joined(host) else _STATIC_HOST)
             for worker in self._table.running()

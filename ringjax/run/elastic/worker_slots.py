@@ -1,8 +1,9 @@
-"""Which worker sits where in an elastic job, and where the next one is started.
+"""Slots of the workers of an elastic job: which are free, and which are taken next.
 
-Every host has so many slots. A slot whose worker record_failure is taken again: at once the
-first time, then after 1, 2, 4 … 30 s if it goes on to fail soon; or its host goes on
-the blacklist. Pure bookkeeping: starts nothing, and the clock is the caller's.
+A slot whose worker has failed is taken again: at once the first time, then after 1, 2,
+4 … 30 s if its workers go on failing soon after they have joined. With a blacklist the
+host of the slot goes on the list instead. The caller passes the time, and nothing here
+starts a worker.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import HostSlots, SlotInfo
 from ringjax.run.workers import WorkerSlot
 
-SOON = 3.0  # a member for less than these seconds has record_failure soon
-LONGEST_PAUSE = 30.0
+SOON = 3.0  # seconds; a worker that was a member for less has failed soon
+LONGEST_PAUSE = 30.0  # seconds
 
 
 class WorkerSlots:
     """The slots of a job.
 
     Args:
-        hosts: where they are.
-        first: workers to start with.
-        most: workers to have once the job runs.
-        least: below so many, released slots are used, too.
-        blacklist: None: hosts are not held to account.
-        group: so many workers are started at once, or none.
+        hosts: the hosts and their numbers of slots.
+        first: number of workers to start with.
+        most: number of workers to have once the job runs.
+        least: with fewer workers, released slots are used, too.
+        blacklist: keeps hosts on which workers have failed; None: there is no list.
+        group: number of workers that start together, or not at all.
+
+    Attributes:
+        closed: whether the job is finishing, so that no more workers start.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class WorkerSlots:
         self._slots: dict[tuple[str, int], WorkerSlot] = {}
         self._order: list[str] = []
         self._next_number = 0
-        self.closed = False  # the job is finishing: nobody is started any more
+        self.closed = False
         self.update(hosts)
 
     @property
@@ -56,9 +60,10 @@ class WorkerSlots:
         return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
 
     def update(self, hosts: Sequence[HostSlots]) -> list[int]:
-        """Take note of the hosts that there are; returns workers that lose their slot.
+        """Replaces the hosts; known hosts keep their place in the order.
 
-        Hosts that were known keep their place in the order.
+        Returns:
+            Numbers of the workers whose slots are gone.
         """
         slots = {host.name: host.slots for host in hosts}
         self._order = [name for name in self._order if name in slots]
@@ -82,13 +87,11 @@ class WorkerSlots:
         if slot is None:
             self._slots[host, index] = WorkerSlot(host, index, self._next_number)
             self._next_number += 1
-        elif (
-            slot.removed
-        ):  # it is back, and free as soon as its worker has record_leave
+        elif slot.removed:  # the host is back before the worker has left the slot
             slot.removed = slot.released = False
 
     def occupy(self, host: str, index: int, worker: int) -> WorkerSlot:
-        """The slot of a worker that was there before."""
+        """Returns a slot, taken by a worker of an earlier ringrun."""
         self._offer(host, index)
         slot = self._slots[host, index]
         slot.worker = worker
@@ -100,13 +103,17 @@ class WorkerSlots:
             del self._slots[slot.host, slot.index]
 
     def grow(self) -> None:
-        """The job runs: from now on it may have as many workers as it can get."""
+        """Allows the most workers, because the job runs now."""
         self._target = self._most
 
     def vacant(self, running: int, now: float) -> list[WorkerSlot]:
-        """Seats in which a worker is to be started now, if so many run already.
+        """Returns the slots in which workers are to be started now.
 
-        Seats of one host come one after the other: a group has as few hosts as can be.
+        Slots of one host follow each other, so that a group spreads over few hosts.
+
+        Args:
+            running: number of workers that run already.
+            now: the time.
         """
         if self.closed:
             return []
@@ -125,13 +132,16 @@ class WorkerSlots:
     def record_failure(
         self, slot: WorkerSlot, *, member_for: float | None, own_fault: bool, now: float
     ) -> float:
-        """The worker of a slot has record_failure; returns seconds until it is taken again.
+        """Releases the slot of a worker that has failed.
 
         Args:
-            slot: its slot.
-            member_for: seconds that it was a member of the job, None: never.
-            own_fault: whether it record_failure by itself, and not because another did.
+            slot: the slot.
+            member_for: seconds for which the worker was a member, None: never.
+            own_fault: whether the worker failed by itself, not because another did.
             now: the time.
+
+        Returns:
+            Seconds until the slot may be taken again.
         """
         self._release(slot)
         slot.failed = True
@@ -146,17 +156,23 @@ class WorkerSlots:
         return pause
 
     def record_leave(self, slot: WorkerSlot, *, asked: bool) -> None:
-        """The worker of a slot has record_leave in good order; `asked`: by ringrun."""
+        """Releases the slot of a worker that has left in good order.
+
+        Args:
+            asked: whether ringrun has asked the worker to leave. If another program
+                has, it may want the place for itself: the slot is taken again only if
+                too few workers are left.
+        """
         self._release(slot)
         slot.released = not asked
 
     def all_failed(self) -> bool:
-        """Whether a worker has record_failure in every slot that was ever taken."""
+        """Returns whether a worker has failed in every slot that was ever taken."""
         used = [slot for slot in self.slots if slot.failed or slot.worker is not None]
         return bool(used) and all(slot.failed for slot in used)
 
     def slot_info(self, slot: WorkerSlot) -> SlotInfo:
-        """A slot that is taken, in the terms of a static job."""
+        """Describes a taken slot as a static job describes its slots."""
         taken = [s for s in self.slots if s is slot or s.worker is not None]
         local = [other for other in taken if other.host == slot.host]
         same = [other.host for other in taken if other.index == slot.index]

@@ -462,7 +462,7 @@ class AgentPool:
     # The end.
 
     def detach_joined(self) -> None:
-        """Leaves agents that joined by themselves alone; they look for a new ringrun."""
+        """Lets agents that joined by themselves go on without this ringrun."""
         for host, agent in list(self._remote.items()):
             if agent.rendezvous:
                 del self._remote[host]

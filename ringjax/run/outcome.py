@@ -1,0 +1,104 @@
+"""The outcome of a job, and the texts that say how a rank has failed.
+
+workers.py decides which rank has failed first.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Errors that only say that another rank has failed.
+_CONSEQUENCE = re.compile(
+    r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
+    # JAX raises these in the other processes of the group in which a rank has failed.
+    r"|\bGloo \w+ failed\b|\bcoordination service\b"
+)
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job has ended.
+
+    Attributes:
+        rank: the rank that failed first; -1 if none failed.
+        reason: one line that says why the job has not succeeded.
+        results: pickled results of the ranks, by rank.
+        left: no rank failed. All left because their hosts are wanted for other jobs.
+    """
+
+    exit_code: int
+    rank: int = -1
+    reason: str = ""
+    results: Mapping[int, bytes] = field(default_factory=dict)
+    left: bool = False
+
+
+def describe_failure(
+    code: int,
+    *,
+    text: str = "",
+    report: str = "",
+    last_words: str = "",
+    how: str = "",
+) -> str:
+    """Says how a rank has failed, for a sentence that begins with the rank's name.
+
+    Args:
+        code: its exit code, not 0.
+        text: explanation of the agent, if the command could not run.
+        report: error that the rank has sent to the coordinator.
+        last_words: last line that the rank has written to its standard error.
+        how: how the process has ended, if the exit code does not say it.
+
+    Example:
+        >>> "rank 2" + describe_failure(137)
+        'rank 2 was killed by signal 9 (SIGKILL)'
+        >>> "rank 2" + describe_failure(1, report="ValueError: boom")
+        'rank 2 failed: ValueError: boom (exit code 1)'
+    """
+    if text:
+        return f": {text}"
+    words = report or last_words
+    how = how or f"exit code {code}"
+    name = _signal_name(code - 128) if code > 128 else ""
+    if name:
+        how = f"killed by {name}"
+        if code - 128 in _FROM_OUTSIDE and not report:
+            words = ""  # earlier output does not explain a signal from outside
+    if not words:
+        return f" was {how}" if name else f" failed with {how}"
+    return f" failed: {first_line(words)} ({how})"
+
+
+def blames_another_rank(words: str) -> bool:
+    """Returns whether an error says that another rank has failed.
+
+    Example:
+        >>> blames_another_rank("PeerLost: rank 1 failed: ValueError: boom")
+        True
+    """
+    return bool(_CONSEQUENCE.search(words))
+
+
+def first_line(text: str) -> str:
+    """Returns the first line of a report, at most 500 characters of it."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= 500 else line[:497] + "..."
+
+
+def last_line(text: str) -> str:
+    """Returns the last line of a traceback, which names the error."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return ""
