@@ -15,10 +15,11 @@ from ringjax.doctor.findings import FAIL, JobContext
 from ringjax.doctor.report import Row
 from ringjax.doctor.survey import HostSurvey, spec_of
 from ringjax.errors import RingjaxError
-from ringjax.run import environ, rank_options
+from ringjax.run import environ
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.job_spec import check_agent_command
 from ringjax.run.job_setup import requested_hosts
+from ringjax.run.option_types import devices
 
 _EPILOG = """
 Looks at every host in the way in which ringrun would start ranks there, and tells what
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("-p", "--ssh-port", type=int, metavar="PORT")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     add("--network-interfaces", "--network-interface", metavar="NAME,...")
-    add("--devices-per-rank", type=rank_options.devices, metavar="N", help="of CUDA")
+    add("--devices-per-rank", type=devices, metavar="N", help="of CUDA")
     add("--agent-command", default="", metavar="COMMAND", help="see ringrun --help")
     add("--no-trial", action="store_true", help="without the job at the end")
     add("--json", action="store_true", help="for programs")

@@ -1,8 +1,8 @@
-"""Starting jobs: `ringrun` on the command line, `ringjax.run(fn, np=4)` in Python.
+"""Starts jobs: `ringrun` on the command line, `ringjax.run(fn, np=4)` in Python.
 
-The package itself can be called, so that `ringjax.run(...)` means the function whether
-or not a module below was imported first; horovod.py takes the arguments that only
-Horovod has. Imports no jax; see job.py for the work.
+The package itself can be called, so `ringjax.run(...)` means the function even after a
+module of the package was imported. horovod_arguments.py accepts the arguments that only
+Horovod has. The package does not import jax. job.py runs a job.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["run"]
 
+T = TypeVar("T")
+
 
 def run(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    fn: Callable[..., T],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     np: int | None = None,
     *,
     num_proc: int | None = None,
@@ -41,43 +43,44 @@ def run(
     output_filename: str | None = None,
     executable: str | None = None,
     verbose: bool = False,
-) -> list[Any]:
-    """Run a function as the ranks of one job and return what each rank returned.
+) -> list[T]:
+    """Runs a function as the ranks of one job, and returns the result of each rank.
 
-    The function is shipped with cloudpickle, so it may be a closure or a lambda.
+    The function is sent by cloudpickle, so it may be a closure or a lambda.
 
     Args:
         fn: called in every rank as `fn(*args, **kwargs)`.
-        args, kwargs: its arguments, the same for every rank.
-        np: number of ranks; one, or every slot of `hosts` or `hostfile` if those are
-            given.
-        num_proc: Horovod's other name of `np`.
-        min_np, max_np: with `min_np` or a script the job is elastic: ranks may be lost
-            and are replaced while there are at least `min_np`, and never more than
-            `max_np`; the function should use `ringjax.elastic.run`.
-        hosts: `host1:2,host2:2`; this machine alone by default.
-        hostfile: the same from a file.
-        host_discovery_script: a command that prints the hosts of an elastic job, again
-            and again; `slots` says how many ranks a host without a number takes.
+        args, kwargs: the arguments of `fn`, equal for all ranks.
+        np: number of ranks; by default one, or all slots of `hosts` or `hostfile`.
+        num_proc: another name of `np`, as in Horovod.
+        min_np: with `min_np` or a script the job is elastic: ranks may be lost, and are
+            replaced, while at least `min_np` are left. The function should use
+            `ringjax.elastic.run`.
+        max_np: the most ranks of an elastic job.
+        hosts: hosts and their slots, as `host1:2,host2:2`; by default this machine.
+        hostfile: a file with the hosts.
+        host_discovery_script: a command that prints the hosts of an elastic job. It
+            runs every second.
+        slots: number of ranks on a host that the script prints without a number.
         elastic_timeout: seconds to wait for ranks if fewer than `min_np` are left.
         reset_limit: how often ranks may be lost or join.
-        cooldown_range: least and most seconds until a host is used again on which a
-            rank failed.
+        cooldown_range: least and most seconds until a host on which a rank has failed
+            is used again.
         start_timeout: seconds for all ranks to call `ringjax.init()`.
-        env: the environment of the ranks instead of this process's.
+        env: the environment of the ranks; by default that of this process.
         network_interfaces: interfaces that ranks may use between hosts: `eth0,eth1`.
-        ssh_port, ssh_identity_file: how other hosts are reached.
-        output_filename: a directory that gets a copy of every rank's output.
-        executable: the Python of the ranks, this one by default.
-        verbose: say what is started where.
+        ssh_port, ssh_identity_file: port and private key for ssh to other hosts.
+        output_filename: a directory for a copy of the output of every rank.
+        executable: the Python of the ranks; by default this one.
+        verbose: whether to show which process starts on which host.
 
     Returns:
-        The results in the order of the ranks; in an elastic job of those that there
-        are at the end.
+        The results in the order of the ranks. In an elastic job these are the ranks at
+        the end.
 
     Raises:
-        LaunchError: a rank failed; it names the rank and holds its traceback.
-        ValueError: an argument cannot be used.
+        LaunchError: a rank failed; the error names the rank and contains its traceback.
+        ValueError: an argument is not valid.
 
     Example:
         >>> import ringjax
@@ -106,7 +109,7 @@ def run(
     config = Config.from_env({**base, **changes})
     interfaces = config.network_interfaces.split(",")
     python = executable or sys.executable
-    path = environ.task_path(base, alike=python == sys.executable)
+    path = environ.task_path(base, same_python=python == sys.executable)
     spec = JobSpec(
         command=[python, "-m", "ringjax.run.task"],
         env=environ.for_ranks(base, {**changes, "PYTHONPATH": path}),
@@ -158,19 +161,18 @@ def _result(blob: bytes, rank: int) -> Any:
 
 
 class _RunModule(types.ModuleType):
-    """A module that is called like the function of its name."""
+    """The class of this module, which makes it callable."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle knows modules by their exact class, and takes along those that a
-        # function may mean: with `import ringjax`, anything.run may be this one.
+        # cloudpickle recognizes modules only by their exact class. It pickles this one
+        # for any function that has `import ringjax` and an attribute `run` in it.
         return importlib.import_module, (self.__name__,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         if kwargs.keys() <= inspect.signature(run).parameters.keys():
             return run(*args, **kwargs)
-        from ringjax.run import (
-            horovod_arguments,  # has more arguments, use_gloo among them
-        )
+        # Horovod's function has more arguments, such as use_gloo.
+        from ringjax.run import horovod_arguments
 
         return horovod_arguments.run(*args, **kwargs)
 

@@ -1,11 +1,11 @@
-"""The console script `ringrun`, also as `python -m ringjax.run`."""
+"""The console script `ringrun`, which is `python -m ringjax.run`, too."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """Imports the launcher, without a traceback if Ctrl-C comes meanwhile."""
+    """Runs the launcher; a Ctrl-C during its imports prints no traceback."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""`ringrun --check-build`: what is usable on this machine.
+"""`ringrun --check-build`: shows which frameworks and transports are usable here.
 
-Looks for packages and libraries without loading them; asks the native core for its code
-for CUDA devices and for the driver. That NCCL works is for the program to find out.
+Finds packages and libraries without loading them. Only the native core is loaded, and
+tells for which CUDA devices it has code and what the driver finds. NCCL is not tried.
 """
 
 from __future__ import annotations
@@ -42,14 +42,19 @@ def _package(module: str, distribution: str, title: str) -> str:
 
 
 def _adapter(module: str, title: str) -> str:
-    """A framework for which ringjax has a module of the same name."""
+    """Returns the line of a framework for which ringjax has a module of that name."""
     if not _found(f"ringjax.{module}"):
         return _line(False, title)
     return _package(module, module, title).replace("\n", f" (ringjax.{module})\n")
 
 
 def library(pattern: str, packages: str) -> str | None:
-    """Path of a shared library, from a pip package or where the linker looks."""
+    """Returns the path of a shared library, from a pip package or the linker's folders.
+
+    Args:
+        pattern: file name, with wildcards.
+        packages: folder of the pip package below site-packages.
+    """
     roots = [
         *(os.path.join(path, packages) for path in _site_paths()),
         *environ.library_paths(),
@@ -89,7 +94,6 @@ def _devices(cuda: dict[str, Any]) -> str:
 
 
 def report() -> str:
-    """The text that --check-build prints."""
     nccl = library("libnccl.so*", "nvidia/nccl/lib")
     driver = library("libcuda.so*", "")
     core = _found("ringjax._native")

@@ -1,7 +1,7 @@
-"""`ringrun`: start the ranks of a job, show their output, end with their exit code.
+"""`ringrun`: starts the ranks of a job, shows their output, ends with their exit code.
 
-Turns a command line into a job and signals into its end; the work is in job.py.
-Imports no jax, so that it starts in a moment.
+Makes a job of the command line; job.py runs it. No module of ringrun imports jax, so
+that ringrun starts quickly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ringjax.settings import version as package
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Run the job that the options describe; returns the exit code.
+    """Runs the job that the options describe; returns the exit code.
 
     Raises:
-        ValueError, RingjaxError: it cannot be started.
+        ValueError, RingjaxError: the job cannot be started.
     """
     base = environ.inherited()
-    given = options.handed_on(args, base)
+    given = options.forwarded_variables(args, base)
     changes = options.environment(args) | given
     config = Config.from_env({**base, **changes})
     if config.profile:
@@ -76,7 +76,7 @@ def launch(args: argparse.Namespace) -> int:
             "accepted for Horovod's sake, without effect here: "
             + ", ".join(dict.fromkeys(args.ignored))
         )
-    for name in (item for item in args.handed_on if "=" not in item):
+    for name in (item for item in args.forwarded if "=" not in item):
         if name not in given:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
     if args.command[-1] == "-" and not spec.stdin:
@@ -86,7 +86,7 @@ def launch(args: argparse.Namespace) -> int:
     outcome = job.run()
     if config.profile and not outcome.left:
         profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
-    if outcome.reason:  # last: it is what people look for
+    if outcome.reason:  # in the last line, where users look first
         job.console.note(outcome.reason)
     signals.ignore_alarm()
     if outcome.left and (text := allocations.requeue(base)):
@@ -94,7 +94,7 @@ def launch(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-# The id of a job that has none; the secret tells jobs apart.
+# The id of a job without RINGJAX_JOB. Such jobs differ by their secrets.
 _JOB = b"ringrun!".hex()
 
 
@@ -109,10 +109,10 @@ def _secret(config: Config, option: str) -> bytes:
 
 
 def _listening(where: str, config: Config) -> ListenOptions:
-    """What --listen asks for.
+    """Parses the value of --listen.
 
     Raises:
-        ValueError: it cannot be read, or there is no secret.
+        ValueError: the value is not valid, or there is no secret.
     """
     host, colon, port = where.rpartition(":")
     number = int(port) if port.isdecimal() and len(port) <= 5 else 0
@@ -130,12 +130,12 @@ def _listening(where: str, config: Config) -> ListenOptions:
 
 
 def join(args: argparse.Namespace) -> NoReturn:
-    """Be a host of the job that --join names.
+    """Joins the job at --join as a host, and ends the process when the job ends.
 
     Raises:
-        ValueError: what is given does not go together.
+        ValueError: an option is not valid, or cannot be used with --join.
     """
-    from ringjax.run.hosts import joining_agent  # costs others nothing
+    from ringjax.run.hosts import joining_agent
 
     if args.command or args.listen:
         raise ValueError("--join: the command is given to ringrun --listen")
@@ -157,21 +157,23 @@ def join(args: argparse.Namespace) -> NoReturn:
 
 
 def version() -> str:
-    """ringjax's version, as --version prints it."""
     return f"ringrun {package.version()}"
 
 
 def _open_standard_streams() -> None:
-    """What was closed when we were started would be the next socket's number."""
+    """Opens standard streams that were closed when this process was started.
+
+    Otherwise the next socket would get the number of a standard stream, and output of
+    the ranks would be written into it.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the least number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script."""
     _open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     wants_version = any(word in ("-v", "--version") for word in arguments)

@@ -1,8 +1,8 @@
-"""What the user sees: lines of all ranks with a prefix, and a copy of each in files.
+"""The console: shows the output of all ranks with prefixes, and copies it to files.
 
-On a terminal the prefix is a coloured `[rank]`; elsewhere it is Horovod's
-`[rank]<stdout>:`, so that scripts that read such logs keep working. Files hold the
-bytes that the rank wrote, without prefixes. Knows nothing of processes.
+On a terminal the prefix of a line is a coloured `[rank]`. Elsewhere it is Horovod's
+`[rank]<stdout>:`, so that scripts that parse such logs keep working. Files contain the
+bytes that the rank has written, without prefixes.
 """
 
 from __future__ import annotations
@@ -21,37 +21,42 @@ from ringjax.control.polling import wait_writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_MAX_PARTIAL = 1 << 16  # bytes of an unfinished line that are kept waiting
-_BAR_INTERVAL = 10.0  # seconds from one state of a progress bar to the next, in logs
+_MAX_PARTIAL = 1 << 16  # bytes of an unfinished line that are not shown yet
+_BAR_INTERVAL = 10.0  # seconds between two states of a progress bar in a log
 _END = re.compile(rb"\r\n|\n|\r")
-# Lines that are no reason why a rank has failed: those that JAX, ringjax and C++
-# libraries print below the message of an error, and progress bars.
+# Lines that do not say why a rank has failed: progress bars, and the lines that JAX,
+# ringjax and C++ libraries print below the message of an error.
 _NO_REASON = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
-_CRASH = "Fatal Python error: "  # of faulthandler, and of the interpreter itself
+_CRASH = "Fatal Python error: "  # printed by faulthandler and by the interpreter
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def padded(rank: int, size: int) -> str:
-    """The rank with the zeros that make directory names sort (Horovod's width)."""
+    """Pads a rank with zeros to Horovod's width, so that names of folders sort."""
     return str(rank).zfill(len(str(size - 1)))
 
 
 class Console:
-    """Merges the output of `size` ranks on our own standard output and error.
+    """Merges the output of `size` ranks on ringrun's standard output and error.
 
-    A copy that cannot be written any more (the disk is full, nobody reads) is given up,
-    which is said once; the job and the other copies go on.
+    If a copy cannot be written any more, because the disk is full for example, the user
+    is told once, and the job and the other copies go on.
 
     Args:
         size: number of ranks.
         directory: if given, DIR/rank.N/stdout and stderr get a copy.
-        timestamps: put the local time before every prefix.
-        python: write to sys.stdout and sys.stderr, which a notebook may have replaced,
-            and not to the descriptors of the process.
-        plain: on standard output one rank speaks for all: no prefixes there.
+        timestamps: whether the local time comes before every prefix.
+        python: whether to write to sys.stdout and sys.stderr, which a notebook may have
+            replaced, and not to the descriptors of the process.
+        plain: whether standard output has no prefixes, because only one rank prints.
+
+    Attributes:
+        labels: prefixes of clients (ssh), whose numbers are negative.
+        ranks: ranks of the workers of an elastic job, by number.
+        on_note: called with each line of `note`.
     """
 
     def __init__(
@@ -69,14 +74,15 @@ class Console:
         self._python = python
         self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
         self._lost: set[int] = set()  # targets that cannot be written any more
-        self.labels: dict[int, str] = {}  # of ssh clients, whose ids are negative
-        self.on_note: Callable[[str], None] = lambda text: None  # hears them, too
-        self.ranks: dict[int, int] = {}  # of workers of an elastic job, by their number
+        self.labels: dict[int, str] = {}
+        self.on_note: Callable[[str], None] = lambda text: None
+        self.ranks: dict[int, int] = {}
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
-        self._unfinished: tuple[int, str] | None = None  # whose line the cursor is in
-        self._last: dict[int, str] = {}
-        self._bars: dict[tuple[int, str], float] = {}  # when a state was shown
+        # The rank and stream whose unfinished line is the last one on the terminal.
+        self._unfinished: tuple[int, str] | None = None
+        self._last: dict[int, str] = {}  # the last line of error output, by rank
+        self._bars: dict[tuple[int, str], float] = {}  # when a bar's state was shown
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._directory = Path(directory) if directory else None
         for rank in range(size):
@@ -92,9 +98,9 @@ class Console:
             self._files[name, stream] = (place / stream).open("wb", buffering=0)
 
     def add(self, worker: int, rank: int) -> None:
-        """A worker of an elastic job starts in the place of `rank`.
+        """Adds a worker of an elastic job that starts in the place of `rank`.
 
-        The first `size` of them write to rank.N, later ones to worker.N.
+        The first `size` workers write to rank.N, and later workers to worker.N.
         """
         self.ranks[worker] = rank
         if worker >= self._size:
@@ -104,24 +110,20 @@ class Console:
                 self.note(f"no copy of the output of worker {worker}: {error}")
 
     def remove(self, worker: int) -> None:
-        """Its output has ended: closes its files."""
+        """Closes the files of a worker whose output has ended."""
         for stream in _STREAMS:
             self._close(self._files.pop((worker, stream), None))
 
-    @property
-    def waiting(self) -> bool:
-        """Whether `idle` would show an unfinished line."""
-        return any(
-            data and self._terminal[_STREAMS[stream]]
-            for (_, stream), data in self._partial.items()
-        )
-
     def last_error(self, rank: int) -> str:
-        """The last line, not empty, that the rank wrote to its standard error."""
+        """Returns the last line of error output that may explain a failure."""
         return self._last.get(rank, "")
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Take output of a rank; whole lines appear, the rest waits for its end."""
+        """Shows whole lines of a rank's output; the rest waits for its end of line.
+
+        Args:
+            data: the output; empty if the stream has ended.
+        """
         if not data:
             self._finish(rank, stream)
             return
@@ -146,10 +148,11 @@ class Console:
             self._show(key, pieces)
 
     def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
-        """Without the states of progress bars that are overwritten by the next one.
+        """Drops states of progress bars, which a rank ends by a carriage return.
 
-        On a terminal or in a notebook, rank 0's are shown as they are; those of several
-        ranks would overwrite each other. Elsewhere a state becomes a line now and then.
+        On a terminal or in a notebook only the bar of rank 0 is shown, because bars of
+        several ranks would overwrite each other. In a log a state becomes a line every
+        `_BAR_INTERVAL` seconds.
         """
         rank, stream = key
         moving = self._python or self._terminal[_STREAMS[stream]]
@@ -178,12 +181,12 @@ class Console:
     @staticmethod
     def _close(file: BinaryIO | None) -> None:
         if file is not None:
-            with contextlib.suppress(OSError):  # what a file server tells only now
+            with contextlib.suppress(OSError):  # a file server may report errors late
                 file.close()
 
     def _record_last_error(self, rank: int, data: bytes) -> None:
         last = self._last.get(rank, "")
-        if _CRASH in last:  # stacks of all threads follow it
+        if _CRASH in last:  # the stacks of all threads follow, and explain less
             return
         if (at := data.find(_CRASH.encode())) >= 0:
             line = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
@@ -192,10 +195,10 @@ class Console:
         found = ""
         for line in _reversed_lines(data.replace(b"\r\n", b"\n").rstrip(b"\n")):
             text = line.decode(errors="replace")
-            # A line with \r is a progress bar. What is indented belongs to a line
-            # above, such as the place in a program that a note names.
+            # Lines are read backwards. An indented line belongs to a line above it,
+            # such as a location in the program. A line with \r is a progress bar.
             if _NO_REASON.match(text.strip()):
-                found = ""  # what is indented below belongs to the note
+                found = ""  # the indented lines seen so far belong to this line
             if not text.strip() or "\r" in text or _NO_REASON.match(text.strip()):
                 continue
             if not text[0].isspace():
@@ -206,13 +209,13 @@ class Console:
             self._last[rank] = found
 
     def _finish(self, rank: int, stream: str) -> None:
-        """The stream has ended: a last line without an end gets one."""
+        """Ends the last line of a stream that has ended."""
         rest = self._partial.pop((rank, stream), b"")
         if rest or self._unfinished == (rank, stream):
             self._show((rank, stream), [rest + b"\n"])
 
     def idle(self) -> None:
-        """Nothing came for a moment: show unfinished lines on terminals."""
+        """Shows unfinished lines on terminals; call it if no output has come."""
         for key, rest in list(self._partial.items()):
             if self._terminal[_STREAMS[key[1]]]:
                 del self._partial[key]
@@ -233,7 +236,7 @@ class Console:
         return f"{time_text} {label} ".lstrip().encode()
 
     def _show(self, key: tuple[int, str], pieces: list[bytes]) -> None:
-        """Write whole lines with prefixes; only the last one may be unfinished."""
+        """Writes lines with prefixes; only the last one may be unfinished."""
         target = _STREAMS[key[1]]
         prefix = self._prefix(*key)
         within = b"\n" + prefix
@@ -241,31 +244,30 @@ class Console:
             piece[:-1].replace(b"\n", within) + piece[-1:] for piece in pieces
         )
         if self._unfinished == key:
-            text = text[len(prefix) :]  # we are in the middle of this rank's line
+            text = text[len(prefix) :]  # the output continues this rank's last line
         else:
             self._end_line()
         self._unfinished = None if pieces[-1].endswith((b"\n", b"\r")) else key
         self._write(target, text)
 
     def _end_line(self) -> None:
-        """End the unfinished line of whoever has it."""
         if self._unfinished is not None:
             stream = self._unfinished[1]
             self._unfinished = None
             self._write(_STREAMS[stream], b"\n")
 
     def note(self, text: str) -> None:
-        """A line of ringrun's own, on standard error."""
+        """Writes a line of ringrun itself to standard error."""
         self.write_lines(f"ringrun: {text}")
         self.on_note(text)
 
     def write_lines(self, text: str) -> None:
-        """Lines as they are, on standard error."""
+        """Writes lines without a prefix to standard error."""
         self._end_line()
         self._write(2, f"{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
-        """Show every unfinished line and close the files."""
+        """Shows all unfinished lines and closes the files."""
         for rank, stream in list(self._partial):
             self._finish(rank, stream)
         self._end_line()
@@ -274,13 +276,16 @@ class Console:
         self._files.clear()
 
     def _write(self, target: int, data: bytes) -> None:
-        """Writes everything; says once, on the other one, that it is not possible."""
+        """Writes all data to standard output (1) or standard error (2).
+
+        If that fails, the user is told once, on the other stream.
+        """
         if target in self._lost:
             return
         try:
             if self._python:
                 file = sys.stdout if target == 1 else sys.stderr
-                if file is not None:  # closed when the program was started
+                if file is not None:  # None: the stream was closed at the start
                     name = getattr(file, "encoding", None) or "utf-8"
                     text = data.decode(errors="replace")
                     # A character that the stream cannot show becomes a "?".
@@ -288,7 +293,7 @@ class Console:
                     file.flush()
             else:
                 _write_all(target, data)
-        except (OSError, ValueError) as error:  # the latter: it was closed since
+        except (OSError, ValueError) as error:  # ValueError: the program has closed it
             self._lost.add(target)
             name = "standard output" if target == 1 else "standard error"
             why = f"{getattr(error, 'strerror', None) or error}; the job goes on"
@@ -328,7 +333,7 @@ def pipe_standard_input(source: int = 0) -> int:
 
 
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """Lines with their ends, which may be a lone return, and what follows them."""
+    """Splits data into lines with their ends (also a lone return), and a rest."""
     ends = [found.end() for found in _END.finditer(data)]
     starts = [0, *ends]
     lines = [data[a:b] for a, b in zip(starts, ends, strict=False)]
@@ -336,7 +341,7 @@ def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def _reversed_lines(data: bytes) -> Iterator[bytes]:
-    """The lines of `data` without their ends, the last one first."""
+    """Yields the lines of `data` without their ends, the last one first."""
     end = len(data)
     while end >= 0:
         start = data.rfind(b"\n", 0, end) + 1
@@ -345,14 +350,14 @@ def _reversed_lines(data: bytes) -> Iterator[bytes]:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Not if it was closed, at the start (None) or since."""
+    # A stream that was closed at the start is None; one that was closed later raises.
     with contextlib.suppress(ValueError):
         return stream is not None and stream.isatty()
     return False
 
 
 def _write_all(target: int, data: bytes) -> None:
-    """Write to a descriptor, also to one that somebody made non-blocking."""
+    """Writes to a descriptor, which another program may have made non-blocking."""
     view = memoryview(data)
     while view:
         try:

@@ -1,9 +1,8 @@
-"""A job whose processes an engine places and restarts: Ray, Spark, and your own.
+"""A job whose processes an engine starts: Ray, Spark, or an engine of your own.
 
-Where ringrun starts processes itself, this only brings them together: a coordinator in
-the driver; for each worker a ticket, the
-variables that let it join; and what became of them, as results or as one error. Starts
-and ends no process.
+An `EngineJob` runs in the driver of the engine. It has the coordinator, gives each
+worker a ticket (the variables with which the worker joins the job), and collects the
+results, or the one error. It starts and ends no process itself.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
 
 class EngineJob:
-    """The driver's end of a job on an engine.
+    """A job on an engine, as the engine's driver sees it.
 
-    A static job has `size` workers, and its worker n is rank n; the loss of one ends
-    it. In an elastic job, one with `min_size`, workers may be lost, and others, under
-    numbers that were never used before, join.
+    A static job has `size` workers, and worker n is rank n. The loss of a worker ends
+    it. A job with `min_size` is elastic: workers may be lost, and others may join, with
+    numbers that were never used before.
 
     Args:
-        size: workers to begin with.
-        min_size: with fewer members the job waits for newcomers.
+        size: number of workers to start with.
+        min_size: with fewer members an elastic job waits for newcomers.
         max_size: the most members of an elastic job; `size` if it is None.
-        env: variables for all workers, settings of ringjax among them; this process's
-            RINGJAX_* and HOROVOD_* are handed on anyway.
-        hosts: the addresses to listen on; None: all of this machine's.
-        port: the port there; 0: any free one.
-        secret, job: of a job that had begun under another driver, which is gone; its
-            members come back if it listened at the same place.
-        note: takes sentences for people.
+        env: variables for all workers, such as settings of ringjax. The RINGJAX_* and
+            HOROVOD_* variables of this process are passed on anyway.
+        hosts: the addresses to listen on; None: all addresses of this machine.
+        port: the port to listen on; 0: any free one.
+        secret, job: secret and id of a job that has begun under another driver, which
+            is gone. Its members come back if that driver listened at the same address.
+        note: called with lines for the user.
 
     Raises:
-        StartupError: it cannot listen there.
-        ValueError: numbers or settings do not fit together.
+        StartupError: listening is not possible.
+        ValueError: numbers or settings contradict each other.
 
     Example:
         >>> with EngineJob(2) as job:
@@ -85,12 +84,6 @@ class EngineJob:
         self._secret = secret or secrets.token_bytes(32)
         self.job = job or secrets.token_hex(8)
         names = [name for name in config.network_interfaces.split(",") if name]
-        where: dict[str, Any] = {
-            "hosts": reachable_addresses([ANY_HOST], names) if hosts is None else hosts,
-            "port": port,
-            "start_timeout": config.start_timeout,
-            "tls": config.tls,
-        }
         self._coordinator = Coordinator(
             self._secret,
             self.job,
@@ -101,14 +94,17 @@ class EngineJob:
             elastic_timeout=config.elastic_timeout,
             failure_timeout=config.failure_timeout,
             resume=resume,
-            **where,
+            hosts=reachable_addresses([ANY_HOST], names) if hosts is None else hosts,
+            port=port,
+            start_timeout=config.start_timeout,
+            tls=config.tls,
         )
         self._coordinator.start()
         self._table = self._new_table()
         self._results: dict[int, Any] = {}
         self._spread = False
         self._stop = ""
-        self._fenced: list[int] = []  # whose processes are to be ended
+        self._fenced: list[int] = []  # workers whose processes the engine must end
 
     def _new_table(self) -> WorkerTable:
         def last_words(number: int) -> str:
@@ -119,12 +115,12 @@ class EngineJob:
 
     @property
     def workers(self) -> Mapping[int, Worker]:
-        """All workers that ever were, by number."""
+        """All workers by number, also those that have ended."""
         return self._table.workers
 
     @property
     def members(self) -> Mapping[int, int]:
-        """Number -> rank in the latest epoch."""
+        """Ranks in the latest epoch, by number."""
         return self._table.members
 
     @property
@@ -139,16 +135,20 @@ class EngineJob:
         self.close()
 
     def close(self) -> None:
-        """Ends the coordinator; the ranks that are still there lose it."""
+        """Ends the coordinator; ranks that still run lose their connection to it."""
         self._coordinator.close()
 
-    # What the engine starts.
+    # Tickets for the workers that the engine starts.
 
     def tickets(self, nodes: Sequence[str]) -> list[dict[str, str]]:
-        """The variables of the first `size` workers; worker n is on `nodes[n]`.
+        """Returns the variables of the first `size` workers.
 
-        They hold the job's secret, so they are for an engine's own, trusted channels.
-        Workers on nodes of one name share memory, so no two machines may have one name.
+        The variables contain the job's secret, so pass them only over trusted channels
+        of the engine. Workers on nodes of one name share memory, so no two machines may
+        have the same name.
+
+        Args:
+            nodes: worker n runs on `nodes[n]`.
 
         Raises:
             ValueError: there are not `size` nodes.
@@ -163,7 +163,7 @@ class EngineJob:
         return [{**self.common_ticket(), **place} for place in places(nodes)]
 
     def again(self) -> None:
-        """The workers of a static job run another function, with the same tickets."""
+        """Lets the workers of a static job run another function with their tickets."""
         self.poll()
         self._stop = ""
         self._begin([worker.slot.host for worker in self.workers.values()])
@@ -174,9 +174,13 @@ class EngineJob:
             self._table.adopt(number, WorkerSlot(node, number, number, number))
 
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
-        """The variables of one worker of an elastic job; `tickets` says more.
+        """Returns the variables of one worker of an elastic job, see `tickets`.
 
-        Its rank in there is what it is expected to be when it joins.
+        The rank in the variables is the one that the worker is expected to get.
+
+        Args:
+            worker: the number of the worker.
+            node: the node on which it runs.
 
         Raises:
             ValueError: the number was used before, or the job is not elastic.
@@ -191,11 +195,11 @@ class EngineJob:
         return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
 
     def common_ticket(self) -> dict[str, str]:
-        """What the tickets of all workers have in common.
+        """Returns the variables that the tickets of all workers have in common.
 
-        For an engine that cannot ask for one before it starts a worker. To it belongs,
-        in an elastic job, RINGJAX_WORKER, a number that no other ever had; and in
-        others what `places` returns.
+        Use it if the engine cannot ask for a ticket before it starts a worker. Each
+        worker of an elastic job also needs RINGJAX_WORKER, a number that no other
+        worker has had. Each worker of a static job also needs its element of `places`.
         """
         found = {
             **self._env,
@@ -208,30 +212,33 @@ class EngineJob:
             found |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": spread}
         return found
 
-    # What the engine reports.
+    # Reports of the engine.
 
     def runs_on(self, worker: int, node: str) -> None:
-        """Where a worker is that got no ticket of its own."""
+        """Reports the node of a worker that got no ticket of its own."""
         self._table.get_or_add(worker).slot.host = node
 
     def finished(self, worker: int, result: Any = None) -> None:
-        """The worker's function has returned `result`."""
-        self._hear()  # one that was sent away returns, and that is not the job's end
+        """Reports that the function of a worker has returned `result`."""
+        # First take the events: a dismissed worker returns, too, and does not end the
+        # job.
+        self._take_decisions()
         if self._ended(worker, 0, "it has ended without an error"):
             self._results[worker] = result
 
     def lost(self, worker: int, why: str, *, certain: bool = True) -> None:
-        """The worker's process, or its node, is gone, or its function has raised.
+        """Reports that a worker's process or node is gone, or its function has raised.
 
         Args:
-            why: what the engine knows, a traceback for example.
-            certain: the process has ended, it is not only out of reach. Only then a
-                newcomer may begin afresh when all others are gone.
+            worker: the number of the worker.
+            why: the explanation of the engine, such as a traceback.
+            certain: whether the process has ended. If it is only out of reach,
+                newcomers may not begin the job again when all other workers are gone.
         """
         self._ended(worker, 255, why, certain)
 
     def _ended(self, number: int, code: int, why: str, certain: bool = True) -> bool:
-        """Whether that is news; it is not of a worker that was sent away before."""
+        """Records an end; returns False if the worker had ended or was dismissed."""
         worker = self._table.get_or_add(number)
         if worker.settled:
             return False
@@ -243,22 +250,21 @@ class EngineJob:
         return True
 
     def poll(self) -> list[int]:
-        """Takes note of what the workers have said; call it some times a second.
+        """Handles reports of the workers; call it a few times a second.
 
         Returns:
-            Workers that run and that the others go on without: their processes should
-            be ended.
+            Numbers of running workers that were declared lost. The engine should end
+            their processes.
         """
-        self._hear()
+        self._take_decisions()
         fenced, self._fenced = self._fenced, []
         return [number for number in fenced if not self.workers[number].settled]
 
-    def _hear(self) -> None:
-        """Takes what the coordinator has decided."""
+    def _take_decisions(self) -> None:
         for event in take_events(self._coordinator):
-            self._decided(*event)
+            self._handle_event(*event)
 
-    def _decided(self, event: str, *details: Any) -> None:
+    def _handle_event(self, event: str, *details: Any) -> None:
         match event, *details:
             case ["members", _, _, members]:
                 again = bool(self.members)
@@ -278,21 +284,21 @@ class EngineJob:
                     worker.fence_reason = worker.fence_reason or why
                     self._fenced.append(number)
 
-    # How it ends.
+    # The end.
 
     def running(self) -> list[int]:
-        """The workers that were started and have not ended."""
+        """Returns the numbers of workers that were started and have not ended."""
         return [n for n, worker in self.workers.items() if not worker.settled]
 
     @property
     def closing(self) -> bool:
-        """Whether a worker has finished, so that no other is to be started."""
+        """Whether a worker has finished, so that no more workers should start."""
         ended = [w for w in self.workers.values() if w.exit_code == 0]
         return not all(worker.dismissed for worker in ended)
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can come of it: all have ended, or one too many."""
+        """Whether the outcome is decided: all workers ended, or too many failed."""
         if self._stop or (self._table.failed() and not self.elastic):
             return True
         begun = self.members or len(self.workers) >= self.size
@@ -300,19 +306,19 @@ class EngineJob:
 
     @property
     def stopped(self) -> str:
-        """Why the job can not go on, if that is so."""
+        """Why the job cannot go on; empty if it can."""
         return self._stop
 
     def stop(self, why: str) -> None:
-        """Ends the job without success: `results` raises, and gives this reason."""
+        """Ends the job without success: `results` raises an error with this reason."""
         self._stop = self._stop or why
 
     def results(self) -> list[Any]:
-        """What the functions returned, in the order of the ranks at the end.
+        """Returns the results in the order of the ranks at the end.
 
         Raises:
-            LaunchError: the job has failed. It names rank, node and error of the first
-                to blame.
+            LaunchError: the job has failed. The error names the rank that failed first,
+                with its node and its error.
         """
         self.poll()
         known = self.members or not self.elastic
@@ -321,9 +327,9 @@ class EngineJob:
         raise self.failure()
 
     def failure(self) -> LaunchError:
-        """The error that says who failed first, and why."""
+        """Returns the error that says which rank failed first, and why."""
         table = self._table
-        # Or who has said so itself, if the engine has put others into their places.
+        # If the engine has replaced the failed workers, only reports are left.
         worker = table.first_failure() or table.earliest(table.with_report())
         if worker is None:
             ended = "the workers ended without having finished"
@@ -331,7 +337,8 @@ class EngineJob:
         who = table.describe(worker, place=True)
         if not self.elastic and worker.slot.host:
             who = f"rank {worker.number} (on {worker.slot.host})"
-        text = f"{who}: {first_line(worker.report or last_line(table.failure_text(worker)))}"
+        why = worker.report or last_line(table.failure_text(worker))
+        text = f"{who}: {first_line(why)}"
         if self._stop and worker.rank is None:
             text = f"{self._stop}; {text}"
         if "\n" in worker.exit_text.strip():
@@ -340,7 +347,10 @@ class EngineJob:
 
 
 def places(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """The variables that tell rank n, which is on `nodes[n]`, its place.
+    """Returns the variables with the rank and local rank of each worker.
+
+    Args:
+        nodes: rank n runs on `nodes[n]`.
 
     Example:
         >>> [place["RINGJAX_LOCAL_RANK"] for place in places(["a", "b", "a"])]

@@ -1,7 +1,7 @@
-"""The environment: ringrun's own, and what ranks here and on other hosts get of it.
+"""Environment variables: those of ringrun, and those that ranks on each host get.
 
-The only reader of the environment in the launcher. Settings of ringjax themselves are
-read by config.py, from what `inherited` returns.
+No other module of the launcher reads the environment. config.py reads the settings of
+ringjax from the dict that `inherited` returns.
 """
 
 from __future__ import annotations
@@ -15,59 +15,68 @@ from pathlib import Path
 
 from ringjax import config
 
-# What describes the first host and would mislead a program on another one.
-# The account may be another one there: its agent knows (`account_variables`).
+# Variables that describe one host, and would mislead a program on another host. The
+# account may differ there, too: the agent on that host sets it (`account_variables`).
 _ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
     (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
 )
 _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
-# XLA:CPU asks malloc for every result that is not donated, and what malloc gave back to
-# the kernel is faulted in again, page by page. Only the C library can be told to keep
-# it, and only before the program starts; it ignores what it does not know.
+# XLA:CPU calls malloc for every result that is not donated. Memory that malloc has
+# returned to the kernel costs a page fault for each page when it is used again.
+# Tunables of glibc avoid that. They must be set before the program starts, and glibc
+# ignores those that it does not have.
 _MALLOC = (
     # Pages of 2 MiB are touched in a fraction of the time that pages of 4 KiB take.
     "glibc.malloc.hugetlb=1",
-    # Blocks below 32 MiB, the most that every glibc takes here, come from the heap. One
-    # without larger blocks fragments little; those go back to the kernel at once.
+    # Blocks below 32 MiB come from the heap. More is not allowed by every glibc. Larger
+    # blocks get memory of their own, which returns to the kernel at once, so the heap
+    # does not fragment much.
     "glibc.malloc.mmap_threshold=33554432",
-    # And the heap does not shrink, so that it is faulted in once.
+    # The heap does not shrink, so each of its pages is faulted in only once.
     "glibc.malloc.trim_threshold=1099511627776",
 )
-# What ranks are better off with; whoever starts the job may say otherwise.
+# Defaults for ranks; the environment of the user has priority.
 _DEFAULTS = {
-    # On a pipe Python would hold back output, of all things the last lines.
+    # Python buffers output to a pipe, and the last lines of a rank that is killed would
+    # be lost.
     "PYTHONUNBUFFERED": "1",
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
 _PREFIXES = ("RINGJAX_", "HOROVOD_")
-# Each job makes its own; a job inside a job must not tell the outer one's.
+# A rank may start another job. The variables below describe the outer job, and the
+# inner one must not get them: it has a secret, a kind and ranks of its own.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
-# Nor is it elastic because the outer one is.
 _OUTER_JOB = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
-# And has its own places; by whoever's name.
 _RANK_VARIABLES = tuple(
     f"{prefix}{name}"
     for prefix in _PREFIXES
     for name in (
-        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-        *("HOSTNAME", "RENDEZVOUS", "JOB"),
+        "RANK",
+        "SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "HOSTNAME",
+        "RENDEZVOUS",
+        "JOB",
     )
 )
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment."""
+    """Returns the environment of this process."""
     return dict(os.environ)
 
 
 def rank_defaults() -> dict[str, str]:
-    """What ranks are better off with that are started by somebody else than ringrun."""
+    """Returns the defaults for ranks that an engine starts, not ringrun."""
     return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
 
 
 def own_settings() -> dict[str, str]:
-    """What this process's environment says about ringjax, for another job's ranks."""
+    """Returns the settings of ringjax in this environment, for ranks of another job."""
     drop = (*_SECRETS, *_OUTER_JOB, *_RANK_VARIABLES)
     return {
         key: value
@@ -77,7 +86,7 @@ def own_settings() -> dict[str, str]:
 
 
 def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks have in their environment."""
+    """Returns the environment of all ranks: defaults, then `base`, then `changes`."""
     env = {**_DEFAULTS, **base, **changes}
     for name in (*_SECRETS, *_OUTER_JOB):
         env.pop(name, None)
@@ -85,18 +94,22 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
 
 
 def split_for_host(
-    env: Mapping[str, str], handed_on: Set[str]
+    env: Mapping[str, str], forwarded: Set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What of the ranks' environment another host gets: what makes sense there.
+    """Selects the variables of the ranks that make sense on another host.
+
+    Args:
+        env: the environment of the ranks.
+        forwarded: names of variables that the user forwards (-x).
 
     Returns:
-        What an engine there may know better; and what holds whatever it says, which is
-        ringjax's own, how modules are found, and what the user hands on.
+        Variables that an engine on that host may replace, and variables that it must
+        not replace: those of ringjax, PYTHONPATH, and the forwarded ones.
     """
     portable: dict[str, str] = {}
     ours: dict[str, str] = {}
     for key, value in env.items():
-        if key in handed_on or key == "PYTHONPATH" or key.startswith(_PREFIXES):
+        if key in forwarded or key == "PYTHONPATH" or key.startswith(_PREFIXES):
             ours[key] = value
         elif key not in _HOST_BOUND and not key.startswith(_HOST_BOUND_PREFIXES):
             portable[key] = value
@@ -104,7 +117,7 @@ def split_for_host(
 
 
 def engine_variables() -> dict[str, str]:
-    """What the engine that has started this agent wants its processes to have."""
+    """Returns the variables that the engine has set for processes of this agent."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -113,23 +126,27 @@ def engine_variables() -> dict[str, str]:
 
 
 def account_variables() -> dict[str, str]:
-    """The variables that name the user of this process, the home and the shell."""
+    """Returns the variables that name the user of this process, home and shell."""
     return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 
 
 def agent_path() -> str:
-    """PYTHONPATH with which an agent finds this ringjax, here or on a like host."""
+    """Returns the PYTHONPATH with which an agent finds this ringjax.
+
+    A host with the same files may use it, too.
+    """
     root = Path(config.__file__).resolve().parent.parent
     return _join([str(root), *_paths(os.environ)])
 
 
-def task_path(base: Mapping[str, str], *, alike: bool = True) -> str:
-    """PYTHONPATH with which a rank finds the modules that this process has found.
+def task_path(base: Mapping[str, str], *, same_python: bool = True) -> str:
+    """Returns the PYTHONPATH with which a rank finds the modules of this process.
 
     Args:
         base: the environment of the ranks.
-        alike: they are of this Python, which finds by itself what comes behind its own
-            modules: before them, it would hide some of those that are installed.
+        same_python: whether the ranks use the same Python. It finds the folders behind
+            its own ones by itself. In PYTHONPATH these would come before its own ones,
+            and could hide installed modules.
     """
     own = sysconfig.get_paths()
 
@@ -140,17 +157,17 @@ def task_path(base: Mapping[str, str], *, alike: bool = True) -> str:
 
     others = itertools.filterfalse(is_own, sys.path)
     first = itertools.takewhile(lambda path: not is_own(path), sys.path)
-    paths = map(os.path.abspath, first if alike else others)
+    paths = map(os.path.abspath, first if same_python else others)
     return _join([*filter(os.path.isdir, paths), *_paths(base)])
 
 
 def library_paths() -> list[str]:
-    """Where LD_LIBRARY_PATH makes the linker look first."""
+    """Returns the folders of LD_LIBRARY_PATH, which the linker searches first."""
     return [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
 
 
 def wants_colour() -> bool:
-    """Whether colours on a terminal are welcome (https://no-color.org)."""
+    """Returns whether NO_COLOR allows colours (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
 
 

@@ -1,24 +1,29 @@
-"""Horovod's launcher as functions: `run` hands what has a meaning to ringjax.run.
+"""Horovod's `horovod.run` and `get_driver_ip`, with all arguments of Horovod.
 
-Those that choose among Horovod's launchers are ignored.
+Arguments that choose among Horovod's launchers have no effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from ringjax.run import run as ringjax_run
 from ringjax.run.hosts.slots import ANY_HOST, reachable_addresses
 
 __all__ = ["get_driver_ip", "run"]
 
+T = TypeVar("T")
+
 
 def get_driver_ip(nics: Sequence[str] | None = None) -> str:
-    """An address of this machine that others reach; of these interfaces, if any.
+    """Returns an address of this machine that other hosts reach.
+
+    Args:
+        nics: names of the network interfaces that may be used; by default all.
 
     Raises:
-        ValueError: there is no such interface.
+        ValueError: an interface does not exist.
 
     Example:
         >>> get_driver_ip(["lo"])
@@ -28,9 +33,9 @@ def get_driver_ip(nics: Sequence[str] | None = None) -> str:
 
 
 def run(
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    func: Callable[..., T],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     num_proc: int | None = None,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
@@ -55,26 +60,29 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
-) -> list[Any]:
-    """Runs a function as the ranks of a job; returns what each rank returned.
+) -> list[T]:
+    """Runs a function as the ranks of a job, and returns the result of each rank.
 
     Args:
         func, args, kwargs: called in every rank as `func(*args, **kwargs)`.
         num_proc, np: number of ranks.
-        hosts, hostfile: where they run; this machine by default.
+        hosts, hostfile: hosts of the ranks; by default this machine.
         start_timeout: seconds for all ranks to call `init`.
-        ssh_port, ssh_identity_file: how other hosts are reached.
-        output_filename: a directory that gets a copy of every rank's output.
-        verbose: say what is started where.
-        network_interface, network_interfaces: which of them ranks may use.
-        executable: the Python of the ranks, this one by default.
+        ssh_port, ssh_identity_file: port and private key for ssh to other hosts.
+        output_filename: a directory for a copy of the output of every rank.
+        verbose: whether to show which process starts on which host.
+        network_interface, network_interfaces: interfaces that ranks may use.
+        executable: the Python of the ranks; by default this one.
         disable_cache, use_gloo, use_mpi, mpi_args: accepted, without effect.
         min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range,
-            host_discovery_script: of elastic jobs, see `ringjax.run`.
+            host_discovery_script: options of elastic jobs, see `ringjax.run`.
+
+    Returns:
+        The results in the order of the ranks.
 
     Raises:
         LaunchError: a rank failed.
-        ValueError: an argument cannot be used.
+        ValueError: an argument is not valid.
 
     Example:
         >>> run(lambda: 2, np=2)  # doctest: +SKIP
@@ -108,7 +116,7 @@ def run(
 
 
 def _one(which: str, np: int | None, num_proc: int | None) -> int | None:
-    """One value of two names."""
+    """Returns the value that was given under one of two names, or under both."""
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(
             f"{which}_np={np} and {which}_num_proc={num_proc}: give only one of them"

@@ -1,4 +1,4 @@
-"""One job of ringrun: finds hosts, starts coordinator and ranks, handles losses, ends.
+"""Runs one job: finds hosts, starts coordinator and ranks, handles losses, ends.
 
 A single loop handles the reports of the agents and of the coordinator. Static and
 elastic jobs differ in what follows a loss. In a static job the first failed rank ends
@@ -118,7 +118,6 @@ class Job:
         self._signals.append(number)
 
     def time_left(self) -> float | None:
-        """Returns `Shutdown.time_left`."""
         return self._shutdown.time_left
 
     def detach(self) -> bool:

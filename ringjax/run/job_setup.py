@@ -1,15 +1,14 @@
-"""A job from what somebody asked for, on the command line or in Python.
+"""Makes a job from the options of ringrun or the arguments of `ringjax.run`.
 
-Which hosts, how many ranks, elastic or not: decided here, run by job.py.
+Decides which hosts the job has, how many ranks, and whether it is elastic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from ringjax.config import Config
 from ringjax.run.console import Console
@@ -18,11 +17,11 @@ from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
-from ringjax.run.monitor.wanted import monitor_options
+from ringjax.run.monitor.options import monitor_options
 
-# A program of ours in which rank 0 prints what all ranks have measured.
+# In this program rank 0 prints one table for all ranks, so it gets no prefix.
 _RINGJAX_BENCH = ("-m", "ringjax.bench")
-# What the arguments are called in Python.
+# Names of the arguments in Python, for error texts.
 _NAMES = {
     **{
         key: key
@@ -38,12 +37,15 @@ def requested_hosts(
     variables: Mapping[str, str],
     np: int | None,
 ) -> list[places.HostSlots] | None:
-    """The hosts that were asked for or that we have been given; None: this one.
+    """Returns the hosts that the user or a batch system has given; None: neither has.
 
-    An allocation of one host may have more processes than slots, if `np` says so.
+    Args:
+        variables: the environment, which may describe an allocation.
+        np: number of ranks. If the allocation has one host, that host gets so many
+            slots, because more processes than slots are allowed there.
 
     Raises:
-        ValueError: saying what cannot be read.
+        ValueError: a list, a file or a variable cannot be read.
     """
     if host_list is not None and hostfile is not None:
         raise ValueError("-H and --hostfile: give only one of them")
@@ -63,10 +65,10 @@ def requested_slots(
     hostfile: str | None,
     variables: Mapping[str, str],
 ) -> list[places.SlotInfo]:
-    """The slots of a job, from what was asked for or from the allocation.
+    """Returns the slots of a static job, see `requested_hosts`.
 
     Raises:
-        ValueError: saying what cannot be read or does not fit.
+        ValueError: a list, a file or a variable cannot be read, or has too few slots.
     """
     found = requested_hosts(host_list, hostfile, variables, np)
     if found is None:
@@ -79,10 +81,10 @@ def requested_slots(
 def _with_static_hosts(
     spec: JobSpec, script: str | None, host_list: str | None, hostfile: str | None
 ) -> JobSpec:
-    """Hosts come by themselves; those that are named are there besides.
+    """Adds the hosts of -H to those that join by themselves.
 
     Raises:
-        ValueError: it is asked for what does not go together.
+        ValueError: an option cannot be used with --listen.
     """
     assert spec.listening is not None
     if script is not None:
@@ -105,59 +107,66 @@ def make_job(
     script: str | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    slots: int | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
     directory: str | None = None,
     timestamps: bool = False,
     python: bool = False,
     variables: Mapping[str, str] | None = None,
     names: Mapping[str, str] = _NAMES,
-    **elastic: Any,
 ) -> Job:
-    """The job, not started yet.
+    """Makes a job, which is not started yet.
 
     Args:
-        spec: what to run.
-        config: what the environment and the options say.
+        spec: the specification, without the hosts.
+        config: the settings, from the environment and the options.
         np: number of ranks.
-        hosts, hostfile, script: where they run, one of these.
+        hosts, hostfile, script: at most one of these gives the hosts.
         min_np: makes the job elastic, as a script does.
         max_np: the most ranks of an elastic job.
+        slots, elastic_timeout, reset_limit, cooldown_range: options of elastic jobs,
+            see `elastic_settings.resolve_settings`.
         directory, timestamps, python: see `Console`.
-        variables: the environment that may tell of an allocation.
-        names: what the arguments of elastic jobs are called where they were given.
-        elastic: the others of them, see `elastic_settings.resolve_settings`.
+        variables: the environment, which may describe an allocation.
+        names: names of the arguments of elastic jobs for the user.
 
     Raises:
-        ValueError: saying what does not fit together.
+        ValueError: some arguments contradict each other; the text names them.
     """
-    # Where ringrun reports, no rank does.
+    # If ringrun prints reports, the ranks must not print them, too.
     quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
     spec = dataclasses.replace(
         spec, monitor=monitor_options(config), env={**spec.env, **quiet}
     )
     if spec.stdin and (min_np is not None or script is not None):
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
-    waits = elastic.pop("elastic_timeout", None)
     listens = spec.listening is not None
     if listens:
         spec = _with_static_hosts(spec, script, hosts, hostfile)
         hosts = hostfile = None
     console = partial(Console, directory=directory, timestamps=timestamps)
     if min_np is None and script is None:
-        refused = {**elastic, "max_np": max_np}
-        elastic_settings.refuse_elastic_options(
-            {**refused, "elastic_timeout": None if listens else waits}, names
-        )
+        refused = {
+            "max_np": max_np,
+            "slots": slots,
+            "elastic_timeout": None if listens else elastic_timeout,
+            "reset_limit": reset_limit,
+            "cooldown_range": cooldown_range,
+        }
+        elastic_settings.refuse_elastic_options(refused, names)
         if not listens:
-            slots = requested_slots(np, hosts, hostfile, variables or {})
+            ranks = requested_slots(np, hosts, hostfile, variables or {})
             elastic_settings.check_group_multiple(
-                len(slots), config.group_size, names["np"]
+                len(ranks), config.group_size, names["np"]
             )
-            if spec.stdin and not places.is_local(slots[0].host):
-                where = slots[0].host
+            if spec.stdin and not places.is_local(ranks[0].host):
+                where = ranks[0].host
                 raise ValueError(f"--stdin 0: rank 0 is on another host, {where}")
             plain = _RINGJAX_BENCH in itertools.pairwise(spec.command)
-            spec = dataclasses.replace(spec, slots=slots)
-            return Job(spec, console(len(slots), python=python, plain=plain))
+            spec = dataclasses.replace(spec, slots=ranks)
+            return Job(spec, console(len(ranks), python=python, plain=plain))
         if np is None:
             raise ValueError("--listen: say how many processes to start: -np")
         elastic_settings.check_group_multiple(np, config.group_size, names["np"])
@@ -174,8 +183,10 @@ def make_job(
         script=script,
         listens=listens,
         group=config.group_size,
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
         names=names,
-        **elastic,
     )
     return Job(
         spec,

@@ -1,13 +1,12 @@
-"""A configuration file of ringrun: TOML, or Horovod's YAML, with Horovod's keys.
+"""Reads a configuration file of ringrun: TOML, or Horovod's YAML, with Horovod's keys.
 
-What it says counts where the command line says nothing.
+An option on the command line has priority over the file.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
 
 from ringjax.config import LOG_LEVELS
 
@@ -30,24 +29,29 @@ _FILE_KEYS = {
 }
 _PATHS = ("timeline_filename", "autotune_log_file")
 _SWITCHES = ("stall_check", "timeline_mark_cycles", "autotune")
-# Of the others, numbers without a fraction.
+# Options with whole numbers. All others take a number.
 _WHOLE = ("cache_capacity", "autotune_warmup_samples", "autotune_steps_per_sample")
 
 
 class OptionError(ValueError):
-    """What is asked for cannot be done."""
+    """An option in a configuration file is not valid."""
 
 
 def merge(args: argparse.Namespace, path: str) -> None:
-    """Give the options of a file to `args` where the command line says nothing.
+    """Adds the options of a file that are not on the command line to `args`.
 
     Raises:
-        OptionError: naming the file, and the key that cannot be used.
+        OptionError: the file or a key is not valid; the text names both.
     """
-    _merge(args, _flatten(_load(path)), path)
+    for key, value in _flatten(_load(path)).items():
+        name = _FILE_KEYS.get(key)
+        if name is None:
+            args.ignored = [*args.ignored, f"{key} in {path}"]
+        elif getattr(args, name) is None:
+            setattr(args, name, _checked(key, name, value, path))
 
 
-def _load(path: str) -> Mapping[str, Any]:
+def _load(path: str) -> Mapping[str, object]:
     try:
         values = _load_toml(path) if path.endswith(".toml") else _load_yaml(path)
     except OptionError:
@@ -61,14 +65,14 @@ def _load(path: str) -> Mapping[str, Any]:
     return values
 
 
-def _load_toml(path: str) -> Any:
+def _load_toml(path: str) -> object:
     import tomllib
 
     with open(path, "rb") as file:
         return tomllib.load(file)
 
 
-def _load_yaml(path: str) -> Any:
+def _load_yaml(path: str) -> object:
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -83,9 +87,9 @@ def _load_yaml(path: str) -> Any:
             raise ValueError(str(error)) from error
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
-    flat: dict[str, Any] = {}
+def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Makes one table of nested ones, with dotted keys."""
+    flat: dict[str, object] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -95,17 +99,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _merge(args: argparse.Namespace, values: Mapping[str, Any], path: str) -> None:
-    """Give the options of a file to `args` where the command line says nothing."""
-    for key, value in values.items():
-        name = _FILE_KEYS.get(key)
-        if name is None:
-            args.ignored = [*args.ignored, f"{key} in {path}"]
-        elif getattr(args, name) is None:
-            setattr(args, name, _checked(key, name, value, path))
-
-
-def _checked(key: str, name: str, value: Any, path: str) -> Any:
+def _checked(key: str, name: str, value: object, path: str) -> object:
     where = f"--config-file {path}: {key}"
     if name in _PATHS:
         if not isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The command line of ringrun: Horovod's options, and what each means to ringjax.
+"""The command line of ringrun: Horovod's options, and the setting that each stands for.
 
-Every option of horovodrun is accepted. Those without a meaning here are named in one
-line. Only reads the command line and a file (option_file.py); the job itself is started
-in cli.py.
+Every option of horovodrun is accepted. ringrun names the given options that have no
+effect in one line. cli.py starts the job, and option_file.py reads the configuration
+file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ringjax.config import LOG_LEVELS
-from ringjax.run import option_file, rank_options
-from ringjax.run.monitor import options as watching
+from ringjax.run import option_file
+from ringjax.run.monitor import options as monitor_options
+from ringjax.run.option_types import devices
 from ringjax.run.option_types import number as _number
 
-# Accepted, without effect: (flags, takes a value).
+# Options that are accepted and have no effect: flags, and whether they take a value.
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--disable-cache",), False),
     (("--hierarchical-allreduce",), False),
@@ -38,7 +39,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--mpi",), False),
     (("--jsrun",), False),
 )
-# What the arguments of an elastic job are called here.
+# Options of elastic jobs by the names of the arguments in Python, for error texts.
 NAMES = {
     "np": "-np",
     "min_np": "--min-np",
@@ -52,7 +53,7 @@ NAMES = {
 
 
 class _IgnoredOption(argparse.Action):
-    """Remembers that an option without effect was given."""
+    """Records that an option without effect was given."""
 
     def __call__(
         self,
@@ -65,24 +66,27 @@ class _IgnoredOption(argparse.Action):
 
 
 def build_parser(version: str) -> argparse.ArgumentParser:
-    """The parser; everything after the first positional argument is the command."""
+    """Makes the parser; the first positional argument begins the command."""
     parser = argparse.ArgumentParser(
         prog="ringrun",
         usage="ringrun -np N [options] command [arguments]",
         description="Run a command as the N ranks of one ringjax job.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-        # Else argparse takes a word of the command, such as --log, for one of ours.
+        # With abbreviations argparse would read an option of the command, such as
+        # --log, as an option of ringrun.
         allow_abbrev=False,
     )
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
-    rank_options.add_options(parser)
+    _add_rank(parser)
     _add_agent(parser)
-    _add_handed(parser)
+    _add_forwarding(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
-    watching.add_options(parser.add_argument_group("watching a job", watching.ABOUT))
+    monitor_options.add_options(
+        parser.add_argument_group("watching a job", monitor_options.ABOUT)
+    )
     _add_limits(parser.add_argument_group("limits and logs"))
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
     for flags, value in _WITHOUT_EFFECT:
@@ -104,33 +108,51 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         dest="np",
         type=_number(int, 1),
         metavar="N",
-        help="number of processes; without it one for every slot of the hosts",
+        help="start N processes; by default one for every slot of the hosts",
     )
-    add("-H", "--hosts", metavar="HOST:SLOTS,...", help="where they run (localhost)")
+    add(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        help="run the processes on these hosts, at most SLOTS on each (localhost)",
+    )
     add(
         "-hostfile",
         "--hostfile",
         metavar="FILE",
-        help="the same from a file with lines `host slots=N`",
+        help="read the hosts from a file with lines `host slots=N`",
     )
-    add("-p", "--ssh-port", type=_number(int, 1), metavar="PORT")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+    add(
+        "-p",
+        "--ssh-port",
+        type=_number(int, 1),
+        metavar="PORT",
+        help="connect to this port of other hosts by ssh",
+    )
+    add(
+        "-i",
+        "--ssh-identity-file",
+        metavar="FILE",
+        help="use this private key for ssh",
+    )
     add(
         "--network-interfaces",
         "--network-interface",
         metavar="NAME,...",
-        help="interfaces that the processes may use between hosts",
+        help="use only these network interfaces between hosts",
     )
     add(
         "--start-timeout",
         type=_number(float, 0.1),
         metavar="SECONDS",
-        help="for all processes to call ringjax.init(), from the first one's call on",
+        help="fail if not all processes have called ringjax.init() within SECONDS "
+        "after the first one",
     )
     add(
         "--output-filename",
         metavar="DIR",
-        help="also write output to DIR/rank.N/stdout and DIR/rank.N/stderr",
+        help="also write the output of rank N to DIR/rank.N/stdout and "
+        "DIR/rank.N/stderr",
     )
     add(
         "-prefix-timestamp",
@@ -138,7 +160,11 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put the time before every line of output",
     )
-    add("--verbose", action="store_true", help="say what is started where")
+    add(
+        "--verbose",
+        action="store_true",
+        help="show which process starts on which host",
+    )
     add(
         "-cb",
         "--check-build",
@@ -148,7 +174,27 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
     add(
         "--config-file",
         metavar="FILE",
-        help="options from a file: TOML (.toml), or Horovod's YAML if PyYAML is there",
+        help="read options from a file: TOML (.toml), or Horovod's YAML if PyYAML is "
+        "installed",
+    )
+
+
+def _add_rank(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--group-size",
+        type=_number(int, 1),
+        metavar="K",
+        help="join every K processes by jax.distributed into one JAX program that "
+        "shards over their devices; ringjax averages between these groups, and with "
+        "--min-np groups are lost and join as a whole (1)",
+    )
+    parser.add_argument(
+        "--devices-per-rank",
+        type=devices,
+        metavar="N",
+        help="give each rank N CUDA devices, over which JAX shards; ringjax averages "
+        "between the devices of the same index on all ranks. `all` gives a rank every "
+        "device that it sees, for one rank on each host (1)",
     )
 
 
@@ -158,58 +204,62 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
         "--listen",
         default="",
         metavar="[ADDRESS:]PORT",
-        help="hosts come by themselves, by ringrun --join there, besides those of -H. "
-        "Ranks call the next port. All need the same RINGJAX_SECRET, or _SECRET_FILE. "
-        "With --min-np they may come and go, and so may ringrun itself: on SIGTERM or "
-        "when it is killed they go on, and look for the next one at its address",
+        help="accept hosts that join by themselves with ringrun --join, in addition to "
+        "those of -H. Ranks connect to PORT + 1. All hosts need the same "
+        "RINGJAX_SECRET or RINGJAX_SECRET_FILE. With --min-np hosts may join and leave "
+        "while the job runs. If ringrun gets SIGTERM or is killed, the hosts that "
+        "joined go on and look for the next ringrun at the same address",
     )
     add(
         "--join",
         default="",
         metavar="HOST:PORT",
-        help="be a host of the job that ringrun --listen has at this address, with "
-        "--slots; the command is there. Waits for it up to --elastic-timeout",
+        help="join the job of the ringrun --listen at this address as a host with "
+        "--slots slots. The command is given to ringrun --listen. ringrun --join waits "
+        "for it up to --elastic-timeout",
     )
     add(
         "--agent-command",
         default="",
         metavar="COMMAND",
-        help="what starts ringrun's agent on a host, instead of srun, blaunch or qrsh "
-        "in an allocation of a batch system and ssh elsewhere; {host} stands for its "
-        "name: "
-        "'kubectl exec -i {host} --'",
+        help="start ringrun's agent on other hosts by COMMAND, in which {host} stands "
+        "for the name of the host, as in 'kubectl exec -i {host} --'. By default srun, "
+        "blaunch or qrsh starts it in an allocation of a batch system, and ssh "
+        "elsewhere",
     )
 
 
-def _add_handed(parser: argparse.ArgumentParser) -> None:
+def _add_forwarding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "-x",
-        dest="handed_on",
+        dest="forwarded",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="hand this variable on to all ranks, on other hosts too. They get the "
-        "whole environment anyhow, but for what belongs to this host and terminal",
+        help="pass this variable to all ranks. Ranks get the whole environment anyway, "
+        "except that variables of this host and terminal are not passed to other hosts",
     )
     add(
         "--stdin",
         choices=("0", "none"),
         default="none",
-        help="0: rank 0, on this machine, reads what you type or pipe into ringrun, "
-        "for breakpoint() and the like. The others, and without it all, read nothing",
+        help="0: rank 0, which must be on this machine, reads the standard input of "
+        "ringrun, for example for breakpoint(). All other ranks read nothing, and "
+        "without this option no rank reads anything",
     )
 
 
 _ELASTIC = """
-With --min-np or --host-discovery-script ranks may be lost and join while the job runs:
-the others go on, and a new process starts in the place of each that died, at once the
-first time, then after 1, 2, 4 ... 30 s if it goes on to fail soon. A process that gets
-a SIGTERM leaves at its next commit, and its place stays empty unless fewer than
---min-np are left. SIGUSR1 to ringrun asks all of them to leave, SIGTERM gives them 25 s
-for it. The job ends with 0 if those who are its ranks at the end do. A line
-of output has the rank that its process has at the time; with --output-filename the
-first -np processes write to DIR/rank.N, later ones to DIR/worker.N.
+With --min-np or --host-discovery-script ranks may be lost and join while the job runs.
+If a rank is lost, the other ranks go on, and a new process starts in its place. The
+first new process starts at once. If the new processes go on failing soon, the next ones
+start after 1, 2, 4 ... 30 s. A process that gets SIGTERM leaves at its next commit, and
+its place stays empty unless fewer than --min-np processes are left. SIGUSR1 to ringrun
+asks all processes to leave, and SIGTERM to ringrun gives them 25 s to do so. The exit
+code of the job is 0 if it is 0 for all processes that are ranks at the end. Each line
+of output has the rank that its process has at the time. With --output-filename the
+first -np processes write to DIR/rank.N, and later processes to DIR/worker.N.
 """
 
 
@@ -220,22 +270,23 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--min-num-proc",
         type=_number(int, 1),
         metavar="N",
-        help="go on as long as N processes are left (-np)",
+        help="go on as long as at least N processes are left (-np)",
     )
     add(
         "--max-np",
         "--max-num-proc",
         type=_number(int, 1),
         metavar="N",
-        help="never have more (-np; with a script: as many as there are slots)",
+        help="never run more than N processes (-np; with a script the slots)",
     )
     add(
         "--host-discovery-script",
         dest="script",
         metavar="COMMAND",
-        help="run every second; prints a line HOST or HOST:SLOTS for each host to use. "
-        "Hosts that appear get processes, those on hosts that vanish are asked to "
-        "leave. A host on which one failed is not used for new ones any more",
+        help="run COMMAND every second; it prints a line HOST or HOST:SLOTS for each "
+        "host to use. New hosts get processes, and processes on hosts that are not "
+        "printed any more are asked to leave. A host on which a process has failed "
+        "gets no new processes",
     )
     add(
         "--slots-per-host",
@@ -243,8 +294,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         dest="slots",
         type=_number(int, 1),
         metavar="N",
-        help="of hosts that the script prints without a number, and of a host that "
-        "joins (1)",
+        help="slots of a host that the script prints without a number, and of the host "
+        "of ringrun --join (1)",
     )
     add(
         "--blacklist-cooldown-range",
@@ -252,20 +303,20 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         nargs=2,
         type=_number(float, 0),
         metavar=("MIN", "MAX"),
-        help="a host on which a process failed is used again after MIN seconds, then "
-        "after twice as long each time, at most MAX",
+        help="use a host on which a process has failed again after MIN seconds, then "
+        "after twice as long each time, at most after MAX seconds",
     )
     add(
         "--elastic-timeout",
         type=_number(float, 0.1),
         metavar="SECONDS",
-        help="to wait for processes if fewer than --min-np are left (600)",
+        help="end the job if fewer than --min-np processes are left for SECONDS (600)",
     )
     add(
         "--reset-limit",
         type=_number(int, 0),
         metavar="N",
-        help="end the job when processes were lost or joined more than N times",
+        help="end the job if processes were lost or joined more than N times",
     )
 
 
@@ -275,47 +326,60 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         "--fusion-threshold-mb",
         type=_number(float, 0),
         metavar="MB",
-        help="gradients per message (RINGJAX_BUCKET_BYTES, RINGJAX_FUSION_THRESHOLD)",
+        help="put MB of gradients into one message (RINGJAX_BUCKET_BYTES, "
+        "RINGJAX_FUSION_THRESHOLD)",
     )
     add(
         "--cycle-time-ms",
         type=_number(float, 0),
         metavar="MS",
-        help="let eager operations wait for more to fuse (RINGJAX_CYCLE_TIME)",
+        help="let eager operations wait MS milliseconds for others to fuse with "
+        "(RINGJAX_CYCLE_TIME)",
     )
     add(
         "--cache-capacity",
         type=_number(int, 0),
         metavar="N",
-        help="eager operations to remember (RINGJAX_CACHE_CAPACITY)",
+        help="cache the submissions of N eager operations (RINGJAX_CACHE_CAPACITY)",
     )
     for flag, doing in (("--autotune", "store_true"), ("--no-autotune", "store_false")):
-        shown = "PyTorch: try bucket sizes in the first steps (RINGJAX_AUTOTUNE)"
+        shown = "try bucket sizes in the first steps, with PyTorch (RINGJAX_AUTOTUNE)"
         words = shown if doing == "store_true" else argparse.SUPPRESS
         add(flag, dest="autotune", action=doing, default=None, help=words)
-    add("--autotune-log-file", metavar="FILE", help="how long steps took, as CSV")
-    for what in ("warmup-samples", "steps-per-sample"):
-        add(
-            f"--autotune-{what}",
-            type=_number(int, what.startswith("steps")),
-            metavar="N",
-            help=f"steps with each setting that {'do not ' * (what[0] == 'w')}count",
-        )
+    add(
+        "--autotune-log-file",
+        metavar="FILE",
+        help="write the times of the tried steps to FILE, as CSV",
+    )
+    add(
+        "--autotune-warmup-samples",
+        type=_number(int, 0),
+        metavar="N",
+        help="do not count the first N steps with each bucket size",
+    )
+    add(
+        "--autotune-steps-per-sample",
+        type=_number(int, 1),
+        metavar="N",
+        help="count N steps with each bucket size",
+    )
     add(
         "--profile",
         metavar="DIR",
-        help="what all ranks do when, for ui.perfetto.dev (RINGJAX_PROFILE)",
+        help="write a profile of all ranks for ui.perfetto.dev to DIR "
+        "(RINGJAX_PROFILE)",
     )
     add(
         "--timeline-filename",
         metavar="FILE",
-        help="where rank 0 writes what it does when (RINGJAX_TIMELINE)",
+        help="write a timeline of the operations of rank 0 to FILE (RINGJAX_TIMELINE)",
     )
     add(
         "--timeline-mark-cycles",
         action="store_true",
         default=None,
-        help="mark rounds of negotiation in it (RINGJAX_TIMELINE_MARK_CYCLES)",
+        help="mark rounds of negotiation in the timeline "
+        "(RINGJAX_TIMELINE_MARK_CYCLES)",
     )
     add(
         "--no-timeline-mark-cycles",
@@ -323,7 +387,7 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help=argparse.SUPPRESS,
     )
-    add("--tcp", action="store_true", help="NCCL without InfiniBand")
+    add("--tcp", action="store_true", help="make NCCL use TCP and not InfiniBand")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -333,41 +397,46 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--no-stall-check",
         dest="stall_check",
         action="store_false",
-        help="wait for a living rank for ever, without a word",
+        help="wait for a live rank for ever, without a warning",
     )
     add(
         "--stall-check-warning-time-seconds",
         type=_number(float, 0),
         metavar="SECONDS",
-        help="warn about a living rank that does not take part (RINGJAX_STALL_WARNING)",
+        help="warn after waiting SECONDS for a live rank (RINGJAX_STALL_WARNING)",
     )
     add(
         "--stall-check-shutdown-time-seconds",
         type=_number(float, 0),
         metavar="SECONDS",
-        help="fail because of it (RINGJAX_COLLECTIVE_TIMEOUT)",
+        help="fail after waiting SECONDS for a live rank (RINGJAX_COLLECTIVE_TIMEOUT)",
     )
     add(
         "--gloo-timeout-seconds",
         type=_number(float, 0.1),
         metavar="SECONDS",
-        help="of silence until a rank counts as lost (RINGJAX_FAILURE_TIMEOUT)",
+        help="declare a rank lost that has been silent for SECONDS "
+        "(RINGJAX_FAILURE_TIMEOUT)",
     )
     add(
         "--log-level",
         type=str.lower,
         choices=LOG_LEVELS,
         metavar="LEVEL",
-        help=", ".join(LOG_LEVELS),
+        help=f"log messages of at least this level: {', '.join(LOG_LEVELS)}",
     )
 
 
 def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
-    """Read the command line and the configuration file; flags win over the file.
+    """Reads the command line and the configuration file; the command line has priority.
+
+    Args:
+        argv: the words of the command line.
+        version: the text of --version.
 
     Raises:
-        SystemExit: as argparse does, after saying why.
-        OptionError: what the configuration file asks for cannot be done.
+        SystemExit: argparse has printed an error or the help.
+        OptionError: the configuration file is not valid.
     """
     args = build_parser(version).parse_args(argv)
     if args.command[:1] == ["--"]:
@@ -377,7 +446,7 @@ def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
     return args
 
 
-# Options whose value is the variable's: what they stand for.
+# Variables of ringjax.config, by the options that have the same values.
 _VARIABLES = {
     "cycle_time_ms": "RINGJAX_CYCLE_TIME",
     "cache_capacity": "RINGJAX_CACHE_CAPACITY",
@@ -391,21 +460,28 @@ _VARIABLES = {
     "autotune_log_file": "RINGJAX_AUTOTUNE_LOG",
     "autotune_warmup_samples": "RINGJAX_AUTOTUNE_WARMUP_SAMPLES",
     "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
-    **watching.VARIABLES,
-    **rank_options.VARIABLES,
+    "group_size": "RINGJAX_GROUP_SIZE",
+    "devices_per_rank": "RINGJAX_DEVICES_PER_RANK",
+    **monitor_options.VARIABLES,
     "timeline_filename": "RINGJAX_TIMELINE",
     "profile": "RINGJAX_PROFILE",
 }
 
 
-def handed_on(args: argparse.Namespace, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables of -x; those that are not set anywhere are left out.
+def forwarded_variables(
+    args: argparse.Namespace, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of -x.
+
+    Args:
+        base: the environment, for variables without a value. A variable that is not in
+            it either is left out.
 
     Raises:
-        ValueError: one has no name.
+        ValueError: a variable has no name.
     """
     found: dict[str, str] = {}
-    for item in args.handed_on:
+    for item in args.forwarded:
         name, given, value = item.partition("=")
         if not name or "\0" in item:
             raise ValueError(f"-x {item!r}: expected NAME or NAME=VALUE")
@@ -415,7 +491,7 @@ def handed_on(args: argparse.Namespace, base: Mapping[str, str]) -> dict[str, st
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """The variables, nearly all of them of ringjax.config, that the options are for."""
+    """Returns the variables that the options stand for, most of them settings."""
     env: dict[str, str] = {}
     for option, variable in _VARIABLES.items():
         value = getattr(args, option)

@@ -1,8 +1,8 @@
-"""What a rank of `ringjax.run(fn)` executes: one function, its result to a pipe.
+"""The program of a rank of `ringjax.run(fn)`: calls one function.
 
-`python -m ringjax.run.task FD`: the function comes on standard input from ringrun, the
-result goes to descriptor FD, both inherited from the agent. Nothing is unpickled that
-came over a network without authentication.
+`python -m ringjax.run.task FD` reads the function from standard input and writes its
+result to descriptor FD. Both are inherited from the agent, and the function has come
+from ringrun over authenticated connections, so it is safe to unpickle it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RESULT, ERROR = b"R", b"E"
 
 
 def encode(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """What a rank gets: where this process finds modules, and the function."""
+    """Encodes the function, and the module path of this process, for a rank."""
     import cloudpickle
 
     where = {"prefix": sys.prefix, "path": list(map(os.path.abspath, sys.path))}
@@ -29,14 +29,18 @@ def encode(
 
 
 def _search(where: Mapping[str, Any]) -> None:
-    """Finds modules in the order in which the caller does, if it is this Python."""
+    """Uses the module path of the caller, if this is the same Python."""
     if where["prefix"] == sys.prefix:
         known = filter(os.path.exists, where["path"])
         sys.path[:] = dict.fromkeys([*known, *sys.path])
 
 
 def decode(blob: bytes) -> Any:
-    """The value that a rank returned; raises ValueError if it returned none."""
+    """Decodes the result of a rank.
+
+    Raises:
+        ValueError: the rank has returned no result.
+    """
     if blob[:1] != RESULT:
         raise ValueError("the rank ended without a result")
     import cloudpickle
@@ -45,7 +49,7 @@ def decode(blob: bytes) -> Any:
 
 
 def error_text(blob: bytes) -> str:
-    """The traceback of a rank that raised, or nothing."""
+    """Returns the traceback if the rank has raised an error, else an empty text."""
     return blob[1:].decode(errors="replace") if blob[:1] == ERROR else ""
 
 
@@ -55,7 +59,7 @@ def _answer(result: int, blob: bytes) -> None:
 
 
 def main() -> None:
-    """Run the function; an exception is reported and goes on to the interpreter."""
+    """Calls the function; sends its result, or its traceback, and raises the error."""
     result = int(sys.argv[1])
     os.set_inheritable(result, False)
     import cloudpickle

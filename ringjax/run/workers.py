@@ -54,7 +54,7 @@ class WorkerSlot:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One process of the job.
+    """A process of the job, or of an earlier ringrun.
 
     Attributes:
         rank: rank in the latest epoch of which the worker was a member, None: in none.
@@ -432,7 +432,7 @@ class WorkerTable:
 
 
 class EventSource(Protocol):
-    """A coordinator, or its process."""
+    """The part of a coordinator, or of its process, that `take_events` needs."""
 
     events: queue.SimpleQueue[tuple[Any, ...]]
 

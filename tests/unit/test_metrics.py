@@ -25,8 +25,8 @@ from ringjax.monitor import metrics, view
 from ringjax.monitor.aggregator import Aggregator
 from ringjax.monitor.metrics import MetricFamily
 from ringjax.monitor.sample import BUCKETS, CollectiveSums, Sample
+from ringjax.run.monitor.options import MonitorOptions, monitor_options
 from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
-from ringjax.run.monitor.wanted import MonitorOptions, monitor_options
 
 BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 

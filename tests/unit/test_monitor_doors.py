@@ -288,5 +288,5 @@ def test_another_user_does_not_look(
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     monkeypatch.setattr("ringjax.monitor.sockets.peer_uid", lambda sock: 12345)
-    with pytest.raises(sockets.NoJob, match="it belongs to user 12345"):
+    with pytest.raises(sockets.JobSocketError, match="it belongs to user 12345"):
         sockets.connect(server.path)

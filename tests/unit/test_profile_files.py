@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-
 from ringjax.run.hosts.profile_files import FileReceiver, prepare_folder, read_files
 
 

@@ -78,7 +78,7 @@ class CoordinatorProcess:
         note: Callable[[str], None],
         **options: Unpack[CoordinatorOptions],
     ) -> None:
-        offer(
+        offer_for(
             options.get("tls", "auto")
         )  # an error must come before the process starts
         self._note = note

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ringjax.run.hosts.slots import HostSlots
 
@@ -55,7 +54,9 @@ class ElasticSettings:
         return bool(self.script) or self.cooldown is not None
 
 
-def refuse_elastic_options(given: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def refuse_elastic_options(
+    given: Mapping[str, object], names: Mapping[str, str]
+) -> None:
     """Refuses options of elastic jobs in a static job.
 
     Args:

@@ -130,7 +130,7 @@ class ReplacementPolicy:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # One second more: the coordinator has the same timeout and a better reason.
+        # Wait one second longer: the coordinator has the same timeout, and knows more.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"

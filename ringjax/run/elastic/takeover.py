@@ -45,7 +45,7 @@ class Takeover:
         self._agents, self._console = agents, console
         self._inform = inform
         self.job = ""
-        self._hosts: dict[int, str] = {}  # of workers of earlier ringruns
+        self._hosts: dict[int, str] = {}  # by number, for workers of earlier ringruns
 
     @property
     def resumes(self) -> bool:
@@ -77,7 +77,7 @@ class Takeover:
             if worker is None or not worker.slot.host:
                 self._adopt_running(host, rank)
             elif not worker.is_running and "code" not in rank:
-                # It was given up while its host was away, and the job went on.
+                # The job has given the worker up while its host was away.
                 unwanted.append(worker.number)
         for number, place in self._hosts.items():
             here = place == _STATIC_HOST or self._agents.has_joined(place)

@@ -80,7 +80,9 @@ class Agent:
             self._wakeup, selectors.EVENT_READ, self._handle_signals
         )
 
-    def connect(self, reader: int, writer: int, keys: Keys | None = None) -> Channel:
+    def connect(
+        self, reader: int, writer: int, keys: SessionKeys | None = None
+    ) -> Channel:
         """Uses these descriptors as the channel to ringrun.
 
         Args:
@@ -223,7 +225,7 @@ class Agent:
         """Returns the next descriptors; ringrun sends them before the order."""
         while len(self._descriptors) < count:
             assert self._descriptor_socket is not None
-            readable(self._descriptor_socket)
+            wait_readable(self._descriptor_socket)
             self._receive_descriptors()
         return [self._descriptors.popleft() for _ in range(count)]
 

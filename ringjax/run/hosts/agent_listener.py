@@ -88,8 +88,8 @@ class AgentListener:
         self._connections: dict[str, _Connection] = {}  # by host
         self._slots: dict[str, int] = {}  # by host, without hosts that are leaving
         self._selector = selectors.EpollSelector()
-        offered = offer(spec.tls)
-        self._door = Door(
+        offered = offer_for(spec.tls)
+        self._acceptor = Acceptor(
             addresses.listen_on(listening.addresses, listening.port, _PORT_TIMEOUT),
             self._selector,
             lambda sock: callee_steps(
@@ -109,7 +109,7 @@ class AgentListener:
         return [*self._static_hosts, *joined]
 
     def tick(self, now: float) -> None:
-        self._door.sweep()
+        self._acceptor.expire()
         for connection in list(self._connections.values()):
             if now - connection.lost_at > self._listening.failure_timeout:
                 self._remove(connection)
@@ -124,7 +124,7 @@ class AgentListener:
         self._acceptor.close()
 
     def _process_events(self) -> None:
-        turn(self._selector, 0.0, self._door.fault)
+        run_once(self._selector, 0.0, self._acceptor.on_error)
 
     @staticmethod
     def _accepts(introduction: HandshakeRequest) -> str:
@@ -133,10 +133,14 @@ class AgentListener:
         return "is no agent: ranks have an address of their own"
 
     def _admit(
-        self, sock: socket.socket, peer: str, introduction: Introduction, keys: Keys
+        self,
+        sock: socket.socket,
+        peer: str,
+        introduction: HandshakeRequest,
+        keys: SessionKeys,
     ) -> None:
         del introduction
-        watch(sock, self._listening.failure_timeout)
+        enable_keepalive(sock, self._listening.failure_timeout)
         connection = _Connection(peer)
         descriptor = sock.detach()
         connection.channel = Channel(

@@ -15,7 +15,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
 from ringjax.run.hosts.slots import HostSlots, SlotInfo, reachable_addresses
-from ringjax.run.monitor.wanted import NO_MONITORING, MonitorOptions
+from ringjax.run.monitor.options import NO_MONITORING, MonitorOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class JoiningAgent(Agent):
         self._exit_codes: dict[int, int] = {}  # by number, ended ranks of this host
         self._local_ranks: dict[int, int] = {}  # by number, all ranks of this host
         self._leaving = self._bye_sent = False
-        self._connection: tuple[socket.socket, Keys, str] | None = None
+        self._connection: tuple[socket.socket, SessionKeys, str] | None = None
         self._failure = ""
         self._connect_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(
@@ -113,14 +113,16 @@ class JoiningAgent(Agent):
 
     def _connect_loop(self, pause: float) -> None:
         options = self._options
-        tls = offer(options.tls)
-        introduction = Introduction(options.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls)
+        tls = offer_for(options.tls)
+        introduction = HandshakeRequest(
+            options.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls
+        )
         next_note = time.monotonic() + _FIRST_NOTE
         while True:
             time.sleep(pause)  # no event tells when ringrun begins to listen
             pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
-                self._connection = reach(
+                self._connection = connect_to_server(
                     options.address,
                     options.secret,
                     introduction,
@@ -153,7 +155,7 @@ class JoiningAgent(Agent):
         if self._connection is None:
             self._give_up(self._failure)
         sock, keys, _ = self._connection
-        watch(sock, self._options.failure_timeout)
+        enable_keepalive(sock, self._options.failure_timeout)
         descriptor = sock.detach()
         self.connect(descriptor, os.dup(descriptor), keys).send(self._hello())
 

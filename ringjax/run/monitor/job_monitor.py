@@ -1,7 +1,7 @@
-"""Everything that ringrun knows of its ranks while they run, and those who want it.
+"""Monitors a job in ringrun: receives samples of the ranks, serves reports, metrics.
 
-Ranks are asked to tell needs_samples only while somebody wants to know: a report, metrics,
-or `ringjax top`. Nothing in here may end the job: what fails is said once, and is over.
+Ranks send samples only while a report, metrics or `ringjax top` needs them. An error in
+this module is shown once, and then monitoring stops: it never ends the job.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from ringjax.monitor import metrics, report, view
 from ringjax.monitor.aggregator import Aggregator, Window
@@ -27,14 +27,12 @@ from ringjax.settings import version as package
 if TYPE_CHECKING:
     from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
 
-SAMPLE_INTERVAL = 1.0  # seconds between two samples of a rank, in a job of some ranks
-_MAX_SAMPLES_PER_SECOND = 128  # samples of all ranks together
-_WINDOW = 5.0  # seconds, at least, that "now" means
-_SEND_INTERVAL = 1.0  # seconds between two messages to those who look
-_MAX_EVENTS = 12  # of the last ones, in such a message
-_LATE_AFTER = (
-    30.0  # seconds, from where on it is late_now that no rank has told anything
-)
+SAMPLE_INTERVAL = 1.0  # seconds between two samples of a rank, unless there are many
+_MAX_SAMPLES_PER_SECOND = 128  # sum over all ranks
+_WINDOW = 5.0  # seconds, at least, for which the present values are computed
+_SEND_INTERVAL = 1.0  # seconds between two messages to `ringjax top`
+_MAX_EVENTS = 12  # the latest ones are in such a message
+_LATE_AFTER = 30.0  # seconds without any sample, after which a report says so
 _MAX_COMMAND = 200  # characters
 
 _P = ParamSpec("_P")
@@ -42,7 +40,7 @@ _Method = Callable[Concatenate["JobMonitor", _P], None]
 
 
 def _never_raises(method: _Method[_P]) -> _Method[_P]:
-    """Whatever is wrong in it, ringrun's loop goes on."""
+    """Gives monitoring up if the method raises, so that ringrun's loop goes on."""
 
     @functools.wraps(method)
     def guarded(self: JobMonitor, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -57,10 +55,10 @@ def _never_raises(method: _Method[_P]) -> _Method[_P]:
 
 
 class JobMonitor:
-    """One for a job; `open` it before the job starts, `close` it at the end.
+    """The monitor of one job: `open` it before the job starts, `close` it at the end.
 
     Attributes:
-        broken: it has given up.
+        broken: whether an error has stopped monitoring.
     """
 
     def __init__(
@@ -76,34 +74,37 @@ class JobMonitor:
         self.broken = False
         self._lock = threading.Lock()  # guards the aggregator and its windows
         self._aggregator = Aggregator()
-        self._recent: list[Window] = []  # of two, the older one is looked through
-        self._reported: Window | None = None
+        # Two windows: values come from the older one, and they take turns, so that it
+        # is always at least `_WINDOW` seconds long.
+        self._recent: list[Window] = []
+        self._reported: Window | None = None  # since the last report
         self._ended: set[int] = set()
         self._interval = self._last_sent = self._step = 0.0
         self._start_time = time.monotonic()
-        self._noted_late = False  # and that was said
-        self._first_sample_time = 0.0  # when the first rank told needs_samples
+        self._noted_late = False
+        self._first_sample_time = 0.0
         self._top_server: TopServer | None = None
         self._endpoint: PrometheusEndpoint | None = None
         self._file: PrometheusTextFile | None = None
-        self._text = 0.0, ""
+        self._text = 0.0, ""  # the last metrics, and when they were made
         agents.on_sample = self._receive_sample
         console.on_note = self._record_event
 
     def open(self) -> None:
-        """Opens what is options.
+        """Opens the socket for `ringjax top`, and the metrics if they are wanted.
 
         Raises:
-            OSError: it is not possible.
+            OSError: the metrics cannot be served or written.
         """
         options, note = self._options, self._console.note
         try:
             self._top_server = TopServer(self._agents.selector, self._update_interval)
         except OSError:
-            self._top_server = None  # nowhere to be found: nobody will look
+            self._top_server = None  # without its socket `ringjax top` finds no job
         try:
             if options.host or options.file:
-                from ringjax.run.monitor.prometheus import (  # slow
+                # Imported only here, because http.server makes ringrun start slowly.
+                from ringjax.run.monitor.prometheus import (
                     PrometheusEndpoint,
                     PrometheusTextFile,
                 )
@@ -122,21 +123,21 @@ class JobMonitor:
 
     @_never_raises
     def _update_interval(self) -> None:
-        """Ranks tell as often as somebody wants to know, and they are not too many."""
+        """Asks ranks for samples while they are needed; less often in a large job."""
         asked = self._options.needs_samples or bool(self._top_server)
-        interval = (
-            max(SAMPLE_INTERVAL, self._picture.size / _MAX_SAMPLES_PER_SECOND)
-            if asked
-            else 0.0
-        )
+        spread = self._aggregator.size / _MAX_SAMPLES_PER_SECOND
+        interval = max(SAMPLE_INTERVAL, spread) if asked else 0.0
         if interval == self._interval:
             return
         now = time.monotonic()
         with self._lock:
             if asked and not self._recent:
-                self._recent = [self._picture.open(now), self._picture.open(now)]
+                self._recent = [
+                    self._aggregator.open_window(now),
+                    self._aggregator.open_window(now),
+                ]
                 if self._options.report:
-                    self._reported = self._picture.open(now)
+                    self._reported = self._aggregator.open_window(now)
             elif not asked:
                 for window in self._recent:
                     self._aggregator.close_window(window)
@@ -144,20 +145,20 @@ class JobMonitor:
         self._interval = interval
         self._agents.set_telemetry_interval(interval)
 
-    # What happens.
+    # Events.
 
     @_never_raises
-    def _receive_sample(self, name: int, text: str) -> None:
+    def _receive_sample(self, number: int, text: str) -> None:
         try:
             sample = parse_sample(text)
         except ValueError:
-            return  # of a process of ours that has gone mad
+            return  # any process of this user may have sent it: see TelemetryRelay
         now = time.monotonic()
         self._first_sample_time = self._first_sample_time or now
         with self._lock:
-            self._aggregator.add_sample(name, sample, now)
-            if name in self._ended:  # its last words
-                self._aggregator.remove_worker(name)
+            self._aggregator.add_sample(number, sample, now)
+            if number in self._ended:  # the last sample may come after the exit
+                self._aggregator.remove_worker(number)
         self._step = sample.step or self._step
 
     @_never_raises
@@ -166,22 +167,21 @@ class JobMonitor:
             self._aggregator.add_event(text, time.monotonic())
 
     @_never_raises
-    def rank_ended(self, name: int) -> None:
-        """A rank's process has rank_ended."""
+    def rank_ended(self, number: int) -> None:
         with self._lock:
-            self._ended.add(name)
-            self._aggregator.remove_worker(name)
+            self._ended.add(number)
+            self._aggregator.remove_worker(number)
 
     @_never_raises
     def members_changed(self, joined: int, lost: int) -> None:
-        """Other workers are members than before: so many more, and so many less."""
+        """Counts the workers that became members, and the members that were lost."""
         with self._lock:
             self._aggregator.joins += joined
             self._aggregator.losses += lost
 
     @_never_raises
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Shows a report and sends a message to viewers if they are due."""
         if self._top_server is not None:
             self._top_server.close_silent(now)
         if not self._interval:
@@ -190,43 +190,45 @@ class JobMonitor:
         with self._lock:
             if now - self._recent[1].began >= max(_WINDOW, 3 * self._interval):
                 self._recent.reverse()
-                self._picture.renew(self._recent[1], now)
+                self._aggregator.restart_window(self._recent[1], now)
         if self._reported and now - self._reported.began >= self._options.report:
             with self._lock:
                 seen = self._view(self._reported, now)
-                self._picture.renew(self._reported, now)
+                self._aggregator.restart_window(self._reported, now)
             if seen.rows or self._is_late(now):
-                self._console.write_lines(report.block(seen))
+                self._console.write_lines(report.format_report(seen))
         if self._top_server and now - self._last_sent >= _SEND_INTERVAL:
             self._last_sent = now
             message = json.dumps(self._message(now), separators=(",", ":"))
             self._top_server.send(message.encode() + b"\n")
 
     def _view(self, window: Window, now: float) -> view.View:
-        return view.look(self._picture, window, now, self._interval)
+        return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Whether to say, once, that nothing is heard of any rank."""
+        """Returns once True, if no sample of any rank has come for long."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
-        late_now, self._noted_late = (
-            late and not self._noted_late,
-            self._noted_late or late,
-        )
-        return late_now
+        first = late and not self._noted_late
+        self._noted_late = self._noted_late or late
+        return first
 
-    def _message(self, now: float) -> Mapping[str, Any]:
+    def _message(self, now: float) -> dict[str, object]:
+        """Returns a message to `ringjax top`, see `top.job_connection`."""
         with self._lock:
-            picture = self._picture
+            aggregator = self._aggregator
             seen = self._view(self._recent[0], now)
             events = [
-                [now - then, text] for then, text in picture.events[-_MAX_EVENTS:]
+                [now - then, text] for then, text in aggregator.events[-_MAX_EVENTS:]
             ]
-            changes = {"joins": picture.joins, "losses": picture.losses}
+            changes = {"joins": aggregator.joins, "losses": aggregator.losses}
         about = {**self._about, **changes, "seconds": now - self._start_time}
         return {"job": about, "view": seen.message(), "events": events}
 
     def _render_metrics(self) -> str:
-        """The metrics of now; from any thread. Not made anew for each who asks."""
+        """Returns the metrics as text. May be called from any thread.
+
+        A text is used again for half an interval, however often clients ask.
+        """
         now = time.monotonic()
         with self._lock:
             then, text = self._text
@@ -234,33 +236,31 @@ class JobMonitor:
                 return text
             window = self._recent[0] if self._recent else Window(0, {}, now)
             seen = self._view(window, now)
-            families = metrics.of_job(self._picture, seen, package.version())
-            text = metrics.text(families)
+            families = metrics.job_metrics(self._aggregator, seen, package.version())
+            text = metrics.format_metrics(families)
             self._text = now, text
             return text
 
     # The end.
 
     def give_up(self, error: Exception) -> None:
-        """Nobody gets to know anything any more."""
         self.broken = True
         kind = type(error).__name__
-        self._shut()
+        self._close_servers()
         self._agents.set_telemetry_interval(0.0)
         self._console.note(f"nothing more is told of the ranks: {kind}: {error}")
 
     def close(self) -> None:
-        """Closes everything, and says how the job was if reports are options."""
+        """Closes all servers, and shows a summary if reports are wanted."""
         if self._options.report and self._reported and not self.broken:
             seconds = time.monotonic() - self._first_sample_time
-            self._console.write_lines(
-                report.summary(self._picture, seconds, self._step)
-            )
+            summary = report.format_summary(self._aggregator, seconds, self._step)
+            self._console.write_lines(summary)
         self._reported = None
-        self._shut()
+        self._close_servers()
 
-    def _shut(self) -> None:
-        for one in (self._top_server, self._endpoint, self._file):
-            if one is not None:
-                one.close()
+    def _close_servers(self) -> None:
+        for server in (self._top_server, self._endpoint, self._file):
+            if server is not None:
+                server.close()
         self._top_server = self._endpoint = self._file = None

@@ -1,14 +1,16 @@
-"""The options of ringrun that are about looking at a job while it runs."""
+"""Options about monitoring a job: the command line, and the checked values."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
+from dataclasses import dataclass
 
+from ringjax.config import Config
 from ringjax.run.option_types import number
 
 ABOUT = """
-Ranks are asked how they are only while one of these is given, or while somebody looks
-with `ringjax top`.
+Ranks send samples only if one of these options is given, or while `ringjax top` runs.
 """
 # The variables of ringjax.config that the options stand for.
 VARIABLES = {
@@ -20,35 +22,111 @@ VARIABLES = {
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """Adds them."""
     add = group.add_argument
     add(
         "--report",
         type=number(float, 0),
         metavar="SECONDS",
-        help="print as often what all ranks wait for (RINGJAX_REPORT)",
+        help="print a report every SECONDS: for which rank all others wait, and where "
+        "that rank is (RINGJAX_REPORT)",
     )
     add(
         "--quiet",
         dest="report",
         action="store_const",
         const=0.0,
-        help="no such reports, whatever RINGJAX_REPORT says",
+        help="print no reports, even if RINGJAX_REPORT is set",
     )
     add(
         "--metrics",
         metavar="[ADDRESS:]PORT",
-        help="serve metrics to Prometheus, at /metrics; to this host alone unless an "
-        "address is given (RINGJAX_METRICS)",
+        help="serve metrics to Prometheus at /metrics; without ADDRESS only this host "
+        "reaches them (RINGJAX_METRICS)",
     )
     add(
         "--metrics-token-file",
         metavar="FILE",
-        help="what Prometheus has to show there, in a file for its owner alone "
-        "(RINGJAX_METRICS_TOKEN_FILE)",
+        help="the file with the token that Prometheus must send; only its owner may "
+        "have access to it (RINGJAX_METRICS_TOKEN_FILE)",
     )
     add(
         "--metrics-file",
         metavar="FILE",
-        help="write them to NAME.prom, for node_exporter (RINGJAX_METRICS_FILE)",
+        help="write the metrics to FILE, named NAME.prom, for node_exporter "
+        "(RINGJAX_METRICS_FILE)",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorOptions:
+    """Which reports and metrics the user has asked for.
+
+    Attributes:
+        report: seconds between two reports, 0: none.
+        host, port: address at which metrics are served; empty host: they are not.
+        token: token that clients must send; empty: none.
+        file: file to which metrics are written; empty: none.
+    """
+
+    report: float = 0.0
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    file: str = ""
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether ranks must send samples all the time."""
+        return bool(self.report or self.host or self.file)
+
+
+NO_MONITORING = MonitorOptions()
+
+
+def monitor_options(config: Config) -> MonitorOptions:
+    """Returns the options that the settings stand for.
+
+    Raises:
+        ValueError: a setting is not valid, or other hosts could read metrics without a
+            token.
+
+    Example:
+        >>> monitor_options(Config(metrics="9400")).host
+        '127.0.0.1'
+        >>> monitor_options(Config(metrics=":9400"))
+        Traceback (most recent call last):
+        ValueError: --metrics :9400: expected PORT or ADDRESS:PORT
+    """
+    host, port = _parse_address(config.metrics) if config.metrics else ("", 0)
+    token = config.metrics_token()
+    if host and not (token or _is_loopback(host)):
+        raise ValueError(
+            f"--metrics {config.metrics}: others reach this address: a token is "
+            "needed, in a file that --metrics-token-file names: "
+            "(umask 077; openssl rand -hex 32 > FILE)"
+        )
+    file = config.metrics_file
+    if file and not file.endswith(".prom"):
+        raise ValueError(
+            f"--metrics-file {file}: expected NAME.prom, node_exporter reads no other"
+        )
+    return MonitorOptions(config.report, host, port, token, file)
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    value = int(port) if port.isdecimal() and len(port) <= 5 else 65536
+    if value > 65535 or (colon and not host):
+        raise ValueError(f"--metrics {text}: expected PORT or ADDRESS:PORT")
+    return (host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"), value
+
+
+def _is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches an address.
+
+    Of names only "localhost" counts: another name may resolve to any address later.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

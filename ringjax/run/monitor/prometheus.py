@@ -1,7 +1,10 @@
-"""Where Prometheus finds a job's metrics: over HTTP, or in a file for node_exporter.
+"""Exports metrics of a job to Prometheus: over HTTP, or in a file for node_exporter.
 
-Threads of ringrun's, apart from its loop: whoever asks slowly, asks nonsense or hangs
-takes a place among few, and the longest there goes when another one comes.
+The text format is written here and in monitor/metrics.py, by some 400 lines, so that
+the base installation does not depend on prometheus_client.
+
+Threads of their own serve the metrics, so a slow client does not block ringrun's loop.
+There are few connections at a time: a new one closes the oldest one if it is too many.
 """
 
 from __future__ import annotations
@@ -19,22 +22,23 @@ from typing import Any
 
 from ringjax.control import addresses
 from ringjax.monitor import metrics
-from ringjax.run.monitor.wanted import MonitorOptions
+from ringjax.run.monitor.options import MonitorOptions
 
-_MAX_CONNECTIONS = 8  # connections
-_CLIENT_TIMEOUT = 5.0  # seconds for a client to send or to take something
+_MAX_CONNECTIONS = 8
+_CLIENT_TIMEOUT = 5.0  # seconds for a client to send or to take data
 _WRITE_INTERVAL = 10.0  # seconds between two versions of the file
 Render = Callable[[], str]
 
 
 class PrometheusEndpoint:
-    """Serves metrics until `close`.
+    """Serves metrics at /metrics until `close`.
 
     Args:
-        render: makes the text of now; called from any thread.
+        options: the address and the token.
+        render: returns the present metrics as text; called from any thread.
 
     Raises:
-        OSError: it is not possible to listen there.
+        OSError: listening at the address is not possible.
     """
 
     def __init__(self, options: MonitorOptions, render: Render) -> None:
@@ -46,12 +50,11 @@ class PrometheusEndpoint:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         where = addresses.show(*self._server.socket.getsockname()[:2])
         return f"http://{where}/metrics"
 
     def close(self) -> None:
-        """Ends it, and every connection with it."""
+        """Stops serving and closes every connection."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)
@@ -75,7 +78,7 @@ class _PrometheusServer(ThreadingHTTPServer):
             raise OSError(why) from None
 
     def server_bind(self) -> None:
-        # Not HTTPServer's: it asks the resolver for a name, which may take long.
+        # HTTPServer.server_bind would look up the name of this host, which may be slow.
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -99,10 +102,10 @@ class _PrometheusServer(ThreadingHTTPServer):
     @staticmethod
     def _shut_down(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+            sock.shutdown(socket.SHUT_RDWR)  # wakes its thread up, which closes it
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing that a client does is worth a word on the user's terminal."""
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Hides errors of clients, which must not disturb the output of the job."""
 
 
 class _PrometheusHandler(BaseHTTPRequestHandler):
@@ -115,7 +118,7 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
         elif not self._is_authorized():
             self._reply(401, "a token is needed\n", **{"WWW-Authenticate": "Bearer"})
         else:
-            self._reply(200, self.server.render(), metrics.TEXT)
+            self._reply(200, self.server.render(), metrics.CONTENT_TYPE)
 
     def _is_authorized(self) -> bool:
         token = self.server.options.token
@@ -135,24 +138,30 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def version_string(self) -> str:
-        """Nothing about this machine."""
+        """Returns a server name that says nothing about this machine."""
         return "ringrun"
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """The user's terminal is for the job."""
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing: the terminal belongs to the job."""
 
 
 class PrometheusTextFile:
-    """Writes metrics for node_exporter's textfile collector; removed by `close`.
+    """Writes metrics for node_exporter's textfile collector until `close`.
+
+    Args:
+        path: the file.
+        render: returns the present metrics as text; called from a thread.
+        note: shows a line if the file cannot be written any more.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: str, render: Render, note: Callable[[str], None]) -> None:
         self._path, self._render, self._note = path, render, note
         folder, name = os.path.split(path)
-        # In the same folder, and nothing that the collector takes for one of its own.
+        # In the same folder, so that the rename is atomic, and without the ending
+        # .prom, so that the collector does not read a file that is not complete.
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}")
         self._stop = threading.Event()
         try:
@@ -165,7 +174,7 @@ class PrometheusTextFile:
         self._thread.start()
 
     def close(self) -> None:
-        """No more; a job that is over has no metrics."""
+        """Removes the file, because a job that is over has no metrics."""
         self._stop.set()
         self._thread.join(1.0)
         with contextlib.suppress(OSError):

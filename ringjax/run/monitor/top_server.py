@@ -1,7 +1,8 @@
-"""Those who look at a job with `ringjax top`: they get a message a second.
+"""Server for `ringjax top` in ringrun: sends every client a message a second.
 
-In ringrun's loop, and never waited for: who has not taken a message yet gets no other,
-and after a while none any more. Of too many the one that came first has to go.
+The server runs in ringrun's loop and never waits for a client. A client that has not
+taken a message yet gets no other one, and its connection is closed after a while. If
+there are too many clients, the oldest connection is closed.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from ringjax.control.unix_peer import peer_uid
 from ringjax.monitor import sockets
 
 _MAX_CLIENTS = 8
-_SEND_TIMEOUT = 10.0  # seconds for one to take a message
-_HELLO_TIMEOUT = 5.0  # seconds to say what one wants
+_SEND_TIMEOUT = 10.0  # seconds for a client to take a message
+_HELLO_TIMEOUT = 5.0  # seconds
 _CHUNK = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
 class _TopClient:
-    """A connection; `since` it came, or was sent what it has not taken yet.
+    """A connection of `ringjax top`.
 
     Attributes:
-        received: until it has received hello.
-        is_subscribed: it has, and gets messages.
+        since: when the client has connected, or when the unsent message was begun.
+        received: input until the hello is complete.
+        is_subscribed: the hello has come, so the client gets messages.
+        unsent: the rest of a message.
     """
 
     sock: socket.socket
@@ -41,13 +44,13 @@ class _TopClient:
 
 
 class TopServer:
-    """Takes them in.
+    """Accepts clients of the same user and sends them messages.
 
     Args:
-        on_change: called when one begins or ends to look.
+        on_change: called when a client subscribes, and when a subscribed one is gone.
 
     Raises:
-        OSError: there is no place for the socket.
+        OSError: the socket cannot be made.
     """
 
     def __init__(
@@ -81,22 +84,21 @@ class TopServer:
         self._selector.register(client.sock, events, lambda: self._handle_event(client))
 
     def _handle_event(self, client: _TopClient) -> None:
-        """They say hello, and then nothing; but they may leave, or take more."""
+        """Reads the hello or an end of file, and sends the rest of a message."""
         try:
             data = client.sock.recv(_CHUNK)
         except BlockingIOError:
             data = None
         except OSError:
             data = b""
-        if data == b"" or (
-            data and not client.is_subscribed and not self._read_hello(client, data)
-        ):
+        wrong = data and not client.is_subscribed and not self._read_hello(client, data)
+        if data == b"" or wrong:
             self._close(client)
         elif client.unsent:
             self._write(client)
 
     def _read_hello(self, client: _TopClient, data: bytes) -> bool:
-        """Whether what was received so far may become, or is, a hello."""
+        """Returns whether the input so far is a hello, or the beginning of one."""
         client.received += data
         if client.received == sockets.HELLO:
             client.is_subscribed = True
@@ -104,13 +106,13 @@ class TopServer:
         return sockets.HELLO.startswith(client.received)
 
     def close_silent(self, now: float) -> None:
-        """Those that do not say what they want are not kept."""
+        """Closes connections that have sent no hello in time."""
         for client in list(self._clients):
             if not client.is_subscribed and now - client.since > _HELLO_TIMEOUT:
                 self._close(client)
 
     def send(self, message: bytes) -> None:
-        """For all of them."""
+        """Sends a message to all clients that have taken the last one."""
         now = time.monotonic()
         for client in [client for client in self._clients if client.is_subscribed]:
             if not client.unsent:
@@ -139,12 +141,13 @@ class TopServer:
             self._on_change()
 
     def close(self) -> None:
-        """Ends all connections and removes the socket."""
+        """Closes all connections and removes the socket."""
         for client in list(self._clients):
             self._close(client)
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._listener)
         self._listener.close()
+        # A fork of this process must not remove the socket of its parent.
         if os.getpid() == self._owner:
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
