@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from ringjax.config import Config
 
-NumberT = TypeVar("NumberT", int, float)
+ValueT = TypeVar("ValueT", int, float)
 
 
-def number(kind: type[NumberT], low: float) -> Callable[[str], NumberT]:
+def number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
     """Returns a type of numbers that are at least `low`.
 
     Example:
@@ -19,7 +19,7 @@ def number(kind: type[NumberT], low: float) -> Callable[[str], NumberT]:
         3
     """
 
-    def parse(text: str) -> NumberT:
+    def parse(text: str) -> ValueT:
         value = kind(text)
         if not value >= low:
             raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
