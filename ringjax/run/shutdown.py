@@ -8,10 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ringjax.run.job import Job
+from typing import Protocol
 
 # Steps of (seconds to wait before, signal). None gives up on ranks that are left.
 Plan = tuple[tuple[float, int | None], ...]
@@ -103,6 +100,18 @@ class Shutdown:
             yield int(number)
 
 
+class InterruptibleJob(Protocol):
+    """The methods of a job that its signal handlers call."""
+
+    def interrupt(self, number: int) -> None: ...
+
+    def forward_signal(self, number: int) -> None: ...
+
+    def detach(self) -> bool: ...
+
+    def time_left(self) -> float | None: ...
+
+
 class ShutdownSignals:
     """Handlers of ringrun's own signals.
 
@@ -111,7 +120,7 @@ class ShutdownSignals:
     SIGUSR1 goes to the ranks.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: InterruptibleJob) -> None:
         self._job = job
         self._first: int | None = None
         self._late = False
