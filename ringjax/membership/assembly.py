@@ -1,8 +1,8 @@
-"""How a job comes together: for the first time, or again under a new coordinator.
+"""Assembly: how a job comes together, for the first time or under a new coordinator.
 
-The coordinator keeps nothing on disk. If it was started anew, every member tells the
-newest membership that it was sent, and the job goes on as that. Pure bookkeeping; what
-follows from it is decided in membership.py.
+The coordinator keeps nothing on disk. After it was restarted, each member sends the
+newest epoch that it knows, and the job goes on with the newest of all. This module does
+the bookkeeping; membership.py carries the result out.
 """
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ from ringjax.membership.commit_decision import CommitReport
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The numbers of a job; those without a word here are explained in `Coordinator`.
+    """The numbers of a job.
 
     Attributes:
-        silence: seconds for an accused member to report; a live one needs milliseconds.
-        doubt: seconds from an accusation until accusers and accused that are all alive
-            are weighed: what two ends notice can be a heartbeat apart.
-        gathering: seconds for the members to come back to a new coordinator.
-        moment: seconds for a connection to end whose process has ended.
-        pause: seconds between two messages about members that have gone.
-        group: so many workers are lost and join together, those with one w // group.
-        on_loss: "repair": the job goes on as the next epoch; "stop": the other ranks
-            are told who is lost, and the launcher ends the job. Then worker n is rank
-            n, and ranks that have left may come together again, as the next epoch.
+        np: the number of workers that start the job.
+        min_np: with fewer members the job waits for newcomers.
+        max_np: the largest number of members.
+        start_timeout: seconds to wait for the workers at the start.
+        elastic_timeout: seconds to wait for newcomers if there are too few members.
+        failure_timeout: seconds for a member to report after an epoch was revoked.
+        report_timeout: seconds for an accused member to report. A live member needs
+            milliseconds.
+        arbitration_delay: seconds from the first accusation until the coordinator
+            decides between members that accuse each other and are all alive. The two
+            ends of a broken link notice it up to a heartbeat apart.
+        rejoin_timeout: seconds for the members to come back to a new coordinator.
+        exit_grace: seconds to wait for the end of a connection whose process has ended.
+        departure_interval: seconds between two messages about members that have left.
+        group: the number of workers that are lost and join together: those with the
+            same w // group.
+        on_loss: "repair": the job goes on as the next epoch. "stop": the other ranks
+            learn who is lost, and the launcher ends the job. Then worker n is rank n,
+            and ranks that have left may come together again, as the next epoch.
     """
 
     np: int
@@ -39,46 +48,48 @@ class MembershipConfig:
     start_timeout: float = 120.0
     elastic_timeout: float = 600.0
     failure_timeout: float = 5.0
-    silence: float = 0.5
-    doubt: float = 1.0
-    gathering: float = 2.0
-    moment: float = 0.25
-    pause: float = 0.05
+    report_timeout: float = 0.5
+    arbitration_delay: float = 1.0
+    rejoin_timeout: float = 2.0
+    exit_grace: float = 0.25
+    departure_interval: float = 0.05
     group: int = 1
     on_loss: Literal["repair", "stop"] = "repair"
 
     @property
-    def stops(self) -> bool:
+    def stops_on_loss(self) -> bool:
         """Whether the first loss ends the job."""
         return self.on_loss == "stop"
 
-    def mates(self, worker: int) -> range:
-        """The workers of its group, by place; itself among them."""
+    def group_of(self, worker: int) -> range:
+        """The workers of the group of `worker`, in order, itself among them."""
         first = worker - worker % self.group
         return range(first, first + self.group)
 
-    def whole(self, workers: Iterable[int]) -> list[int]:
-        """Those whose groups are complete, in order.
+    def complete_groups(self, workers: Iterable[int]) -> list[int]:
+        """The workers whose groups are complete, in order.
 
         Example:
-            >>> MembershipConfig(np=4, min_np=2, max_np=4, group=2).whole([5, 0, 3, 2])
+            >>> config = MembershipConfig(np=4, min_np=2, max_np=4, group=2)
+            >>> config.complete_groups([5, 0, 3, 2])
             [2, 3]
         """
         found = set(workers)
-        return sorted(w for w in found if found.issuperset(self.mates(w)))
+        return sorted(w for w in found if found.issuperset(self.group_of(w)))
 
 
 @dataclass(frozen=True, slots=True)
 class RejoinState:
-    """What a worker knows that has been greeted before.
+    """What a worker knows that was connected to an earlier coordinator.
 
     Attributes:
-        term: how often the coordinator had been started anew, as far as it knows.
-        decided: the same, when the newest membership was decided that it was sent.
-        epoch: the newest it was sent, -1 for a newcomer.
-        members: the message that said so, {} for a newcomer.
-        order: the workers of that epoch by rank.
-        finished: those who have finished since -> their last report.
+        term: the term of that coordinator. Each restart of the coordinator increases
+            the term.
+        decided: the term in which the newest epoch of this worker was formed.
+        epoch: the newest epoch of this worker, -1 for a newcomer.
+        members: the message that announced this epoch, {} for a newcomer.
+        order: the workers of this epoch by rank.
+        finished: workers that have finished since then, and their last reports.
     """
 
     term: int
@@ -89,32 +100,32 @@ class RejoinState:
     finished: Mapping[int, CommitReport]
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Grows with every decision, also over restarts of the coordinator."""
+    def version(self) -> tuple[int, int]:
+        """Increases with each epoch, across restarts of the coordinator, too."""
         return self.decided, self.epoch
 
 
-def read(message: Mapping[str, Any]) -> RejoinState:
-    """Takes it from the `rejoin` of a hello.
+def parse_rejoin(message: Mapping[str, Any]) -> RejoinState:
+    """Reads the `rejoin` of a hello.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the message is malformed.
     """
     try:
         members = message.get("members") or {}
         order = tuple(int(m["worker"]) for m in members.get("members", ()))
         finished = {
-            order[int(rank)]: commit_decision.read({"lines": lines})
+            order[int(rank)]: commit_decision.parse_report({"lines": lines})
             for rank, lines in (message.get("finished") or {}).items()
         }
         term, epoch = int(message.get("term", 0)), int(message["epoch"])
         decided = int(members.get("term", 0))
-        memory = RejoinState(term, decided, epoch, members, order, finished)
+        state = RejoinState(term, decided, epoch, members, order, finished)
     except (TypeError, ValueError, OverflowError, LookupError, AttributeError) as error:
         raise ValueError(f"sent no memory of an epoch: {error!r}") from None
-    if memory.epoch >= 0 and not order:
+    if state.epoch >= 0 and not order:
         raise ValueError("sent an epoch without members")
-    return memory
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +137,22 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class ResumeJob:
-    """The job goes on as an epoch that its members know.
+    """The job goes on with an epoch that its members know.
 
     Attributes:
-        term: greater than that of any coordinator before.
-        know: members that were sent it, by rank.
-        missed: members that were not.
-        others: workers that are not in it, though they were in an older one.
-        finished: members that have finished -> their last report.
+        state: the newest epoch that a worker has sent.
+        term: greater than the term of any earlier coordinator.
+        informed: members that know this epoch, by rank.
+        uninformed: members that do not know it yet.
+        superseded: workers of an older epoch that are not in this one.
+        finished: members that have finished, and their last reports.
     """
 
-    memory: RejoinState
+    state: RejoinState
     term: int
-    know: list[int]
-    missed: list[int]
-    others: list[int]
+    informed: list[int]
+    uninformed: list[int]
+    superseded: list[int]
     finished: dict[int, CommitReport]
 
 
@@ -152,16 +164,16 @@ class FailJob:
 
 
 class Assembly:
-    """Who has come so far.
+    """Collects the workers that have come, and decides when the job begins.
 
     Args:
-        rules: the numbers of the job.
-        resuming: the job had begun under an earlier coordinator; if it is not known
-            beforehand, whoever knows an older epoch tells.
+        config: the numbers of the job.
+        resuming: the job had begun under an earlier coordinator. If this is not known
+            beforehand, the first worker that sends an older epoch shows it.
 
     Attributes:
-        deadline: when `outcome` may change by itself.
-        resuming: it is known that the job had begun.
+        deadline: when `outcome` may change although no worker comes or leaves.
+        resuming: the job is known to have begun earlier.
 
     Example:
         >>> assembly = Assembly(MembershipConfig(np=3, min_np=2, max_np=3))
@@ -172,127 +184,139 @@ class Assembly:
         StartJob(workers=[2, 4])
     """
 
-    def __init__(self, rules: MembershipConfig, resuming: bool = False) -> None:
-        self._rules, self.resuming = rules, resuming
+    def __init__(self, config: MembershipConfig, resuming: bool = False) -> None:
+        self._config, self.resuming = config, resuming
         self.deadline: float | None = None
-        self._expected: set[int] = set()  # processes that have not said hello
+        self._expected: set[int] = set()  # processes that have not sent a hello
         self._new: set[int] = set()
-        self._known: dict[int, RejoinState] = {}
-        self._never: dict[int, str] = {}  # workers that cannot come (back) -> why
-        self._patient = False  # the time for all to come back is over
+        self._rejoining: dict[int, RejoinState] = {}
+        self._excluded: dict[int, str] = {}  # workers that cannot come (back) -> why
+        self._rejoin_expired = False  # `rejoin_timeout` is over
 
     def expect(self, worker: int) -> None:
-        """A process was started as this worker."""
+        """Records that a process was started as this worker."""
         self._expected.add(worker)
 
-    def arrive(self, worker: int, memory: RejoinState | None, now: float) -> None:
-        """A worker has said hello."""
+    def arrive(self, worker: int, state: RejoinState | None, now: float) -> None:
+        """Records the hello of a worker."""
         self._expected.discard(worker)
-        self._never.pop(worker, None)
-        if memory is None or memory.epoch < 0:
+        self._excluded.pop(worker, None)
+        if state is None or state.epoch < 0:
             self._new.add(worker)
         else:
-            self._known[worker] = memory
-        if memory is not None and not self.resuming:
+            self._rejoining[worker] = state
+        if state is not None and not self.resuming:
             self.resuming, self.deadline = True, None
         if self.deadline is None:
-            rules = self._rules
-            wait = rules.gathering if self.resuming else rules.start_timeout
+            config = self._config
+            wait = config.rejoin_timeout if self.resuming else config.start_timeout
             self.deadline = now + wait
 
     def leave(self, worker: int) -> None:
-        """It is gone again, if it was here."""
+        """Records that a worker has disconnected."""
         self._expected.discard(worker)
         self._new.discard(worker)
-        self._known.pop(worker, None)
+        self._rejoining.pop(worker, None)
         if not self._new and not self.resuming:
-            self.deadline = None  # time runs only while somebody waits
+            self.deadline = None  # the timeout runs only while a worker waits
 
-    def never(self, worker: int, why: str) -> None:
-        """It will not come any more."""
-        self._never[worker] = why
+    def exclude(self, worker: int, why: str) -> None:
+        """Records that a worker will never come (back)."""
+        self._excluded[worker] = why
         self.leave(worker)
 
     def missing(self) -> str:
-        """Names the workers that have not come, for a sentence."""
-        if self._rules.stops:
-            size = self._rules.np
+        """Names the workers that have not come, as text."""
+        if self._config.stops_on_loss:
+            size = self._config.np
             absent = [rank for rank in range(size) if rank not in self._new]
             return f"{ranks_text(absent)} of {size}"
-        return names(self._expected) if self._expected else "more ranks"
+        return workers_text(self._expected) if self._expected else "more ranks"
 
     def outcome(self, now: float) -> StartJob | ResumeJob | FailJob | None:
-        """What has come of it; None if it is to be waited for."""
+        """Decides how the job goes on; None while more workers are waited for."""
         late = self.deadline is not None and now >= self.deadline
         return self._resume(now, late) if self.resuming else self._start(late)
 
     def _start(self, late: bool) -> StartJob | FailJob | None:
-        rules = self._rules
-        present = rules.whole(self._new)
-        here = len(present)
-        if here >= rules.np or (late and here >= rules.min_np):
+        config = self._config
+        present = config.complete_groups(self._new)
+        count = len(present)
+        if count >= config.np or (late and count >= config.min_np):
             return StartJob(present)
-        limit = f"within {rules.start_timeout:g} s"
-        if rules.stops:
-            if self._new and self._never:
-                rank, why = min(self._never.items())
+        limit = f"within {config.start_timeout:g} s"
+        if config.stops_on_loss:
+            if self._new and self._excluded:
+                rank, why = min(self._excluded.items())
                 wait = "while others wait for it in ringjax.init()"
                 return FailJob(f"rank {rank} {why} {wait}")
             return FailJob(f"{self.missing()} did not join {limit}") if late else None
-        absent = f" (not yet here: {names(self._expected)})" if self._expected else ""
-        text = f"{here} of at least {rules.min_np} ranks came {limit}{absent}"
+        expected = workers_text(self._expected)
+        absent = f" (not yet here: {expected})" if self._expected else ""
+        text = f"{count} of at least {config.min_np} ranks came {limit}{absent}"
         return FailJob(text) if late else None
 
     def _resume(self, now: float, late: bool) -> ResumeJob | FailJob | None:
-        newest = max(self._known.values(), key=lambda known: known.age, default=None)
+        states = self._rejoining
+        newest = max(states.values(), key=lambda state: state.version, default=None)
         order = newest.order if newest else ()
-        here = [worker for worker in order if worker in self._known]
+        present = [worker for worker in order if worker in states]
         finished: dict[int, CommitReport] = {}
-        for memory in self._known.values():
-            if newest is not None and memory.age == newest.age:
-                finished |= memory.finished
-        absent = self._never.keys() | finished.keys()
-        missing = len(order) - len(here) - len(absent.intersection(order))
-        # With fewer than most the others could be together elsewhere, or come later.
-        enough = bool(here) and (not missing or (self._patient and len(here) > missing))
+        for state in states.values():
+            if newest is not None and state.version == newest.version:
+                finished |= state.finished
+        absent = self._excluded.keys() | finished.keys()
+        missing = len(order) - len(present) - len(absent.intersection(order))
+        # Without a majority the missing members may be together elsewhere and go on
+        # (split brain), or come later with a newer epoch.
+        enough = bool(present) and (
+            not missing or (self._rejoin_expired and len(present) > missing)
+        )
         if late and not enough:
-            limit = self._rules.elastic_timeout
-            if self._patient:
+            limit = self._config.elastic_timeout
+            if self._rejoin_expired:
                 return FailJob(
                     f"most members did not come back to the coordinator in {limit:g} s"
                 )
-            self._patient, self.deadline = True, now + limit
-            enough = len(here) > missing
+            self._rejoin_expired, self.deadline = True, now + limit
+            enough = len(present) > missing
         if newest is None or not enough:
             return None
-        know = [w for w in here if self._known[w].age == newest.age]
-        missed = [w for w in here if self._known[w].age != newest.age]
-        others = sorted(self._known.keys() - set(order))
-        term = 1 + max(memory.term for memory in self._known.values())
-        return ResumeJob(newest, term, know, missed, others, finished)
+        return ResumeJob(
+            newest,
+            term=1 + max(state.term for state in states.values()),
+            informed=[w for w in present if states[w].version == newest.version],
+            uninformed=[w for w in present if states[w].version != newest.version],
+            superseded=sorted(states.keys() - set(order)),
+            finished=finished,
+        )
 
 
-def misfit(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Why a newcomer cannot become a member, from what both said in their hello.
+def mismatch(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
+    """Explains why a newcomer cannot become a member; "" if it can.
+
+    Args:
+        newcomer: the hello of the newcomer.
+        member: the hello of any member; {} if there is none.
 
     Example:
-        >>> misfit({"version": "1.0"}, {"version": "1.1"})
+        >>> mismatch({"version": "1.0"}, {"version": "1.1"})
         "its version is '1.0', that of the members '1.1'"
     """
     if not member:
         return ""
     for name in ("version", "settings"):
-        mine, theirs = newcomer.get(name), member.get(name)
-        if mine != theirs:
-            return f"its {name} is {mine!r}, that of the members {theirs!r}"
+        own, required = newcomer.get(name), member.get(name)
+        if own != required:
+            return f"its {name} is {own!r}, that of the members {required!r}"
     return ""
 
 
-def names(workers: Iterable[int]) -> str:
-    """Workers for a sentence.
+def workers_text(workers: Iterable[int]) -> str:
+    """Formats workers.
 
     Example:
-        >>> names([4, 2])
+        >>> workers_text([4, 2])
         'workers 2, 4'
     """
     found = sorted(workers)

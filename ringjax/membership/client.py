@@ -187,7 +187,7 @@ class CoordinatorClient:
             restart: only a restart helps (device memory was lost).
             text: for the log.
         """
-        message = directives.standing_of("report", epoch, sets, next_set)
+        message = directives.progress_message("report", epoch, sets, next_set)
         message["lines"] = {str(number): list(line) for number, line in lines.items()}
         self._send("report", message | {"restart": restart, "text": text}, epoch)
 
@@ -212,7 +212,7 @@ class CoordinatorClient:
         All members say it for one `number`, or none. If an `EpochDirective` of kind
         "repair" comes first, say it again with the new epoch.
         """
-        message = directives.standing_of("pause", epoch, sets, next_set)
+        message = directives.progress_message("pause", epoch, sets, next_set)
         self._send("pause", message | {"number": number}, epoch)
 
     def request_leave(self) -> None:
@@ -375,7 +375,7 @@ class CoordinatorClient:
                     self._finished[str(rank)] = lines
         elif kind in ("values", "broken") and message.get("epoch") == self.epoch:
             self._replies[int(message["number"])] = message
-        elif (order := directives.read(message, self.worker)) is not None:
+        elif (order := directives.parse(message, self.worker)) is not None:
             self._on_directive(order, message)
         if kind in ("members", "welcome", "resumed") and not self._greeted:
             self._greeted = True

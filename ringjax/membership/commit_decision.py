@@ -1,11 +1,12 @@
-"""What the reports of an epoch that is over mean: verdicts, process sets, the culprit.
+"""Commit decision: which calls of an epoch that is over count as complete.
 
-Pure functions of what workers said, so that every coordinator decides the same; when
-they are called is decided in membership.py.
+Also which process sets go on, and which rank to give up if ranks cannot reach each
+other. All functions are pure, so every coordinator decides the same from the same
+reports. membership.py decides when to call them.
 
-A rank returns from a call only when it knows that all ranks have complete results of
-it. So if one rank has returned from a call, all can finish it, and if all survivors
-have complete results, it may count as finished though nobody has returned yet.
+A rank returns from a call only if it knows that all ranks have complete results of the
+call. So if one rank has returned from a call, all ranks can finish it. If all survivors
+have complete results, the call may count as complete although no rank has returned.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Verdicts = dict[str, tuple[int, bool]]
+# Number of the communicator, as text -> (calls that are complete, whether the call in
+# flight is repeated).
+CommitDecisions = dict[str, tuple[int, bool]]
 
 
 @dataclass(slots=True)
 class CommitReport:
-    """How far a worker came in an epoch.
+    """The progress of a worker in an epoch that is over.
 
     Attributes:
         lines: number of the communicator, as text -> (returned, done, repeatable):
-            calls that have returned here, calls whose results are complete here, and
-            whether the call in flight still has its inputs.
-        sets: the process sets it knows, without the world -> ranks in that epoch.
-        next_set: the least number that no process set had.
+            calls that have returned on this worker, calls whose results are complete
+            on it, and whether it still has the inputs of the call in flight.
+        sets: the process sets that it knows, without the world -> ranks in that epoch.
+        next_set: the least number that no process set had on this worker.
         restart: it can only start again from its last commit.
     """
 
@@ -36,11 +39,11 @@ class CommitReport:
     restart: bool = False
 
 
-def read(message: Mapping[str, Any]) -> CommitReport:
-    """Takes a report from a worker's message.
+def parse_report(message: Mapping[str, Any]) -> CommitReport:
+    """Reads a report from a worker's message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the message is malformed.
     """
     try:
         lines = {
@@ -61,19 +64,15 @@ def read(message: Mapping[str, Any]) -> CommitReport:
 
 
 def decide(
-    survivors: Iterable[CommitReport], others: Iterable[CommitReport], restart: bool
-) -> Verdicts:
-    """The verdict for every communicator that a survivor has.
+    survivors: Iterable[CommitReport], departed: Iterable[CommitReport], restart: bool
+) -> CommitDecisions:
+    """Decides for each communicator of a survivor which calls are complete.
 
     Args:
-        survivors: the reports of those who go on.
-        others: of those who reported and do not go on: what they have returned from
-            stays finished.
-        restart: nothing is repeated.
-
-    Returns:
-        Number of the communicator -> (calls that are finished, whether the one in
-        flight is repeated).
+        survivors: the reports of the workers that go on.
+        departed: the reports of workers that do not go on. A call from which one of
+            them has returned stays complete.
+        restart: all workers go back to their last commit, so no call is repeated.
 
     Example:
         >>> quick = CommitReport({"0": (6, 6, True)})
@@ -81,7 +80,7 @@ def decide(
         >>> decide([quick, slow], [], restart=False)
         {'0': (6, True), '2': (3, False)}
     """
-    found: Verdicts = {}
+    found: CommitDecisions = {}
     least: dict[str, int] = {}
     for report in survivors:
         for number, (returned, done, repeatable) in report.lines.items():
@@ -91,7 +90,7 @@ def decide(
                 most, repeats = found[number]
                 found[number] = (max(most, returned), repeats and repeatable)
                 least[number] = min(least[number], done)
-    for report in others:
+    for report in departed:
         for number, (returned, _, _) in report.lines.items():
             if number in found:
                 most, repeats = found[number]
@@ -107,13 +106,17 @@ def decide(
 def all_sets(
     survivors: Iterable[CommitReport], ranks: Mapping[int, int]
 ) -> tuple[dict[str, list[int]], int]:
-    """The process sets that any survivor knows, and the next free number.
+    """Unites the process sets that the survivors know.
 
-    A set that is complete anywhere was agreed by all, even if a survivor was
-    interrupted before it heard so.
+    All ranks agree on a process set before any rank completes it. So a set that one
+    survivor knows is valid, even if another survivor was interrupted before it knew.
 
     Args:
+        survivors: the reports of the workers that go on.
         ranks: old rank -> new rank, of the survivors.
+
+    Returns:
+        The process sets with their new ranks, and the next free number.
 
     Example:
         >>> one = CommitReport(sets={"1": (0, 2), "2": (1, 2)}, next_set=3)
@@ -122,39 +125,39 @@ def all_sets(
         ({'1': [0, 1], '2': [1]}, 3)
     """
     sets: dict[str, tuple[int, ...]] = {}
-    following = 1
+    next_set = 1
     for report in survivors:
-        following = max(following, report.next_set)
+        next_set = max(next_set, report.next_set)
         sets |= report.sets
     found = {
         number: [ranks[rank] for rank in members if rank in ranks]
         for number, members in sorted(sets.items(), key=lambda item: int(item[0]))
     }
-    return found, following
+    return found, next_set
 
 
-def culprit(
+def rank_to_give_up(
     accusations: Iterable[tuple[int, int]], joined: Container[int] = ()
 ) -> int | None:
-    """The rank to give up so that ranks which cannot reach each other are not together.
+    """Chooses the rank to exclude if ranks are alive but cannot reach each other.
 
     Args:
-        accusations: pairs of (accuser, accused), both alive.
-        joined: ranks that have joined in this epoch. They may have no state of the
-            training yet, and the others have it.
+        accusations: pairs of (accuser, accused).
+        joined: ranks that have joined in this epoch. They may not have the state of the
+            training yet, and the other ranks have it.
 
     Returns:
-        The one that has trouble with the most others; of equals one that has joined;
-        of equals the one that more accuse; of equals the highest.
+        The rank that is in accusations with the most other ranks. Among equal ranks: a
+        rank that has joined, then the rank that more ranks accuse, then the highest.
 
     Example:
-        >>> culprit([(0, 3), (3, 0), (1, 3)])
+        >>> rank_to_give_up([(0, 3), (3, 0), (1, 3)])
         3
-        >>> culprit([(0, 1), (1, 0)])
+        >>> rank_to_give_up([(0, 1), (1, 0)])
         1
-        >>> culprit([(1, 0)])
+        >>> rank_to_give_up([(1, 0)])
         0
-        >>> culprit([(1, 0)], joined=[1])
+        >>> rank_to_give_up([(1, 0)], joined=[1])
         1
     """
     trouble: dict[int, set[int]] = {}

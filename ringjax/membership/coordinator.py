@@ -1,10 +1,10 @@
-"""The coordinator of a job: sockets around `Membership`, in one thread.
+"""Coordinator: the server of a job, which runs `JobMembership` in one thread.
 
-It runs in ringrun, in the driver of an engine, or, without either, in rank 0. It
-carries what is not data: who belongs to the job, reasons of failures, small values that
-all ranks exchange. It is no key-value store, and it relays no tensors. Every connection
-is authenticated first (control/handshake.py), the ranks' end is client.py, and what is
-decided is decided in membership.py.
+The coordinator runs in ringrun, in the driver of an engine, or, without either, in rank
+0. It handles control data only: who belongs to the job, reasons of failures, and small
+values that all ranks exchange. It is no key-value store and relays no tensors. Every
+connection is authenticated first (control/handshake.py). The workers' end is client.py,
+and membership.py has the rules.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ class Coordinator(JobServer):
     """Decides who belongs to a job.
 
     Args:
-        secret: the job's secret.
-        job: its id, 16 hexadecimal digits.
-        np: how many workers start it.
+        secret: the secret of the job.
+        job: the id of the job, 16 hexadecimal digits.
+        np: the number of workers that start the job.
         min_np: with fewer members the job waits for newcomers.
-        max_np: the most members; `np` if it is None.
-        hosts: the addresses to listen on; None: this machine's loopback alone.
-        port: the same port on each of them; 0 takes a free one for each.
-        start_timeout: seconds from the first worker's appearance to the last one's;
-            then the job starts with those who are there if they are `min_np`.
-        elastic_timeout: seconds to wait for newcomers when there are too few members.
+        max_np: the largest number of members; None for `np`.
+        hosts: the addresses to listen on; None for the loopback address only.
+        port: the same port on each address; 0 takes a free one for each.
+        start_timeout: seconds from the hello of the first worker until the job starts
+            without the missing workers, if there are `min_np`.
+        elastic_timeout: seconds to wait for newcomers if there are too few members.
         failure_timeout: seconds for a member to report after an epoch was revoked.
-        group: so many workers are lost and join together, those with one w // group.
-        on_loss: "repair": the job goes on without members that are lost, and is
-            elastic; "stop": it has `np` ranks, its workers are numbered by rank, and
-            the launcher ends it at the first loss.
-        resume: the job had begun under an earlier coordinator, which is gone: the
-            members come back. Tell it then who has `finished`.
+        group: the number of workers that are lost and join together: those with the
+            same w // group.
+        on_loss: "repair": the job is elastic, and goes on without lost members. "stop":
+            the job has `np` ranks, workers are numbered by rank, and the launcher ends
+            the job at the first loss.
+        resume: the job had begun under an earlier coordinator, and its members come
+            back. Call `finished` for each worker that has finished.
         log: takes sentences about refused connections.
-        listeners: sockets that listen already, instead of `hosts`; the launcher keeps
-            them, so that another coordinator can take the place of one that died.
+        listeners: sockets that listen already, instead of `hosts`. The launcher keeps
+            them open, so that it can replace a coordinator that died.
         tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
@@ -63,22 +64,23 @@ class Coordinator(JobServer):
             ("members", epoch, kind, {worker: rank})  an epoch begins
             ("gone", worker, text)       a member was lost or has finished, and the
                                          epoch goes on
-            ("fenced", worker, text)     a member was declared lost; end its process
-            ("failure", worker, text)    what a worker said before it went down; it is
-                                         fenced too, if it was a member
-            ("dismissed", worker, text)  it left, as it had asked for, or is not needed
+            ("fenced", worker, text)     a member was declared lost: end its process
+            ("failure", worker, text)    the last words of a worker before it failed; a
+                                         member is fenced, too
+            ("dismissed", worker, text)  a worker left in good order
             ("ready", worker)            a newcomer could be a member now
             ("finished", worker)         a member left because it has finished
             ("ended", worker)            the answer to `ended`
             ("waiting", text)            too few members: newcomers are needed
             ("stop", text)               the job ends without success; or, if it stops
-                                         at its first loss, did not come together
+                                         at its first loss, it did not come together
             ("pulse",)                   the answer to `pulse`
-        wakeup: a descriptor that is readable while there may be events; it is not to be
-            read, `clear` does that.
+        wakeup: a descriptor that is readable while there may be events. Do not read it;
+            call `clear`.
 
     Raises:
-        StartupError: it cannot listen there, or it must encrypt and cannot.
+        StartupError: it cannot listen on an address, or TLS is required and this Python
+            does not support it.
 
     Example:
         >>> coordinator = Coordinator(bytes(32), "0123456789abcdef", np=2, min_np=1)
@@ -87,7 +89,7 @@ class Coordinator(JobServer):
     """
 
     name = "coordinator"
-    max_message_bytes = MAX_BYTES  # a worker that comes back sends the membership
+    max_message_bytes = MAX_BYTES  # a worker that reconnects sends its epoch
 
     def __init__(
         self,
@@ -109,23 +111,26 @@ class Coordinator(JobServer):
         listeners: Sequence[socket.socket] = (),
         tls: str = "auto",
     ) -> None:
-        most = np if max_np is None else max_np
-        self._rules = MembershipConfig(
-            *(np, min_np if on_loss == "repair" else np, most, start_timeout),
-            *(elastic_timeout, failure_timeout),
+        config = self._config = MembershipConfig(
+            np,
+            min_np if on_loss == "repair" else np,
+            np if max_np is None else max_np,
+            start_timeout,
+            elastic_timeout,
+            failure_timeout,
             group=group,
             on_loss=on_loss,
         )
-        self._membership = JobMembership(self._rules, resume)
-        self._workers: dict[int, ServerSession] = {}  # workers that have said hello
+        self._membership = JobMembership(config, resume)
+        self._workers: dict[int, ServerSession] = {}  # those that have sent a hello
         self._exchanges = Exchanges(0)
-        self._calls: deque[Callable[[float], None]] = deque()  # by other threads
+        self._calls: deque[Callable[[float], None]] = deque()  # for the thread
         self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
-        # Members need one each, and so do newcomers whose places are still taken; and
-        # a door gives a fourth of all to callers that have not proved themselves. The
-        # number of members is often not limited at all.
-        open_files.raise_limit(4 * min(most, 4096))
+        # Each member needs a descriptor, and so does each newcomer that waits. The
+        # acceptor reserves a quarter of the limit for connections that have not
+        # authenticated. `max_np` is often huge, because no limit was given.
+        open_files.raise_limit(4 * min(config.max_np, 4096))
         super().__init__(
             secret,
             job,
@@ -135,14 +140,14 @@ class Coordinator(JobServer):
             listeners=listeners,
             tls=tls,
         )
-        self._wakeup_fd: int | None = None  # nobody has asked for it
-        self._wakeup_fd_lock = threading.Lock()  # guards the bell
+        self._wakeup_fd: int | None = None  # made when a launcher needs it
+        self._wakeup_fd_lock = threading.Lock()
 
     # --- the launcher's side ---
 
     @property
     def wakeup(self) -> int:
-        """Without a launcher, which alone asks for it, it costs no descriptor."""
+        """A descriptor for the launcher, made at the first use."""
         with self._wakeup_fd_lock:
             if self._wakeup_fd is None:
                 waiting = int(not self.events.empty())
@@ -150,45 +155,44 @@ class Coordinator(JobServer):
             return self._wakeup_fd
 
     def clear(self) -> None:
-        """Makes `wakeup` unreadable; call it before taking events from the queue."""
+        """Makes `wakeup` unreadable. Call it before taking events from the queue."""
         with self._wakeup_fd_lock, contextlib.suppress(BlockingIOError):
             if self._wakeup_fd is not None and self._wakeup_fd >= 0:
                 os.eventfd_read(self._wakeup_fd)
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
-        """A worker's process has ended. It is no loss if the worker had finished.
-
-        `heirs`: if it was the last one, newcomers may begin the job afresh.
-        """
+        """Tells that a worker's process has ended, see `JobMembership`."""
         self._call_soon(
             lambda now: self._membership.process_ended(worker, text, now, heirs=heirs)
         )
 
     def finished(self, worker: int) -> None:
-        """For a coordinator that was started anew: an earlier one heard so."""
-        self._call_soon(lambda now: self._membership.finished(worker, now))
+        """Tells that a worker has finished under an earlier coordinator."""
+        self._call_soon(lambda now: self._membership.mark_finished(worker, now))
 
     def expected(self, worker: int) -> None:
-        """A process was started as this worker; it has not said anything yet."""
-        self._call_soon(lambda now: self._membership.expected(worker))
+        """Tells that a process was started as this worker."""
+        self._call_soon(lambda now: self._membership.expect(worker))
 
     def ended(self, worker: int) -> None:
-        """A worker's process has ended without an error: says so once more.
+        """Publishes the event "ended" after all earlier events about this worker.
 
-        What was decided about the worker before comes before that event.
+        The launcher calls it when a process has ended without an error. The event shows
+        that no decision about the worker is on its way any more.
         """
         self._call_soon(lambda now: self._publish(("ended", worker)))
 
     def admission(self, max_np: int) -> None:
-        """Changes the most members there may be; nobody is sent away for it."""
-        self._call_soon(lambda now: self._membership.admission(max_np, now))
+        """Changes the largest number of members. No member has to leave."""
+        self._call_soon(lambda now: self._membership.set_max_np(max_np, now))
 
     def pulse(self) -> None:
-        """Has the thread say that it is not hung."""
+        """Publishes the event "pulse", which shows that the thread is not hung."""
         self._call_soon(lambda now: self._publish(("pulse",)))
 
-    def _call_soon(self, what: Callable[[float], None]) -> None:
-        self._calls.append(what)
+    def _call_soon(self, function: Callable[[float], None]) -> None:
+        """Calls a function with the time in the thread of the coordinator."""
+        self._calls.append(function)
         self.wake()
 
     def close(self) -> None:
@@ -197,15 +201,11 @@ class Coordinator(JobServer):
         self._close_wakeup()
 
     def close_in_child(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have.
-
-        A thread that ends by itself leaves `wakeup` open: the launcher, which waits for
-        that descriptor, still has to read why.
-        """
         super().close_in_child()
-        if self._thread is not threading.current_thread():
-            self._close_wakeup()
+        self._close_wakeup()
 
+    # A thread that ends because of an error leaves `wakeup` open: the launcher waits
+    # for this descriptor, and still has to read the event that explains the error.
     def _close_wakeup(self) -> None:
         with self._wakeup_fd_lock:
             if self._wakeup_fd is not None and self._wakeup_fd >= 0:
@@ -215,21 +215,21 @@ class Coordinator(JobServer):
     # --- the workers' side ---
 
     def refusal_of(self, caller: int) -> str:
-        """Numbers that no launcher gives."""
-        if self._rules.stops:
-            size = self._rules.np
+        """Refuses numbers that no launcher assigns."""
+        if self._config.stops_on_loss:
+            size = self._config.np
             known = 0 <= caller < size
             return "" if known else f"claims to be rank {caller} of {size}"
         return "" if caller >= 0 else f"claims to be worker {caller}"
 
     def on_connected(self, session: ServerSession) -> None:
-        """Watches the connection, so that a host which has gone is noticed.
+        """Makes the kernel notice if the worker's host vanishes, in an elastic job.
 
-        Where nobody repairs the job, a pause of the network must not cost a connection
-        that nobody builds up again.
+        Workers of other jobs do not reconnect, so a short failure of the network must
+        not end their connections.
         """
-        if not self._rules.stops:
-            enable_keepalive(session.sock, self._rules.failure_timeout)
+        if not self._config.stops_on_loss:
+            enable_keepalive(session.sock, self._config.failure_timeout)
 
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
         """Serves one genuine message of a worker."""
@@ -243,7 +243,7 @@ class Coordinator(JobServer):
             elif message.get("type") == "exchange":
                 self._on_exchange(worker, message, now)
             else:
-                self._membership.said(worker, message, now)
+                self._membership.on_message(worker, message, now)
         except ValueError as error:
             raise AuthenticationError(str(error)) from None
         finally:
@@ -258,13 +258,13 @@ class Coordinator(JobServer):
         before = self._workers.get(session.caller)
         if before is session:
             raise ValueError("said hello twice")
-        if why := self._membership.second(session.caller):
+        if why := self._membership.duplicate_refusal(session.caller):
             self.send(session, {"type": "refused", "text": why}, last=True)
             return
         if before is not None:
             self.drop(before, "it connected again")
         self._workers[session.caller] = session
-        self._membership.hello(session.caller, session.seen, hello, rejoin, now)
+        self._membership.on_hello(session.caller, session.seen, hello, rejoin, now)
 
     def _on_exchange(self, worker: int, message: dict[str, Any], now: float) -> None:
         rank = self._membership.rank_of(worker)
@@ -279,25 +279,25 @@ class Coordinator(JobServer):
                 self._send(epoch.order[rank], text, False)
 
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """A worker's connection has ended."""
+        """Tells the membership that a worker's connection has ended."""
         if self._workers.get(session.caller) is session:
             del self._workers[session.caller]
-            self._membership.closed(session.caller, why, time.monotonic())
+            self._membership.on_disconnected(session.caller, why, time.monotonic())
             self._deliver()
 
     def after_round(self) -> None:
-        """Does what other threads asked for, and what time has come for."""
+        """Runs the calls of other threads, and everything that is due."""
         now = time.monotonic()
         while self._calls:
             self._calls.popleft()(now)
         deadline = self._membership.deadline()
         if deadline is not None and now >= deadline:
             self._membership.tick(now)
-        self._reply(self._exchanges.sweep(now))
+        self._reply(self._exchanges.expire(now))
         self._deliver()
 
     def max_wait(self) -> float:
-        """Until the membership has something to do by itself."""
+        """Seconds until the membership has a deadline."""
         deadline = self._membership.deadline()
         if self._calls:
             return 0.0
@@ -306,22 +306,23 @@ class Coordinator(JobServer):
         return min(max(deadline - time.monotonic(), 0.0), 0.25)
 
     def _deliver(self) -> None:
-        """Sends and tells what the membership has decided."""
-        mail, news = self._membership.take()
-        formed = any(event[0] == "members" for event in news)
+        """Sends the messages and publishes the events of the membership."""
+        messages, events = self._membership.drain()
+        formed = any(event[0] == "members" for event in events)
         if formed:
             failpoints.passing("coordinator.formed")
-        # First to the launcher: a worker that is told to leave may end at once, and its
-        # end must not be taken for that of the job.
-        for event in news:
+        # The launcher first: a worker that is dismissed may end at once, and the
+        # launcher must not take its end for the end of the job.
+        for event in events:
             self._publish(event)
-        encoded: tuple[Any, bytes] = None, b""  # many are told the same
-        for worker, message, last in mail:
+        encoded: tuple[Any, bytes] = None, b""  # many workers get the same message
+        for worker, message, last in messages:
             if message is not encoded[0]:
                 encoded = message, encode(message)
             self._send(worker, encoded[1], last)
-        # Behind the mail: who hears that an exchange is broken off knows who has gone.
-        for event in news:
+        # After the messages: a rank that learns that an exchange has failed already
+        # knows which rank has left.
+        for event in events:
             self._update_exchanges(event)
         if formed:
             failpoints.passing("coordinator.told")
@@ -333,23 +334,23 @@ class Coordinator(JobServer):
                 os.eventfd_write(self._wakeup_fd, 1)
 
     def on_session_error(self, session: ServerSession, error: Exception) -> None:
-        """The rules may be in the middle of something, so it is a crash."""
+        """Ends the coordinator: the state of the membership may be inconsistent."""
         raise error
 
     def on_crash(self, error: Exception) -> None:
-        """Without a coordinator the job cannot go on, and the launcher must know."""
+        """Tells the launcher, because the job cannot go on without a coordinator."""
         super().on_crash(error)
         self._publish(("stop", f"the coordinator failed: {error!r}"))
 
     def _update_exchanges(self, event: LauncherEvent) -> None:
-        """Keeps the exchanges with the epoch."""
+        """Begins the exchanges of a new epoch, or removes a rank that has left."""
         epoch = self._membership.epoch
         if event[0] == "members" and event[1] == epoch.number:
             self._exchanges = Exchanges(len(epoch.order))
         elif event[0] in ("gone", "dismissed") and event[1] in epoch.order:
             rank = epoch.order.index(event[1])
             if rank in epoch.lost:
-                self._reply(self._exchanges.remove(rank, epoch.lost[rank]))
+                self._reply(self._exchanges.remove_rank(rank, epoch.lost[rank]))
 
     def _send(self, worker: int, message: JsonMessage, last: bool) -> None:
         session = self._workers.get(worker)

@@ -1,7 +1,7 @@
-"""What the coordinator of an elastic job tells a worker, as values.
+"""Directives: what the coordinator tells a worker to do, as values.
 
-Made from the JSON messages that arrive; who reads them is in client.py, who decides
-them in membership.py.
+They are made from the JSON messages that arrive. client.py receives them, and
+membership.py, the other end, decides them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from ringjax.control.member import Member
 
 @dataclass(frozen=True, slots=True)
 class EpochDirective:
-    """An epoch: who belongs to it, and what becomes of the calls of the one before.
+    """A new epoch: its members, and the commit decisions about the epoch before.
 
     It voids every earlier `ResizePending`; a change that still waits is announced
     again. A worker applies the decisions of every `EpochDirective` that it gets, even
     if it never installed the epoch.
 
     Attributes:
-        epoch: its number; they only grow, but not always by one.
+        epoch: its number. Numbers increase, not always by one.
         kind: "start", "repair", "restart" or "resize".
-        members: by rank; `Member.worker` is the number that is never used again.
-        rank: this worker's.
-        previous: by new rank: its rank in the epoch before, -1 for a newcomer.
-        verdicts: by number of the communicator: (finished, repeats). One that is not in
-            it has finished nothing, and repeats unless kind is "restart".
-        sets: process sets that any survivor knows, without the world: number -> ranks
-            in this epoch. The ranks of a set may all be lost: then it is empty.
+        members: by rank.
+        rank: the rank of this worker.
+        previous: for each rank its rank in the epoch before, -1 for a newcomer.
+        decisions: number of the communicator -> (calls that are complete, whether the
+            call in flight is repeated). A communicator that is missing here has no
+            complete call, and repeats its call unless kind is "restart".
+        sets: the process sets that any survivor knows, without the world: number ->
+            ranks in this epoch, which is empty if all ranks of the set are lost.
         next_set: the least number that no process set ever had.
-        lost: ranks of the epoch before that are no longer there -> why.
-        group: so many workers are lost and join together, those with one w // group.
+        lost: ranks of the epoch before that have left or are lost, and why.
+        group: the number of workers that are lost and join together: those with the
+            same w // group.
     """
 
     epoch: int
@@ -41,21 +43,21 @@ class EpochDirective:
     members: tuple[Member, ...]
     rank: int
     previous: tuple[int, ...]
-    verdicts: Mapping[int, tuple[int, bool]]
+    decisions: Mapping[int, tuple[int, bool]]
     sets: Mapping[int, tuple[int, ...]]
     next_set: int
     lost: Mapping[int, str]
     group: int = 1
 
     @property
-    def mates(self) -> tuple[Member, ...]:
-        """This worker's group, by place."""
-        mine = self.members[self.rank].worker // self.group
-        return tuple(m for m in self.members if m.worker // self.group == mine)
+    def group_members(self) -> tuple[Member, ...]:
+        """The members of this worker's group, in order."""
+        own = self.members[self.rank].worker // self.group
+        return tuple(m for m in self.members if m.worker // self.group == own)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """By old rank: the new one, -1 if it is lost; for `ResilientComm.install`."""
+    def new_ranks(self) -> tuple[int, ...]:
+        """By old rank: the new rank, -1 if it is lost; for `ResilientComm.install`."""
         size = 1 + max([*self.previous, *self.lost], default=-1)
         found = [-1] * size
         for new, old in enumerate(self.previous):
@@ -66,35 +68,39 @@ class EpochDirective:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To a newcomer: it is known, but no member before it says `ready`.
+    """This worker is a newcomer. It becomes a member only after it says `ready`.
 
     Attributes:
-        epoch: the present one of the members.
-        rank: provisional; so is the size.
-        mates: its group, by place, all of which are newcomers; none without groups.
+        epoch: the present epoch of the members.
+        rank: provisional, like `size`.
+        size: the number of members, with this worker's group.
+        why: why this worker has to wait, for the log.
+        group_members: the newcomers of this worker's group, in order; empty without
+            groups.
     """
 
     epoch: int
     rank: int
     size: int
     why: str
-    mates: tuple[Member, ...] = ()
+    group_members: tuple[Member, ...] = ()
 
     @property
     def group(self) -> int:
-        """So many workers are lost and join together."""
-        return max(1, len(self.mates))
+        """The number of workers that are lost and join together."""
+        return max(1, len(self.group_members))
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
     """An epoch is over: stop its calls and `report`.
 
-    It comes again, with more in `lost`, when further ranks are lost before the next
-    `EpochDirective`; one report is enough (another one replaces it).
+    If further ranks are lost before the next `EpochDirective`, it comes again with more
+    entries in `lost`. One report is enough; a second report replaces the first.
 
     Attributes:
-        lost: ranks -> why; empty if all are alive and start again.
+        epoch: the epoch that is over.
+        lost: lost ranks and why; empty if all are alive and start again.
         restart: all ranks go back to their last commit.
     """
 
@@ -105,7 +111,13 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class ResizePending:
-    """A change waits: the members agree at a commit on `number` and say `pause`."""
+    """Workers want to join or to leave: agree at a commit on `number`, then `pause`.
+
+    Attributes:
+        number: of the change.
+        joining: the number of workers that want to join.
+        leaving: the number of members that want to leave.
+    """
 
     number: int
     joining: int
@@ -114,30 +126,28 @@ class ResizePending:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """This worker belongs to the job no more, in good order: it asked for it, or the
-    job has finished without needing it.
-    """  # noqa: D205
+    """This worker leaves the job in good order: it has asked to, or is not needed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """This worker was declared lost, and must not go on."""
+    """This worker was declared lost and must not go on."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The whole job ends without success, and why: too few ranks, no coordinator."""
+    """The whole job ends without success: too few ranks, or no coordinator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class UserNotice:
-    """Something a user may want to read while nothing happens."""
+    """A line for the user: why nothing happens at present."""
 
     text: str
 
@@ -154,32 +164,24 @@ Directive = (
 )
 
 
-def read(message: Mapping[str, Any], worker: int) -> Directive | None:
-    """Takes an order from a message to `worker`.
+def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
+    """Reads a message of the coordinator to `worker`.
 
     Returns:
-        None if the message is something else.
+        None if the message is no directive.
 
     Example:
-        >>> read({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)
+        >>> parse({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)
         ResizePending(number=3, joining=1, leaving=0)
     """
     text = str(message.get("text", ""))
     match message.get("type"):
         case "members":
-            return _members(message, worker)
+            return _parse_epoch(message, worker)
         case "welcome":
-            epoch, rank, size = (
-                int(message[name]) for name in ("epoch", "rank", "size")
-            )
-            place = worker % max(1, len(message.get("mates", ())))
-            mates = tuple(
-                Member(rank - place + i, str(m["seen"]), dict(m["hello"]))
-                for i, m in enumerate(message.get("mates", ()))
-            )
-            return Welcome(epoch, rank, size, str(message["why"]), mates)
+            return _parse_welcome(message, worker)
         case "revoke":
-            lost = _by_rank(message["lost"])
+            lost = _texts_by_rank(message["lost"])
             return Revoke(int(message["epoch"]), lost, bool(message["restart"]))
         case "update":
             number, joining = int(message["number"]), int(message["joining"])
@@ -195,7 +197,17 @@ def read(message: Mapping[str, Any], worker: int) -> Directive | None:
     return None
 
 
-def _members(message: Mapping[str, Any], worker: int) -> EpochDirective:
+def _parse_welcome(message: Mapping[str, Any], worker: int) -> Welcome:
+    epoch, rank, size = (int(message[name]) for name in ("epoch", "rank", "size"))
+    mates = message.get("mates", ())
+    first = rank - worker % max(1, len(mates))
+    group_members = tuple(
+        Member(first + i, str(m["seen"]), dict(m["hello"])) for i, m in enumerate(mates)
+    )
+    return Welcome(epoch, rank, size, str(message["why"]), group_members)
+
+
+def _parse_epoch(message: Mapping[str, Any], worker: int) -> EpochDirective:
     members = tuple(
         Member(int(m["rank"]), str(m["seen"]), dict(m["hello"]), int(m["worker"]))
         for m in message["members"]
@@ -206,27 +218,27 @@ def _members(message: Mapping[str, Any], worker: int) -> EpochDirective:
         members=members,
         rank=[member.worker for member in members].index(worker),
         previous=tuple(map(int, message["previous"])),
-        verdicts={
-            int(number): (int(finished), bool(repeats))
-            for number, (finished, repeats) in message["verdicts"].items()
+        decisions={
+            int(number): (int(complete), bool(repeats))
+            for number, (complete, repeats) in message["verdicts"].items()
         },
         sets={
             int(number): tuple(map(int, ranks))
             for number, ranks in message["sets"].items()
         },
         next_set=int(message["next_set"]),
-        lost=_by_rank(message["lost"]),
+        lost=_texts_by_rank(message["lost"]),
         group=int(message.get("group", 1)),
     )
 
 
-def _by_rank(texts: Mapping[str, Any]) -> dict[int, str]:
+def _texts_by_rank(texts: Mapping[str, Any]) -> dict[int, str]:
     return {int(rank): str(text) for rank, text in texts.items()}
 
 
-def standing_of(
+def progress_message(
     kind: str, epoch: int, sets: Mapping[int, Sequence[int]] | None, next_set: int
 ) -> dict[str, Any]:
-    """The message of a rank that has come to a stand: its process sets are in it."""
+    """Makes the message of a worker that has stopped, with its process sets."""
     known = {str(number): list(ranks) for number, ranks in (sets or {}).items()}
     return {"type": kind, "epoch": epoch, "sets": known, "next_set": next_set}

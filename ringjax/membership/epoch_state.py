@@ -1,35 +1,40 @@
-"""One epoch as the coordinator sees it: members, losses, accusations, reports.
+"""Epoch state: members, losses, accusations and reports of one epoch.
 
-Pure bookkeeping; what is done about it is decided in membership.py.
+This is the coordinator's bookkeeping. membership.py and epochs.py act on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringjax.membership import commit_decision
-from ringjax.membership.commit_decision import CommitReport
+from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
 
 class EpochState:
-    """One generation of membership.
+    """One epoch, as the coordinator sees it.
+
+    Args:
+        number: of the epoch, -1 before the first one.
+        order: its workers by rank.
+        joiners: its workers that were no members before.
 
     Attributes:
-        number: -1 before there is a first one.
-        order: its workers by rank, also those that are gone since.
-        joiners: those of them who were no members before.
-        alive: those of them who are members now.
-        lost: ranks that are gone -> why.
-        leavers: members who want to leave at the next pause.
-        reports: of members: how far they came. Once there is one, the epoch is over.
-        pauses: of members: they stand at a step boundary.
-        restart: all go back to their last commit.
-        announced: what the members were told about who wants to join, and to leave.
-        untold: ranks that are gone and of which the members have not heard -> how far
-            they came, if they said so.
-        told: when the members were told of such ranks last.
+        number: of the epoch.
+        order: its workers by rank, also those that have left since.
+        joiners: its workers that were no members before.
+        alive: its workers that are members now.
+        lost: ranks that have left or are lost, and why.
+        leavers: members that want to leave at the next pause.
+        reports: of members. As soon as there is one, the epoch is over.
+        pauses: reports of members that wait at a step boundary.
+        restart: all members go back to their last commit.
+        announced: the numbers of joining and leaving workers that were announced last.
+        unannounced: ranks that have left without the members knowing it yet, and their
+            last reports, if any.
+        announced_at: when the members were told last about ranks that have left.
     """
 
     def __init__(
@@ -47,66 +52,69 @@ class EpochState:
         self.pauses: dict[int, CommitReport] = {}
         self.restart = False
         self.announced = (0, 0)
-        self.untold: dict[int, CommitReport | None] = {}
-        self.told = -math.inf
-        self._last_words: list[CommitReport] = []  # of lost members
-        self._doubts: dict[tuple[int, int], float] = {}  # (accuser, accused) -> since
-        self._why: dict[int, str] = {}
+        self.unannounced: dict[int, CommitReport | None] = {}
+        self.announced_at = -math.inf
+        self._departed_reports: list[CommitReport] = []
+        self._accusations: dict[tuple[int, int], float] = {}  # by accuser and accused
+        self._reasons: dict[int, str] = {}  # accused -> the first accusation
 
     def remove(self, worker: int, why: str, last: CommitReport | None = None) -> None:
-        """A member is gone."""
+        """Records that a member has left or is lost.
+
+        Args:
+            worker: the member.
+            why: the reason.
+            last: its last report, if it has not reported before.
+        """
         self.alive.discard(worker)
         self.lost[self.order.index(worker)] = why
         self.leavers.discard(worker)
         self.pauses.pop(worker, None)
         report = self.reports.pop(worker, None) or last
         if report is not None:
-            self._last_words.append(report)
-        if self._doubts:
-            self._doubts = {
+            self._departed_reports.append(report)
+        if self._accusations:
+            self._accusations = {
                 pair: since
-                for pair, since in self._doubts.items()
+                for pair, since in self._accusations.items()
                 if worker not in pair
             }
 
     def accuse(self, accuser: int, accused: int, text: str, now: float) -> None:
-        """One member cannot reach another one."""
-        self._doubts.setdefault((accuser, accused), now)
+        """Records that one member cannot reach another."""
+        self._accusations.setdefault((accuser, accused), now)
         rank = self.order.index(accuser)
-        self._why.setdefault(accused, f"{text} (says rank {rank})")
+        self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
-    def tell_at(self, pause: float) -> float | None:
-        """When the members are to be told who is gone; None: they know."""
-        return self.told + pause if self.untold else None
+    def announce_at(self, interval: float) -> float | None:
+        """When to tell the members who has left; None if they know."""
+        return self.announced_at + interval if self.unannounced else None
 
-    def wait_for(self, silence: float, doubt: float) -> float | None:
-        """When the accusations have to be looked at again.
-
-        Args:
-            silence: seconds that an accused member has to report.
-            doubt: seconds until accusers and accused that all live are weighed.
-        """
-        if not self._doubts:
+    def accusation_deadline(
+        self, report_timeout: float, arbitration_delay: float
+    ) -> float | None:
+        """When the accusations have to be examined again, see `MembershipConfig`."""
+        if not self._accusations:
             return None
         if not self.unreported():
-            return min(self._doubts.values()) + doubt
+            return min(self._accusations.values()) + arbitration_delay
         limits = (
-            since + silence
-            for (_, accused), since in self._doubts.items()
+            since + report_timeout
+            for (_, accused), since in self._accusations.items()
             if accused not in self.reports
         )
         return min(limits, default=None)
 
-    def silent(self, now: float, silence: float) -> dict[int, str]:
-        """Members that were accused and do not report, and why they count as lost."""
+    def silent(self, now: float, report_timeout: float) -> dict[int, str]:
+        """Accused members that did not report in time, and why they count as lost."""
         return {
-            accused: self._why[accused]
-            for (_, accused), since in self._doubts.items()
-            if accused not in self.reports and now >= since + silence
+            accused: self._reasons[accused]
+            for (_, accused), since in self._accusations.items()
+            if accused not in self.reports and now >= since + report_timeout
         }
 
     def revocation(self) -> dict[str, Any]:
-        """Tells members that the epoch is over."""
+        """The message that ends this epoch."""
         lost = {str(rank): why for rank, why in self.lost.items()}
         message = {"type": "revoke", "epoch": self.number, "lost": lost}
         return message | {"restart": self.restart}
@@ -115,25 +123,25 @@ class EpochState:
         """Members that have not reported."""
         return [w for w in self.order if w in self.alive and w not in self.reports]
 
-    def torn(self, now: float, doubt: float) -> dict[int, str] | None:
-        """Whom to give up because members cannot reach each other, all being alive.
+    def arbitrate(self, now: float, delay: float) -> dict[int, str] | None:
+        """Decides between members that are all alive and cannot reach each other.
 
         Returns:
-            None if it is too early to tell.
+            The member to give up and why; {} if no accusation is left; None if it is
+            too early to decide.
         """
-        if not self._doubts:
+        if not self._accusations:
             return {}
-        if now < min(self._doubts.values()) + doubt:
+        if now < min(self._accusations.values()) + delay:
             return None
         rank_of = {worker: rank for rank, worker in enumerate(self.order)}
-        pairs = ((rank_of[a], rank_of[b]) for a, b in self._doubts)
-        rank = commit_decision.culprit(
-            pairs, {rank_of[worker] for worker in self.joiners}
-        )
+        pairs = ((rank_of[a], rank_of[b]) for a, b in self._accusations)
+        joined = {rank_of[worker] for worker in self.joiners}
+        rank = commit_decision.rank_to_give_up(pairs, joined)
         assert rank is not None
         worker = self.order[rank]
-        accusers = [w for w, accused in self._doubts if accused == worker]
-        why = self._why.get(worker) if accusers else None
+        is_accused = any(accused == worker for _, accused in self._accusations)
+        why = self._reasons.get(worker) if is_accused else None
         return {worker: why or "it says that it cannot reach the others"}
 
     def survivors(self) -> list[int]:
@@ -141,15 +149,16 @@ class EpochState:
         return [worker for worker in self.order if worker in self.alive]
 
     def outcome(self, kind: str) -> dict[str, Any]:
-        """What the members of the next epoch are told about this one."""
+        """The entries about this epoch in the message that announces the next one."""
         if kind == "start":
             return {"verdicts": {}, "sets": {}, "next_set": 1}
         survivors = self.survivors()
-        words = self.pauses if kind == "resize" else self.reports
-        reports = [words[worker] for worker in survivors]
+        source = self.pauses if kind == "resize" else self.reports
+        reports = [source[worker] for worker in survivors]
         ranks = {self.order.index(worker): new for new, worker in enumerate(survivors)}
         sets, next_set = commit_decision.all_sets(reports, ranks)
-        found: Mapping[str, Any] = {}
+        decisions: CommitDecisions = {}
         if kind != "resize":
-            found = commit_decision.decide(reports, self._last_words, kind == "restart")
-        return {"verdicts": found, "sets": sets, "next_set": next_set}
+            restart = kind == "restart"
+            decisions = commit_decision.decide(reports, self._departed_reports, restart)
+        return {"verdicts": decisions, "sets": sets, "next_set": next_set}

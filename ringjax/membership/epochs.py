@@ -1,7 +1,7 @@
-"""How one epoch of a job follows another: losses, changes, the end.
+"""Epochs: how one epoch of a job follows another, through losses, changes and the end.
 
-The half of the coordinator's rules that acts; what it acts upon is in membership.py,
-the other half. Neither has a clock or I/O.
+This half of the coordinator's rules acts. The other half, membership.py, receives the
+events and calls it. Neither has a clock or I/O.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.outbox import Outbox
 
 FINISHED = "has finished and left the job"
-WITH_GROUP = "ended with its group"  # why a rank is lost begins so
+WITH_GROUP = "ended with its group"  # the beginning of such a reason
 
 
 @dataclass(slots=True)
 class WorkerInfo:
-    """A worker as all others know it; a newcomer is `ready` to be a member, or not."""
+    """A connected worker.
+
+    Attributes:
+        seen: the address from which it reached the coordinator.
+        hello: its description of itself.
+        ready: a newcomer is warmed up and may become a member.
+    """
 
     seen: str
     hello: dict[str, Any]
@@ -29,275 +35,284 @@ class WorkerInfo:
 
 
 class Epochs:
-    """The present epoch, and what makes the next one.
+    """Holds the present epoch and forms the next one.
 
     Args:
-        rules: the numbers of the job.
+        config: the numbers of the job.
 
     Attributes:
         phase: "assembly", "run", "revoked", "waiting" or "stopped".
-        epoch: the present one.
+        epoch: the present epoch.
     """
 
-    def __init__(self, rules: MembershipConfig) -> None:
-        self._rules, self._max_np = rules, rules.max_np
+    def __init__(self, config: MembershipConfig) -> None:
+        self._config, self._max_np = config, config.max_np
         self.phase = "assembly"
         self.epoch = EpochState()
-        self._term = 0  # how often a coordinator was started anew
-        self._people: dict[int, WorkerInfo] = {}  # the members
-        self._newcomers: dict[int, WorkerInfo] = {}  # connected, no members
-        self._left: set[int] = set()  # finished members
-        self._blank: set[int] = set()  # members that joined after others had finished
+        self._term = 0  # restarts of the coordinator so far
+        self._members: dict[int, WorkerInfo] = {}
+        self._newcomers: dict[int, WorkerInfo] = {}  # connected, but no members
+        self._finished: set[int] = set()  # members that have finished
+        self._stateless: set[int] = set()  # joined after other members had finished
         self._outbox = Outbox()
-        self._next_kind = "restart"  # after "waiting"
-        self._ended: set[int] = set()  # workers that may have heirs
-        self._failed: set[int] = set()  # workers that told of an error
-        self._number = 0  # how many changes were announced
+        self._next_kind = "restart"  # of the epoch that follows the phase "waiting"
+        self._replaceable: set[int] = set()  # newcomers may begin the job without them
+        self._failed: set[int] = set()  # workers that have reported an error
+        self._change_number = 0  # of the last change that was announced
         self._deadline: float | None = None  # when the phase ends
-        self._end = ""  # why it was stopped
+        self._stop_reason = ""
 
     def rank_of(self, worker: int) -> int:
-        """The rank of a present member, -1 of anybody else."""
+        """The rank of a worker, -1 if it is no member."""
         epoch = self.epoch
         return epoch.order.index(worker) if worker in epoch.alive else -1
 
     # --- losses ---
 
-    def _lose_member(self, worker: int, why: str, now: float) -> None:
-        """If it was a member, it is lost."""
+    def _lose_if_member(self, worker: int, why: str, now: float) -> None:
         if worker in self.epoch.alive and self.phase != "stopped":
             self._lose({worker: why}, now)
 
     def _lose(self, workers: Mapping[int, str], now: float) -> None:
-        """Members are lost, for good, and their groups with them."""
-        if self._rules.stops:  # the launcher ends the job
+        """Fences members and their groups, and ends the epoch."""
+        if self._config.stops_on_loss:  # the launcher ends the job
             for worker, why in workers.items():
-                self._depart(worker, why, now)
+                self._remove_member(worker, why, now)
             return
-        for worker, why in self._with_mates(workers).items():
+        for worker, why in self._with_groups(workers).items():
             self.epoch.remove(worker, why)
-            self._people.pop(worker, None)
+            self._members.pop(worker, None)
             self._outbox.fence(worker, why)
-            self._outbox.report("fenced", worker, why)
+            self._outbox.publish("fenced", worker, why)
         if self.phase in ("run", "revoked"):
             self._revoke(now)
             self._conclude(now)
         elif self.phase == "waiting":
             self._admit(now)
 
-    def _with_mates(self, workers: Mapping[int, str]) -> dict[int, str]:
-        """These members and all others of their groups, and why they are lost."""
+    def _with_groups(self, workers: Mapping[int, str]) -> dict[int, str]:
+        """Adds the other members of their groups, and the reason why these are lost."""
         found, epoch = dict(workers), self.epoch
         for worker, why in workers.items():
             rank = epoch.order.index(worker)
-            for mate in epoch.alive.intersection(self._rules.mates(worker)):
+            for mate in epoch.alive.intersection(self._config.group_of(worker)):
                 text = f"{WITH_GROUP}, which lost rank {rank} ({why})"
                 found.setdefault(mate, text)
         return found
 
     def _end_group(self, worker: int, why: str) -> None:
-        """A worker has ended that is no member: no other one of its group can be one.
+        """Fences the group of a worker that has ended and was no member.
 
-        JAX cannot take another process into a group, so ringrun starts all of it anew.
+        JAX cannot add a process to a group of processes that have connected already,
+        so ringrun replaces the whole group.
         """
         outbox = self._outbox
-        for mate in self._rules.mates(worker):
-            known = mate in outbox.out or mate in outbox.dismissed or mate in self._left
-            if known or mate == worker or mate in self.epoch.alive:
+        for mate in self._config.group_of(worker):
+            gone = {*outbox.fenced, *outbox.dismissed, *self._finished}
+            if mate == worker or mate in gone or mate in self.epoch.alive:
                 continue
             text = f"{WITH_GROUP}, which lost worker {worker} ({why})"
             self._newcomers.pop(mate, None)
             outbox.fence(mate, text)
-            outbox.report("fenced", mate, text)
+            outbox.publish("fenced", mate, text)
 
     def _revoke(self, now: float, restart: bool = False) -> None:
-        """Has all members stop and report."""
+        """Ends the epoch: all members stop their calls and report."""
         epoch = self.epoch
         epoch.restart |= restart
         if self.phase == "run":
             self.phase = "revoked"
-            self._deadline = now + self._rules.failure_timeout
+            self._deadline = now + self._config.failure_timeout
             epoch.pauses.clear()
-        self._outbox.tell(epoch.survivors(), epoch.revocation())
+        self._outbox.send_all(epoch.survivors(), epoch.revocation())
 
     def _conclude(self, now: float) -> None:
-        """Forms the next epoch if all that is needed is known."""
-        epoch, rules = self.epoch, self._rules
+        """Begins the next epoch if all members have reported and none is accused."""
+        epoch, config = self.epoch, self._config
         if self.phase != "revoked" or epoch.unreported():
             return
-        torn = epoch.torn(now, rules.doubt)
-        if torn is None:
+        given_up = epoch.arbitrate(now, config.arbitration_delay)
+        if given_up is None:
             return
-        if torn:
-            self._lose(torn, now)  # comes back here
+        if given_up:
+            self._lose(given_up, now)  # calls _conclude again
             return
         restart = epoch.restart or any(r.restart for r in epoch.reports.values())
-        self._next("restart" if restart else "repair", now)
+        self._begin_next("restart" if restart else "repair", now)
 
-    def _next(self, kind: str, now: float) -> None:
-        """The next epoch, if there are enough for it."""
+    def _begin_next(self, kind: str, now: float) -> None:
+        """Begins the next epoch, or waits if there are too few members."""
         alive = len(self.epoch.alive)
-        if self._all_done():
+        if self._stop_if_finished():
             return
-        if self._left or alive >= max(self._rules.min_np, 1):
-            self._form(kind, self._ready() if kind != "repair" else [])
+        if self._finished or alive >= max(self._config.min_np, 1):
+            self._form_epoch(kind, self._admissible() if kind != "repair" else [])
         else:
             self.phase = "waiting"
-            self._deadline = now + self._rules.elastic_timeout
+            self._deadline = now + self._config.elastic_timeout
             self._next_kind = "resize" if kind == "resize" else "restart"
-            limit = self._rules.elastic_timeout
+            limit = self._config.elastic_timeout
             text = f"{self._shortage()}: waiting up to {limit:g} s"
-            self._outbox.report("waiting", text)
+            self._outbox.publish("waiting", text)
             notice = {"type": "notice", "text": text}
-            self._outbox.tell(self.epoch.survivors(), notice)
+            self._outbox.send_all(self.epoch.survivors(), notice)
             self._admit(now)
 
     def _shortage(self) -> str:
-        return f"{len(self.epoch.alive)} of at least {self._rules.min_np} ranks"
+        return f"{len(self.epoch.alive)} of at least {self._config.min_np} ranks"
 
-    # --- changes that were asked for ---
+    # --- workers that join or leave ---
 
-    def _ready(self) -> list[int]:
-        """The newcomers that may become members."""
-        if self._left:
+    def _admissible(self) -> list[int]:
+        """The newcomers that may become members now."""
+        if self._finished:
             return []
-        places = self._max_np - len(self.epoch.alive - self.epoch.leavers)
-        ready = self._rules.whole(w for w, p in self._newcomers.items() if p.ready)
-        return ready[: max(places - places % self._rules.group, 0)]
+        config = self._config
+        free = self._max_np - len(self.epoch.alive - self.epoch.leavers)
+        ready = (w for w, info in self._newcomers.items() if info.ready)
+        return config.complete_groups(ready)[: max(free - free % config.group, 0)]
 
     def _admit(self, now: float) -> None:
-        """There may be somebody to admit, now or at the next pause."""
+        """Admits newcomers, at once or at the next pause of the members."""
         if self.phase == "waiting":
-            ready, alive = self._ready(), len(self.epoch.alive)
-            # Members that are only out of reach may still train, and must not have
-            # others beside them who begin the same job afresh.
-            may = alive or self._ended.issuperset(self.epoch.order)
-            enough = alive + len(ready) >= self._rules.min_np
-            if may and enough and (ready or alive):
-                self._form(self._next_kind if alive else "start", ready)
+            ready, alive = self._admissible(), len(self.epoch.alive)
+            # Prevent split brain: members that cannot be reached may still be training.
+            # Newcomers must not begin the same job before these are known to be dead.
+            safe = alive or self._replaceable.issuperset(self.epoch.order)
+            enough = alive + len(ready) >= self._config.min_np
+            if safe and enough and (ready or alive):
+                self._form_epoch(self._next_kind if alive else "start", ready)
         else:
             self._announce()
 
     def _announce(self) -> None:
-        """Tells the members that somebody wants to join or to leave."""
+        """Announces to the members that workers want to join or to leave."""
         epoch = self.epoch
-        if self.phase != "run" or self._left:
+        if self.phase != "run" or self._finished:
             return
-        change = len(self._ready()), len(epoch.leavers)
+        change = len(self._admissible()), len(epoch.leavers)
         if change in (epoch.announced, (0, 0)):
             return
         epoch.announced = change
-        self._number += 1
-        message = {"type": "update", "number": self._number}
+        self._change_number += 1
+        message = {"type": "update", "number": self._change_number}
         message |= {"joining": change[0], "leaving": change[1]}
-        self._outbox.tell(epoch.survivors(), message)
+        self._outbox.send_all(epoch.survivors(), message)
 
     def _resize_if_all_paused(self, now: float) -> None:
         epoch = self.epoch
         if len(epoch.pauses) < len(epoch.alive):
             return
-        if self._let_leave():
+        if self._dismiss_leavers():
             return
-        ready = self._ready()
-        if epoch.alive and len(epoch.alive) + len(ready) >= self._rules.min_np:
-            self._form("resize", ready)
+        ready = self._admissible()
+        if epoch.alive and len(epoch.alive) + len(ready) >= self._config.min_np:
+            self._form_epoch("resize", ready)
         else:
-            self._next("resize", now)
+            self._begin_next("resize", now)
 
-    def _let_leave(self) -> bool:
-        """Dismisses the members that want to leave; whether nobody is left then."""
+    def _dismiss_leavers(self) -> bool:
+        """Dismisses the members that want to leave; True if that ends the job."""
         epoch = self.epoch
         for worker in sorted(epoch.leavers):
             epoch.remove(worker, "left the job")
-            self._people.pop(worker)
+            self._members.pop(worker)
             self._outbox.dismissed.add(worker)
             self._outbox.dismiss(worker, "it leaves, as it was asked to")
-        if epoch.alive or self._left:
+        if epoch.alive or self._finished:
             return False
-        # A user who has all of them leave wants no others in their place.
+        # A user who asks all ranks to leave wants no newcomers in their place.
         self._stop("every rank has left, as it was asked to")
         return True
 
     def _leave_while_waiting(self) -> None:
-        """Of members that were asked to leave at once, one may hear of it first.
+        """Ends the job if all members that wait for newcomers want to leave.
 
-        The others then wait for newcomers, at a pause; if they all want to leave as
-        well, that has no sense any more.
+        If a user asks several members to leave at the same moment, the first one may
+        leave before the others have asked. The others then wait for newcomers in vain.
         """
         epoch, paused = self.epoch, self._next_kind == "resize"
         if self.phase == "waiting" and paused and epoch.leavers >= epoch.alive:
-            self._let_leave()
+            self._dismiss_leavers()
 
-    def _leave(self, worker: int, last: CommitReport | None, now: float) -> None:
-        """A member has finished; the others are about to.
+    def _finish_member(
+        self, worker: int, last: CommitReport | None, now: float
+    ) -> None:
+        """Removes a member that has finished. The other members are about to finish.
 
         Args:
-            last: how far it came in this epoch. None: it had finished before it heard
-                of this epoch. Then those who joined with it may have got no state from
-                anybody, and are not needed any more.
+            worker: the member.
+            last: its report about this epoch. None if it had finished before it learnt
+                about this epoch. Then no member may have sent its state to the workers
+                that joined in this epoch, so the job does not need them any more.
+            now: the time.
         """
         if last is None:
-            self._blank |= self.epoch.joiners
-        self._depart(worker, FINISHED, now, last)
-        self._outbox.report("finished", worker)
-        if self._rules.stops:
-            return  # it does not wait for an answer, and may come again
+            self._stateless |= self.epoch.joiners
+        self._remove_member(worker, FINISHED, now, last)
+        self._outbox.publish("finished", worker)
+        if self._config.stops_on_loss:
+            return  # the worker waits for no answer, and may join again
         self._outbox.send(worker, {"type": "farewell"}, last=True)
-        self._left.add(worker)
-        if self._all_done():
+        self._finished.add(worker)
+        if self._stop_if_finished():
             return
         if self.phase == "run":
             self._resize_if_all_paused(now)
         elif self.phase == "waiting":
-            self._next(self._next_kind, now)
+            self._begin_next(self._next_kind, now)
         self._conclude(now)
 
-    def _depart(
+    def _remove_member(
         self, worker: int, why: str, now: float, last: CommitReport | None = None
     ) -> None:
-        """A member is gone, and the epoch goes on for the others."""
+        """Removes a member without ending the epoch."""
         epoch = self.epoch
         epoch.remove(worker, why, last)
-        epoch.untold[epoch.order.index(worker)] = last
-        self._people.pop(worker, None)
-        self._outbox.report("gone", worker, why)
-        self._tell_gone(now)
+        epoch.unannounced[epoch.order.index(worker)] = last
+        self._members.pop(worker, None)
+        self._outbox.publish("gone", worker, why)
+        self._announce_departures(now)
 
-    def _tell_gone(self, now: float) -> None:
-        """Tells the members who is gone, but not more often than every `pause` seconds.
+    def _announce_departures(self, now: float) -> None:
+        """Tells the members who has left, at most once per `departure_interval`.
 
-        When a job ends all ranks go at about the same time, and all are to hear of all.
+        At the end of a job all ranks leave at about the same time. Without the interval
+        there would be a message for each pair of ranks.
         """
         epoch = self.epoch
-        due = epoch.tell_at(self._rules.pause)
+        due = epoch.announce_at(self._config.departure_interval)
         if due is None or now < due:
             return
         ranks = [
             (rank, epoch.lost[rank], None if last is None else last.lines)
-            for rank, last in epoch.untold.items()
+            for rank, last in epoch.unannounced.items()
         ]
         message = {"type": "gone", "epoch": epoch.number, "ranks": ranks}
-        self._outbox.tell(epoch.survivors(), message)
-        epoch.untold.clear()
-        epoch.told = now
+        self._outbox.send_all(epoch.survivors(), message)
+        epoch.unannounced.clear()
+        epoch.announced_at = now
 
-    def _all_done(self) -> bool:
-        """Whether some have finished and nobody is left who has not."""
+    def _stop_if_finished(self) -> bool:
+        """Ends the job if only members without state are left after others finished."""
         alive = self.epoch.alive
-        if not self._left or alive - self._blank:
+        if not self._finished or alive - self._stateless:
             return False
-        self.phase, self._deadline, self._end = "stopped", None, "the job has finished"
+        self.phase, self._deadline = "stopped", None
+        self._stop_reason = "the job has finished"
         for worker in (*sorted(alive), *self._newcomers):
             self._outbox.dismiss(worker, "the job has finished without it")
         alive.clear()
         self._newcomers.clear()
         return True
 
-    # --- what follows ---
+    # --- a new epoch, or the end ---
 
-    def _form(self, kind: str, joiners: Sequence[int]) -> None:
-        """Begins the next epoch: those who are alive, then the joiners."""
-        old = EpochState(self.epoch.number) if self._rules.stops else self.epoch
+    def _form_epoch(self, kind: str, joiners: Sequence[int]) -> None:
+        """Begins the next epoch. The members keep their order; joiners come last."""
+        old = (
+            EpochState(self.epoch.number) if self._config.stops_on_loss else self.epoch
+        )
         stay = old.survivors()
         kind = kind if stay else "start"
         message = {
@@ -305,49 +320,50 @@ class Epochs:
             "epoch": old.number + 1,
             "term": self._term,
             "kind": kind,
-            "group": self._rules.group,
+            "group": self._config.group,
             "previous": [*(old.order.index(w) for w in stay), *(-1 for _ in joiners)],
             "lost": {str(rank): why for rank, why in old.lost.items()},
             **old.outcome(kind),
         }
         for worker in joiners:
-            self._people[worker] = self._newcomers.pop(worker)
+            self._members[worker] = self._newcomers.pop(worker)
         new = self.epoch = EpochState(old.number + 1, [*stay, *joiners], joiners)
         new.leavers = old.leavers & new.alive
         self.phase, self._deadline = "run", None
         message["members"] = [
-            {"worker": w, "rank": rank, "seen": p.seen, "hello": p.hello}
+            {"worker": w, "rank": rank, "seen": info.seen, "hello": info.hello}
             for rank, w in enumerate(new.order)
-            for p in (self._people[w],)
+            for info in (self._members[w],)
         ]
-        self._outbox.tell(new.order, message)
+        self._outbox.send_all(new.order, message)
         for worker in self._newcomers if kind == "start" else ():
             self._welcome(worker)
-        self._tell_members(kind)
+        self._publish_members(kind)
         self._announce()
 
     def _welcome(self, worker: int) -> None:
-        """Tells a newcomer that it is known; all of its group, once that is here."""
-        mates = self._rules.mates(worker)
+        """Welcomes a newcomer, together with its group, once all of the group came."""
+        mates = self._config.group_of(worker)
         if not self._newcomers.keys() >= set(mates):
             return
-        known = [self._newcomers[mate] for mate in mates]
+        infos = [self._newcomers[mate] for mate in mates]
         alive, number = len(self.epoch.alive), self.epoch.number
+        welcome: dict[str, Any]
         welcome = {"type": "welcome", "epoch": number, "term": self._term}
         welcome["why"] = f"epoch {number} has {alive} members"
         welcome["size"] = alive + len(mates)
-        for place, mate in enumerate(mates):
-            rest = {"rank": alive + place, "mates": []}
-            if len(mates) > 1:
-                rest["mates"] = [{"seen": p.seen, "hello": p.hello} for p in known]
-            self._outbox.send(mate, welcome | rest)
+        welcome["mates"] = []
+        if len(mates) > 1:
+            welcome["mates"] = [{"seen": i.seen, "hello": i.hello} for i in infos]
+        for rank, mate in enumerate(mates, start=alive):
+            self._outbox.send(mate, welcome | {"rank": rank})
 
-    def _tell_members(self, kind: str) -> None:
+    def _publish_members(self, kind: str) -> None:
         ranks = {worker: rank for rank, worker in enumerate(self.epoch.order)}
-        self._outbox.report("members", self.epoch.number, kind, ranks)
+        self._outbox.publish("members", self.epoch.number, kind, ranks)
 
     def _stop(self, text: str) -> None:
-        self.phase, self._deadline, self._end = "stopped", None, text
-        self._outbox.report("stop", text)
-        for worker in (*self._people, *self._newcomers):
+        self.phase, self._deadline, self._stop_reason = "stopped", None, text
+        self._outbox.publish("stop", text)
+        for worker in (*self._members, *self._newcomers):
             self._outbox.send(worker, {"type": "stopped", "text": text}, last=True)

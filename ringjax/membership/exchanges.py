@@ -1,7 +1,7 @@
-"""Small values that all ranks of an epoch give each other, at the server's side.
+"""Exchanges: small values that all ranks of an epoch give each other.
 
-Every rank makes the same exchanges in the same order, so that numbers identify them.
-Pure: what is to be sent to whom is returned.
+This is the server's side. Every rank makes the same exchanges in the same order, so a
+number identifies an exchange. Nothing is sent here: the methods return the replies.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 from ringjax.control.member import ranks_text
 
 Replies = list[tuple[list[int], dict[str, Any]]]  # (ranks, message to them)
+_MAX_SECONDS = 86400
 
 
 class Exchanges:
     """The exchanges of one epoch.
 
     Args:
-        size: its ranks.
+        size: the number of its ranks.
 
     Example:
         >>> exchanges = Exchanges(2)
@@ -32,47 +33,46 @@ class Exchanges:
         self._size = size
         self._values: dict[int, dict[int, Any]] = {}  # number -> rank -> value
         self._deadlines: dict[int, float] = {}
-        self._gone: dict[int, str] = {}
+        self._departed: dict[int, str] = {}
 
     def put(self, rank: int, message: Mapping[str, Any], now: float) -> Replies:
-        """A rank gives its value."""
+        """Adds the value of a rank. The last value completes the exchange."""
         number, seconds = message.get("number"), message.get("seconds")
         if not isinstance(number, int):
             return []
-        # Within a day: a number of JSON may be NaN, or beyond any float.
+        # A number in JSON may be NaN or an integer beyond every float: clamp it first.
         limit = 0.0
         if isinstance(seconds, int | float):
-            limit = float(max(0, min(seconds, 86400)))
+            limit = float(max(0, min(seconds, _MAX_SECONDS)))
         values = self._values.setdefault(number, {})
         self._deadlines.setdefault(number, now + limit)
         values[rank] = message.get("value")
         if len(values) == self._size:
-            self._forget(number)
+            self._remove(number)
             ordered = [values[rank] for rank in range(self._size)]
             reply = {"type": "values", "number": number, "values": ordered}
             return [(list(values), reply)]
-        return self._break_off(number) if self._gone else []
+        return self._fail(number) if self._departed else []
 
-    def remove(self, rank: int, why: str) -> Replies:
-        """A rank will take part in none any more."""
-        self._gone[rank] = why
+    def remove_rank(self, rank: int, why: str) -> Replies:
+        """Fails the exchanges for which a rank that has left gave no value."""
+        self._departed[rank] = why
         numbers = [n for n, values in self._values.items() if rank not in values]
-        return [reply for number in numbers for reply in self._break_off(number)]
+        return [reply for number in numbers for reply in self._fail(number)]
 
-    def sweep(self, now: float) -> Replies:
-        """Ends those that take too long."""
+    def expire(self, now: float) -> Replies:
+        """Fails the exchanges whose time is over."""
         numbers = [n for n, deadline in self._deadlines.items() if deadline <= now]
-        return [reply for number in numbers for reply in self._break_off(number)]
+        return [reply for number in numbers for reply in self._fail(number)]
 
-    def _break_off(self, number: int) -> Replies:
-        """Tells the ranks that wait why it will not be complete."""
-        values = self._forget(number)
+    def _fail(self, number: int) -> Replies:
+        values = self._remove(number)
         missing = [rank for rank in range(self._size) if rank not in values]
-        why = [f"rank {r} {self._gone[r]}" for r in missing if r in self._gone]
+        why = [f"rank {r} {self._departed[r]}" for r in missing if r in self._departed]
         text = "; ".join(why) or f"{ranks_text(missing)} did not take part"
         reply = {"type": "broken", "number": number, "text": text, "missing": missing}
         return [(list(values), reply)]
 
-    def _forget(self, number: int) -> dict[int, Any]:
+    def _remove(self, number: int) -> dict[int, Any]:
         del self._deadlines[number]
         return self._values.pop(number)

@@ -1,20 +1,22 @@
-"""The rules that decide the members of a job: a state machine, no clock, no I/O.
+"""Job membership: the rules that decide who belongs to a job, as a state machine.
 
-Events come in as calls with the time of day; what is to be sent and told comes out of
-`take`. One authority decides, so members can only go on through it, and a worker that
-was declared lost is fenced: it never comes back under its number.
+It has neither a clock nor I/O. Events arrive as method calls with the time, and
+messages to send and events for the launcher are collected until `drain`. There is one
+authority: members can go on only through it. A worker that was declared lost is fenced
+and never comes back under its number.
 
-    assembly -- all are here --> run -- loss, or wish to restart --> revoked
+    assembly -- all workers came --> run -- loss, or a restart is wanted --> revoked
     revoked -- all have reported --> run (repair or restart), or with too few: waiting
     run -- all members pause --> run (resize), or with too few: waiting
     waiting -- newcomers are ready --> run
 
-A job that stops at its first loss (`on_loss`) is always in assembly: the others are
-told of losses, and ranks that have left may come together again as another epoch.
+A job that stops at its first loss (`on_loss`) is always in assembly: the other ranks
+are told about losses, and ranks that have left may come together again as another
+epoch.
 
-What each message holds is written down in client.py, the other end. How a job comes
-together is in assembly.py, what is known of an epoch in epoch_state.py, what reports
-mean in commit_decision.py; sockets are in coordinator.py.
+client.py describes the messages. assembly.py brings a job together, epoch_state.py does
+the bookkeeping of an epoch, commit_decision.py evaluates reports, and coordinator.py
+has the sockets.
 """
 
 from __future__ import annotations
@@ -33,54 +35,60 @@ class JobMembership(Epochs):
     """Decides who belongs to a job.
 
     Args:
-        rules: its numbers.
+        config: the numbers of the job.
         resume: the job had begun under an earlier coordinator.
 
     Attributes:
         phase: "assembly", "run", "revoked", "waiting" or "stopped".
-        epoch: the present one.
+        epoch: the present epoch.
 
     Example:
         >>> job = JobMembership(MembershipConfig(np=2, min_np=1, max_np=2))
         >>> for worker in (0, 1):
-        ...     job.hello(worker, "127.0.0.1", {}, None, now=0.0)
-        >>> job.closed(1, "it died", now=1.0)
-        >>> job.said(0, {"type": "report", "epoch": 0}, now=1.1)
-        >>> [news for news in job.take()[1] if news[0] == "members"]
+        ...     job.on_hello(worker, "127.0.0.1", {}, None, now=0.0)
+        >>> job.on_disconnected(1, "it died", now=1.0)
+        >>> job.on_message(0, {"type": "report", "epoch": 0}, now=1.1)
+        >>> [event for event in job.drain()[1] if event[0] == "members"]
         [('members', 0, 'start', {0: 0, 1: 1}), ('members', 1, 'repair', {0: 0})]
     """
 
-    def __init__(self, rules: MembershipConfig, resume: bool = False) -> None:
-        super().__init__(rules)
-        self._here: set[int] = set()  # workers that are connected
-        self._asked = False  # somebody was told who is missing
-        self._ending: dict[int, tuple[str, float]] = {}  # process ended: why, limit
-        self._assembly = Assembly(rules, resume)
+    def __init__(self, config: MembershipConfig, resume: bool = False) -> None:
+        super().__init__(config)
+        self._connected: set[int] = set()
+        self._missing_was_asked = False  # one rank was told which ranks are missing
+        # Workers whose process has ended while their connection is still open: why, and
+        # until when to wait for the end of the connection.
+        self._exited: dict[int, tuple[str, float]] = {}
+        self._assembly = Assembly(config, resume)
 
-    def take(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
-        """What is to be sent, in order, and what the launcher is to be told."""
-        return self._outbox.take()
+    def drain(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
+        """Removes and returns the messages to send and the events for the launcher."""
+        return self._outbox.drain()
 
     def deadline(self) -> float | None:
-        """When `tick` has something to do if nothing else happens before."""
-        limits: list[float | None] = [limit for _, limit in self._ending.values()]
-        limits.append(self.epoch.tell_at(self._rules.pause))
+        """When `tick` must be called if nothing else happens before; None: never."""
+        limits: list[float | None] = [limit for _, limit in self._exited.values()]
+        limits.append(self.epoch.announce_at(self._config.departure_interval))
         if self.phase == "assembly":
             limits.append(self._assembly.deadline)
         elif self.phase != "revoked" or self.epoch.unreported():
             limits.append(self._deadline)
         if self.phase == "revoked":
-            rules = self._rules
-            limits.append(self.epoch.wait_for(rules.silence, rules.doubt))
+            config = self._config
+            limits.append(
+                self.epoch.accusation_deadline(
+                    config.report_timeout, config.arbitration_delay
+                )
+            )
         return min((limit for limit in limits if limit is not None), default=None)
 
-    # --- what happens ---
+    # --- events ---
 
-    def expected(self, worker: int) -> None:
-        """A process was started as this worker."""
+    def expect(self, worker: int) -> None:
+        """Records that a process was started as this worker."""
         self._assembly.expect(worker)
 
-    def hello(
+    def on_hello(
         self,
         worker: int,
         seen: str,
@@ -88,109 +96,114 @@ class JobMembership(Epochs):
         rejoin: Mapping[str, Any] | None,
         now: float,
     ) -> None:
-        """A worker has connected, and has no other connection.
+        """Handles the hello of a worker that has no other connection.
 
         Args:
-            rejoin: what a worker knows that had been greeted before.
+            worker: its number.
+            seen: the address from which it has connected.
+            hello: its description of itself.
+            rejoin: its knowledge from an earlier connection, see `RejoinState`; None on
+                its first connection.
+            now: the time.
 
         Raises:
-            ValueError: `rejoin` is no such thing.
+            ValueError: `rejoin` is malformed.
         """
-        memory = None if rejoin is None else assembly.read(rejoin)
-        member = memory is not None and memory.epoch >= 0
-        person, outbox = WorkerInfo(seen, hello), self._outbox
-        if self._rules.stops:
-            self._come(worker, person, now)
-        elif worker in outbox.out:
-            outbox.fence(worker, outbox.out[worker])
-        elif self.phase == "stopped" and not self._left:
-            outbox.send(worker, {"type": "stopped", "text": self._end}, last=True)
-        elif worker in self._left:
+        state = None if rejoin is None else assembly.parse_rejoin(rejoin)
+        member = state is not None and state.epoch >= 0
+        info, outbox = WorkerInfo(seen, hello), self._outbox
+        if self._config.stops_on_loss:
+            self._add_rank(worker, info, now)
+        elif worker in outbox.fenced:
+            outbox.fence(worker, outbox.fenced[worker])
+        elif self.phase == "stopped" and not self._finished:
+            stopped = {"type": "stopped", "text": self._stop_reason}
+            outbox.send(worker, stopped, last=True)
+        elif worker in self._finished:
             outbox.send(worker, {"type": "farewell"}, last=True)
-        elif worker in outbox.dismissed or (self._left and not member):
+        elif worker in outbox.dismissed or (self._finished and not member):
             outbox.dismiss(worker, "the job is about to finish")
         elif self.phase == "assembly":
-            self._here.add(worker)
-            (self._people if member else self._newcomers)[worker] = person
-            self._assembly.arrive(worker, memory, now)
+            self._connected.add(worker)
+            (self._members if member else self._newcomers)[worker] = info
+            self._assembly.arrive(worker, state, now)
             self._assemble(now)
         elif member:
             outbox.fence(worker, "the others went on before it came back")
-        elif why := assembly.misfit(hello, self._reference()):
+        elif why := assembly.mismatch(hello, self._reference()):
             outbox.send(worker, {"type": "refused", "text": why}, last=True)
         else:
-            self._here.add(worker)
-            self._newcomers[worker] = person
+            self._connected.add(worker)
+            self._newcomers[worker] = info
             self._welcome(worker)
 
-    def _come(self, rank: int, person: WorkerInfo, now: float) -> None:
-        """A rank of a job that stops at its first loss has come, perhaps again."""
-        size = person.hello.get("size")
-        if size != self._rules.np:
-            why = f"the job has {self._rules.np} ranks, not {size}"
+    def _add_rank(self, rank: int, info: WorkerInfo, now: float) -> None:
+        """Adds a rank of a job that stops at its first loss."""
+        size = info.hello.get("size")
+        if size != self._config.np:
+            why = f"the job has {self._config.np} ranks, not {size}"
             self._outbox.send(rank, {"type": "refused", "text": why}, last=True)
             return
-        self._outbox.out.pop(rank, None)
-        self._here.add(rank)
-        self._newcomers[rank] = person
+        self._outbox.fenced.pop(rank, None)
+        self._connected.add(rank)
+        self._newcomers[rank] = info
         self._assembly.arrive(rank, None, now)
         self._assemble(now)
 
-    def second(self, worker: int) -> str:
-        """Why its second connection is refused; "": it takes the place of the first."""
-        if not self._rules.stops or worker not in self._newcomers:
+    def duplicate_refusal(self, worker: int) -> str:
+        """Why a second connection is refused; "" if it replaces the first one."""
+        if not self._config.stops_on_loss or worker not in self._newcomers:
             return ""
         return f"rank {worker} has joined already, from {self._newcomers[worker].seen}"
 
-    def said(self, worker: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker that has said hello says something else.
+    def on_message(self, worker: int, message: Mapping[str, Any], now: float) -> None:
+        """Handles a message of a worker that has sent its hello.
 
         Raises:
-            ValueError: it makes no sense.
+            ValueError: the message is malformed.
         """
         kind, epoch = message.get("type"), self.epoch
         if kind == "failure":
             text = str(message.get("text", ""))
-            self._outbox.report("failure", worker, text)
+            self._outbox.publish("failure", worker, text)
             self._failed.add(worker)
             self._newcomers.pop(worker, None)
-            self._lose_member(worker, f"failed: {text}", now)
-            self._dissolve(worker, f"failed: {text}", now)
+            self._lose_if_member(worker, f"failed: {text}", now)
+            self._on_exit(worker, f"failed: {text}", now)
         elif kind == "missing" and self.phase == "assembly":
-            # One rank tells people; of the others nobody has to.
-            asked, self._asked = self._asked, True
+            # Only one rank of the job warns its user, so only one gets the names.
+            asked, self._missing_was_asked = self._missing_was_asked, True
             text = "" if asked else self._assembly.missing()
             self._outbox.send(worker, {"type": "missing", "text": text})
         elif kind == "ready" and worker in self._newcomers:
             self._newcomers[worker].ready = True
-            self._outbox.report("ready", worker)
+            self._outbox.publish("ready", worker)
             self._admit(now)
         elif worker not in epoch.alive:
-            return  # it was lost meanwhile, and will hear so
+            return  # the worker is lost, and a message about that is on its way
         elif kind == "leaving":
-            epoch.leavers |= epoch.alive.intersection(self._rules.mates(worker))
+            epoch.leavers |= epoch.alive.intersection(self._config.group_of(worker))
             self._announce()
             self._leave_while_waiting()
         elif kind == "leave":
-            last = commit_decision.read(message)
-            self._leave(
-                worker, last if message.get("epoch") == epoch.number else None, now
-            )
-            self._ending.pop(worker, None)
+            report = commit_decision.parse_report(message)
+            last = report if message.get("epoch") == epoch.number else None
+            self._finish_member(worker, last, now)
+            self._exited.pop(worker, None)
         elif message.get("epoch") == epoch.number:
             if kind == "pause" and self.phase == "run":
-                epoch.pauses[worker] = commit_decision.read(message)
+                epoch.pauses[worker] = commit_decision.parse_report(message)
                 self._resize_if_all_paused(now)
             elif self.phase in ("run", "revoked"):
-                self._stir(worker, str(kind), message, now)
+                self._on_epoch_message(worker, str(kind), message, now)
 
-    def _stir(
+    def _on_epoch_message(
         self, worker: int, kind: str, message: Mapping[str, Any], now: float
     ) -> None:
-        """What ends the epoch, or helps to end it."""
+        """Handles a message that ends the epoch or belongs to its end."""
         epoch = self.epoch
         if kind == "report":
-            report = epoch.reports[worker] = commit_decision.read(message)
+            report = epoch.reports[worker] = commit_decision.parse_report(message)
             if self.phase == "run" or (report.restart and not epoch.restart):
                 self._revoke(now, report.restart)
             self._conclude(now)
@@ -202,96 +215,100 @@ class JobMembership(Epochs):
             if not isinstance(rank, int) or not 0 <= rank < len(epoch.order):
                 raise ValueError(f"suspects rank {rank!r} of {len(epoch.order)}")
             accused, text = epoch.order[rank], str(message.get("text", ""))
-            if accused in self._left:
-                self._revoke(now)  # its place is empty: the others go on without it
+            if accused in self._finished:
+                self._revoke(now)  # the next epoch goes on without this rank
             elif accused in epoch.alive and accused != worker:
                 epoch.accuse(worker, accused, text, now)
                 if self.phase == "run":
                     self._revoke(now)
 
-    def closed(self, worker: int, why: str, now: float) -> None:
-        """A worker's only connection has ended."""
-        self._here.discard(worker)
-        ended = worker in self._ending
-        if ended:
-            why = self._ending.pop(worker)[0]
-            self._outbox.out.setdefault(worker, why)
+    def on_disconnected(self, worker: int, why: str, now: float) -> None:
+        """Handles the end of a worker's connection."""
+        self._connected.discard(worker)
+        exited = worker in self._exited
+        if exited:
+            why = self._exited.pop(worker)[0]
+            self._outbox.fenced.setdefault(worker, why)
         else:
             why = f"lost its connection to the coordinator ({why})"
         if self.phase == "assembly":
             self._assembly.leave(worker)
-            self._people.pop(worker, None)
+            self._members.pop(worker, None)
         if self._newcomers.pop(worker, None) is None:
-            self._lose_member(worker, why, now)
-        if ended:
-            self._dissolve(worker, why, now)
+            self._lose_if_member(worker, why, now)
+        if exited:
+            self._on_exit(worker, why, now)
 
-    def _dissolve(self, worker: int, why: str, now: float) -> None:
-        """A worker's process has ended; what becomes of a group that is no member."""
-        if worker in self._left or worker in self._outbox.dismissed:
+    def _on_exit(self, worker: int, why: str, now: float) -> None:
+        """Handles the end of a worker's process for a group that is no member."""
+        if worker in self._finished or worker in self._outbox.dismissed:
             return
         if self.phase != "assembly":
             self._end_group(worker, why)
-        elif self._assembly.resuming:  # it is not known yet which workers have finished
-            self._assembly.never(worker, why)
+        elif self._assembly.resuming:  # the worker may have finished before
+            self._assembly.exclude(worker, why)
             self._assemble(now)
         else:
             self._end_group(worker, why)
-            for mate in self._rules.mates(worker):
-                self._assembly.never(mate, why)
+            for mate in self._config.group_of(worker):
+                self._assembly.exclude(mate, why)
             self._assemble(now)
 
     def process_ended(
         self, worker: int, text: str, now: float, *, heirs: bool = True
     ) -> None:
-        """A worker's process has ended; its number is not used again.
+        """Handles the end of a worker's process. Its number is not used again.
 
-        What it sent before may still be on its way: that it has finished, for example.
-        So the end of its connection is waited for, a moment.
+        Its last messages may still be on their way, for example that it has finished.
+        So the end of its connection is waited for, `exit_grace` at most.
 
         Args:
-            heirs: newcomers may begin afresh when the last member has ended so. Not if
-                it is only out of reach with its host, as it may go on there, and not
-                after an error of the program, which would come again.
+            worker: the worker.
+            text: why it has ended.
+            now: the time.
+            heirs: whether newcomers may begin the job again if all members have ended
+                in this way. False if the host of the process cannot be reached, because
+                the process may still run there, and after an error of the program,
+                because the error would come again.
         """
         if heirs and worker not in self._failed:
-            self._ended.add(worker)
-        if worker in self._here:
-            self._ending.setdefault(worker, (text, now + self._rules.moment))
-        elif worker not in self._left and worker not in self._outbox.dismissed:
-            self._outbox.out.setdefault(worker, text)
-            self._lose_member(worker, text, now)
-            self._dissolve(worker, text, now)
+            self._replaceable.add(worker)
+        if worker in self._connected:
+            self._exited.setdefault(worker, (text, now + self._config.exit_grace))
+        elif worker not in self._finished and worker not in self._outbox.dismissed:
+            self._outbox.fenced.setdefault(worker, text)
+            self._lose_if_member(worker, text, now)
+            self._on_exit(worker, text, now)
         if self.phase == "waiting":
             self._admit(now)
 
-    def finished(self, worker: int, now: float) -> None:
-        """A launcher remembers what an earlier coordinator was told by a worker."""
-        self._left.add(worker)
-        self._assembly.never(worker, FINISHED)
+    def mark_finished(self, worker: int, now: float) -> None:
+        """Records that a worker has finished under an earlier coordinator."""
+        self._finished.add(worker)
+        self._assembly.exclude(worker, FINISHED)
         if self.phase == "assembly":
             self._assemble(now)
 
-    def admission(self, max_np: int, now: float) -> None:
-        """Changes the most members there may be; nobody is sent away for it."""
+    def set_max_np(self, max_np: int, now: float) -> None:
+        """Changes the largest number of members. No member has to leave."""
         self._max_np = max_np
         self._admit(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
-        for worker, (text, limit) in list(self._ending.items()):
+        """Does what is due at this time, see `deadline`."""
+        for worker, (text, limit) in list(self._exited.items()):
             if now >= limit:
-                self.closed(worker, text, now)
-        self._tell_gone(now)
+                self.on_disconnected(worker, text, now)
+        self._announce_departures(now)
         if self.phase == "assembly":
             self._assemble(now)
             return
-        rules = self._rules
+        config = self._config
         late = self._deadline is not None and now >= self._deadline
         if self.phase == "revoked":
-            silent = self.epoch.silent(now, rules.silence)
+            silent = self.epoch.silent(now, config.report_timeout)
             if late:
-                text = f"did not report within {rules.failure_timeout:g} s"
+                text = f"did not report within {config.failure_timeout:g} s"
                 silent |= dict.fromkeys(self.epoch.unreported(), text)
             if silent:
                 self._lose(silent, now)
@@ -299,57 +316,60 @@ class JobMembership(Epochs):
         elif not late:
             return
         elif self.phase == "waiting":
-            limit = rules.elastic_timeout
+            limit = config.elastic_timeout
             self._stop(f"{self._shortage()}, and no more came within {limit:g} s")
 
-    # --- coming together ---
+    # --- assembly ---
 
     def _reference(self) -> dict[str, Any]:
-        """The hello of a member; those of all are alike in what matters."""
-        return next((person.hello for person in self._people.values()), {})
+        """The hello of any member: version and settings of all members are equal."""
+        return next((info.hello for info in self._members.values()), {})
 
     def _assemble(self, now: float) -> None:
         outcome = self._assembly.outcome(now)
         if isinstance(outcome, assembly.StartJob):
-            self._form("start", outcome.workers)
+            self._form_epoch("start", outcome.workers)
         elif isinstance(outcome, assembly.ResumeJob):
             self._resume(outcome, now)
-        elif isinstance(outcome, assembly.FailJob) and not self._rules.stops:
+        elif isinstance(outcome, assembly.FailJob) and not self._config.stops_on_loss:
             self._stop(outcome.text)
         elif isinstance(outcome, assembly.FailJob):
-            self._outbox.report("stop", outcome.text)
+            self._outbox.publish("stop", outcome.text)
             for rank in self._newcomers:
                 refusal = {"type": "refused", "text": outcome.text}
                 self._outbox.send(rank, refusal, last=True)
             self._newcomers.clear()
-        if outcome is not None and self._rules.stops:  # they may try again
-            self.phase, self._assembly = "assembly", Assembly(self._rules)
-            self._asked = False
+        if (
+            outcome is not None and self._config.stops_on_loss
+        ):  # the ranks may try again
+            self.phase, self._assembly = "assembly", Assembly(self._config)
+            self._missing_was_asked = False
 
     def _resume(self, found: assembly.ResumeJob, now: float) -> None:
-        """Goes on as what the members know."""
-        memory = found.memory
+        """Goes on with the newest epoch that a member knows."""
+        state = found.state
         self.phase, self._deadline = "run", None
         self._term = found.term
-        epoch = self.epoch = EpochState(memory.epoch, memory.order)
+        epoch = self.epoch = EpochState(state.epoch, state.order)
         resumed = {"type": "resumed", "epoch": epoch.number, "term": self._term}
-        self._outbox.tell(found.missed, dict(memory.members))
-        self._outbox.tell((*found.missed, *found.know), resumed)
-        for worker in found.others:
-            del self._people[worker]
+        self._outbox.send_all(found.uninformed, dict(state.members))
+        self._outbox.send_all((*found.uninformed, *found.informed), resumed)
+        for worker in found.superseded:
+            del self._members[worker]
             self._outbox.fence(worker, "the others went on without it")
         for worker in self._newcomers:
             self._welcome(worker)
-        self._tell_members("resume")
+        self._publish_members("resume")
         text = "did not come back to the coordinator"
-        missing = [w for w in epoch.order if w not in {*found.know, *found.missed}]
-        self._left |= found.finished.keys()
-        for worker in self._left.intersection(missing):
+        present = {*found.informed, *found.uninformed}
+        missing = [worker for worker in epoch.order if worker not in present]
+        self._finished |= found.finished.keys()
+        for worker in self._finished.intersection(missing):
             epoch.remove(worker, FINISHED, found.finished.get(worker))
             missing.remove(worker)
-        for worker, why in list(self._outbox.out.items()):
+        for worker, why in list(self._outbox.fenced.items()):
             if worker not in epoch.order:
                 self._end_group(worker, why)
         if missing:
-            self._lose({w: self._outbox.out.get(w, text) for w in missing}, now)
+            self._lose({w: self._outbox.fenced.get(w, text) for w in missing}, now)
         self._announce()

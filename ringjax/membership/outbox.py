@@ -1,7 +1,6 @@
-"""What a coordinator has to send and to tell, and who is never to be let in again.
+"""Outbox: messages that wait to be sent, and the workers that may never come back.
 
-Messages wait here until somebody takes them: membership.py decides, coordinator.py
-sends.
+membership.py decides what to send, coordinator.py sends it.
 """
 
 from __future__ import annotations
@@ -10,54 +9,52 @@ from collections.abc import Iterable
 from typing import Any
 
 OutgoingMessage = tuple[int, dict[str, Any], bool]  # worker, message, last
-LauncherEvent = tuple[Any, ...]  # for the launcher, see `Coordinator.events`
+LauncherEvent = tuple[Any, ...]  # see `Coordinator.events`
 
 
 class Outbox:
-    """Outgoing messages, in order.
+    """Collects messages for workers and events for the launcher, in order.
 
     Attributes:
-        out: workers that are lost for good -> why.
-        dismissed: workers that were sent away in good order.
+        fenced: workers that are lost for good, and why.
+        dismissed: workers that have left in good order.
 
     Example:
         >>> outbox = Outbox()
         >>> outbox.fence(3, "it died")
-        >>> outbox.take()
+        >>> outbox.drain()
         ([(3, {'type': 'fenced', 'text': 'it died'}, True)], [])
     """
 
     def __init__(self) -> None:
-        self.out: dict[int, str] = {}
+        self.fenced: dict[int, str] = {}
         self.dismissed: set[int] = set()
-        self._mail: list[OutgoingMessage] = []
-        self._news: list[LauncherEvent] = []
+        self._messages: list[OutgoingMessage] = []
+        self._events: list[LauncherEvent] = []
 
-    def take(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
-        """What is to be sent, and what the launcher is to be told."""
-        found = self._mail, self._news
-        self._mail, self._news = [], []
+    def drain(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
+        """Removes and returns all messages and all events."""
+        found = self._messages, self._events
+        self._messages, self._events = [], []
         return found
 
     def send(self, worker: int, message: dict[str, Any], *, last: bool = False) -> None:
-        """To one worker."""
-        self._mail.append((worker, message, last))
+        self._messages.append((worker, message, last))
 
-    def tell(self, workers: Iterable[int], message: dict[str, Any]) -> None:
-        """To several workers the same."""
-        self._mail += [(worker, message, False) for worker in workers]
+    def send_all(self, workers: Iterable[int], message: dict[str, Any]) -> None:
+        self._messages += [(worker, message, False) for worker in workers]
 
-    def report(self, *news: Any) -> None:
-        """To the launcher."""
-        self._news.append(news)
+    def publish(self, *event: Any) -> None:
+        """Adds an event for the launcher."""
+        self._events.append(event)
 
     def fence(self, worker: int, why: str) -> None:
-        """It is lost for good, and must not go on."""
-        self.out[worker] = why
+        """Excludes a worker for good. Its process must not go on."""
+        self.fenced[worker] = why
         self.send(worker, {"type": "fenced", "text": why}, last=True)
 
     def dismiss(self, worker: int, text: str) -> None:
-        """It is not needed any more."""
+        """Sends a worker away in good order, because the job does not need it."""
         self.dismissed.add(worker)
-        self.report("dismissed", worker, text)
+        self.publish("dismissed", worker, text)
         self.send(worker, {"type": "dismissed", "text": text}, last=True)

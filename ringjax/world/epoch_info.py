@@ -129,8 +129,10 @@ def transitions(
     ranks = list(before.get(number & ~EAGER_LANE, ()))
     for members in directives:
         after = _ranks_in(members, number & ~EAGER_LANE)
-        moved = [_at(members.ranks, rank) for rank in ranks]
-        finished, repeats = members.verdicts.get(number, (0, members.kind != "restart"))
+        moved = [_at(members.new_ranks, rank) for rank in ranks]
+        finished, repeats = members.decisions.get(
+            number, (0, members.kind != "restart")
+        )
         found.append(
             Transition(
                 finished=finished,

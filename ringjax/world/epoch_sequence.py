@@ -381,8 +381,8 @@ class EpochSequence:
         collective_ids = 0, EAGER_LANE, REPLICA_SET
         finished = sum(map(self._epoch.completed_calls, collective_ids))
         if following is not None:
-            verdicts = [following.verdicts.get(n, (0, True)) for n in collective_ids]
-            finished += sum(calls for calls, _ in verdicts)
+            decisions = [following.decisions.get(n, (0, True)) for n in collective_ids]
+            finished += sum(calls for calls, _ in decisions)
         return self.epoch_info.workers if finished else self.contributors
 
 

@@ -133,7 +133,7 @@ class World(EpochSequence):
                 # The coordinator of a static job knows nothing of groups.
                 first = replace(first, group=config.group_size)
             check_hellos(first.members)
-            self.group.join(first.mates, first.group)
+            self.group.join(first.group_members, first.group)
         if self.recovery is None:
             self.install(self.link([first], self.client), [first])
             self._open_records()
@@ -149,7 +149,7 @@ class World(EpochSequence):
         rank, size = welcome.rank, welcome.size
         self.rank_info = RankInfo.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
-        self.group.join(welcome.mates, welcome.group)
+        self.group.join(welcome.group_members, welcome.group)
         self.group.replicas = [rank] if self.group.mates else []
         self._registry.update(size, {}, 0, self.group.replicas)
         self.sets = {0: list(range(size))}

@@ -327,7 +327,7 @@ def _members(data: bytes) -> None:
     rules = MembershipConfig(np=3, min_np=1, max_np=4)
     job, now = membership.JobMembership(rules), 0.0
     for worker in range(3):
-        job.hello(worker, "127.0.0.1", {}, None, now)
+        job.on_hello(worker, "127.0.0.1", {}, None, now)
     for _ in range(24):
         now += chance.random()
         epoch = job.epoch.number
@@ -335,10 +335,10 @@ def _members(data: bytes) -> None:
         if what == 0:
             worker = chance.choice((0, 2, 5))
             with _suppress():
-                job.hello(worker, "127.0.0.1", {}, None, now)
+                job.on_hello(worker, "127.0.0.1", {}, None, now)
         elif what == 1:
             report = {"type": "report", "epoch": epoch, "lines": _LINES}
-            job.said(chance.choice((0, 2)), report, now)
+            job.on_message(chance.choice((0, 2)), report, now)
         elif what == 2:
             job.process_ended(chance.choice((0, 2, 7)), "killed", now)
         elif what == 3:
@@ -348,8 +348,8 @@ def _members(data: bytes) -> None:
             if message.get("epoch") == 0:
                 message["epoch"] = epoch
             with _suppress():
-                job.said(1, message, now)
-        job.take()
+                job.on_message(1, message, now)
+        job.drain()
 
 
 def _suppress() -> Any:

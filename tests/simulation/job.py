@@ -125,7 +125,7 @@ class Simulation:
         for _ in range(self.group):
             number = len(self.workers)
             worker = self.workers[number] = Worker(self, number)
-            self.membership.expected(number)
+            self.membership.expect(number)
             self.at(self.delay(), self.connect, worker)
 
     join = launch
@@ -155,7 +155,7 @@ class Simulation:
             self.at(when - self.now, self.hub_closed, connection)
         self.at(self.delay(), self.hub_told, worker.number)
         self.tell_peers(worker.number, 0.0)
-        mates = [self.workers[w] for w in self.rules.mates(worker.number)]
+        mates = [self.workers[w] for w in self.rules.group_of(worker.number)]
         gone = all(mate.state in ("dead", "end") for mate in mates)
         # Once the places of all are free.
         if self.replace and gone and all(m.cause in ("", "fenced") for m in mates):
@@ -210,7 +210,7 @@ class Simulation:
         self.membership, self.present = JobMembership(self.rules, began), {}
         self.tick_at = None
         for number in self.finished:  # the launcher has heard of these
-            self.membership.finished(number, self.now)
+            self.membership.mark_finished(number, self.now)
         for worker in self.workers.values():
             connection = worker.line.connection
             if connection is not None:
@@ -299,17 +299,17 @@ class Simulation:
         number = connection.worker
         if message["type"] == "hello":
             if number in self.present:
-                self.membership.closed(number, "again", self.now)
+                self.membership.on_disconnected(number, "again", self.now)
             self.present[number] = connection
-            self.membership.hello(number, "", {}, message["rejoin"], self.now)
+            self.membership.on_hello(number, "", {}, message["rejoin"], self.now)
         elif self.present.get(number) is connection:
-            self.membership.said(number, message, self.now)
+            self.membership.on_message(number, message, self.now)
         self.deliver()
 
     def hub_closed(self, connection: Connection) -> None:
         if self.present.get(connection.worker) is connection:
             del self.present[connection.worker]
-            self.membership.closed(connection.worker, "closed", self.now)
+            self.membership.on_disconnected(connection.worker, "closed", self.now)
             self.deliver()
 
     def hub_told(self, number: int) -> None:
@@ -325,7 +325,7 @@ class Simulation:
             self.deliver()
 
     def deliver(self) -> None:
-        mail, news = self.membership.take()
+        mail, news = self.membership.drain()
         now = self.now
         for number, message, last in mail:
             connection = self.present.get(number)
@@ -372,8 +372,8 @@ class Simulation:
             raise Violation(f"I4: epoch {epoch} is {known} and {order}")
         finished = {w.number for w in self.workers.values() if w.state == "bye"}
         finished |= {w.number for w in self.workers.values() if w.cause == "finished"}
-        finished |= self.membership._left
-        whole = self.rules.whole({*order, *finished})
+        finished |= self.membership._finished
+        whole = self.rules.complete_groups({*order, *finished})
         if not finished.issuperset(set(order) - set(whole)):
             raise Violation(f"I7: epoch {epoch} has parts of groups: {order}")
 
@@ -399,13 +399,13 @@ class Simulation:
         if text.startswith("every rank has left"):
             # Newcomers do not count then; members only if nobody asked them to leave.
             epoch = self.membership.epoch
-            stayed = set(epoch.order) - self.membership._outbox.out.keys()
+            stayed = set(epoch.order) - self.membership._outbox.fenced.keys()
             asked = [w.number for w in self.workers.values() if w.leaving]
-            stayed.difference_update(*map(self.rules.mates, asked))
+            stayed.difference_update(*map(self.rules.group_of, asked))
             if stayed:
                 raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")
             return
-        if len(self.rules.whole(healthy)) >= self.min_np and not self.crashes:
+        if len(self.rules.complete_groups(healthy)) >= self.min_np and not self.crashes:
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 
     def check(self) -> None:

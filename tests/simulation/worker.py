@@ -167,7 +167,7 @@ class Worker:
         self.world.workers[number].install(build)
 
     def obey_verdict(self, call: Call | None, order: EpochDirective) -> None:
-        finished, repeats = order.verdicts.get(0, (0, order.kind == "repair"))
+        finished, repeats = order.decisions.get(0, (0, order.kind == "repair"))
         if self.world.wrong == "naive" and call is not None:
             finished, repeats = (call.number if self.call_done else 0), True
         if self.state in ("pause", "restart") and order.kind == "repair":

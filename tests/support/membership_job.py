@@ -23,20 +23,20 @@ class Job:
         self.news: list[tuple[Any, ...]] = []
 
     def take(self) -> None:
-        mail, news = self.membership.take()
+        mail, news = self.membership.drain()
         for worker, message, _ in mail:
             self.mail.setdefault(worker, []).append(message)
         self.news += news
 
     def hello(self, *workers: int, rejoin: Any = None, **hello: Any) -> Job:
         for worker in workers:
-            self.membership.hello(worker, "h", hello, rejoin, self.now)
+            self.membership.on_hello(worker, "h", hello, rejoin, self.now)
         self.take()
         return self
 
     def say(self, worker: int, kind: str, **more: Any) -> None:
         message = {"type": kind, "epoch": self.epoch} | more
-        self.membership.said(worker, message, self.now)
+        self.membership.on_message(worker, message, self.now)
         self.take()
 
     def report(self, *workers: int, line: tuple[int, int, bool] = (0, 0, True)) -> None:
@@ -44,7 +44,7 @@ class Job:
             self.say(worker, "report", lines={"0": line})
 
     def lose(self, worker: int, why: str = "EOF") -> None:
-        self.membership.closed(worker, why, self.now)
+        self.membership.on_disconnected(worker, why, self.now)
         self.take()
 
     def wait(self, seconds: float) -> None:

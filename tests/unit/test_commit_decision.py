@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ringjax.membership.commit_decision import CommitReport, all_sets, culprit, decide
+from ringjax.membership.commit_decision import (
+    CommitReport,
+    all_sets,
+    decide,
+    rank_to_give_up,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +23,7 @@ from ringjax.membership.commit_decision import CommitReport, all_sets, culprit, 
     ],
 )
 def test_the_culprit(accusations: list[tuple[int, int]], lost: int | None) -> None:
-    assert culprit(accusations) == lost
+    assert rank_to_give_up(accusations) == lost
 
 
 @pytest.mark.parametrize("restart", [False, True])

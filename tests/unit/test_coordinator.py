@@ -84,8 +84,8 @@ def test_a_loss(town: MakeTown) -> None:
         worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
     members = hear(two, EpochDirective)
     assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
-    assert (members.previous, members.ranks) == ((0, 2), (0, -1, 1))
-    assert members.verdicts == {0: (6, True), 3: (2, False)}
+    assert (members.previous, members.new_ranks) == ((0, 2), (0, -1, 1))
+    assert members.decisions == {0: (6, True), 3: (2, False)}
     assert (members.sets, members.next_set) == ({1: (0, 1)}, 2)
     assert hear(zero, EpochDirective).rank == 0
     assert two.departed_ranks() == {}
@@ -121,7 +121,7 @@ def test_restart_and_suspicion(town: MakeTown) -> None:
         worker.report(0, {0: (3, 4, True)})
     for worker in workers:
         members = hear(worker, EpochDirective)
-        assert (members.kind, members.verdicts) == ("restart", {0: (3, False)})
+        assert (members.kind, members.decisions) == ("restart", {0: (3, False)})
     workers[0].suspect(0, 2, "of the past")
     workers[0].suspect(1, 2, "silent for 5 s")
     for worker in workers[:2]:
@@ -333,7 +333,7 @@ def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
         worker.report(0, {0: (1, 1, True)})
     for worker in workers[:2]:
         members = hear(worker, EpochDirective)  # the accused has reported too late
-        assert (members.epoch, members.verdicts) == (1, {0: (1, True)})
+        assert (members.epoch, members.decisions) == (1, {0: (1, True)})
     assert hear(workers[0], ResizePending).joining == 1
     for worker in workers[:2]:
         worker.pause(1, 1)

@@ -21,7 +21,7 @@ def members(
     rank: int = 0,
     kind: str = "repair",
     sets: dict[int, tuple[int, ...]] | None = None,
-    verdicts: dict[int, tuple[int, bool]] | None = None,
+    decisions: dict[int, tuple[int, bool]] | None = None,
     lost: dict[int, str] | None = None,
 ) -> EpochDirective:
     return EpochDirective(
@@ -30,7 +30,7 @@ def members(
         members=tuple(Member(r, "", {}, 10 + r) for r in range(len(previous))),
         rank=rank,
         previous=tuple(previous),
-        verdicts=verdicts or {},
+        decisions=decisions or {},
         sets=sets or {},
         next_set=0,
         lost=lost or {},
@@ -54,7 +54,7 @@ def test_numbers_are_those_of_the_sets_with_this_rank() -> None:
 
 def test_a_step_maps_the_ranks_of_a_set() -> None:
     lost = {1: "died"}
-    told = members(1, [0, 2, 3], sets={1: (1, 2)}, verdicts={1: (7, False)}, lost=lost)
+    told = members(1, [0, 2, 3], sets={1: (1, 2)}, decisions={1: (7, False)}, lost=lost)
     before = {0: [0, 1, 2, 3], 1: [1, 2, 3]}
     assert transitions(1, before, [told]) == [
         Transition(7, False, (-1, 0, 1), "rank 1 died")

@@ -103,7 +103,7 @@ def test_a_rank_may_end_when_nobody_waits(town: MakeTown) -> None:
     one.leave()
     one.close()
     here.coordinator.process_ended(1, "ended without an error")
-    until(lambda: not here.coordinator._membership._ending)
+    until(lambda: not here.coordinator._membership._exited)
     zero.leave()
     assert [event[0] for event in here.events if event[0] == "stop"] == []
 

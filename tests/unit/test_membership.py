@@ -30,7 +30,7 @@ def test_fewer_may_start_when_time_is_up() -> None:
 
 def test_too_few_cannot_start() -> None:
     job = Job(5, 3)
-    job.membership.expected(9)
+    job.membership.expect(9)
     job.hello(3, 1)
     job.wait(121)
     text = "2 of at least 3 ranks came within 120 s (not yet here: worker 9)"
@@ -72,7 +72,9 @@ def test_a_loss_while_an_epoch_forms() -> None:
     revoke = job.last(1, "revoke")
     assert revoke["lost"] == {"0": "lost its connection to the coordinator (EOF)"}
     assert (revoke["epoch"], revoke["restart"]) == (1, False)
-    job.membership.said(1, {"type": "report", "epoch": 0}, job.now)  # about the past
+    job.membership.on_message(
+        1, {"type": "report", "epoch": 0}, job.now
+    )  # about the past
     job.report(1, 2)
     assert (job.epoch, job.last(2)["previous"]) == (2, [1, 2])
 
@@ -353,7 +355,7 @@ def test_a_fenced_worker_stays_out() -> None:
 def test_nonsense_is_refused_and_changes_nothing(message: dict[str, Any]) -> None:
     job = started(3)
     with pytest.raises(ValueError, match="sent no report|suspects rank"):
-        job.membership.said(1, message, job.now)
+        job.membership.on_message(1, message, job.now)
     job.take()
     assert (job.membership.phase, job.epoch) == ("run", 0)
 

@@ -23,7 +23,7 @@ def started(np: int = 4, min_np: int = 2, max_np: int = 0) -> Job:
 def end(job: Job, worker: int, why: str = "was killed") -> None:
     """Its process ends, and so does its connection."""
     job.membership.process_ended(worker, why, job.now)
-    job.membership.closed(worker, "EOF", job.now)
+    job.membership.on_disconnected(worker, "EOF", job.now)
     job.take()
 
 
@@ -151,7 +151,7 @@ def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
 def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> None:
     members = started().last(0, "members")
     job = Job(4, 2, resume=True, **PAIRS)
-    job.membership.finished(2, job.now)
+    job.membership.mark_finished(2, job.now)
     memory = {"term": 0, "epoch": 0, "members": members, "finished": {}}
     for worker in (0, 1, 3):
         job.hello(worker, rejoin=memory)
@@ -162,9 +162,9 @@ def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> Non
 def test_a_welcome_says_who_the_others_are() -> None:
     mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
     message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}
-    order = directives.read({**message, "mates": mates}, 7)
+    order = directives.parse({**message, "mates": mates}, 7)
     assert isinstance(order, directives.Welcome)
-    assert [(m.rank, m.seen) for m in order.mates] == [(4, "h"), (5, "g")]
+    assert [(m.rank, m.seen) for m in order.group_members] == [(4, "h"), (5, "g")]
 
 
 def test_groups_of_three() -> None:
@@ -177,12 +177,12 @@ def test_groups_of_three() -> None:
             0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3
         )
         group = groups.Group(3)
-        group.join(members.mates, members.group)
+        group.join(members.group_members, members.group)
         assert group.update(workers, worker) == group.replicas == found[rank]
         assert group.mates == (everybody[:3] if rank < 3 else everybody[3:])
 
 
 def test_whole_groups() -> None:
     rules = assembly.MembershipConfig(6, 2, 6, group=3)
-    assert list(rules.mates(4)) == [3, 4, 5]
-    assert rules.whole([0, 1, 3, 4, 5, 8]) == [3, 4, 5]
+    assert list(rules.group_of(4)) == [3, 4, 5]
+    assert rules.complete_groups([0, 1, 3, 4, 5, 8]) == [3, 4, 5]
