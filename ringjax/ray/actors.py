@@ -1,96 +1,79 @@
-"""Actors of Ray: where they are put, how they are started, what Ray says of them.
-
-What becomes of a worker is told to an `EngineJob`, which knows the job.
-"""
+"""Starts and ends actors of Ray, and reports what became of them to an `EngineJob`."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
 
+from ringjax.ray.ray_types import ActorHandle, ObjectRef, SchedulingStrategy
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.run.engine_job import EngineJob
 
-# Seconds between two polls of the ringjax job, whose news do not come through Ray.
+# Seconds between two polls of the `EngineJob`. Its events come through sockets, so
+# `ray.wait` does not return when one arrives.
 POLL_INTERVAL = 0.1
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _Worker = ray.remote(BaseHorovodWorker)
 
 
 def no_callback() -> None:
-    """What is done between two looks, if nobody wants anything."""
+    """Does nothing; the default of the argument `on_poll` of jobs."""
 
 
-def start_actor(resources: Mapping[str, float], strategy: Any = "DEFAULT") -> Any:
-    """A new actor, which Ray starts as soon as there is room.
+def start_actor(
+    resources: Mapping[str, float], strategy: SchedulingStrategy = "DEFAULT"
+) -> ActorHandle:
+    """Returns a new actor, which Ray starts as soon as the cluster has room.
 
     Args:
-        resources: what it needs, as in Ray's `ScalingConfig.resources_per_worker`.
+        resources: the resources of the actor, as in Ray's
+            `ScalingConfig.resources_per_worker`.
         strategy: Ray's scheduling strategy.
     """
-    others = {k: v for k, v in resources.items() if k not in ("CPU", "GPU")}
+    custom = {k: v for k, v in resources.items() if k not in ("CPU", "GPU")}
     return _Worker.options(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
-        resources=others,
-        max_restarts=0,  # a worker that starts again has another number
+        resources=custom,
+        max_restarts=0,  # a worker that starts again must have a new number
         scheduling_strategy=strategy,
     ).remote()
 
 
-def kill_actors(handles: Sequence[Any]) -> None:
-    """Kills actors; it is no matter whether they live."""
+def kill_actors(handles: Sequence[ActorHandle]) -> None:
+    """Kills actors, some of which may be dead already."""
     for handle in handles:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(handle, no_restart=True)
 
 
-def create_group(
-    bundle: Mapping[str, float], count: int, strategy: str, timeout: float
-) -> PlacementGroup:
-    """A placement group of `count` equal bundles, with room for all of them.
+def count_free_slots(resources: Mapping[str, float]) -> int:
+    """Returns how many actors with these resources fit into the cluster at most.
 
-    Raises:
-        TimeoutError: there is not enough room; it says what is missing.
+    Ray may fit less, because the free resources may be on different nodes.
     """
-    group = placement_group([dict(bundle)] * count, strategy=strategy)
-    if not group.wait(timeout):
-        remove_placement_group(group)
-        what = f"the placement group {strategy} of {count} x {format_resources(bundle)}"
-        raise TimeoutError(
-            f"no room for {what} {describe_shortage(bundle, count, timeout)}"
-        )
-    return group
-
-
-def count_free_slots(needs: Mapping[str, float]) -> int:
-    """For how many of these resources there is room in the cluster, at most."""
     free = ray.available_resources()
-    return int(min((free.get(k, 0) // v for k, v in needs.items() if v), default=1))
+    slots = (free.get(k, 0) // v for k, v in resources.items() if v)
+    return int(min(slots, default=1))
 
 
-def describe_shortage(needs: Mapping[str, float], count: int, seconds: float) -> str:
-    """Why `count` times these resources were not to be had; ends a sentence."""
+def describe_shortage(
+    resources: Mapping[str, float], count: int, seconds: float
+) -> str:
+    """Explains why `count` times these resources were not free; ends a sentence."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    able = sum(all(has.get(k, 0) >= v for k, v in needs.items()) for has in nodes)
+    able = sum(all(has.get(k, 0) >= v for k, v in resources.items()) for has in nodes)
     total, free = (
-        {k: found.get(k, 0) for k in needs}
+        {k: found.get(k, 0) for k in resources}
         for found in (ray.cluster_resources(), ray.available_resources())
     )
+    needed = {k: v * count for k, v in resources.items()}
     missing = [
-        format_resources(
-            {k: v * count - has[k] for k, v in needs.items() if v * count > has[k]}
-        )
+        format_resources({k: v - has[k] for k, v in needed.items() if v > has[k]})
         for has in (total, free)
     ]
     return (
@@ -102,26 +85,25 @@ def describe_shortage(needs: Mapping[str, float], count: int, seconds: float) ->
 
 
 def format_resources(resources: Mapping[str, float]) -> str:
-    """Resources in words."""
+    """Formats resources for messages, as in ``CPU: 2, GPU: 1``."""
     return ", ".join(f"{k}: {v:g}" for k, v in sorted(resources.items()))
 
 
-def settle_call(job: EngineJob, number: int, ref: Any) -> None:
-    """Tells the job what became of a worker's call."""
+def record_outcome(job: EngineJob, number: int, ref: ObjectRef) -> None:
+    """Reports the outcome of a worker's finished call to the job."""
     try:
         job.finished(number, ray.get(ref))
-    except RayTaskError as error:  # its function has raised
+    except RayTaskError as error:  # the worker's function has raised an error
         job.lost(number, _COLOURS.sub("", str(error)))
-    except RayError as error:  # the actor or its node is gone
-        job.lost(
-            number,
-            describe_loss(error),
-            certain=type(error).__name__ == "ActorDiedError",
-        )
+    except RayError as error:  # the actor or its node is lost
+        # Only ActorDiedError proves that the process has ended. With other errors the
+        # node may be unreachable, and the worker may still train.
+        certain = type(error).__name__ == "ActorDiedError"
+        job.lost(number, describe_loss(error), certain=certain)
 
 
 def describe_loss(error: RayError) -> str:
-    """What Ray knows of a lost actor, in a line; it says much that is general."""
+    """Shortens Ray's error about a lost actor to a line without general advice."""
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
-    about = text.rpartition("Worker exit detail: ")[2] or text
-    return f"its process or node is gone ({type(error).__name__}: {about[:300]})"
+    detail = text.rpartition("Worker exit detail: ")[2] or text
+    return f"its process or node is gone ({type(error).__name__}: {detail[:300]})"

@@ -1,9 +1,16 @@
-"""What the two kinds of `RayExecutor`, static and elastic, have in common."""
+"""Adapter: the part of a `RayExecutor` that starts workers, for static or elastic jobs.
+
+Horovod's module path; the module also reads Horovod's settings.
+"""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
 
 _DEFAULTS = {
     "timeout_s": 30,
@@ -14,26 +21,25 @@ _DEFAULTS = {
 }
 
 
-def get_setting(settings: Any, name: str) -> Any:
-    """One of the settings, which may be of a class that does not know all."""
+def get_setting(settings: object, name: str) -> Any:
+    """Returns an attribute of the settings, or its default if their class lacks it."""
     return getattr(settings, name, _DEFAULTS[name])
 
 
-def settings_environment(settings: Any) -> dict[str, str]:
-    """Settings as variables of ringjax."""
+def settings_environment(settings: object) -> dict[str, str]:
+    """Returns the variables of ringjax that carry Horovod's settings to workers."""
     found = {"RINGJAX_START_TIMEOUT": f"{get_setting(settings, 'timeout_s'):g}"}
-    if get_setting(settings, "nics"):
-        nics = ",".join(sorted(get_setting(settings, "nics")))
-        found["RINGJAX_NETWORK_INTERFACES"] = nics
+    if nics := get_setting(settings, "nics"):
+        found["RINGJAX_NETWORK_INTERFACES"] = ",".join(sorted(nics))
     return found
 
 
 @dataclass
 class BaseParams:
-    """What a worker needs.
+    """The resources of a worker.
 
     Raises:
-        ValueError: GPUs are counted but not used.
+        ValueError: `gpus_per_worker` is set without `use_gpu`, or is not positive.
     """
 
     cpus_per_worker: float = 1
@@ -48,23 +54,54 @@ class BaseParams:
             raise ValueError(f"gpus_per_worker={gpus}: expected more than 0")
 
     def resources(self) -> dict[str, float]:
-        """The same in Ray's words."""
+        """Returns the resources in the form of Ray."""
         found = {"CPU": float(self.cpus_per_worker)}
         gpus = float(self.gpus_per_worker or 1)
         return found | ({"GPU": gpus} if self.use_gpu else {})
 
 
-class Adapter:
-    """Does the work of a `RayExecutor`: in the driver, or as an actor for a client.
+class Executable(NamedTuple):
+    """The class of the object that each worker makes, and its arguments."""
+
+    cls: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class Adapter(abc.ABC):
+    """Starts and ends the workers of a `RayExecutor`.
+
+    An adapter lives in the driver. For a client of a cluster it is an actor there.
 
     Args:
-        settings: of `create_settings`.
-        params: of the kind of job.
+        settings: the result of `RayExecutor.create_settings`.
+        params: the parameters of the job, of the class that belongs to the adapter.
+
+    Attributes:
+        workers: the actors that stay between two calls.
     """
 
-    def __init__(self, settings: Any, params: Any) -> None:
+    def __init__(self, settings: object, params: Any) -> None:
         self.settings, self.params = settings, params
-        self.workers: list[Any] = []
+        self.workers: list[ActorHandle] = []
 
-    def shutdown(self) -> None:
-        """Ends what was started."""
+    @abc.abstractmethod
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        """Starts the workers with these variables; each makes its executable."""
+
+    @abc.abstractmethod
+    def execute(
+        self, fn: Task, queue: RayQueue, on_poll: Callable[[], None]
+    ) -> list[Result]:
+        """Calls `fn(executable)` on all workers, and returns the results by rank."""
+
+    @abc.abstractmethod
+    def run_remote(self, fn: Task) -> list[ObjectRef]:
+        """Calls `fn(executable)` on all workers, and returns references at once."""
+
+    @abc.abstractmethod
+    def execute_single(self, fn: Task) -> Result:
+        """Calls `fn(executable)` on rank 0, and returns the result."""
+
+    def shutdown(self) -> None:  # noqa: B027  (not all adapters keep workers)
+        """Ends the workers that stay between two calls."""

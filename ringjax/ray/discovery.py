@@ -1,4 +1,4 @@
-"""Which hosts an elastic job may use, if it is not left to Ray: Horovod's classes."""
+"""Horovod's classes that decide which hosts an elastic job may use."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import abc
 import random
 import time
 from collections.abc import Mapping
-from typing import Any
 
-DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # between two questions to a discovery
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # between two calls of a discovery
 
 
 class HostDiscovery(abc.ABC):
-    """What you derive a discovery of your own from; Horovod's class."""
+    """Base class of discoveries; Horovod's class."""
 
     @abc.abstractmethod
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
-        """Host, as in Ray's resource `node:<host>`, -> how many workers it may have."""
+        """Returns the number of workers that may start on each host.
+
+        A host has the name that it has in Ray's resource `node:<host>`.
+        """
 
 
 class RayHostDiscovery(HostDiscovery):
-    """The nodes that have room for a whole worker, counted in workers.
+    """Finds the nodes whose resources are enough for a worker.
 
     Args:
         use_gpu: whether a worker needs a GPU.
-        cpus_per_slot, gpus_per_slot: what it needs.
+        cpus_per_slot, gpus_per_slot: the resources of a worker.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class RayHostDiscovery(HostDiscovery):
         self._needs = {"CPU": cpus_per_slot, "GPU": use_gpu and (gpus_per_slot or 1)}
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
-        """Address of each living node -> workers that fit into all it has."""
+        """Returns the number of workers that fit into the resources of each live node.
+
+        The resources are all that a node has, not only the free ones.
+        """
         import ray
 
         found: dict[str, int] = {}
@@ -52,16 +57,16 @@ class RayHostDiscovery(HostDiscovery):
 
 
 class TestDiscovery(RayHostDiscovery):
-    """For trials: conceals nodes, another one every so many seconds.
+    """Hides some nodes, and changes the hidden nodes at intervals; for experiments.
 
     Args:
-        min_hosts, max_hosts: how many it lets be seen.
+        min_hosts, max_hosts: the smallest and the greatest number of visible nodes.
         change_frequency_s: seconds between two changes.
-        use_gpu, cpus_per_slot, gpus_per_slot: what a worker needs.
-        verbose, _graceful: without effect.
+        use_gpu, cpus_per_slot, gpus_per_slot: the resources of a worker.
+        verbose, _graceful: accepted and ignored.
     """
 
-    __test__ = False  # in words of pytest
+    __test__ = False  # pytest must not collect this class
 
     def __init__(
         self,
@@ -71,27 +76,28 @@ class TestDiscovery(RayHostDiscovery):
         use_gpu: bool = False,
         cpus_per_slot: float = 1,
         gpus_per_slot: float | None = 1,
-        verbose: Any = True,
+        verbose: object = True,
         _graceful: bool = True,
     ) -> None:
         super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
         self._limits, self._pause = (min_hosts, max_hosts), change_frequency_s
         self._last = time.monotonic()
-        self._concealed: set[str] = set()
+        self._hidden: set[str] = set()
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
-        """As its base class, without the nodes that are concealed now."""
+        """Returns the visible nodes, like the base class."""
         hosts = super().find_available_hosts_and_slots()
         if time.monotonic() - self._last >= self._pause:
             self._last = time.monotonic()
             self._change(set(hosts))
-        return {k: v for k, v in hosts.items() if k not in self._concealed}
+        return {k: v for k, v in hosts.items() if k not in self._hidden}
 
     def _change(self, hosts: set[str]) -> None:
-        self._concealed &= hosts
-        seen = hosts - self._concealed
-        least, most = self._limits
-        shows = len(seen) <= least or (len(seen) < most and random.random() < 0.5)
-        some = self._concealed if shows else seen
-        if some:
-            self._concealed ^= {random.choice(sorted(some))}
+        self._hidden &= hosts
+        visible = hosts - self._hidden
+        fewest, most = self._limits
+        few = len(visible) <= fewest
+        shows_one = few or (len(visible) < most and random.random() < 0.5)
+        candidates = self._hidden if shows_one else visible
+        if candidates:
+            self._hidden ^= {random.choice(sorted(candidates))}

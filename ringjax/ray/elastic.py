@@ -1,4 +1,4 @@
-"""Horovod's `ElasticRayExecutor`: a function in an elastic job on a cluster of Ray."""
+"""ElasticRayExecutor: runs a function in an elastic job on a cluster of Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from ringjax.ray.adapter import get_setting
 from ringjax.ray.discovery import RayHostDiscovery, TestDiscovery
-from ringjax.ray.runner import MiniSettings, RayExecutor
+from ringjax.ray.executor import MiniSettings, RayExecutor
+from ringjax.ray.ray_types import Callbacks, Result
 
 __all__ = ["ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"]
 
@@ -26,11 +27,11 @@ class ElasticRayExecutor:
     """Runs a function in an elastic job; Horovod's class, with its arguments.
 
     Args:
-        settings: from `create_settings`.
-        use_gpu, cpus_per_slot, gpus_per_slot: what a worker needs.
+        settings: the result of `create_settings`.
+        use_gpu, cpus_per_slot, gpus_per_slot: the resources of a worker.
         env_vars: variables for the workers.
-        override_discovery: whether Ray says where there is room; otherwise the
-            settings' `discovery` does.
+        override_discovery: whether Ray decides where workers start; otherwise the
+            `discovery` of the settings does.
 
     Example:
         >>> settings = ElasticRayExecutor.create_settings(min_num_proc=2)
@@ -53,9 +54,10 @@ class ElasticRayExecutor:
         cooldown_range: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> MiniSettings:
-        """The settings; `min_np` and `max_np` are older names.
+        """Returns the settings of a job.
 
-        Others are kept as they are, and have no effect.
+        `min_np` and `max_np` are former names of `min_num_proc` and `max_num_proc`.
+        Further settings become attributes without an effect.
         """
         settings = _Settings(
             nics=nics,
@@ -95,22 +97,25 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Connects with Ray. Workers are started by `run`."""
+        """Connects to Ray; `run` starts the workers."""
         self._executor.start(extra_env_vars=self.env_vars)
 
     def run(
         self,
         worker_fn: Callable[[], Any],
-        callbacks: Sequence[Callable[[Any], None]] | None = None,
-    ) -> list[Any]:
-        """Calls the function on all workers; the results of those at the end, by rank.
+        callbacks: Callbacks | None = None,
+    ) -> list[Result]:
+        """Calls the function on all workers.
 
         Args:
-            worker_fn: uses `ringjax.elastic.run`.
-            callbacks: get what ranks give to `ray_logger.log`.
+            worker_fn: a function that uses `ringjax.elastic.run`.
+            callbacks: functions that get the messages of `ray_logger.log`.
+
+        Returns:
+            The results of the members at the end of the job, by rank.
 
         Raises:
             LaunchError: the job has failed.
-            TimeoutError: the cluster has no room for the least number of workers.
+            TimeoutError: the cluster has no room for the smallest number of workers.
         """
         return self._executor.run(worker_fn, callbacks=callbacks)

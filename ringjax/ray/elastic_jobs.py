@@ -1,4 +1,4 @@
-"""An elastic job of actors: those that are lost are replaced while it runs."""
+"""ElasticJob: an elastic job of actors, which replaces lost actors while it runs."""
 
 from __future__ import annotations
 
@@ -7,183 +7,198 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from ringjax.ray import actors, discovery
+from ringjax.ray import actors
 from ringjax.ray.actors import POLL_INTERVAL, no_callback
+from ringjax.ray.discovery import DISCOVER_HOSTS_FREQUENCY_SECS, HostDiscovery
+from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
 from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
-_SOON = 3.0  # a worker that failed after less than these seconds has failed soon
-_TOGETHER = 10.0  # seconds between those that find room at the beginning
-_FENCED = 5.0  # seconds for a worker that was declared lost to end by itself
+# A worker that fails within these seconds as a member has failed early: its successor
+# would probably fail, too.
+_EARLY = 3.0
+# Seconds to wait for more actors when the smallest number has started.
+_GATHER_TIME = 10.0
+# Seconds for a worker that the coordinator has declared lost to end by itself.
+_FENCED_TIMEOUT = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class _Actor:
-    """One actor of an elastic job.
+    """An actor of an elastic job.
 
     Attributes:
-        handle: Ray's.
-        pending: what is asked of it: its place, and then the function's result.
-        host: where it was told to be; "": anywhere.
-        node: where it is; "": it has not started.
-        number: its worker's, once it has a ticket.
-        limit: when it should have ended; 0: it may go on.
+        handle: Ray's handle of the actor.
+        pending: the reference to its pending call: first `host_and_gpus`, then the
+            function of the job.
+        host: the host on which it must start; "": any host.
+        node: the node on which it has started; "": it has not started.
+        number: the number of its worker; -1: it has no ticket yet.
+        deadline: the time at which it is killed; 0: none.
     """
 
-    handle: Any
-    pending: Any
+    handle: ActorHandle
+    pending: ObjectRef
     host: str
     node: str = ""
     number: int = -1
-    limit: float = 0.0
+    deadline: float = 0.0
 
 
 @dataclass(eq=False)
 class ElasticJob:
-    """An elastic job of actors, which are replaced while it runs.
+    """An elastic job of actors.
 
     Args:
-        fn: called as `fn(None)` in each.
-        needs: resources of an actor.
-        sizes: least and most workers.
-        env: variables for all.
+        fn: the function; each actor calls `fn(None)`.
+        resources: the resources of an actor.
+        sizes: the smallest and the greatest number of workers.
+        env: variables for all workers.
+        start_timeout: seconds for the smallest number of actors to start.
         strategy: Ray's scheduling strategy.
-        start_timeout: seconds for the least number of actors to be started.
         reset_limit: how often the members may change; None: without limit.
-        cooldown: least and longest seconds without a new actor, after several in a row
-            have failed soon after their start; 1 and 30 by default.
-        hosts: says how many may be where; None: Ray knows.
-        queue: where `ray_logger.log` puts what it is given.
-        each: called some times a second.
+        cooldown: the shortest and the longest pause, in seconds, before a new actor
+            starts, after several actors in a row have failed early; 1 and 30 by
+            default.
+        discovery: decides how many actors start on which hosts; None: Ray decides.
+        queue: the queue into which `ray_logger.log` of the workers puts messages.
+        on_poll: a function that is called some times a second.
     """
 
-    fn: Callable[[Any], Any]
-    needs: Mapping[str, float]
+    fn: Task
+    resources: Mapping[str, float]
     sizes: tuple[int, int]
     env: Mapping[str, str]
     start_timeout: float
     strategy: str = "DEFAULT"
     reset_limit: int | None = None
     cooldown: Sequence[float] | None = None
-    hosts: discovery.HostDiscovery | None = None
-    queue: Any = None
-    each: Callable[[], None] = no_callback
+    discovery: HostDiscovery | None = None
+    queue: RayQueue = None
+    on_poll: Callable[[], None] = no_callback
 
     def __post_init__(self) -> None:
-        self._task = ray.put(self.fn)
-        self._least, self._most = self.sizes
-        self._offered = {"": self._most} if self.hosts is None else {}
-        self._ask_again = 0.0
+        self._task = ray.put(self.fn)  # sent to the cluster once, not for each actor
+        self._min_size, self._max_size = self.sizes
+        self._offered = {"": self._max_size} if self.discovery is None else {}
+        self._next_discovery = 0.0
         self._actors: list[_Actor] = []
         self._numbers = 0
-        self._failures = 0  # in a row, each soon after the start
-        self._not_before = 0.0
-        self._last_words = ""  # of an actor that did not start
+        self._early_failures = 0  # in a row
+        self._pause_until = 0.0
+        self._start_failure = ""  # why the last actor that failed to start did so
 
-    def run(self) -> list[Any]:
-        """Until the job is over; the results, by rank.
+    def run(self) -> list[Result]:
+        """Runs the job until its end, and returns the results by rank.
 
         Raises:
-            LaunchError: it has failed.
-            TimeoutError: there was no room for the least number of workers.
+            LaunchError: the job has failed.
+            TimeoutError: the cluster has no room for the smallest number of workers.
         """
         try:
-            with self._begin() as job:
+            with self._start_job() as job:
                 while not job.over:
-                    self._turn(job)
+                    self._poll(job)
                 return job.results()
         finally:
             actors.kill_actors([actor.handle for actor in self._actors])
 
-    def _begin(self) -> EngineJob:
-        """The job of those that can be started now; the rest stays asked for."""
-        begin, enough = time.monotonic(), 0.0
-        room = actors.count_free_slots(self.needs)
+    def _start_job(self) -> EngineJob:
+        """Starts the job with the actors that have started.
+
+        Further actors, which Ray has not started, remain requested and join later.
+        """
+        begin, enough_since = time.monotonic(), 0.0
+        room = actors.count_free_slots(self.resources)
         while True:
-            self._ask()
-            for actor in self._heard_of():
-                self._started(actor)
-            there = [actor for actor in self._actors if actor.node]
+            self._request_actors()
+            for actor in self._wait_for_replies():
+                self._record_start(actor)
+            started = [actor for actor in self._actors if actor.node]
             now = time.monotonic()
-            if len(there) >= self._least:
-                # The others come at about the same time, if there is room for them.
-                enough = enough or now
-                all_there = len(there) >= min(room, len(self._actors))
-                if all_there or now > enough + _TOGETHER:
+            if len(started) >= self._min_size:
+                # Actors that find room start at about the same time. A short wait for
+                # them saves the job a change of its members right at the beginning.
+                enough_since = enough_since or now
+                complete = len(started) >= min(room, len(self._actors))
+                if complete or now > enough_since + _GATHER_TIME:
                     break
             elif now > begin + self.start_timeout:
                 raise TimeoutError(
-                    f"{len(there)} of at least {self._least} workers of "
-                    f"{actors.format_resources(self.needs)} have started "
+                    f"{len(started)} of at least {self._min_size} workers of "
+                    f"{actors.format_resources(self.resources)} have started "
                     + actors.describe_shortage(
-                        self.needs, self._least - len(there), now - begin
+                        self.resources, self._min_size - len(started), now - begin
                     )
-                    + f"; {self._last_words}" * bool(self._last_words)
+                    + f"; {self._start_failure}" * bool(self._start_failure)
                 )
-        nodes = [actor.node for actor in there]
-        there.sort(key=lambda actor: nodes.index(actor.node))
+        # Sorts by node, so that the ranks of a node follow each other.
+        nodes = [actor.node for actor in started]
+        started.sort(key=lambda actor: nodes.index(actor.node))
         job = EngineJob(
-            len(there),
-            min_size=self._least,
-            max_size=self._most,
+            len(started),
+            min_size=self._min_size,
+            max_size=self._max_size,
             env=self.env,
             note=log.info,
         )
-        for actor, ticket in zip(
-            there, job.tickets([actor.node for actor in there]), strict=True
-        ):
+        tickets = job.tickets([actor.node for actor in started])
+        for actor, ticket in zip(started, tickets, strict=True):
             self._call(actor, ticket)
         return job
 
-    def _ask(self, job: EngineJob | None = None) -> None:
-        """Has an actor in each place that is offered, as far as Ray can, or asks."""
+    def _request_actors(self, job: EngineJob | None = None) -> None:
+        """Requests an actor for each offered slot; removes actors without a slot."""
         now = time.monotonic()
-        if self.hosts is not None and now > self._ask_again:
-            self._ask_again = now + discovery.DISCOVER_HOSTS_FREQUENCY_SECS
+        if self.discovery is not None and now > self._next_discovery:
+            self._next_discovery = now + DISCOVER_HOSTS_FREQUENCY_SECS
             try:
-                self._offered = dict(self.hosts.find_available_hosts_and_slots())
-            except Exception:  # a user's: may be out of order for a while
+                self._offered = dict(self.discovery.find_available_hosts_and_slots())
+            # The user's code may fail for a while, for example if a server is down.
+            except Exception:
                 log.exception("which hosts there are is not known; those from before")
-        there: Counter[str] = Counter()
+        used: Counter[str] = Counter()
         for actor in list(self._actors):
-            if there[actor.host] < self._offered.get(actor.host, 0):
-                there[actor.host] += 1
+            if used[actor.host] < self._offered.get(actor.host, 0):
+                used[actor.host] += 1
                 continue
             if job is not None and actor.number >= 0:
                 job.lost(actor.number, "its host is not offered any more")
-            self._drop(actor, soon=False)
-        if now < self._not_before:
+            self._remove(actor, early=False)
+        if now < self._pause_until:
             return
         for host, slots in self._offered.items():
-            needs = dict(self.needs) | ({f"node:{host}": 0.001} if host else {})
-            room = min(slots - there[host], self._most - len(self._actors))
-            for _ in range(room):
-                handle = actors.start_actor(needs, self.strategy)
+            # Each node of Ray has 1.0 of a resource `node:<address>`. A request for a
+            # little of it makes Ray start the actor there.
+            here = {f"node:{host}": 0.001} if host else {}
+            free = min(slots - used[host], self._max_size - len(self._actors))
+            for _ in range(free):
+                handle = actors.start_actor({**self.resources, **here}, self.strategy)
                 self._actors.append(_Actor(handle, handle.host_and_gpus.remote(), host))
 
-    def _heard_of(self) -> list[_Actor]:
+    def _wait_for_replies(self) -> list[_Actor]:
+        """Waits for a short time, and returns the actors whose calls have ended."""
         by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
         if not by_ref:
-            time.sleep(
-                POLL_INTERVAL
-            )  # no reference to wait for; the job is polled next
+            time.sleep(POLL_INTERVAL)  # no call is pending; the job is polled next
             return []
         done, _ = ray.wait(list(by_ref), timeout=POLL_INTERVAL)
-        self.each()
+        self.on_poll()
         return [by_ref[ref] for ref in done]
 
-    def _started(self, actor: _Actor) -> None:
+    def _record_start(self, actor: _Actor) -> None:
         try:
             (actor.node, _), actor.pending = ray.get(actor.pending), None
         except RayError as error:
-            self._last_words = f"a worker did not start: {actors.describe_loss(error)}"
-            log.warning("%s", self._last_words)
-            self._drop(actor, soon=True)
+            self._start_failure = (
+                f"a worker did not start: {actors.describe_loss(error)}"
+            )
+            log.warning("%s", self._start_failure)
+            self._remove(actor, early=True)
 
     def _call(self, actor: _Actor, ticket: Mapping[str, str]) -> None:
         actor.number, self._numbers = self._numbers, self._numbers + 1
@@ -192,34 +207,34 @@ class ElasticJob:
             actor.handle.set_queue.remote(self.queue)
         actor.pending = actor.handle.execute.remote(self._task, True)
 
-    def _turn(self, job: EngineJob) -> None:
-        """Takes what Ray and the workers say, and asks for actors that are missing."""
-        heard = self._heard_of()
+    def _poll(self, job: EngineJob) -> None:
+        """Processes events of Ray and of the job, and requests missing actors."""
+        replied = self._wait_for_replies()
         now = time.monotonic()
         fenced = job.poll()
         for actor in list(self._actors):
             if actor.number in fenced:
-                actor.limit = now + _FENCED
-            if actor in heard and actor.number < 0:
-                self._started(actor)
+                actor.deadline = now + _FENCED_TIMEOUT
+            if actor in replied and actor.number < 0:
+                self._record_start(actor)
                 if actor.node:
                     self._call(actor, job.ticket(self._numbers, actor.node))
-            elif actor in heard:
-                actors.settle_call(job, actor.number, actor.pending)
-                self._ended(actor, job)
-            elif actor.limit and now > actor.limit:
+            elif actor in replied:
+                actors.record_outcome(job, actor.number, actor.pending)
+                self._record_end(actor, job)
+            elif actor.deadline and now > actor.deadline:
                 why = job.workers[actor.number].fence_reason
                 job.lost(actor.number, f"declared lost: {why}")
-                self._ended(actor, job)
+                self._record_end(actor, job)
         if self.reset_limit is not None and job.resets > self.reset_limit:
             job.stop(
                 f"the members have changed {job.resets} times; the reset limit is "
                 f"{self.reset_limit}"
             )
         if not job.closing and not job.over:
-            self._ask(job)
+            self._request_actors(job)
 
-    def _ended(self, actor: _Actor, job: EngineJob) -> None:
+    def _record_end(self, actor: _Actor, job: EngineJob) -> None:
         worker = job.workers[actor.number]
         failed = bool(worker.exit_code) and not worker.dismissed
         if failed and not job.over:
@@ -233,14 +248,15 @@ class ElasticJob:
         member_for = (
             worker.end_time - worker.join_time if worker.rank is not None else 0.0
         )
-        self._drop(actor, soon=failed and member_for < _SOON)
+        self._remove(actor, early=failed and member_for < _EARLY)
 
-    def _drop(self, actor: _Actor, *, soon: bool) -> None:
-        """Another one at once the first time, then after more and more seconds."""
+    def _remove(self, actor: _Actor, *, early: bool) -> None:
+        """Kills an actor. After two early failures in a row, delays its successor."""
         actors.kill_actors([actor.handle])
         self._actors.remove(actor)
-        self._failures = self._failures + 1 if soon else 0
-        if self._failures > 1:
-            least, longest = self.cooldown or (1.0, 30.0)
-            pause = min(longest, least * 2.0 ** min(self._failures - 2, 10))
-            self._not_before = time.monotonic() + pause
+        self._early_failures = self._early_failures + 1 if early else 0
+        if self._early_failures > 1:
+            shortest, longest = self.cooldown or (1.0, 30.0)
+            # Without the limit of the exponent, the power would overflow.
+            pause = min(longest, shortest * 2.0 ** min(self._early_failures - 2, 10))
+            self._pause_until = time.monotonic() + pause

@@ -1,21 +1,21 @@
-"""Horovod's place for the elastic half of `RayExecutor`."""
+"""ElasticAdapter: the elastic half of `RayExecutor`. Horovod's module path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ringjax.ray import discovery
 from ringjax.ray.actors import no_callback
-from ringjax.ray.adapter import Adapter, BaseParams, get_setting
+from ringjax.ray.adapter import Adapter, BaseParams, Executable, get_setting
 from ringjax.ray.elastic_jobs import ElasticJob
+from ringjax.ray.ray_types import ObjectRef, RayQueue, Result, Task
 
 _UNBOUNDED = 1 << 20
 
 
 class RayHostDiscovery(discovery.RayHostDiscovery):
-    """As `ringjax.ray.elastic.RayHostDiscovery`, with other names of its arguments."""
+    """`ringjax.ray.elastic.RayHostDiscovery` with other names of its arguments."""
 
     def __init__(
         self,
@@ -28,16 +28,18 @@ class RayHostDiscovery(discovery.RayHostDiscovery):
 
 @dataclass
 class ElasticParams(BaseParams):
-    """Of an elastic job.
+    """The parameters of an elastic job.
 
     Attributes:
-        min_workers, max_workers: least and most; without a most, as the cluster grows.
+        min_workers: the number of workers below which the job waits for new ones.
+        max_workers: the greatest number of workers; None: as many as fit.
         reset_limit: how often the members may change.
-        cooldown_range: least and longest seconds without a new worker, after several
-            in a row have failed soon after their start; 1 and 30 by default.
-        elastic_timeout: seconds for newcomers if too few workers are left.
-        override_discovery: whether Ray says where there is room; otherwise the
-            settings' `discovery` does.
+        cooldown_range: the shortest and the longest pause, in seconds, before a new
+            worker starts, after several workers in a row have failed soon after their
+            start; 1 and 30 by default.
+        elastic_timeout: seconds to wait for new workers if too few are left.
+        override_discovery: whether Ray decides where workers start; otherwise the
+            `discovery` of the settings does.
     """
 
     min_workers: int = 1
@@ -51,46 +53,48 @@ class ElasticParams(BaseParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cooldown_range is not None:
-            least, longest = self.cooldown_range
-            if not 0 < least <= longest:
+            shortest, longest = self.cooldown_range
+            if not 0 < shortest <= longest:
                 raise ValueError(
                     f"cooldown_range={self.cooldown_range}: expected 0 < least <= most"
                 )
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
-        """What does the work."""
+        """The class of the adapter for these parameters."""
         return ElasticAdapter
 
 
 class ElasticAdapter(Adapter):
-    """Starts and ends actors in each `run`; see `RayExecutor`."""
+    """Starts and ends actors within each call of `execute`; see `RayExecutor`."""
 
     params: ElasticParams
 
-    def start(
-        self, executable: Sequence[Any] = (None, (), {}), env: Mapping[str, str] = {}
-    ) -> None:
-        """Only takes note; there is nothing that stays."""
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        """Stores the arguments for `execute`, because no actor stays between calls."""
         self._executable, self._env = executable, dict(env)
 
     def execute(
         self,
-        fn: Callable[[Any], Any],
-        queue: Any = None,
-        each: Callable[[], None] = no_callback,
-    ) -> list[Any]:
-        """Calls `fn(executable)` on all workers; results of those at the end."""
+        fn: Task,
+        queue: RayQueue = None,
+        on_poll: Callable[[], None] = no_callback,
+    ) -> list[Result]:
+        """Calls `fn(executable)` on all workers.
+
+        Returns:
+            The results of the members at the end of the job, by rank.
+        """
         params, settings = self.params, self.settings
         cls, args, kwargs = self._executable
 
-        def task(_: Any) -> Any:
+        def task(_: None) -> Result:
             return fn(cls(*args, **kwargs) if cls is not None else None)
 
         found = get_setting(settings, "discovery")
         if params.override_discovery:
-            ask = params.use_gpu, params.cpus_per_worker, params.gpus_per_worker
-            found = RayHostDiscovery(*ask) if params.max_workers is None else None
+            slot = params.use_gpu, params.cpus_per_worker, params.gpus_per_worker
+            found = RayHostDiscovery(*slot) if params.max_workers is None else None
         timeout = f"{params.elastic_timeout:g}"
         return ElasticJob(
             task,
@@ -100,17 +104,17 @@ class ElasticAdapter(Adapter):
             start_timeout=params.elastic_timeout,
             reset_limit=params.reset_limit,
             cooldown=params.cooldown_range,
-            hosts=found,
+            discovery=found,
             queue=queue,
-            each=each,
+            on_poll=on_poll,
         ).run()
 
-    def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Not in an elastic job."""
+    def run_remote(self, fn: Task) -> list[ObjectRef]:
+        """Refuses, because no actor stays that could run the function."""
         raise NotImplementedError("RayExecutor.run_remote: not in an elastic job; run")
 
-    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Not in an elastic job."""
+    def execute_single(self, fn: Task) -> Result:
+        """Refuses, because no actor stays that could run the function."""
         raise NotImplementedError(
             "RayExecutor.execute_single: not in an elastic job; run"
         )

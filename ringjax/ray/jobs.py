@@ -1,4 +1,4 @@
-"""`ringjax.ray.run`: a function as the ranks of one job, on a cluster of Ray."""
+"""`ringjax.ray.run`: runs a function as the ranks of a job, on a cluster of Ray."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import ray
 from ringjax.ray.actors import no_callback
 from ringjax.ray.elastic_jobs import ElasticJob
 from ringjax.ray.ray_logger import DriverLogger
+from ringjax.ray.ray_types import Callbacks, Result, Task
 from ringjax.ray.static_jobs import StaticJob
 from ringjax.ray.strategy import BaseStrategy
 from ringjax.run.environ import own_settings
 
 
 def is_client() -> bool:
-    """Whether this process is a client (`ray://`) of a cluster, not a part of it."""
+    """Whether this process is a client (`ray://`) of a cluster, and no part of it."""
     return bool(ray.util.client.ray.is_connected())
 
 
 def run(
     fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     num_workers: int | tuple[int, int],
     resources_per_worker: Mapping[str, float] | None = None,
@@ -31,33 +32,35 @@ def run(
     placement_strategy: str = "PACK",
     start_timeout: float = 100.0,
     reset_limit: int | None = None,
-    callbacks: Sequence[Callable[[Any], None]] | None = None,
-) -> list[Any]:
+    callbacks: Callbacks | None = None,
+) -> list[Result]:
     """Runs a function as the ranks of one job, each in an actor of its own.
 
-    With a pair of numbers the job is elastic: it begins with as many actors as there is
-    room for, lost ones are replaced, and more join as the cluster grows, up to the
-    second number. The function should use `ringjax.elastic.run` then.
+    With a pair of numbers the job is elastic. It begins with as many actors as the
+    cluster has room for. Lost actors are replaced, and more actors join as the cluster
+    grows, up to the second number. The function should use `ringjax.elastic.run`.
 
     Args:
-        fn: called in every actor as `fn(*args, **kwargs)`.
-        args, kwargs: its arguments, the same for every rank.
-        num_workers: how many, or the least and the most.
-        resources_per_worker: one CPU, unless it says something else: `{"GPU": 1}`.
-        env: variables for the ranks; this process's RINGJAX_* are handed on anyway.
-        placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray; in an
-            elastic job, which has no placement group, SPREAD or Ray's default.
-        start_timeout: seconds for the cluster to have room.
+        fn: the function; every actor calls `fn(*args, **kwargs)`.
+        args, kwargs: the arguments, the same for every rank.
+        num_workers: the number of ranks, or their smallest and greatest number.
+        resources_per_worker: the resources of an actor, such as `{"GPU": 1}`; None: one
+            CPU.
+        env: variables for the ranks. They also get the RINGJAX_* variables of this
+            process.
+        placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray. An
+            elastic job has no placement group and only distinguishes SPREAD.
+        start_timeout: seconds until the cluster must have room.
         reset_limit: how often the members of an elastic job may change.
-        callbacks: get what ranks give to `ringjax.ray.ray_logger.log`.
+        callbacks: functions that get the messages of `ringjax.ray.ray_logger.log`.
 
     Returns:
-        The results in the order of the ranks; in an elastic job of those that there
-        are at the end.
+        The results of the ranks, in their order; in an elastic job, the results of the
+        members at the end.
 
     Raises:
-        LaunchError: a rank failed; it names the rank, the node and the error.
-        TimeoutError: the cluster has no room; it says for what.
+        LaunchError: a rank has failed; the text names the rank, the node and the error.
+        TimeoutError: the cluster has no room; the text names the missing resources.
         ValueError: an argument cannot be used.
 
     Example:
@@ -66,56 +69,63 @@ def run(
         [2, 2]
     """
     elastic = not isinstance(num_workers, int)
-    least, most = (
-        (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
-    )
-    if not 1 <= least <= most:
+    if isinstance(num_workers, int):
+        min_size = max_size = num_workers
+    else:
+        min_size, max_size = num_workers
+    if not 1 <= min_size <= max_size:
         raise ValueError(f"num_workers={num_workers}: expected 1 <= least <= most")
     if reset_limit is not None and not elastic:
         raise ValueError("reset_limit: only for elastic jobs; give (least, most)")
     if not ray.is_initialized():
         ray.init()
-    needs = {"CPU": 1.0} if resources_per_worker is None else resources_per_worker
+    resources = {"CPU": 1.0} if resources_per_worker is None else resources_per_worker
     options: dict[str, Any] = {
         "env": {**own_settings(), **(env or {})},
         "strategy": placement_strategy,
         "start_timeout": start_timeout,
     }
     if elastic:
-        options |= {"sizes": (least, most), "reset_limit": reset_limit}
+        options |= {"sizes": (min_size, max_size), "reset_limit": reset_limit}
     else:
-        options["size"] = least
+        options["size"] = min_size
     named = dict(kwargs or {})
     with DriverLogger(callbacks) as logger:
         options["queue"] = logger.queue
 
-        def task(_: Any) -> Any:
+        def task(_: None) -> Result:
             return fn(*args, **named)
 
         if not is_client():
-            return _run(task, needs, options, logger.dispatch)
+            return _run(task, resources, options, logger.dispatch)
+        # A client only sends calls to the cluster. A task there becomes the driver.
         remote = ray.remote(num_cpus=0, max_retries=0)(_run)
-        ref = remote.remote(task, needs, options)
+        ref = remote.remote(task, resources, options)
         try:
             return list(logger.wait_for(ref))
         except KeyboardInterrupt:
-            ray.cancel(ref, force=True)  # and with it end the actors, which it owns
+            ray.cancel(ref, force=True)  # the actors end with the task that owns them
             raise
 
 
 def _run(
-    task: Callable[[Any], Any],
-    needs: Mapping[str, float],
+    task: Task,
+    resources: Mapping[str, float],
     options: dict[str, Any],
-    each: Callable[[], None] = no_callback,
-) -> list[Any]:
+    on_poll: Callable[[], None] = no_callback,
+) -> list[Result]:
     if "sizes" in options:
         spread = options["strategy"] in ("SPREAD", "STRICT_SPREAD")
         options["strategy"] = "SPREAD" if spread else "DEFAULT"
-        return ElasticJob(task, needs, each=each, **options).run()
-    where = {"kind": options["strategy"], "timeout": options["start_timeout"]}
-    job = StaticJob(BaseStrategy(needs, options["size"], **where), options["env"])
+        return ElasticJob(task, resources, on_poll=on_poll, **options).run()
+    strategy = BaseStrategy(
+        resources,
+        options["size"],
+        placement=options["strategy"],
+        timeout=options["start_timeout"],
+    )
+    job = StaticJob(strategy, options["env"])
     try:
-        return job.call(task, options["queue"], each, leave=True)
+        return job.call(task, options["queue"], on_poll, leave=True)
     finally:
         job.close()

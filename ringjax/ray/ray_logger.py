@@ -1,8 +1,8 @@
-"""What a worker tells the driver while it runs: Horovod's `ray_logger`."""
+"""Sends messages of workers to the driver while a job runs: Horovod's `ray_logger`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -10,25 +10,26 @@ from ray.exceptions import RayTaskError
 from ray.util.queue import Empty, Queue
 
 from ringjax import runtime
+from ringjax.ray.ray_types import Callbacks, ObjectRef, RayQueue
 
-_queue: Any = None
+_queue: RayQueue = None
 
 
-def configure(queue: Any) -> None:
-    """Where `log` puts what it is given; None: nowhere."""
+def configure(queue: RayQueue) -> None:
+    """Sets the queue into which `log` puts messages; None: `log` does nothing."""
     global _queue
     _queue = queue
 
 
-def log(info_dict: Any, chief_only: bool = False) -> None:
-    """Hands a dictionary to the `callbacks` of the driver.
+def log(info_dict: object, chief_only: bool = False) -> None:
+    """Sends a dictionary to the `callbacks` of the driver.
 
     Args:
-        info_dict: what to hand over; None: nothing.
-        chief_only: only if this is rank 0.
+        info_dict: the message; None: no message.
+        chief_only: whether only rank 0 sends its message.
 
     Raises:
-        ValueError: it is no dictionary.
+        ValueError: `info_dict` is no dictionary.
     """
     if info_dict is None or _queue is None:
         return
@@ -40,9 +41,13 @@ def log(info_dict: Any, chief_only: bool = False) -> None:
 
 
 class DriverLogger:
-    """The driver's end: hands what comes to functions, whenever it is asked to."""
+    """Receives the messages in the driver, and calls functions with them.
 
-    def __init__(self, callbacks: Sequence[Callable[[Any], None]] | None) -> None:
+    Attributes:
+        queue: the queue of the messages; None: there are no functions.
+    """
+
+    def __init__(self, callbacks: Callbacks | None) -> None:
         self._callbacks = list(callbacks or ())
         self.queue = Queue(actor_options={"num_cpus": 0}) if self._callbacks else None
 
@@ -55,7 +60,7 @@ class DriverLogger:
             self.queue.shutdown()
 
     def dispatch(self) -> None:
-        """Hands on what has come."""
+        """Calls the functions with the messages that have arrived."""
         while self.queue is not None:
             try:
                 message = self.queue.get_nowait()
@@ -64,8 +69,11 @@ class DriverLogger:
             for callback in self._callbacks:
                 callback(message)
 
-    def wait_for(self, ref: Any) -> Any:
-        """Waits for what the cluster does for this client; raises what it raised."""
+    def wait_for(self, ref: ObjectRef) -> Any:
+        """Waits for a call in the cluster, and dispatches messages meanwhile.
+
+        Raises: as the function that is called.
+        """
         try:
             while not ray.wait([ref], timeout=0.1)[0]:
                 self.dispatch()

@@ -1,37 +1,43 @@
-"""A job of fixed size whose actors stay, and run one function after the other."""
+"""StaticJob and StaticAdapter: jobs of fixed size, whose actors stay between calls."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from ringjax.ray import actors
 from ringjax.ray.actors import POLL_INTERVAL, no_callback
-from ringjax.ray.strategy import BaseStrategy
+from ringjax.ray.adapter import Adapter, BaseParams, Executable
+from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
+from ringjax.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from ringjax.run.engine_job import EngineJob
 
-_AFTER_FAILURE = 1.0  # seconds for the others to fail with a clear error of their own
+# Seconds after the first failure in which the other workers may fail with a clear error
+# of their own.
+_AFTER_FAILURE = 1.0
 
 
 class StaticJob:
-    """Actors that stay, and run one function after the other as a job of fixed size.
+    """Actors that run one function after the other, as a job of fixed size.
 
     Args:
         strategy: starts the actors.
-        env: variables for all.
+        env: variables for all workers.
 
     Raises:
-        TimeoutError: there is no room, or not all actors have started.
+        TimeoutError: the cluster has no room, or not all actors have started.
     """
 
     def __init__(self, strategy: BaseStrategy, env: Mapping[str, str]) -> None:
         self._strategy = strategy
         self._job: EngineJob | None = None
         try:
+            self.workers: list[ActorHandle]
             self.workers, _ = strategy.create_workers()
             self._job = EngineJob(len(self.workers), env=env)
             tickets = self._job.tickets(strategy.nodes)
@@ -43,26 +49,36 @@ class StaticJob:
 
     def call(
         self,
-        fn: Callable[[Any], Any],
-        queue: Any = None,
-        each: Callable[[], None] = no_callback,
+        fn: Task,
+        queue: RayQueue = None,
+        on_poll: Callable[[], None] = no_callback,
         *,
         leave: bool = False,
-    ) -> list[Any]:
-        """Calls `fn(executable)` on all workers; the results, by rank.
+    ) -> list[Result]:
+        """Calls `fn(executable)` on all workers, and returns the results by rank.
+
+        Args:
+            fn: the function, which gets the executable of its worker.
+            queue: the queue into which `ray_logger.log` of the workers puts messages.
+            on_poll: a function that is called some times a second.
+            leave: whether the workers leave the job at the end of the call.
 
         Raises:
             LaunchError: a worker failed.
         """
         if queue is not None:
             ray.get([worker.set_queue.remote(queue) for worker in self.workers])
-        task = ray.put(fn)  # once, however many actors
-        return self.gather([w.execute.remote(task, leave) for w in self.workers], each)
+        task = ray.put(fn)  # sent to the cluster once, not for each actor
+        calls = [worker.execute.remote(task, leave) for worker in self.workers]
+        return self.gather(calls, on_poll)
 
     def gather(
-        self, calls: Sequence[Any], each: Callable[[], None] = no_callback
-    ) -> list[Any]:
-        """The results of calls of all workers, in their order; raises as `call`."""
+        self, calls: Sequence[ObjectRef], on_poll: Callable[[], None] = no_callback
+    ) -> list[Result]:
+        """Waits for a call of each worker, and returns the results in their order.
+
+        Raises: as `call`.
+        """
         job = self._job
         assert job is not None
         job.again()
@@ -70,10 +86,10 @@ class StaticJob:
         limit = math.inf
         while waiting and time.monotonic() < limit:
             done, _ = ray.wait(list(waiting), timeout=POLL_INTERVAL)
-            each()
+            on_poll()
             job.poll()
             for ref in done:
-                actors.settle_call(job, waiting.pop(ref), ref)
+                actors.record_outcome(job, waiting.pop(ref), ref)
             if job.over and limit == math.inf:
                 limit = time.monotonic() + _AFTER_FAILURE
         return job.results()
@@ -84,3 +100,90 @@ class StaticJob:
         self.workers = []
         if self._job is not None:
             self._job.close()
+
+
+@dataclass
+class StaticParams(BaseParams):
+    """The parameters of a job of fixed size.
+
+    The size is `num_workers`, or `num_hosts` times `num_workers_per_host`.
+    """
+
+    num_workers: int | None = None
+    num_hosts: int | None = None
+    num_workers_per_host: int | None = 1
+    use_current_placement_group: bool = True
+    elastic = False
+
+    @property
+    def adapter(self) -> type[StaticAdapter]:
+        """The class of the adapter for these parameters."""
+        return StaticAdapter
+
+    def strategy(self, settings: object) -> BaseStrategy:
+        """Returns the strategy that starts the workers."""
+        common: dict[str, Any] = {
+            "settings": settings,
+            "use_gpu": self.use_gpu,
+            "cpus_per_worker": self.cpus_per_worker,
+            "gpus_per_worker": self.gpus_per_worker,
+        }
+        if self.num_workers:
+            return PGStrategy(
+                num_workers=self.num_workers,
+                force_create_placement_group=not self.use_current_placement_group,
+                **common,
+            )
+        return ColocatedStrategy(
+            num_hosts=self.num_hosts or 0,
+            num_workers_per_host=self.num_workers_per_host or 1,
+            **common,
+        )
+
+
+class StaticAdapter(Adapter):
+    """Keeps the actors of a job of fixed size between calls; see `RayExecutor`."""
+
+    params: StaticParams
+    strategy: BaseStrategy | None = None
+    _job: StaticJob | None = None
+
+    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
+        """Starts the actors; each makes its executable."""
+        self.strategy = self.params.strategy(self.settings)
+        self._job = StaticJob(self.strategy, env)
+        self.workers = self.strategy.workers
+        try:
+            made = [w.start_executable.remote(*executable) for w in self.workers]
+            self._job.gather(made)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def execute(
+        self,
+        fn: Task,
+        queue: RayQueue = None,
+        on_poll: Callable[[], None] = no_callback,
+    ) -> list[Result]:
+        """Calls `fn(executable)` on all workers, and returns the results by rank."""
+        return self._running().call(fn, queue, on_poll)
+
+    def run_remote(self, fn: Task) -> list[ObjectRef]:
+        """Calls `fn(executable)` on all workers, and returns references at once."""
+        return [w.execute.remote(fn) for w in self._running().workers]
+
+    def execute_single(self, fn: Task) -> Result:
+        """Calls `fn(executable)` on rank 0, and returns the result."""
+        return ray.get(self._running().workers[0].execute.remote(fn))
+
+    def _running(self) -> StaticJob:
+        if self._job is None:
+            raise ValueError("RayExecutor: it was shut down; call start() first")
+        return self._job
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        job, self._job, self.strategy, self.workers = self._job, None, None, []
+        if job is not None:
+            job.close()

@@ -1,7 +1,8 @@
-"""A backend for Ray Train: its trainers start the workers, ringjax joins them.
+"""A backend for Ray Train: a trainer starts the workers, and ringjax makes them a job.
 
-Each worker is a replica group, in Ray's words: when one is lost, Ray puts another one
-in its place, and the others keep process and state. Needs Ray Train's second version.
+In an elastic job, each worker is a replica group of Ray. If a worker is lost, Ray
+starts a replacement, and the other workers keep their processes and their state. The
+backend needs version 2 of Ray Train.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray.train
 from ray.train.backend import Backend, BackendConfig
@@ -19,6 +20,10 @@ from ringjax import runtime
 from ringjax.run.engine_job import EngineJob
 from ringjax.runtime import reused_process
 
+# A worker group of Ray Train: all workers of a run, or the replacement of one worker.
+WorkerGroup: TypeAlias = Any
+TrainWorker: TypeAlias = Any
+
 log = logging.getLogger("ringjax.ray")
 
 
@@ -26,14 +31,15 @@ log = logging.getLogger("ringjax.ray")
 class RingConfig(BackendConfig):
     """The `backend_config` of a `DataParallelTrainer` whose workers are a ringjax job.
 
-    The training function calls `ringjax.init()`. With `ringjax.elastic.run` in it, and
-    `FailureConfig(max_failures=...)`, the loss of a worker is repaired without a
-    restart of the others.
+    The training function calls `ringjax.init()`. If it uses `ringjax.elastic.run`, and
+    the trainer has a `FailureConfig(max_failures=...)`, a lost worker is replaced
+    without a restart of the other workers.
 
     Args:
         elastic: whether workers may be lost and replaced; otherwise a loss ends the
-            training function everywhere, and Ray begins again.
-        min_workers: with fewer the others wait for a replacement.
+            training function on all workers, and Ray starts it again.
+        min_workers: the number of workers below which the others wait for a
+            replacement.
         env: variables for the workers.
 
     Example:
@@ -50,32 +56,37 @@ class RingConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray calls."""
+        """The class of the backend, of which Ray makes an object."""
         return _ElasticTrainBackend if self.elastic else _StaticTrainBackend
 
 
 class _StaticTrainBackend(Backend):
-    """Lives in Ray Train's controller, one for all of its runs."""
+    """Forms a static job. The backend lives in the controller of Ray Train."""
 
-    share_cuda_visible_devices = True  # so that the local rank picks a device
+    # All workers of a node see all its GPUs, and each selects one by its local rank.
+    share_cuda_visible_devices = True
 
     def __init__(self) -> None:
         self._job: EngineJob | None = None
 
-    def on_start(self, worker_group: Any, backend_config: RingConfig) -> None:
-        """All workers are there."""
-        self._begin(worker_group, backend_config)
+    def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:
+        """Called by Ray after all workers have started."""
+        self._start_job(worker_group, backend_config)
 
-    def _begin(self, group: Any, config: RingConfig) -> None:
+    def _start_job(self, group: WorkerGroup, config: RingConfig) -> None:
         self._close()
         nodes = [worker.metadata.node_id for worker in group.get_workers()]
-        least = min(config.min_workers, len(nodes)) if config.elastic else None
-        self._job = EngineJob(len(nodes), min_size=least, env=config.env, note=log.info)
+        min_size = min(config.min_workers, len(nodes)) if config.elastic else None
+        self._job = EngineJob(
+            len(nodes), min_size=min_size, env=config.env, note=log.info
+        )
         for index, ticket in enumerate(self._job.tickets(nodes)):
             group.execute_single(index, reused_process.set_environment, ticket)
 
-    def on_shutdown(self, worker_group: Any, backend_config: RingConfig) -> None:
-        """The workers are about to be ended."""
+    def on_shutdown(
+        self, worker_group: WorkerGroup, backend_config: RingConfig
+    ) -> None:
+        """Called by Ray before it ends the workers."""
         self._close()
 
     def _close(self) -> None:
@@ -86,15 +97,16 @@ class _StaticTrainBackend(Backend):
 
 class _ElasticTrainBackend(_StaticTrainBackend):
     has_replica_groups = True
-    share_cuda_visible_devices = False  # a replacement would see its own alone
+    # A replacement would see only its own GPU, so all workers do.
+    share_cuda_visible_devices = False
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: Iterator[int] = itertools.count()
         self._workers: dict[str, int] = {}  # by Ray's id of the actor
 
-    def on_start(self, worker_group: Any, backend_config: RingConfig) -> None:
-        """All workers are there, or the replacement of one."""
+    def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:
+        """Called by Ray after all workers have started, or a replacement has."""
         if _is_replacement(worker_group):
             if self._job is None:
                 raise RuntimeError("Ray replaces a worker of a job that has ended")
@@ -106,43 +118,48 @@ class _ElasticTrainBackend(_StaticTrainBackend):
                     index, reused_process.set_environment, ticket
                 )
             return
-        self._begin(worker_group, backend_config)
+        self._start_job(worker_group, backend_config)
         workers = worker_group.get_workers()
         self._workers = {_id(worker): n for n, worker in enumerate(workers)}
         self._numbers = itertools.count(len(workers))
 
-    def on_shutdown(self, worker_group: Any, backend_config: RingConfig) -> None:
-        """A worker has been lost, or all are about to be ended."""
+    def on_shutdown(
+        self, worker_group: WorkerGroup, backend_config: RingConfig
+    ) -> None:
+        """Called by Ray after the loss of a worker, or before it ends all workers."""
         if not _is_replacement(worker_group):
             self._close()
             return
         for worker in worker_group.get_workers():
             number = self._workers.pop(_id(worker), None)
             if number is not None and self._job is not None:
-                self._job.poll()  # only now: Ray calls nothing of a backend meanwhile
+                # Ray calls no method of a backend between start and shutdown, so this
+                # is the first chance to poll the job.
+                self._job.poll()
                 self._job.lost(number, "Ray Train replaces it")
 
 
-def _is_replacement(group: Any) -> bool:
+def _is_replacement(group: WorkerGroup) -> bool:
     return not hasattr(group, "get_replica_groups")
 
 
-def _id(worker: Any) -> str:
+def _id(worker: TrainWorker) -> str:
     return str(worker.actor._actor_id.hex())
 
 
 def report(metrics: Mapping[str, Any], **options: Any) -> bool:
-    """`ray.train.report`, where workers may be replaced.
+    """Calls `ray.train.report`, unless a worker is being replaced.
 
-    All ranks call it at the same step. Ray's waits for all workers; while one is being
-    replaced they would wait for it, and it for their next commit. So then this one does
-    nothing.
+    All ranks call this function at the same step. Ray's function waits for all workers,
+    also for a worker that is being replaced, and that worker waits for the next commit
+    of the other workers. So in this case the report is omitted.
 
     Args:
-        metrics, options: as Ray's has them: `checkpoint` and others.
+        metrics: the metrics to report.
+        options: further arguments of `ray.train.report`, such as `checkpoint`.
 
     Returns:
-        Whether it was reported.
+        Whether the metrics were reported.
     """
     if runtime.size() < ray.train.get_context().get_world_size():
         return False

@@ -1,30 +1,36 @@
-"""Horovod's odds and ends for backends of one's own; beside `runner.Coordinator`."""
+"""Horovod's functions for programs that use `runner.Coordinator` themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import ray
 
 from ringjax.ray.adapter import get_setting
+from ringjax.ray.ray_types import ActorHandle, ObjectRef, Result
+
+T = TypeVar("T")
 
 
 def detect_nics(
-    settings: Any,
+    settings: object,
     all_host_names: Sequence[str] = (),
-    node_workers: Sequence[Any] | None = None,
+    node_workers: Sequence[ActorHandle] | None = None,
 ) -> list[str]:
-    """The settings' network interfaces; none: ringjax tries the addresses in turn."""
+    """Returns the network interfaces of the settings.
+
+    Without interfaces, ringjax tries the addresses of a host one after the other.
+    """
     return sorted(get_setting(settings, "nics") or ())
 
 
 def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:
-    """Variables that have the workers use these network interfaces."""
+    """Returns the variables that restrict workers to these network interfaces."""
     named = ",".join(nics)
     return {"RINGJAX_NETWORK_INTERFACES": named} if named else {}
 
 
-def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[Any]:
-    """The results behind the references that a function returns for each item."""
+def map_blocking(fn: Callable[[T], ObjectRef], collection: Iterable[T]) -> list[Result]:
+    """Calls a function that returns references, and waits for all their results."""
     return list(ray.get([fn(item) for item in collection]))

@@ -217,18 +217,18 @@ def test_a_node_that_is_lost_between_room_and_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group was ready; its actors never start, and there is a deadline for them."""
-    from ringjax.ray import actors, strategy
+    from ringjax.ray import strategy
 
     node = cluster.add_node(num_cpus=1, resources={"rare": 1}, **SMALL)
-    create_group = actors.create_group
+    create = strategy.create_placement_group
 
     def and_then_lose_it(*args: Any) -> Any:
-        group = create_group(*args)
+        group = create(*args)
         cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: "rare" not in ray.cluster_resources())
         return group
 
-    monkeypatch.setattr(actors, "create_group", and_then_lose_it)
+    monkeypatch.setattr(strategy, "create_placement_group", and_then_lose_it)
     monkeypatch.setattr(strategy, "_PROCESSES", 0)
     with pytest.raises(
         TimeoutError, match=r"1 of 1 workers .* have not started .* missing: rare: 1"

@@ -206,7 +206,7 @@ def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
     stub.get = get
     with EngineJob(1) as job:
         job.tickets(["a"])
-        actors.settle_call(job, 0, None)
+        actors.record_outcome(job, 0, None)
         with pytest.raises(LaunchError, match=r"gone \(ActorUnavailableError: gone.\)"):
             job.results()
 
@@ -223,8 +223,8 @@ def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(5):
         actor = elastic_jobs._Actor(None, None, "")
         job._actors.append(actor)
-        job._drop(actor, soon=True)
-        pauses.append(job._not_before)
+        job._remove(actor, early=True)
+        pauses.append(job._pause_until)
     assert pauses == [0, 2, 4, 7, 7]
 
 
