@@ -1,1 +1,1 @@
-"""Horovod's places for what its frameworks share; they only hand names on."""
+"""Horovod's module paths of shared classes and functions; they only import them."""

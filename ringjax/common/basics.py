@@ -1,4 +1,4 @@
-"""Horovod's place for its basics; only hands them on."""
+"""Horovod's module path of `HorovodBasics`; it only imports the class."""
 
 from ringjax.horovod.basics import HorovodBasics
 

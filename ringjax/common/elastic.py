@@ -1,4 +1,4 @@
-"""Horovod's place for elastic states; only hands them on."""
+"""Horovod's module path of elastic states; it only imports them."""
 
 from ringjax.elastic import ObjectState as ObjectState
 from ringjax.elastic import State as State

@@ -1,4 +1,4 @@
-"""Horovod's place for its exceptions; only hands them on."""
+"""Horovod's module path of its exceptions; it only imports them."""
 
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.errors import HorovodVersionMismatchError as HorovodVersionMismatchError

@@ -1,4 +1,4 @@
-"""Horovod's place for process sets; only hands them on."""
+"""Horovod's module path of process sets; it only imports them."""
 
 from ringjax.runtime import ProcessSet as ProcessSet
 from ringjax.runtime import add_process_set as add_process_set

@@ -1,4 +1,4 @@
-"""Horovod's place for its small functions; only hands them on."""
+"""Horovod's module path of its helper functions; it only imports them."""
 
 from ringjax.horovod.functions import ccl_built as ccl_built
 from ringjax.horovod.functions import check_extension as check_extension

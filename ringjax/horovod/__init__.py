@@ -1,1 +1,1 @@
-"""What Horovod has beside its operations, for `ringjax.common` and `ringjax.runner`."""
+"""Horovod's helper functions, which `ringjax.common` and the adapters use."""

@@ -1,6 +1,6 @@
-"""HorovodBasics: the object through which Horovod's own modules call the functions.
+"""HorovodBasics: an object with Horovod's basic functions, for programs that make one.
 
-For programs that make one themselves. It has no state: all of them are the same.
+The object has no state, so all objects are equal.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ __all__ = ["HorovodBasics"]
 
 
 class HorovodBasics:
-    """Horovod's object with the functions of `ringjax.runtime` and its friends.
+    """Horovod's object with functions such as `init`, `rank` and `nccl_built`.
 
     Args:
-        pkg_path: accepted and ignored, as are further ones: where Horovod would look
-            for its compiled library.
+        pkg_path: accepted and ignored, like further arguments. Horovod looks for its
+            compiled library there.
 
     Example:
         >>> HorovodBasics(__file__, "mpi_lib").gloo_built()

@@ -1,6 +1,6 @@
-"""Horovod's small functions that programs import from horovod.common.util.
+"""Horovod's functions that programs import from horovod.common.util.
 
-For those programs; ringjax itself uses `split_list` and `local_variables`.
+The adapters of ringjax use `split_list` and `local_variables`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ringjax.config import Config
 from ringjax.control import launch_environment
@@ -20,17 +20,22 @@ from ringjax.runtime import build
 from ringjax.world import devices
 
 T = TypeVar("T")
+Checked = TypeVar("Checked", covariant=True)
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?![\d.])")
 
 
-def _with_verbose(question: Callable[[], Any]) -> Callable[..., Any]:
-    """A question of `runtime.build` with Horovod's `verbose`, which is ignored."""
+class _BuildCheck(Protocol[Checked]):
+    def __call__(self, verbose: bool = False) -> Checked: ...
 
-    def ask(verbose: bool = False) -> Any:
-        return question()
 
-    ask.__name__, ask.__doc__ = question.__name__, question.__doc__
-    return ask
+def _with_verbose(check: Callable[[], Checked]) -> _BuildCheck[Checked]:
+    """Adds Horovod's argument `verbose`, which has no effect here."""
+
+    def check_build(verbose: bool = False) -> Checked:
+        return check()
+
+    check_build.__name__, check_build.__doc__ = check.__name__, check.__doc__
+    return check_build
 
 
 mpi_built = _with_verbose(build.mpi_built)
@@ -44,38 +49,41 @@ sycl_built = _with_verbose(build.sycl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether ringjax has an adapter for a framework, and the framework is installed.
+    """Whether a framework is installed, and ringjax has an adapter for it.
 
     Example:
         >>> extension_available("mxnet")
         False
     """
-    places = (f"ringjax.{ext_base_name}", ext_base_name)
-    return all(importlib.util.find_spec(place) is not None for place in places)
+    modules = (f"ringjax.{ext_base_name}", ext_base_name)
+    return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there are CUDA devices, for which this build has code."""
+    """Whether there are CUDA devices, and this build has code for them."""
     found = devices.information()
     return found["device_code"] != "none" and bool(found["devices"])
 
 
 def check_extension(ext_name: str, *args: object) -> None:
-    """Raises ImportError if the native core is missing; it serves all frameworks.
+    """Checks that the native core exists, which serves all frameworks.
 
     Args:
-        ext_name: for the error: what cannot be used without it.
-        args: accepted and ignored: where Horovod would look.
+        ext_name: the name of the adapter, for the text of the error.
+        args: accepted and ignored; Horovod looks for its libraries there.
+
+    Raises:
+        ImportError: the native core was not built.
     """
     if importlib.util.find_spec("ringjax._native") is None:
         raise ImportError(f"{ext_name} needs ringjax._native, which was not built")
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """This process's rank and how many there are, as its launcher said; before `init`.
+    """Returns rank and size from the variables of the launcher, also before `init`.
 
     Raises:
-        StartupError: the launcher's variables do not tell them.
+        StartupError: the variables do not contain rank and size.
 
     Example:
         >>> rank, size = get_env_rank_and_size()
@@ -87,7 +95,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Cuts a list into parts of about the same length, the longer ones first.
+    """Cuts a list into parts whose lengths differ by one at most, longer parts first.
 
     Example:
         >>> split_list([1, 2, 3, 4, 5], 3)
@@ -99,15 +107,19 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number is 1, 2, 4, 8 and so on."""
+    """Whether a number is a power of two: 1, 2, 4, 8 and so on."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version X.Y.Z is another one or newer; what follows Z is ignored.
+    """Whether version `ver` is `target` or newer.
+
+    Args:
+        ver: a version X.Y.Z; the text after Z is ignored.
+        target: a version in the same form.
 
     Raises:
-        ValueError: one of them is no such version.
+        ValueError: `ver` or `target` has another form.
 
     Example:
         >>> is_version_greater_equal_than("2.13.0+cpu", "2.4.0")
@@ -124,13 +136,13 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 def get_version_mismatch_message(
     name: str, version: str, installed_version: str
 ) -> str:
-    """What HorovodVersionMismatchError says."""
+    """Returns the text of a HorovodVersionMismatchError."""
     return str(HorovodVersionMismatchError(name, version, installed_version))
 
 
 @contextlib.contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Sets environment variables for a while; None: not set then.
+    """Context manager that sets environment variables, or removes them (None).
 
     Example:
         >>> import os
@@ -142,30 +154,30 @@ def env(**variables: str | None) -> Iterator[None]:
     """
     before = {name: os.environ.get(name) for name in variables}
 
-    def put(values: dict[str, str | None]) -> None:
+    def update(values: dict[str, str | None]) -> None:
         for name, value in values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = str(value)
 
-    put(variables)
+    update(variables)
     try:
         yield
     finally:
-        put(before)
+        update(before)
 
 
 def local_variables(layers: Any, kind: type[Any], expected: str) -> list[Any]:
-    """The trainable weights of a layer or several; none for None.
+    """Returns the trainable weights of a layer, or of several layers.
 
     Args:
-        layers: what the program gave as `local_layers`.
-        kind: the class of layers.
-        expected: how Horovod's error calls it.
+        layers: the argument `local_layers` of a program: a layer, several, or None.
+        kind: the class of layers, of Keras.
+        expected: the name of the class in Horovod's error.
 
     Raises:
-        ValueError: something else is given.
+        ValueError: `layers` contains another object.
     """
     several = [layers] if isinstance(layers, kind) else list(layers or ())
     if not all(isinstance(layer, kind) for layer in several):

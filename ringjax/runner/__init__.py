@@ -1,4 +1,4 @@
-"""Horovod's place for `run`; only hands it on."""
+"""Horovod's module path of `run`; it only imports the function."""
 
 from ringjax.run.horovod_arguments import run
 

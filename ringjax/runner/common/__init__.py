@@ -1,1 +1,1 @@
-"""Horovod's place for what its launcher and its workers share."""
+"""Horovod's module paths of functions for its launcher and its workers."""

@@ -1,1 +1,1 @@
-"""Horovod's places for what tells workers about hosts; they only hand names on."""
+"""Horovod's module paths of elastic jobs; they only import names."""

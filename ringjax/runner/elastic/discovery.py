@@ -1,4 +1,4 @@
-"""Horovod's place for what says which hosts there are; only hands it on."""
+"""Horovod's module path of `HostDiscovery`; it only imports the class."""
 
 from ringjax.ray.discovery import HostDiscovery
 

@@ -1,4 +1,4 @@
-"""Horovod's place for how often a discovery is asked; only hands it on."""
+"""Horovod's module path of the interval of discoveries; it only imports it."""
 
 from ringjax.ray.discovery import DISCOVER_HOSTS_FREQUENCY_SECS
 

@@ -1,4 +1,4 @@
-"""Horovod's place for what tells workers about hosts; only hands it on."""
+"""Horovod's module path of `WorkerNotificationManager`; it only imports names."""
 
 from ringjax.elastic import HostUpdateResult, WorkerNotificationManager
 

@@ -1,1 +1,1 @@
-"""Horovod's places for what the launcher finds out; they only hand names on."""
+"""Horovod's module paths of functions of the launcher; they only import names."""

@@ -1,4 +1,4 @@
-"""Horovod's place for the driver's address; only hands it on."""
+"""Horovod's module path of `get_driver_ip`; it only imports the function."""
 
 from ringjax.run.horovod_arguments import get_driver_ip
 

@@ -1,1 +1,1 @@
-"""Horovod's place for small functions of its launcher."""
+"""Horovod's module paths of helper functions of its launcher."""

@@ -1,4 +1,4 @@
-"""Horovod's place for what the environment says; only hands it on."""
+"""Horovod's module path of `get_env_rank_and_size`; it only imports the function."""
 
 from ringjax.horovod.functions import get_env_rank_and_size
 
