@@ -1,7 +1,8 @@
-"""Elastic training: state that outlives the loss of ranks, and the loop around it.
+"""Elastic training: a state that survives the loss of ranks, and the loop around it.
 
-`run` and `State` are what a program needs; `ElasticSampler` shares samples out anew
-when ranks come and go, and `Checkpointer` writes to disk. Imports no framework.
+A program needs `run` and `State`. `ElasticSampler` distributes the remaining samples
+when ranks come and go, and `Checkpointer` writes to disk. The package imports no
+framework.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ringjax.elastic.leaf import NUMPY_KINDS
 
 _PLAIN = "plain.json"
 _ENCODED = "ringjax.objects"  # marks values that JSON cannot hold, in base64
-_NUMBER_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))  # that orbax writes
+_ORBAX_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))
 
 
 class ArrayFiles:
@@ -103,7 +103,7 @@ def _as_numpy(name: str, leaf: Any) -> objects.Array | None:
             "beside arrays, expected arrays and numbers only where one attribute "
             "is to be written to disk; put it into another attribute"
         )
-    if not objects.dtype_name(data.dtype, _NUMBER_KINDS):
+    if not objects.dtype_name(data.dtype, _ORBAX_KINDS):
         raise TypeError(
             f"ringjax.elastic: state.{name} has an array of dtype "
             f"{data.dtype}, which cannot be written to disk"

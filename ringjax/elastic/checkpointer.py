@@ -1,8 +1,9 @@
-"""Checkpointer: the committed state on disk, for when no rank is left to have it.
+"""Checkpointer: writes the committed state to disk, in case all ranks are lost.
 
-Written by rank 0 in a thread of its own, one folder for each checkpoint, which gets its
-name when everything is in it. So what has a name is complete. What the files inside are
-is up to the kind of state (`array_files.py`, `ringjax.torch.elastic.state`).
+Rank 0 writes in a thread of its own, one folder for each checkpoint. A folder gets its
+name when all files in it are complete, so a folder with a number for a name is a
+complete checkpoint. Its files depend on the kind of state (`array_files.py`,
+`ringjax.torch.elastic.state`).
 """
 
 from __future__ import annotations
@@ -24,37 +25,43 @@ _UNFINISHED = ".writing"
 
 
 class CheckpointLayout(Protocol):
-    """How one kind of state is laid out in a folder."""
+    """Reads and writes the files of one kind of state."""
 
     def prepare(self, committed: dict[str, Any]) -> Any:
-        """What `write` needs; nobody changes it any more.
+        """Returns data for `write`, which nothing changes any more.
 
         Raises:
-            TypeError: something in it cannot be written.
+            TypeError: the state contains an object that cannot be written.
         """
 
     def write(self, folder: Path, prepared: Any) -> None:
-        """Fills the folder. Runs in a thread."""
+        """Writes files into the folder. Runs in a thread."""
 
     def read(self, folder: Path, present: dict[str, Any]) -> dict[str, Any]:
-        """What was committed; `present` has the structure.
+        """Returns the attributes in the folder.
+
+        Args:
+            present: the present attributes, which have the structure to read.
 
         Raises:
-            ValueError: the program's structure is another one.
+            ValueError: the attributes in the folder have another structure.
         """
 
 
 class CheckpointedState(Protocol):
-    """What a checkpointer needs of a state."""
+    """The methods of a state that a checkpointer uses."""
 
     def committed(self) -> dict[str, Any]:
-        """What the last commit has kept."""
+        """Returns the attributes of the last commit."""
 
     def adopt(self, committed: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Replaces the attributes by those of a checkpoint."""
 
     def files(self) -> CheckpointLayout:
-        """How it is written."""
+        """Returns the layout of this kind of state."""
+
+    def after_save(self, call: Callable[[], None] | None) -> None:
+        """Calls `call` in each commit from now on, nothing if it is None."""
 
 
 def _refuse_groups() -> None:
@@ -67,25 +74,25 @@ def _refuse_groups() -> None:
 
 
 class Checkpointer:
-    """Writes a state to disk now and then, and finds the newest one again.
+    """Writes a state to disk at commits, and loads the newest checkpoint.
 
-    Give it to `ringjax.elastic.run`: then it writes at commits, on rank 0 only, while
-    training goes on, and a job that starts anew begins with the newest checkpoint that
-    is complete, on any number of ranks. A commit that comes while the checkpoint before
-    is still being written is passed over. A disk that is full, or any other failure to
-    write, is a warning: the checkpoints before stay, and training goes on.
+    Pass it to `ringjax.elastic.run`. Rank 0 then writes at commits, while training goes
+    on, and a job that starts again begins with the newest complete checkpoint, on any
+    number of ranks. A commit is not written if the previous checkpoint is still being
+    written. If the disk is full or writing fails for another reason, a warning is
+    printed, earlier checkpoints stay, and training goes on.
 
-    A checkpoint is a folder with a number for a name: ``state.step``, if there is such
-    an attribute, or the next free one. JAX's trees in it are orbax checkpoints,
-    one for each attribute (``pip install "ringjax[checkpoint]"``), and everything else
-    is in ``plain.json``. A `ringjax.torch.elastic.TorchState` is one file of
-    `torch.save`. Both can be read without ringjax.
+    A checkpoint is a folder with a number for a name: ``state.step`` if there is such
+    an attribute, or else the next free number. Each attribute that is a tree of JAX is
+    an orbax checkpoint in it (``pip install "ringjax[checkpoint]"``), and all other
+    attributes are in ``plain.json``. A `ringjax.torch.elastic.TorchState` is one file
+    of `torch.save`. These files can be read without ringjax.
 
     Args:
-        directory: the same for all ranks, on a file system that they share.
-        every: one of so many commits is written.
-        seconds: not before so many have passed since the last one began.
-        keep: so many complete ones stay.
+        directory: equal on all ranks, on a file system that they share.
+        every: write every so many commits.
+        seconds: the smallest time between the starts of two checkpoints.
+        keep: how many complete checkpoints to keep.
 
     Example:
         >>> import ringjax, tempfile
@@ -121,10 +128,10 @@ class Checkpointer:
         self._commits = self._written = 0
         self._begun = float("-inf")
         self._thread: threading.Thread | None = None
-        self._state: Any = None
+        self._state: CheckpointedState | None = None
 
     def numbers(self) -> list[int]:
-        """Of all complete checkpoints, the newest last."""
+        """Returns the numbers of all complete checkpoints, the newest last."""
         with contextlib.suppress(FileNotFoundError):
             found = [entry.name for entry in self.directory.iterdir()]
             complete = (
@@ -134,13 +141,14 @@ class Checkpointer:
         return []
 
     def save(self, state: CheckpointedState) -> bool:
-        """Begins to write what the state's last commit has kept.
+        """Begins to write the last commit of the state.
 
         Returns:
-            False if one is still being written; then this one is not.
+            False if the previous checkpoint is still being written. Then nothing is
+            written.
 
         Raises:
-            TypeError: the state holds something that cannot be written.
+            TypeError: the state contains an object that cannot be written.
         """
         _refuse_groups()
         if self._thread is not None and self._thread.is_alive():
@@ -151,7 +159,7 @@ class Checkpointer:
         number, step = max([-1, *self.numbers()]) + 1, committed.get("step")
         if type(step) is int:
             number = max(number, step)
-        # Not a daemon: a program that ends finishes what it has begun to write.
+        # Not a daemon, so that a program that ends completes its last checkpoint.
         self._thread = threading.Thread(
             target=self._write,
             args=(files, number, files.prepare(committed)),
@@ -161,15 +169,15 @@ class Checkpointer:
         return True
 
     def load(self, state: CheckpointedState) -> int | None:
-        """Takes the newest checkpoint that can be read into the state, as committed.
+        """Loads the newest readable checkpoint into the state, and commits it.
 
-        For one rank; `State.sync` or `run` tell the others.
+        One rank calls this. `State.sync` or `run` send the state to the others.
 
         Returns:
-            Its number; None if there is none.
+            The number of the checkpoint; None if there is none.
 
         Raises:
-            RuntimeError: there are some, and none can be read.
+            RuntimeError: there are checkpoints, but none can be read.
         """
         _refuse_groups()
         self.wait()
@@ -179,11 +187,11 @@ class Checkpointer:
             try:
                 found = state.files().read(folder, state.committed())
             except Exception as error:
-                _say("warning", f"checkpoint {folder} cannot be read: {error}")
+                _log("warning", f"checkpoint {folder} cannot be read: {error}")
                 last = error
                 continue
             state.adopt(found)
-            _say("info", f"training goes on from checkpoint {folder}")
+            _log("info", f"training goes on from checkpoint {folder}")
             return number
         if last is not None:
             raise RuntimeError(
@@ -193,7 +201,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Waits until the checkpoint in progress is written."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -206,11 +214,12 @@ class Checkpointer:
 
     # -- for `run` ---------------------------------------------------------------------
 
-    def attach(self, state: Any) -> Callable[[], bool]:
-        """From now on commits of the state are written.
+    def attach(self, state: CheckpointedState) -> Callable[[], bool]:
+        """Begins to write commits of the state.
 
         Returns:
-            Loads the newest checkpoint into the state, if there is one; True if so.
+            A function that loads the newest checkpoint and returns whether there was
+            one.
         """
         _refuse_groups()
         self._state = state
@@ -222,7 +231,7 @@ class Checkpointer:
         return load
 
     def detach(self) -> None:
-        """No longer; returns when the last one is written."""
+        """Stops writing commits. Waits until the last checkpoint is written."""
         if self._state is not None:
             self._state.after_save(None)
             self._state = None
@@ -232,7 +241,8 @@ class Checkpointer:
         self._commits += 1
         soon = time.monotonic() - self._begun < self.seconds
         if (
-            self._commits % self.every == 0
+            self._state is not None
+            and self._commits % self.every == 0
             and not soon
             and runtime.rank() == 0
             and self.save(self._state)
@@ -240,7 +250,7 @@ class Checkpointer:
             self._written = self._commits
 
     def save_last(self) -> None:
-        """Begins to write the last commit, unless that was done when it was made."""
+        """Begins to write the last commit, unless it has been written."""
         if self._state is not None and self._written < self._commits:
             self.wait()
             self.save(self._state)
@@ -265,7 +275,7 @@ class Checkpointer:
             shutil.rmtree(unfinished, ignore_errors=True)
             left = self.numbers()
             stays = f"the one before, {left[-1]}, stays" if left else "none is there"
-            _say(
+            _log(
                 "warning",
                 f"checkpoint {self.directory / str(number)} could not be written: "
                 f"{_first_line(error)}; {stays}, and training goes on",
@@ -275,21 +285,21 @@ class Checkpointer:
                 self._remove(old)
 
     def _remove(self, number: int) -> None:
-        # First the name: what is half removed must not look complete.
-        gone = self.directory / f".{number}.old{_UNFINISHED}"
+        # Rename first: a folder that is removed in part must not look complete.
+        renamed = self.directory / f".{number}.old{_UNFINISHED}"
         with contextlib.suppress(OSError):
-            (self.directory / str(number)).rename(gone)
-            shutil.rmtree(gone)
+            (self.directory / str(number)).rename(renamed)
+            shutil.rmtree(renamed)
 
     def _remove_unfinished(self) -> None:
-        """What an earlier rank 0 has left behind when it was lost."""
+        """Removes what an earlier rank 0 was writing when it was lost."""
         for left in self.directory.glob(f".*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def synced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write, which is on the disk afterwards."""
+    """Opens a new file for writing, and forces it to the disk at the end."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -308,8 +318,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
 
 
-def _say(level: str, text: str) -> None:
-    """Prints the line if `level` is wanted; warnings also outside of a job."""
+def _log(level: str, text: str) -> None:
+    """Logs a line with the level of the job. Outside of a job, prints warnings."""
     if runtime.is_initialized():
         runtime.current("elastic").log(level, f"elastic: {text}")
     elif level == "warning":

@@ -1,8 +1,8 @@
-"""Which attributes of a state a program donates, seen from what happens to its arrays.
+"""Detects which attributes of a state a program donates to its compiled step.
 
-An array that was donated to a compiled step has no memory any more, so a commit must
-have copied it before. Whether it must shows by comparing two commits: the arrays of the
-earlier one are deleted (donated), or others have taken their place (not donated).
+A donated array has no memory any more, so a commit must have copied it before. Two
+consecutive commits show whether copies are needed: if the arrays of the earlier commit
+are deleted, the program donates them; if other arrays have replaced them, it does not.
 """
 
 from __future__ import annotations
@@ -24,43 +24,40 @@ class _DonationHabit(enum.Enum):
 
 
 class Donation:
-    """What is known of the attributes of one state."""
+    """The donation habits of the attributes of one state."""
 
     def __init__(self) -> None:
         self._habits: dict[str, _DonationHabit] = {}
         self._seen: dict[str, list[Any]] = {}
 
-    def possible(self, name: str) -> bool:
-        """Whether the next step may take the memory of this attribute's arrays."""
-        return (
-            self._habits.get(name, _DonationHabit.UNKNOWN) is not _DonationHabit.KEEPS
-        )
+    def is_possible(self, name: str) -> bool:
+        """Returns whether the next step may donate arrays of this attribute."""
+        habit = self._habits.get(name, _DonationHabit.UNKNOWN)
+        return habit is not _DonationHabit.KEEPS
 
-    def names_to_copy(self, attributes: Mapping[str, Any]) -> set[str]:
-        """Names of those that a commit must copy now."""
+    def names_to_copy(self, attributes: Mapping[str, object]) -> set[str]:
+        """Compares with the previous commit, and returns what this commit must copy."""
         part = values.jax_part()
         for name, value in attributes.items():
             before, now = self._seen.get(name, []), values.jax_arrays(value)
             if any(part.is_deleted(array) for array in before):
-                self._learn(name, _DonationHabit.DONATES)
+                self._set_habit(name, _DonationHabit.DONATES)
             elif [*map(id, before)] != [*map(id, now)] and before:
-                self._learn(name, _DonationHabit.KEEPS)
+                self._set_habit(name, _DonationHabit.KEEPS)
             self._seen[name] = now
-        return {name for name in attributes if self.possible(name)}
+        return {name for name in attributes if self.is_possible(name)}
 
-    def witness(self, attributes: Mapping[str, Any]) -> None:
-        """These are what the next step is given."""
+    def record_inputs(self, attributes: Mapping[str, object]) -> None:
+        """Records the arrays that the next step gets."""
         self._seen = {n: values.jax_arrays(value) for n, value in attributes.items()}
 
-    def forget(self) -> None:
-        """The present arrays say nothing: no step has made them."""
+    def discard_inputs(self) -> None:
+        """Discards the recorded arrays, because no step has got them."""
         self._seen = {}
 
-    def _learn(self, name: str, habit: _DonationHabit) -> None:
-        if (
-            self._habits.get(name) is _DonationHabit.DONATES
-            or self._habits.get(name) is habit
-        ):
+    def _set_habit(self, name: str, habit: _DonationHabit) -> None:
+        # A program that has donated once may do it again at any step.
+        if self._habits.get(name) in (_DonationHabit.DONATES, habit):
             return
         self._habits[name] = habit
         if habit is _DonationHabit.DONATES:

@@ -1,6 +1,7 @@
-"""How objects with a state of their own are saved, restored and sent.
+"""Handlers: how a state saves, restores and sends objects with a state of their own.
 
-Samplers here; PyTorch's modules and optimizers bring handlers of their own.
+This module has the handler of samplers. PyTorch's modules and optimizers have handlers
+in `ringjax.torch.elastic.state`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from ringjax.elastic.sampler import ElasticSampler
 
 
 class StateHandler:
-    """How one kind of object is saved, restored and sent.
+    """Saves, restores and sends one object.
 
     Args:
-        value: an object with `state_dict` and `load_state_dict`, unless the subclass
-            brings methods of its own.
+        value: an object with `state_dict` and `load_state_dict`, unless a subclass
+            replaces the methods that use them.
     """
 
     allow_pickle = False
@@ -27,11 +28,11 @@ class StateHandler:
         self.save()
 
     def state(self) -> Any:
-        """What the object is now."""
+        """Returns the present state of the object."""
         return self.value.state_dict()
 
     def load(self, state: Any) -> None:
-        """Makes the object what `state` says, which belongs to it from now on."""
+        """Loads a state, which belongs to the object from now on."""
         self.value.load_state_dict(state)
 
     def save(self) -> None:
@@ -39,39 +40,38 @@ class StateHandler:
         self._saved = copy.deepcopy(self.state())
 
     def restore(self) -> None:
-        """Brings back what `save` kept last."""
-        # A copy: an optimizer goes on with the very tensors that it is given.
+        """Loads the state that `save` kept last."""
+        # A copy, because an optimizer goes on to change the tensors that it has loaded.
         self.load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Loads the state of rank 0's object."""
-        sent = transfer.broadcast_state(
-            {"it": self.state()}, allow_pickle=self.allow_pickle
-        )
+        state = {"it": self.state()}
+        sent = transfer.broadcast_state(state, allow_pickle=self.allow_pickle)
         if sent is not None:
             self.load(sent["it"])
 
     def set_value(self, value: Any) -> None:
-        """Goes on with another object, as it is now."""
+        """Replaces the object, and saves the new one's state."""
         self.value = value
         self.save()
 
     def saved(self) -> Any:
-        """What `save` kept last, to be read only."""
+        """Returns the state that `save` kept last; the caller must not change it."""
         return self._saved
 
 
 class SamplerStateHandler(StateHandler):
-    """An ElasticSampler: loading its state cuts what remains anew."""
+    """Handles an ElasticSampler, which shares out the rest again when it loads."""
 
     value: ElasticSampler
 
 
 def handler_of(value: Any) -> StateHandler | None:
-    """The handler of an attribute of a `State`; None for plain values."""
+    """Returns a handler for an attribute of a `State`, None for plain values."""
     if isinstance(value, ElasticSampler):
         return SamplerStateHandler(value)
     if isinstance(value, type):
         return None
-    known = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return StateHandler(value) if all(map(callable, known)) else None
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return StateHandler(value) if all(map(callable, methods)) else None

@@ -1,7 +1,7 @@
-"""JAX's part of what a training state may hold: arrays as memory, registered nodes.
+"""JAX's part of a training state: arrays as memory, and registered nodes.
 
-For `ringjax.elastic`, which imports no framework and asks here if the program has
-imported JAX. Not for what is traced; that is the business of the collectives.
+`ringjax.elastic` imports no framework. It imports this module if the program has
+imported JAX. Traced values do not occur here.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.control.objects import Array
 from ringjax.elastic import jax_shards as shards
 from ringjax.xla import tokens
 
-Array = np.ndarray[Any, Any]
-
 
 class JaxNode(NamedTuple):
-    """A value that JAX knows how to take apart: a named tuple, and the like.
+    """A value that JAX can take apart, such as a named tuple.
 
     Attributes:
-        names: of the children, as JAX calls them.
-        children: the values inside, one level down.
-        rebuild: makes a value like this one from other children.
+        names: JAX's names of the children.
+        children: the values one level below.
+        rebuild: makes a value of the same type from other children.
     """
 
     names: list[str]
@@ -34,7 +33,7 @@ class JaxNode(NamedTuple):
 
 
 def node(value: Any) -> JaxNode | None:
-    """One level of `value`, or None if it is a leaf to JAX."""
+    """Takes `value` apart by one level. Returns None if it is a leaf for JAX."""
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda part: part is not value
     )
@@ -47,13 +46,13 @@ def node(value: Any) -> JaxNode | None:
     )
 
 
-def is_array(value: Any) -> bool:
-    """Whether it is one of JAX's, a key of jax.random included."""
+def is_array(value: object) -> bool:
+    """Returns whether `value` is an array of JAX or a key of jax.random."""
     return isinstance(value, jax.Array)
 
 
-def describe(value: Any) -> tuple[str, str | bool]:
-    """What `array_of` must know besides the data: its kind and a detail."""
+def describe(value: jax.Array) -> tuple[str, str | bool]:
+    """Returns the kind and the detail that `array_of` needs besides the data."""
     if not value.is_fully_addressable:
         return "shards", shards.describe(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -61,8 +60,8 @@ def describe(value: Any) -> tuple[str, str | bool]:
     return "jax", bool(value.weak_type)
 
 
-def data_of(value: Any) -> Array:
-    """The memory of an array; on CPUs it is not copied. Waits until it is there."""
+def data_of(value: jax.Array) -> Array:
+    """Returns the memory of an array, on CPUs without a copy. Waits for its value."""
     if not value.is_fully_addressable:
         return shards.data_of(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -70,45 +69,48 @@ def data_of(value: Any) -> Array:
     return np.asarray(value)
 
 
-def array_of(data: Array, kind: str, detail: str | bool, like: Any) -> Any:
-    """A JAX array of `data`, which belongs to it from now on.
+def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Array:
+    """Returns a JAX array of `data`, which belongs to the array from now on.
 
     Args:
-        data: the memory; not copied on CPUs if it is aligned.
-        kind: of `describe`, as is `detail`.
-        like: what this rank has in its place; if that is an array which was put on a
-            device on purpose, the new one goes there too.
+        data: the memory, which CPUs use without a copy if it is aligned to 64 bytes.
+        kind, detail: the results of `describe`.
+        like: the value of this rank in the same place. If the program has put it on a
+            device, the new array goes there, too.
     """
     if kind == "shards":
         return shards.array_of(data, str(detail), like)
     if kind == "key":
-        return jax.random.wrap_key_data(jax.device_put(data), impl=detail)
-    if detail and data.ndim == 0:  # a type that gives way to others, like 1.0 has
-        weak = jnp.asarray(data.item())
+        key: jax.Array = jax.random.wrap_key_data(jax.device_put(data), impl=detail)
+        return key
+    if detail and data.ndim == 0:  # a weak type, as jnp.asarray(1.0) has
+        weak: jax.Array = jnp.asarray(data.item())
         if weak.dtype == data.dtype:
             return weak
+    sharding = None
     if isinstance(like, jax.Array) and like.committed:
-        return jax.device_put(data, like.sharding)
-    return jax.device_put(data)
+        sharding = like.sharding
+    array: jax.Array = jax.device_put(data, sharding)
+    return array
 
 
 def forget_programs() -> None:
-    """Everything is traced and compiled again when it is called again."""
+    """Makes JAX trace and compile every function again."""
     jax.clear_caches()
 
 
-def is_deleted(value: Any) -> bool:
-    """Whether its memory was donated to a program."""
+def is_deleted(value: jax.Array) -> bool:
+    """Returns whether the memory of an array was donated to a program."""
     return bool(value.is_deleted())
 
 
-def copies(values: Sequence[Any]) -> list[Any]:
-    """Arrays like these in memory of their own."""
+def copies(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies arrays."""
     return [jnp.copy(value) for value in values]
 
 
-def wait(values: Iterable[Any]) -> None:
-    """Returns when these arrays, and collectives that stand alone, are finished.
+def wait(values: Iterable[jax.Array]) -> None:
+    """Waits for these arrays and for stand-alone collectives.
 
     Raises:
         JaxRuntimeError: the program that makes one of them has failed.

@@ -1,7 +1,8 @@
-"""Arrays of JAX that several processes hold together, in a job of groups, as memory.
+"""Memory of JAX arrays that are sharded over the processes of a group.
 
-A process sends the shards that lie on its devices, each once, to the one at its place
-in another group, where they lie alike. For `jax_leaves.py`, which knows the others.
+In a job of groups, a process sends the shards on its devices, each of them once, to the
+process at the same place in another group, where the array has the same sharding.
+`jax_leaves.py` handles all other arrays.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 
-Array = np.ndarray[Any, Any]
+from ringjax.control.objects import Array
 
 
-def describe(value: Any) -> str:
-    """What `array_of` must know besides the data."""
+def describe(value: jax.Array) -> str:
+    """Returns the text that `array_of` needs besides the data."""
     about: dict[str, Any] = {"key": None, "spec": None}
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         about["key"] = str(jax.random.key_impl(value))
         value = jax.random.key_data(value)
     about["shape"] = list(value.shape)
-    about["places"] = sorted(set(_places(value.sharding, value.shape).values()))
+    about["places"] = sorted(set(_shard_bounds(value.sharding, value.shape).values()))
     if isinstance(value.sharding, NamedSharding):
         about["spec"] = [
             list(axes) if isinstance(axes, tuple) else axes
@@ -34,8 +42,8 @@ def describe(value: Any) -> str:
     return json.dumps(about)
 
 
-def _mesh_as_data(mesh: Any) -> dict[str, Any]:
-    numbers = {device: place for place, device in _numbered().items()}
+def _mesh_as_data(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    numbers = {device: number for number, device in _devices_by_number().items()}
     return {
         "names": list(mesh.axis_names),
         "types": [kind.name for kind in mesh.axis_types],
@@ -44,47 +52,54 @@ def _mesh_as_data(mesh: Any) -> dict[str, Any]:
     }
 
 
-def _numbered() -> dict[tuple[int, int], Any]:
-    """The devices of this group by process and number there, alike in all groups."""
-    found: dict[tuple[int, int], Any] = {}
+def _devices_by_number() -> dict[tuple[int, int], jax.Device]:
+    """Returns the devices of this group by process and number within the process.
+
+    Corresponding devices of all groups have equal keys.
+    """
+    found: dict[tuple[int, int], jax.Device] = {}
     for device in sorted(jax.devices(), key=lambda d: d.id):
         process = device.process_index
-        count = sum(place[0] == process for place in found)
+        count = sum(number[0] == process for number in found)
         found[process, count] = device
     return found
 
 
-def data_of(value: Any) -> Array:
-    """The different shards that this process has, in the order of their places."""
+def data_of(value: jax.Array) -> Array:
+    """Returns the distinct shards of this process, ordered by their bounds."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
-    if value.is_fully_replicated:  # JAX 0.10 cannot always take such a one apart
+    if value.is_fully_replicated:  # JAX 0.10 may fail to split it into shards
         return np.asarray(value)[None]
-    places = _places(value.sharding, value.shape)
+    places = _shard_bounds(value.sharding, value.shape)
     found = {places[shard.device]: shard.data for shard in value.addressable_shards}
     return np.stack([np.asarray(found[place]) for place in sorted(found)])
 
 
-def array_of(data: Array, detail: str, like: Any) -> Any:
-    """This process's part of an array; the others of its group make theirs.
+def array_of(data: Array, detail: str, like: object) -> jax.Array:
+    """Returns an array of which this process has some shards.
+
+    All processes of the group call this, each with its own shards.
 
     Args:
-        data: of `data_of`, as `detail` is of `describe`.
-        like: what this process has in its place; asked where that is not known.
+        data: the result of `data_of`.
+        detail: the result of `describe`.
+        like: the value of this process in the same place. Its sharding is used if
+            `detail` contains none.
 
     Raises:
-        ValueError: the shards would be elsewhere here.
+        ValueError: the sharding of this process has other bounds.
     """
     about = json.loads(detail)
     shape, places = tuple(about["shape"]), about["places"]
     if about["spec"] is not None:
-        sharding: Any = _sharding(about["mesh"], about["spec"])
+        sharding: Sharding | None = _sharding(about["mesh"], about["spec"])
     else:
         if isinstance(like, jax.Array) and about["key"] is not None:
             like = jax.random.key_data(like)
         sharding = getattr(like, "sharding", None)
-    where = {} if sharding is None else _places(sharding, shape)
-    if not where or sorted(set(where.values())) != places:
+    where = {} if sharding is None else _shard_bounds(sharding, shape)
+    if sharding is None or not where or sorted(set(where.values())) != places:
         raise ValueError(
             f"ringjax.elastic: an array of shape {list(shape)} comes in shards at "
             f"{' '.join(places)}, and here it lies as {sharding}; place the state over "
@@ -97,8 +112,8 @@ def array_of(data: Array, detail: str, like: Any) -> Any:
 
 
 def _sharding(mesh: dict[str, Any], spec: list[Any]) -> NamedSharding:
-    """As the source has it, on the devices of this group."""
-    known = _numbered()
+    """Returns the source's sharding on the devices of this group."""
+    known = _devices_by_number()
     try:
         devices = [known[tuple(place)] for place in mesh["devices"]]
     except KeyError as error:
@@ -115,10 +130,10 @@ def _sharding(mesh: dict[str, Any], spec: list[Any]) -> NamedSharding:
     )
 
 
-def _places(sharding: Any, shape: tuple[int, ...]) -> dict[Any, str]:
-    """Which part of an array of this shape each local device has: "0:2,0:8"."""
+def _shard_bounds(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, str]:
+    """Returns the bounds of the shard on each local device, such as "0:2,0:8"."""
     found = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = (s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        bounds = (s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         found[device] = ",".join(f"{a}:{b}" for a, b in bounds)
     return found

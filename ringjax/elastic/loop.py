@@ -1,8 +1,8 @@
-"""run: the loop around a training function that lives through the loss of ranks.
+"""run: the loop around a training function that survives the loss of ranks.
 
-In an elastic job of ringrun the runtime repairs the job below, and this loop follows
-it: at commits ranks come and go. In any other job a reset is a shutdown and an init,
-with whoever then takes part.
+In an elastic job of ringrun, the runtime repairs the job, and this loop follows: ranks
+come and go at commits. In any other job, a reset is a shutdown and an init, with all
+ranks that then take part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from ringjax import errors, runtime
-from ringjax.elastic import failures, sync_plan, transfer, values
+from ringjax.elastic import sync_plan, transfer, values
 from ringjax.elastic.checkpointer import Checkpointer
 from ringjax.elastic.notifications import notification_manager
 from ringjax.elastic.state import State
@@ -27,32 +27,31 @@ from ringjax.errors import HostsUpdatedInterrupt, PeerLost, RingjaxError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=State)
-_Trainer = Callable[Concatenate[_S, _P], _R]
 
-# Seconds within which SIGTERMs are one wish: a scheduler signals ringrun and its ranks,
-# and ringrun hands it on.
-_ONE_WISH = 1.0
-_ATTEMPTS = 3  # restarts without a commit between them, for what is no loss of a rank
+# A scheduler may signal both ringrun and its ranks, and ringrun forwards the signal:
+# SIGTERMs within so many seconds count as one request.
+_SIGTERM_GRACE = 1.0
+_MAX_ATTEMPTS = 3  # restarts without a commit between them, if no rank was lost
 
 
 class _JobLoop(Protocol):
-    """How ranks come together, again and again."""
+    """How the ranks of a job start the training function again and again."""
 
     def begin(self) -> None:
-        """Before each call of the training function."""
+        """Called before each call of the training function."""
 
     def finish(self) -> None:
-        """After its end, on this rank."""
+        """Called after the training function has returned on this rank."""
 
     def failed(self, failure: RingjaxError) -> None:
-        """After a failure in it, or in `begin`; raises if that was the last attempt."""
+        """Called after a failure. Raises it if there have been too many attempts."""
 
     def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
-        """Ranks have come or gone."""
+        """Called when ranks have joined or left."""
 
 
 class _StaticJobLoop:
-    """A job whose ranks leave and come back."""
+    """Resets a job by shutdown and init of all ranks."""
 
     def __init__(
         self, state: State, reset: Callable[[], None], load: Callable[[], bool] | None
@@ -75,19 +74,19 @@ class _StaticJobLoop:
 
     def failed(self, failure: RingjaxError) -> None:
         self._state.restore()
-        self._again(sync=True)
+        self._restart(sync=True)
 
     def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
-        self._again(sync=not interrupt.skip_sync)
+        self._restart(sync=not interrupt.skip_sync)
 
-    def _again(self, *, sync: bool) -> None:
+    def _restart(self, *, sync: bool) -> None:
         self._reset()
         self._state.on_reset()
         self._sync = sync
 
 
 class _ElasticJobLoop:
-    """A job that the runtime repairs and lets grow."""
+    """Follows a job that the runtime repairs, and that ranks can join."""
 
     def __init__(
         self,
@@ -101,24 +100,24 @@ class _ElasticJobLoop:
         self._save = save
         self._held = HeldState.COMMITTED
         self._first = True
-        # What a reset callback calls together with others finds everybody: a program
-        # whose callbacks do that calls the same before `run`, where a rank that joins
-        # was alone with it.
+        # Reset callbacks may run collectives. A rank that joins has run the program's
+        # collectives before `run` alone, while the first ranks ran them together. Its
+        # callbacks run at the first start, too, so that the collectives match.
         self._resets = runtime.has_run_solo()
         self._change = 0
-        self._vain = 0
+        self._attempts = 0
         self._commits = -1
         self._joins = runtime.is_newcomer()
         if self._joins:
             self._held = HeldState.NOTHING
-            self._rehearse(warm_up)
+            self._prepare_to_join(warm_up)
 
-    def _rehearse(self, warm_up: Callable[[Any], Any] | None) -> None:
-        """Compiles while the others train, and only then asks in."""
+    def _prepare_to_join(self, warm_up: Callable[[Any], Any] | None) -> None:
+        """Compiles and allocates while the others train, and then asks to join."""
         if warm_up is not None:
             with runtime.solo_mode():
                 warm_up(self._state)
-            self._state.restore()  # it may have trained, and donated
+            self._state.restore()  # warm_up may have trained, and donated arrays
         self._state.make_room()
         runtime.request_admission()
 
@@ -126,18 +125,18 @@ class _ElasticJobLoop:
         change, self._change = self._change, 0
         if change:
             writes = self._save is not None and runtime.rank() == 0
-            if not runtime.pause(change):
+            if not runtime.pause(change):  # this rank was asked to leave, and has left
                 if self._save is not None and writes:
-                    self._save()  # perhaps they have all left
-                raise SystemExit(0)  # this rank was asked to leave, and has left
+                    self._save()  # because all other ranks may have left, too
+                raise SystemExit(0)
         plan = sync_plan.negotiate(self._held)
         resets, self._resets = self._resets, True
         if self._first:
-            self._begin_anew(plan)
+            self._load_checkpoint(plan)
         if resets:
             self._state.on_reset()
         else:
-            self._state._cut()
+            self._state._reset_samplers()
         if plan.participants.receivers:
             if runtime.epoch_info().epoch != plan.epoch:
                 raise PeerLost("a rank was lost just before the state was sent")
@@ -146,15 +145,15 @@ class _ElasticJobLoop:
         self._held = HeldState.CURRENT
         self._first = False
 
-    def _begin_anew(self, plan: sync_plan.SyncPlan) -> None:
-        """The newest checkpoint at the start of the job, or if it lost its state."""
+    def _load_checkpoint(self, plan: sync_plan.SyncPlan) -> None:
+        """Loads the newest checkpoint when the job starts, or has lost its state."""
         found = False
         if self._load is not None and (plan.lost or not self._joins):
-            if plan.share[0] != plan.participants.source:
-                return  # gets it from there, or learns there that it is gone
+            if plan.position[0] != plan.participants.source:
+                return  # the source loads it, and sends it or its error to this rank
             found = self._load()
         if plan.lost and not found:
-            # Not a failure that another attempt could mend, so no RingjaxError.
+            # Another attempt could not help, so this is no RingjaxError.
             raise RuntimeError(
                 "ringjax.elastic: all ranks that had the training state were lost "
                 "before a rank that has joined could get it, and there is no "
@@ -163,55 +162,61 @@ class _ElasticJobLoop:
             )
 
     def finish(self) -> None:
-        # All come to the end, or all start again: who goes before the others have done
-        # their last step could not do it again with them.
+        # A rank that ended before the others have done their last step could not
+        # repeat this step with them. So either all ranks end, or all start again.
         self._state._wait()
         runtime.check_updates()
 
     def failed(self, failure: RingjaxError) -> None:
-        self._count(failure)
+        self._count_attempt(failure)
         runtime.restart(str(failure))
         part = values.jax_part()
-        if part is not None and failures.stale_programs(failure):
+        # The shape of an allgather's result contains the number of ranks, so its
+        # program cannot run in a smaller or larger job.
+        if part is not None and "trace it again" in str(failure):
             part.forget_programs()
         self._change = 0
         if self._held is not HeldState.NOTHING:
             self._held = HeldState.COMMITTED
         self._state.restore()
 
-    def _count(self, failure: RingjaxError) -> None:
+    def _count_attempt(self, failure: RingjaxError) -> None:
         if self._commits != self._state._commits or isinstance(failure, PeerLost):
-            self._vain = 0
+            self._attempts = 0
         self._commits = self._state._commits
-        self._vain += 1
-        if self._vain > _ATTEMPTS:
+        self._attempts += 1
+        if self._attempts > _MAX_ATTEMPTS:
             raise failure
 
     def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
         self._change = self._state._change
 
 
-def _train(
-    func: Callable[..., _R], state: State, job: _JobLoop, args: Any, kwargs: Any
-) -> _R:
+def _repeat(train: Callable[[], _R], job: _JobLoop) -> _R:
     while True:
         try:
             job.begin()
-            result = func(state, *args, **kwargs)
+            result = train()
             job.finish()
             return result
         except HostsUpdatedInterrupt as interrupt:
-            again: Callable[[], None] = functools.partial(job.updated, interrupt)
+            recover: Callable[[], None] = functools.partial(job.updated, interrupt)
         except Exception as error:
             failure = errors.translate(error)
-            if failure is None or failures.final(failure):
+            if failure is None or _is_final(failure):
                 raise
-            again = functools.partial(job.failed, failure)
-        # Outside of the handlers, so that the arrays in their tracebacks are let go.
-        again()
+            recover = functools.partial(job.failed, failure)
+        # Outside of the handlers, because their tracebacks hold arrays of the step.
+        recover()
 
 
-def _decorated(
+def _is_final(failure: RingjaxError) -> bool:
+    """Returns whether another attempt would fail in the same way."""
+    final = errors.InvalidArgument | errors.NotInitialized | errors.Fenced
+    return isinstance(failure, final)
+
+
+def _decorate(
     func: Callable[Concatenate[_S, _P], _R],
     reset: Callable[[], None],
     warm_up: Callable[[Any], Any] | None = None,
@@ -223,21 +228,12 @@ def _decorated(
         notification_manager.register_listener(state)
         load = None if checkpointer is None else checkpointer.attach(state)
         save = None if checkpointer is None else checkpointer.save_last
+        train = functools.partial(func, state, *args, **kwargs)
         try:
             if not runtime.elastic():
-                return _train(
-                    *(func, state, _StaticJobLoop(state, reset, load), args, kwargs)
-                )
+                return _repeat(train, _StaticJobLoop(state, reset, load))
             with _leaving_on_sigterm():
-                return _train(
-                    *(
-                        func,
-                        state,
-                        _ElasticJobLoop(state, warm_up, load, save),
-                        args,
-                        kwargs,
-                    )
-                )
+                return _repeat(train, _ElasticJobLoop(state, warm_up, load, save))
         finally:
             notification_manager.remove_listener(state)
             sync_plan.clear_plan()
@@ -250,20 +246,20 @@ def _decorated(
 def run_fn(
     func: Callable[Concatenate[_S, _P], _R], reset: Callable[[], None]
 ) -> Callable[Concatenate[_S, _P], _R]:
-    """Wraps a training function so that it goes on after a loss.
+    """Wraps a training function so that training goes on after the loss of a rank.
 
     Args:
-        func: takes a `State` first. It continues where the state is.
-        reset: brings the job together again. Not called in an elastic job of ringrun,
-            which the runtime brings together.
+        func: takes a `State` as its first argument, and continues from that state.
+        reset: connects the ranks again. In an elastic job of ringrun the runtime does
+            that, and `reset` is not called.
 
     Returns:
-        A function of the same arguments. It synchronises the state, then calls `func`,
-        until that returns. After a `RingjaxError` the state goes back to the last
-        commit and everything starts again; after a `HostsUpdatedInterrupt` it starts
-        again with what is there. Errors in how ringjax is called are not caught.
+        A function of the same arguments. It synchronises the state and calls `func`
+        until `func` returns. After a `RingjaxError`, the state goes back to the last
+        commit before the next call; after a `HostsUpdatedInterrupt`, it stays as it is.
+        Errors in the arguments of ringjax's functions are raised.
     """
-    return _decorated(func, reset)
+    return _decorate(func, reset)
 
 
 @overload
@@ -288,34 +284,35 @@ def run(
     warm_up: Callable[[Any], Any] | None = None,
     checkpointer: Checkpointer | None = None,
 ) -> Any:
-    """Decorates a training function so that it lives through the loss of ranks.
+    """Decorates a training function so that it survives the loss of ranks.
 
-    The function takes a `State` first, trains from where the state is, and commits it
-    at the end of its steps. Collectives belong inside. What a rank that joins calls
-    before runs on it alone; if it calls something, its first operation together with
-    the others are the state's reset callbacks, as in a program for Horovod.
+    The function takes a `State` as its first argument, continues from that state, and
+    commits it at the end of its steps. The function is called again after each change
+    of the ranks, so its loops must begin where the state is. Collectives belong into
+    the function. Collectives that a joining rank calls before it run on that rank
+    alone. If there are any, the first collectives of that rank together with the others
+    are those of the state's reset callbacks, as in a program for Horovod.
 
-    In an elastic job (``ringrun --min-np``) a lost rank costs nothing but its part of
-    the step: the others finish it without that rank. At the next commit the function
-    starts again with the smaller job, or with ranks that have joined. SIGTERM makes
-    this rank leave at its next commit, without an error anywhere; another one, a second
-    or more later, ends it. After an exception
-    of ringjax all ranks go back to the last commit; after three of them without a
-    commit between it is raised.
+    In an elastic job (``ringrun --min-np``), a lost rank costs only its part of the
+    step: the others finish the step without it. At the next commit, the function starts
+    again with the remaining ranks, or with ranks that have joined. SIGTERM makes this
+    rank leave at its next commit, without an error on any rank; a further SIGTERM, a
+    second or more later, ends the process. After an exception of ringjax, all ranks go
+    back to the last commit. The fourth exception without a commit in between is raised.
 
-    In other jobs there is nobody to replace a rank: an exception of ringjax leads back
-    to the last commit after a shutdown and an init with whoever then takes part.
+    In any other job, no rank can be replaced. After an exception of ringjax, all ranks
+    shut down, call `init` again, and go back to the last commit.
 
     Args:
-        func: the function, where `run` is used without parentheses.
-        warm_up: called with the state in a rank that joins, before it joins: calls the
-            step once, so that it is compiled while the others train. Collectives run
-            alone in it, and what it does to the state is undone.
+        func: the function, if `run` is used without parentheses.
+        warm_up: called with the state in a joining rank, before it joins. It should
+            call the step once, so that the step is compiled while the others train.
+            Collectives run alone in it, and its changes of the state are undone.
         checkpointer: writes the state to disk at commits and when rank 0 leaves, and
-            brings back the newest one when the job starts.
+            loads the newest checkpoint when the job starts.
 
     Returns:
-        The function that trains, or, if `func` is not given, the decorator.
+        The function that trains, or the decorator if `func` is not given.
 
     Example:
         >>> import ringjax
@@ -330,43 +327,43 @@ def run(
         3
     """
     if func is not None:
-        return _decorated(func, reset, warm_up, checkpointer)
+        return _decorate(func, reset, warm_up, checkpointer)
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
-        return _decorated(inner, reset, warm_up, checkpointer)
+        return _decorate(inner, reset, warm_up, checkpointer)
 
     return decorate
 
 
 def reset() -> None:
-    """Leaves the job and joins it again, with whoever is there then."""
+    """Leaves the job and joins it again, with the ranks that then take part."""
     runtime.shutdown()
     runtime.init()
 
 
 @contextlib.contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """Within it the first SIGTERM is a wish to leave; one that comes later means it.
+    """Turns the first SIGTERM into a request to leave; a later one ends the process.
 
-    Only the main thread may say what a signal does; elsewhere nothing changes.
+    Only the main thread may set handlers. In other threads, nothing changes.
     """
     before = signal.getsignal(signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
-    if not main or before is None:  # the latter: set by other code than Python's
+    if not main or before is None:  # None: other code than Python has set the handler
         yield
         return
 
-    asked = float("inf")
+    requested = float("inf")
 
     def leave(signum: int, frame: object) -> None:
-        nonlocal asked
-        asked = time.monotonic()
-        signal.signal(signal.SIGTERM, again)
-        # Not here: the interrupted code may hold the locks that this needs.
+        nonlocal requested
+        requested = time.monotonic()
+        signal.signal(signal.SIGTERM, end)
+        # In a thread, because the interrupted code may hold the locks that this needs.
         threading.Thread(target=runtime.leave_at_next_pause, daemon=True).start()
 
-    def again(signum: int, frame: object) -> None:
-        if time.monotonic() - asked < _ONE_WISH:
+    def end(signum: int, frame: object) -> None:
+        if time.monotonic() - requested < _SIGTERM_GRACE:
             return
         signal.signal(signal.SIGTERM, before)
         os.kill(os.getpid(), signal.SIGTERM)

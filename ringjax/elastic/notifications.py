@@ -1,6 +1,6 @@
-"""Who hears that hosts come or go: Horovod's notifications, for other launchers.
+"""Horovod's notifications that hosts come or go, for launchers other than ringrun.
 
-In an elastic job of ringrun the coordinator tells the ranks itself.
+In an elastic job of ringrun, the coordinator notifies the ranks itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What has happened to the hosts of the job."""
+    """How the hosts of the job have changed."""
 
     no_update = 0
     removed = 1
@@ -20,14 +20,14 @@ class HostUpdateResult(enum.IntFlag):
 
 
 class Listener(Protocol):
-    """Who wants to hear that hosts come or go: a `State`."""
+    """An object to notify when hosts come or go: a `State`."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Called from any thread."""
+        """Called when hosts have changed, from any thread."""
 
 
 class WorkerNotificationManager:
-    """Hands what is heard about hosts on to the states that are being trained."""
+    """Forwards notifications to the states that are being trained."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,17 +37,17 @@ class WorkerNotificationManager:
         """Called when training starts, before a listener registers."""
 
     def register_listener(self, listener: Listener) -> None:
-        """From now on it hears of every change."""
+        """Adds a listener, which is notified of every later change."""
         with self._lock:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """From now on it hears nothing; nothing happens if it did not before."""
+        """Removes a listener. Does nothing if it is not registered."""
         with self._lock:
-            self._listeners = [one for one in self._listeners if one is not listener]
+            self._listeners = [each for each in self._listeners if each is not listener]
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Tells all listeners."""
+        """Notifies all listeners."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:

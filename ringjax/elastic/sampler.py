@@ -1,8 +1,8 @@
-"""ElasticSampler: every rank's part of the samples, cut anew when the ranks change.
+"""ElasticSampler: distributes samples to ranks, again after each change of the ranks.
 
-Not a loader: it gives indices only, and knows no framework. The order of an epoch is
-drawn from seed and epoch alone; which part of it is done is a number and, if ranks were
-lost, a short list. So all ranks know it without a word between them.
+The sampler yields indices and loads no data. The order of an epoch of training depends
+only on the seed and the epoch. The processed part of the order is a number and, if
+ranks were lost, a short list. So all ranks compute equal shares without communication.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ElasticSampler:
-    """Gives each rank its share of the indices that no rank has processed this epoch.
+    """Gives each rank a share of the indices that are not yet processed in this epoch.
 
-    Make it an attribute of a `State`, call `record_batch` after every step, and
-    `set_epoch` at the end of every epoch. Then every sample is in exactly one committed
-    step of an epoch, whatever happens to ranks: what a lost rank had in a step that the
-    others finished without it comes again later, and a restart from a commit returns
-    what came after the commit.
+    Make the sampler an attribute of a `State`, call `record_batch` after every step,
+    and `set_epoch` at the end of every epoch. Then every sample is in exactly one
+    committed step of an epoch, even if ranks are lost: samples of a lost rank, in a
+    step that the others finished without it, come again later. A restart from a commit
+    repeats the samples after the commit.
 
-    All ranks make the same number of steps. So in the last step of an epoch (and of the
-    samples that remained when ranks changed) ranks that would be short get some samples
-    again; these fill the batch and do not count.
+    All ranks make the same number of steps. If the samples cannot be divided evenly,
+    some ranks get some samples again in the last step. These samples fill the batch and
+    do not count.
 
     Args:
-        dataset: anything with a constant length, or the length.
+        dataset: an object with a constant length, or the length.
         shuffle: whether every epoch has a random order.
-        seed: of the random order; the same on all ranks.
+        seed: the seed of the random order, equal on all ranks.
 
     Attributes:
-        epoch: the one that the order is for.
-        processed_num: how far the ranks together have come in the order.
-        num_samples: how many this rank gets.
+        epoch: the present epoch.
+        processed_num: the position in the order that all ranks together have reached.
+        num_samples: the number of samples of this rank.
 
     Raises:
         NotInitialized: before `init`.
@@ -65,23 +65,24 @@ class ElasticSampler:
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0
-        self.wait: Callable[[], None] | None = None  # for the step to be finished
-        self._returned: list[int] = []  # places in the order before processed_num
-        self._drawn: tuple[Any, Indices] | None = None
-        self._taken = 0  # of this rank's share, and of all the others'
+        self.wait: Callable[[], None] | None = None  # waits until the step has finished
+        # Positions in the order before processed_num that must come again.
+        self._returned: list[int] = []
+        self._drawn: tuple[tuple[bool, int, int, int], Indices] | None = None
+        self._taken = 0  # samples that each rank has taken from its share
         self.num_samples = 0
         self.reset()
 
     @property
     def processed_indices(self) -> set[int]:
-        """What all ranks together have processed this epoch."""
+        """The indices that all ranks together have processed in this epoch."""
         order = self._order()
         done = set(order[: self.processed_num].tolist())
         return done - set(order[self._returned].tolist())
 
     @property
     def remaining_indices(self) -> list[int]:
-        """What was not processed when the ranks' shares were cut."""
+        """The indices that were not processed at the last distribution."""
         remaining: list[int] = self._order()[self._places].tolist()
         return remaining
 
@@ -91,10 +92,10 @@ class ElasticSampler:
         return self.processed_num >= self._count() and not self._returned
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch with nothing processed.
+        """Starts an epoch without processed samples.
 
-        Call it at the end of the one before: at its beginning, an epoch that was
-        interrupted would start from nothing.
+        Call this at the end of the previous epoch. A call at the beginning of an epoch
+        would discard the progress of an epoch that was interrupted.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -102,16 +103,16 @@ class ElasticSampler:
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Notes that every rank has taken the next `batch_size` samples of its share.
+        """Records that every rank has processed its next `batch_size` samples.
 
-        In an elastic job it counts only those of the ranks whose contribution is in the
-        step's result. So call it after the step's allreduce and before any other
-        collective; with JAX, after the results were assigned to the `State` that holds
-        the sampler, which waits for them here.
+        In an elastic job, only samples of ranks that contributed to the result of the
+        last collective count. So call this after the allreduce of the step and before
+        any other collective. With JAX, first assign the results to the `State` that
+        holds the sampler, because this method waits for its arrays.
 
         Args:
-            batch_idx: not looked at; Horovod has it.
-            batch_size: the same on all ranks.
+            batch_idx: ignored; Horovod has this argument.
+            batch_size: equal on all ranks.
         """
         if self.wait is not None and sync_plan.current_plan() is not None:
             self.wait()
@@ -123,16 +124,16 @@ class ElasticSampler:
             first, last = min(start, self.num_samples), min(stop, self.num_samples)
             steps = np.arange(first, last)[:, None] * self.num_replicas
             shares = steps + np.arange(self.num_replicas)
-            gone = np.isin(np.arange(self.num_replicas), sorted(absent))
-            missed = shares[:, gone].ravel()
-            missed = missed[missed < known]  # those after are repetitions
+            is_absent = np.isin(np.arange(self.num_replicas), sorted(absent))
+            missed = shares[:, is_absent].ravel()
+            missed = missed[missed < known]  # later positions are repetitions
             self._missed.update(missed.tolist())
         if self._missed and stop * self.num_replicas > known:
             self._fill_up(start, stop, absent)
         self._count_processed()
 
     def _fill_up(self, start: int, stop: int, absent: frozenset[int]) -> None:
-        """A repetition that a living rank had makes good what a lost one missed."""
+        """Counts samples of lost ranks that live ranks have had as repetitions."""
         for step in range(start, min(stop, self.num_samples)):
             for share in range(self.num_replicas):
                 place = step * self.num_replicas + share
@@ -147,7 +148,7 @@ class ElasticSampler:
         self.processed_num = self._processed_at_cut + beyond
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, how far it has come, and which places before that come again."""
+        """Returns the epoch, the position, and earlier positions that come again."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -155,18 +156,19 @@ class ElasticSampler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues there, with what remains cut into as many parts as ranks are."""
+        """Continues from a state, and distributes the remaining samples."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self._returned = list(state_dict.get("returned", ()))
         self.reset()
 
     def reset(self) -> None:
-        """Cuts what remains into as many parts as there are ranks now."""
-        agreed = sync_plan.current_plan()
-        # In an elastic job not what this rank happens to know: all must cut alike.
+        """Distributes the remaining samples to the present ranks."""
+        plan = sync_plan.current_plan()
+        # In an elastic job, ranks learn of a loss at different moments. The plan is
+        # equal on all ranks, so all of them distribute in the same way.
         self.rank, self.num_replicas = (
-            (runtime.rank(), runtime.size()) if agreed is None else agreed.share
+            (runtime.rank(), runtime.size()) if plan is None else plan.position
         )
         ahead = np.arange(min(self.processed_num, self._count()), self._count())
         self._places: Indices = np.concatenate(
@@ -175,12 +177,12 @@ class ElasticSampler:
         self._returned_at_cut = len(self._returned)
         self._processed_at_cut = self.processed_num
         self._taken = 0
-        self._missed: set[int] = set()  # places of `_places` that lost ranks had
+        self._missed: set[int] = set()  # indices into `_places` of lost ranks
         self.num_samples = -(-len(self._places) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
     def batches(self, size: int) -> Iterator[Indices]:
-        """This rank's share in arrays of `size` indices; the last one may be shorter.
+        """Yields this rank's share as arrays of at most `size` indices.
 
         Example:
             >>> import ringjax
@@ -197,18 +199,18 @@ class ElasticSampler:
         return self.dataset if isinstance(self.dataset, int) else len(self.dataset)
 
     def _order(self) -> Indices:
-        what = (self.shuffle, self.seed, self.epoch, self._count())
-        if self._drawn is None or self._drawn[0] != what:
+        key = (self.shuffle, self.seed, self.epoch, self._count())
+        if self._drawn is None or self._drawn[0] != key:
             order = list(range(self._count()))
             if self.shuffle:
                 random.Random(self.seed + self.epoch).shuffle(order)
-            self._drawn = what, np.array(order, np.int64)
+            self._drawn = key, np.array(order, np.int64)
         return self._drawn[1]
 
     def _share(self) -> Indices:
-        # More than once around, if there are more ranks than samples left.
-        mine = np.arange(self.rank, self.total_size, self.num_replicas)
-        return self._order()[self._places[mine % max(len(self._places), 1)]]
+        # Modulo, because there may be fewer samples than ranks.
+        own = np.arange(self.rank, self.total_size, self.num_replicas)
+        return self._order()[self._places[own % max(len(self._places), 1)]]
 
     def __iter__(self) -> Iterator[int]:
         self.indices: list[int] = self._share().tolist()

@@ -1,6 +1,6 @@
-"""State: what training needs to go on after a failure, kept in memory at each commit.
+"""State: the training state, of which each commit keeps a snapshot in memory.
 
-Not the loop around it, which is `loop.py`, and nothing on disks (`checkpointer.py`).
+The loop around training is in `loop.py`, and `checkpointer.py` writes to disk.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class State:
 
     Assign to the attributes and call `commit` at the end of a step, on all ranks. When
     a rank is lost, the others finish the step without it and nothing is undone. After
-    an exception, or where no such repair is possible, all ranks go back to the last
-    commit. A rank that joins gets everything from rank 0.
+    an exception, or if no such repair is possible, all ranks go back to the last
+    commit. A rank that joins gets the state of rank 0.
 
     An attribute may be a number, string, list, tuple or dict, an array of numpy or JAX,
     a tree of JAX (parameters, an optimizer's state, a flax TrainState), all nested, or
     an object with `state_dict()` and `load_state_dict()`, like an `ElasticSampler`.
 
-    What commit costs: JAX's arrays cannot be changed, so they are kept as they are,
-    without a copy; everything else is copied. The price is that what was committed
-    stays in memory beside the present values. If the program donates arrays of the
-    state to its step (`donate_argnums`), their memory is gone after the step; the first
-    commits copy the arrays until it is known, and those of a program that donates are
-    copied in every commit. Either donate in every step or in none.
+    A commit does not copy JAX's arrays, because they cannot change; it copies all other
+    values. The committed values need memory beside the present values. If the program
+    donates arrays of the state to its step (`donate_argnums`), their memory is gone
+    after the step. The first commits copy the arrays until they know whether the
+    program donates. If it does, every commit copies them. Either donate in every step
+    or in none.
 
     Args:
-        bcast_object: returns rank 0's object on every rank; Horovod's states need it.
-            Without it plain data and arrays are sent as they are, never as pickles.
-        get_rank: returns this process's rank; also for Horovod's sake.
-        **kwargs: the attributes and their first values, of the same structure on all
+        bcast_object: a function that returns rank 0's object on every rank, as in
+            Horovod. If None, plain data and arrays are sent, and nothing is pickled.
+        get_rank: a function that returns this process's rank, as in Horovod.
+        **kwargs: the attributes and their first values, with the same structure on all
             ranks. Attributes that are added later are not kept.
 
     Example:
@@ -73,7 +73,7 @@ class State:
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._after_save: Callable[[], None] | None = None
-        self._change = 0  # the number of an announced change of the ranks
+        self._change = 0  # number of an announced change of the ranks; 0: none
         self._commits = 0
         self._donation = Donation()
         self._saved_state: dict[str, Any] = {}
@@ -96,15 +96,15 @@ class State:
     # -- what training calls ----------------------------------------------------------
 
     def commit(self) -> None:
-        """Keeps the state in this process's memory, then `check_host_updates`.
+        """Keeps the state in memory, then calls `check_host_updates`.
 
-        All ranks call it at the same step. Where a checkpointer is in use, this is also
-        when it writes.
+        All ranks call this at the same step. If a checkpointer is in use, it writes at
+        this moment.
 
         Raises:
             HostsUpdatedInterrupt: as `check_host_updates`.
         """
-        if runtime.is_newcomer():  # rehearses alone, and what it does is undone
+        if runtime.is_newcomer():  # in warm_up, whose changes are undone
             return
         self.save()
         self._commits += 1
@@ -114,10 +114,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Starts the training function again, on all ranks, if ranks come or go.
+        """Makes `run` call the training function again on all ranks, if ranks change.
 
         Raises:
-            HostsUpdatedInterrupt: they do; `run` catches this.
+            HostsUpdatedInterrupt: ranks come or go; `run` catches this.
         """
         if runtime.elastic():
             self._check_membership()
@@ -135,22 +135,22 @@ class State:
     # -- what the loop calls -----------------------------------------------------------
 
     def on_reset(self) -> None:
-        """Called after the job has come together again, before `sync`."""
+        """Called after a reset of the job, before `sync`."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Remembers a change of the hosts until `check_host_updates`; any thread."""
+        """Queues a change of the hosts for `check_host_updates`; from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def save(self) -> None:
-        """Keeps the attributes, once all that is being computed of them is there.
+        """Waits until the attributes are computed, and keeps them.
 
         Raises:
-            JaxRuntimeError, PeerLost: computing one of them has failed, or came to
-                nothing because a rank was lost. What was kept before stays.
+            JaxRuntimeError, PeerLost: an attribute could not be computed, for example
+                because a rank was lost. The previous commit stays.
         """
         self._wait()
         runtime.confirm()
@@ -164,22 +164,22 @@ class State:
         }
 
     def restore(self) -> None:
-        """Sets the attributes to what they were at the last `save`."""
+        """Sets the attributes to their values at the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
         restored = {
-            name: values.kept(value, copied=self._donation.possible(name))
+            name: values.kept(value, copied=self._donation.is_possible(name))
             for name, value in self._saved_state.items()
         }
         self._set_attrs(restored)
-        self._donation.witness(restored)
+        self._donation.record_inputs(restored)
 
     def sync(self) -> None:
-        """Sets the attributes to rank 0's, and saves them.
+        """Sets the attributes to rank 0's values, and saves them.
 
         Raises:
-            TypeError, ValueError: they cannot be sent, or are made in another way here;
-                on both ends.
+            TypeError, ValueError: the attributes cannot be sent, or have another
+                structure on this rank; on both ends.
             PeerLost: a rank is gone.
         """
         sent = transfer.broadcast_state(
@@ -195,48 +195,51 @@ class State:
         alone = self._given_broadcast and self._saved_state
         if alone:
             self._set_attrs(self._bcast_object(self._current()))
-        self._cut()  # on the rank that has sent, too
+        self._reset_samplers()  # on the sender, too
         if sent is not None or alone:
-            self._donation.forget()  # not what a step has left behind
+            self._donation.discard_inputs()
         State.save(self)
 
     def make_room(self) -> None:
-        """Called in a rank that joins, before it does: takes memory for what comes."""
+        """Reserves memory for the state that a joining rank is going to receive."""
         transfer.preallocate(self._to_be_sent(), allow_pickle=self._allow_pickle)
 
     def reset(self) -> None:
-        """Adapts to another rank or size, after a reset and before `sync`."""
-        self._cut()
+        """Adapts to the present ranks, after a reset and before `sync`."""
+        self._reset_samplers()
 
     # -- what a checkpointer calls -----------------------------------------------------
 
     def after_save(self, call: Callable[[], None] | None) -> None:
-        """Something to do in each commit, when everything is kept."""
+        """Calls `call` in each commit from now on; None: nothing."""
         self._after_save = call
 
     def committed(self) -> dict[str, Any]:
-        """What the last commit has kept, to be read only."""
+        """Returns the last commit; the caller must not change it."""
         saved = {name: handler.saved() for name, handler in self._handlers.items()}
         return {**self._saved_state, **saved}
 
     def adopt(self, committed: dict[str, Any]) -> None:
-        """Goes on from what another program has committed, as far as it has it."""
+        """Replaces the attributes by those of a checkpoint, and saves them.
+
+        Attributes that only one of both has stay as they are.
+        """
         for name, handler in self._handlers.items():
             if name in committed:
                 handler.load(committed[name])
         known = {n: v for n, v in committed.items() if n in self._saved_state}
         self._set_attrs(known)
-        self._donation.forget()
+        self._donation.discard_inputs()
         self.save()
 
     def files(self) -> CheckpointLayout:
-        """How a checkpointer writes it."""
+        """Returns the checkpoint layout of this kind of state."""
         return ArrayFiles()
 
     # -- inside ------------------------------------------------------------------------
 
-    def _cut(self) -> None:
-        """New shares of what samplers have left: no `sync` follows if ranks only go."""
+    def _reset_samplers(self) -> None:
+        """Makes samplers distribute the remaining samples to the present ranks."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
@@ -248,7 +251,7 @@ class State:
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _to_be_sent(self) -> dict[str, Any]:
-        """All but what is sent in ways of its own."""
+        """Returns the values that `sync` sends, without those of handlers that send."""
         plain = {} if self._given_broadcast else self._current()
         handled = {
             name: handler.state()
@@ -262,13 +265,13 @@ class State:
             setattr(self, name, value)
 
     def _wait(self) -> None:
-        """Until no program computes a part of the state, so that it cannot fail."""
+        """Waits until all arrays of the state are computed, so that none can fail."""
         part = values.jax_part()
         if part is not None:
             part.wait(values.jax_arrays(self._current()))
 
     def _check_membership(self) -> None:
-        if runtime.is_newcomer():  # rehearses alone
+        if runtime.is_newcomer():
             return
         self._wait()
         self._change, epoch = runtime.check_updates()
@@ -276,7 +279,8 @@ class State:
         if self._change:
             raise HostsUpdatedInterrupt(skip_sync=False)
         if plan is not None and epoch != plan.epoch:
-            # A rank was lost, and the others have gone on: time for new shares.
+            # A rank was lost, and the others have gone on. Samplers must distribute
+            # the samples again, but the state is equal on all ranks.
             raise HostsUpdatedInterrupt(skip_sync=True)
 
     def _check_messages(self) -> None:
@@ -290,7 +294,7 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 update |= HostUpdateResult(result)
-        # Not every rank hears at the same time; what rank 0 knows counts for all.
+        # Notifications reach ranks at different moments: all ranks follow rank 0.
         before, latest, result = self._bcast_object((before, latest, int(update)))
         self._last_updated_timestamp = latest
         if latest > before:
@@ -298,12 +302,12 @@ class State:
 
 
 def _is_sent_by_itself(handler: StateHandler) -> bool:
-    """Whether a program's own handler has its own way to all ranks."""
+    """Returns whether a program's own handler has replaced `sync`."""
     return type(handler).sync is not StateHandler.sync
 
 
 class ObjectState(State):
-    """Plain Python objects as attributes; Horovod's name for a `State` of such.
+    """A `State` of plain Python objects, under Horovod's name.
 
     Args:
         bcast_object: returns rank 0's object on every rank.

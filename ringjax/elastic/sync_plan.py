@@ -1,9 +1,9 @@
-"""What all ranks of an elastic job know alike: who takes part, since which epoch.
+"""Negotiates which rank sends the training state to which ranks, in each epoch.
 
-A rank may be lost at any moment, and ranks do not learn of it at the same time. So what
-must not differ between ranks (who has which samples, when training starts again) hangs
-on results of collectives, which are the same everywhere. Not the membership itself,
-which is the runtime's.
+Ranks may be lost at any moment, and the others notice it at different moments. Data
+that must be equal on all ranks, such as the shares of samplers and the moment when
+training starts again, therefore follow from results of collectives, which are equal on
+all ranks. The membership itself belongs to the runtime.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ringjax.errors import PeerLost
 
 
 class HeldState(enum.IntEnum):
-    """What a rank has of the training state."""
+    """What a rank holds of the training state."""
 
-    CURRENT = 0  # what everybody else has who says this
-    COMMITTED = 1  # its own; all take that of one rank
-    NOTHING = 2  # it has just come
+    CURRENT = 0  # equal on all ranks that say this
+    COMMITTED = 1  # its last commit; all ranks take the commit of one rank
+    NOTHING = 2  # the rank has just joined
 
 
 class SyncPlan(NamedTuple):
-    """A result of `agree`.
+    """The result of `negotiate`, equal on all ranks.
 
     Attributes:
-        epoch: of the membership.
+        epoch: the epoch of the membership.
         workers: the numbers of all workers, in the order of the ranks.
-        participants: who sends the state to whom.
-        lost: nobody has the state any more: all who had it are gone.
+        participants: the sender of the state and its receivers.
+        lost: whether no rank holds the state any more.
     """
 
     epoch: int
@@ -43,8 +43,8 @@ class SyncPlan(NamedTuple):
     lost: bool = False
 
     @property
-    def share(self) -> tuple[int, int]:
-        """This worker's place among them, and how many there are."""
+    def position(self) -> tuple[int, int]:
+        """The index of this worker among all workers, and their number."""
         return self.workers.index(own_number()), len(self.workers)
 
 
@@ -52,7 +52,7 @@ _current: SyncPlan | None = None
 
 
 def own_number() -> int:
-    """This process's worker number."""
+    """Returns this process's worker number."""
     number = runtime.config().worker
     if number is None:
         raise errors.NotInitialized("this process has no RINGJAX_WORKER")
@@ -60,43 +60,45 @@ def own_number() -> int:
 
 
 def current_plan() -> SyncPlan | None:
-    """The last one of this process; None outside of elastic training."""
+    """Returns the latest plan of this process, None outside of elastic training."""
     return _current
 
 
 def clear_plan() -> None:
-    """Training is over."""
+    """Drops the plan when training has ended."""
     global _current
     _current = None
 
 
 def negotiate(held: HeldState) -> SyncPlan:
-    """All ranks say what they have; all of them get the same answer.
+    """Makes a plan from what each rank holds; every rank calls this.
 
     Raises:
-        RingjaxError: it could not be finished.
+        RingjaxError: the negotiation could not be finished.
     """
     global _current
     _, epoch = runtime.check_updates()
     failpoints.passing("agreement.halfway")
-    mine = np.array([[own_number(), held]], np.int32)
-    rows = np.asarray(eager.allgather(mine, name="elastic.agreement"))
+    own = np.array([[own_number(), held]], np.int32)
+    rows = np.asarray(eager.allgather(own, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])
     size, place = runtime.group_size(), runtime.group_rank()
-    groups: dict[int, int] = {}  # a group has what each of its ranks has, at least
-    for number, one in rows.tolist():
-        groups[number // size] = max(one, groups.get(number // size, one))
+    # A group of processes holds only as much as each of its processes holds.
+    groups: dict[int, int] = {}
+    for number, rank_holds in rows.tolist():
+        group = number // size
+        groups[group] = max(rank_holds, groups.get(group, rank_holds))
     ranks = [r for r, number in enumerate(workers) if number % size == place]
     if len(ranks) != len(groups):
         raise PeerLost("a group has come to its end in part, and cannot start again")
-    everyone = list(groups.values())
-    lost = min(everyone) == HeldState.NOTHING
-    _current = SyncPlan(epoch, workers, choose_participants(everyone, ranks), lost)
+    group_states = list(groups.values())
+    lost = min(group_states) == HeldState.NOTHING
+    _current = SyncPlan(epoch, workers, choose_participants(group_states, ranks), lost)
     return _current
 
 
 def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participants:
-    """Who sends the state to whom, if ``ranks[i]`` has ``held[i]``.
+    """Chooses the sender and the receivers if ``ranks[i]`` holds ``held[i]``.
 
     Example:
         >>> current, committed, nothing = HeldState
@@ -106,19 +108,24 @@ def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participan
         Participants(source=1, receivers=(3, 5))
     """
     source = held.index(min(held))
-    current = held[source] == HeldState.CURRENT
-    needs = [i for i, one in enumerate(held) if not current or one != HeldState.CURRENT]
-    return Participants(ranks[source], tuple(ranks[i] for i in needs if i != source))
+    # Current states are equal already. Commits may be of different steps.
+    is_current = held[source] == HeldState.CURRENT
+    receivers = [
+        ranks[i]
+        for i, state in enumerate(held)
+        if i != source and not (is_current and state == HeldState.CURRENT)
+    ]
+    return Participants(ranks[source], tuple(receivers))
 
 
 def absent_from_last_call() -> frozenset[int]:
-    """Shares (places among the workers) that are not in the last result of all ranks.
+    """Returns the positions of workers without a part in the last result of all ranks.
 
-    Their ranks were lost before it was finished; the others have repeated it.
+    These ranks were lost during the call, and the others have repeated it.
     """
     if _current is None:
         return frozenset()
     present = set(runtime.last_contributors())
-    if not present:  # there was no call yet
+    if not present:  # no call has been made yet
         return frozenset()
     return frozenset(i for i, w in enumerate(_current.workers) if w not in present)

@@ -1,8 +1,8 @@
-"""What a state may hold, taken apart and put together: containers, nodes, leaves.
+"""Maps the values of a state: containers, nodes that JAX has registered, and leaves.
 
-Lists, tuples and dicts are known here; what JAX has registered (optax's named tuples,
-flax's dataclasses) is asked of `ringjax.elastic.jax_leaves`, if the program uses JAX.
-Everything else is a leaf. Not what leaves look like as bytes (`leaves.py`).
+This module knows lists, tuples and dicts. If the program uses JAX, `jax_leaves` takes
+optax's named tuples, flax's dataclasses and the like apart. Every other value is a
+leaf. `leaf.py` converts leaves to bytes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _SCALARS = str | bytes | int | float | complex
 
 
 def jax_part() -> Any:
-    """`ringjax.elastic.jax_leaves`, or None where no JAX has been imported."""
+    """Returns `ringjax.elastic.jax_leaves`, or None if JAX has not been imported."""
     if "jax" not in sys.modules:
         return None
     return importlib.import_module("ringjax.elastic.jax_leaves")
 
 
-def is_jax(value: Any) -> bool:
-    """Whether it is an array of JAX."""
+def is_jax(value: object) -> bool:
+    """Returns whether `value` is an array of JAX."""
     part = jax_part()
     return part is not None and bool(part.is_array(value))
 
 
-def node(value: Any) -> Any:
-    """A `jax_leaves.JaxNode` if JAX can take the value apart and this module cannot."""
+def node(value: object) -> Any:
+    """Returns a `JaxNode` if JAX can take `value` apart and this module cannot."""
     if value is None or isinstance(value, _SCALARS):
         return None
     part = jax_part()
@@ -42,7 +42,7 @@ def node(value: Any) -> Any:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure, with `leaf` of every leaf."""
+    """Returns the same structure with `leaf` applied to every leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(mapped(item, leaf) for item in value)
@@ -55,9 +55,9 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def merged(value: Any, other: Any, leaf: Callable[[Any, Any], Any]) -> Any:
-    """The structure of `value`, with `leaf` of every leaf and its like in `other`.
+    """Returns the structure of `value` with `leaf` applied to pairs of leaves.
 
-    Entries of dicts are found by their keys, wherever they stand.
+    Entries of dicts are matched by key, in any order.
 
     Raises:
         ValueError: `other` has another structure.
@@ -70,50 +70,56 @@ def merged(value: Any, other: Any, leaf: Callable[[Any, Any], Any]) -> Any:
     inner = node(value)
     if inner is None and kind not in (dict, list, tuple):
         return leaf(value, other)
-    beside = node(other)
-    if inner is None or beside is None or inner.names != beside.names:
+    counterpart = node(other)
+    if inner is None or counterpart is None or inner.names != counterpart.names:
         raise ValueError(f"a {kind.__name__} and a {type(other).__name__} differ")
-    pairs = zip(inner.children, beside.children, strict=True)
+    pairs = zip(inner.children, counterpart.children, strict=True)
     return inner.rebuild([merged(*pair, leaf) for pair in pairs])
 
 
-def leaves(value: Any) -> list[Any]:
-    """All leaves, in the order of `mapped`."""
+def leaves(value: object) -> list[Any]:
+    """Returns all leaves in the order of `mapped`."""
     found: list[Any] = []
 
-    def note(one: Any) -> Any:
-        found.append(one)
-        return one
+    def collect(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
 
-    mapped(value, note)
+    mapped(value, collect)
     return found
 
 
-def jax_arrays(value: Any) -> list[Any]:
-    """JAX's arrays in it."""
+def jax_arrays(value: object) -> list[Any]:
+    """Returns the leaves that are arrays of JAX."""
     part = jax_part()
-    return [] if part is None else [one for one in leaves(value) if part.is_array(one)]
+    if part is None:
+        return []
+    return [leaf for leaf in leaves(value) if part.is_array(leaf)]
 
 
 def kept(value: Any, *, copied: bool) -> Any:
-    """A value that nobody changes any more.
+    """Returns a snapshot of `value`, which nothing changes any more.
 
-    Containers are made anew, and what programs change in place is copied. JAX's arrays
-    cannot be changed, so they are shared, unless they are to be `copied` because the
-    program may donate them.
+    Containers, and leaves that programs change in place, are copied. JAX's arrays
+    cannot change, so the snapshot shares them.
+
+    Args:
+        copied: copy JAX's arrays, too, because the program may donate them.
     """
     part = jax_part()
 
-    def leaf(one: Any) -> Any:
-        if part is not None and part.is_array(one):
-            return part.copies([one])[0] if copied and not part.is_deleted(one) else one
-        in_place = isinstance(one, set | bytearray) or hasattr(one, "__dlpack__")
-        # As Horovod has it, objects of other kinds are copied in containers only.
-        if (one is value and not in_place) or is_named_callable(one):
-            return one
+    def keep(leaf: Any) -> Any:
+        if part is not None and part.is_array(leaf):
+            if copied and not part.is_deleted(leaf):
+                return part.copies([leaf])[0]
+            return leaf
+        in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
+        # As in Horovod, objects of other kinds are only copied within containers.
+        if (leaf is value and not in_place) or is_named_callable(leaf):
+            return leaf
         try:
-            return copy.deepcopy(one)
-        except TypeError:  # it holds a lock, a file or the like
-            return one
+            return copy.deepcopy(leaf)
+        except TypeError:  # the object holds a lock, a file or the like
+            return leaf
 
-    return mapped(value, leaf)
+    return mapped(value, keep)

@@ -324,7 +324,7 @@ def test_sigterm_is_a_wish_to_leave(job: Runtime) -> None:
 def test_a_later_sigterm_means_it(
     job: Runtime, monkeypatch: pytest.MonkeyPatch, wish: float
 ) -> None:
-    monkeypatch.setattr(loop, "_ONE_WISH", wish)
+    monkeypatch.setattr(loop, "_SIGTERM_GRACE", wish)
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, frame: got.append(signum))
     try:

@@ -89,7 +89,7 @@ def test_what_is_known_of_donation() -> None:
     donation, x = Donation(), fresh()
     assert donation.names_to_copy({"x": x, "n": 1}) == {"x", "n"}
     assert donation.names_to_copy({"x": x}) == {"x"}  # no step has run
-    donation.forget()
+    donation.discard_inputs()
     y = STEP(x)
     assert donation.names_to_copy({"x": y}) == {"x"}  # who knows where it is from
     z = STEP(y)
