@@ -1,8 +1,8 @@
 """Jobs on Spark: `Distributor`, and Horovod's `run` and `run_elastic`.
 
-Spark places tasks and tries them again; each starts its rank as a process of its own.
-ringjax's rendezvous or coordinator, in the driver, only brings them together. Needs the
-extra `spark`; nothing of Spark is imported before it is used.
+Spark places the tasks and tries them again, and each task starts its rank as a process.
+The driver runs ringjax's rendezvous or coordinator, through which the ranks find each
+other. The package needs the extra `spark`, and imports Spark when it is first used.
 
 Example:
     >>> from ringjax.spark import Distributor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ringjax.spark.jobs import run as run
     from ringjax.spark.jobs import run_elastic as run_elastic
 
-_HOMES = {
+_MODULES = {
     "Distributor": "distributor",
     "HorovodRunner": "distributor",
     "run": "jobs",
@@ -31,14 +31,14 @@ __all__ = ["Distributor", "HorovodRunner", "run", "run_elastic"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     except ModuleNotFoundError as error:
         if error.name not in ("pyspark", "pyarrow"):
             raise
         raise ImportError(
             "ringjax.spark needs Spark: pip install 'ringjax[spark]'", name=error.name
         ) from error
-    return getattr(home, name)
+    return getattr(module, name)

@@ -1,6 +1,6 @@
-"""Horovod's names for settings of Spark that elastic jobs may want, as pairs.
+"""Horovod's names for settings of Spark that suit elastic jobs, as pairs.
 
-Spark has no blacklist any more, it excludes executors and nodes on failure.
+In today's Spark, excludeOnFailure has replaced the blacklist of executors and nodes.
 
 Example:
     >>> SPARK_CONF_ALWAYS_RESTART_FAILED_TASK
@@ -11,13 +11,14 @@ _EXCLUDE = "spark.excludeOnFailure"
 SPARK_CONF_MAX_INT = "2147483647"
 SPARK_CONF_MAX_INT_MINUS_ONE = "2147483646"
 
-# The others go on while Spark tries a task again, so that it may do so for ever.
+# An elastic job goes on while Spark tries a task again, so no limit is needed.
 SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", SPARK_CONF_MAX_INT)
 
 SPARK_CONF_BLACKLIST_DISABLED = (f"{_EXCLUDE}.enabled", "false")
 SPARK_CONF_BLACKLIST_ENABLED = (f"{_EXCLUDE}.enabled", "true")
 
-# An executor on which a task has failed, or a node on which executors have, for others.
+# Whether other tasks of a stage may use an executor on which a task has failed, or a
+# node on which executors have failed.
 _IN_STAGE = f"{_EXCLUDE}.stage.maxFailedTasksPerExecutor"
 SPARK_CONF_REUSE_FAILED_EXECUTOR = (_IN_STAGE, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR = (_IN_STAGE, "1")
@@ -25,7 +26,7 @@ _NODE_IN_STAGE = f"{_EXCLUDE}.stage.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILING_NODE = (_NODE_IN_STAGE, SPARK_CONF_MAX_INT_MINUS_ONE)
 SPARK_CONF_DONT_REUSE_FAILING_NODE = (_NODE_IN_STAGE, "1")
 
-# The same for the task that failed.
+# Whether the failed task itself may use the executor or node again.
 _FOR_TASK = f"{_EXCLUDE}.task.maxTaskAttemptsPerExecutor"
 SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK = (_FOR_TASK, SPARK_CONF_MAX_INT)
 SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK = (_FOR_TASK, "2")
@@ -38,7 +39,7 @@ SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK = (
 SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK = (_NODE_FOR_TASK, "2")
 SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK = (_NODE_FOR_TASK, "1")
 
-# And in the whole application.
+# Whether the whole application may use the executor or node again.
 _IN_APP = f"{_EXCLUDE}.application.maxFailedTasksPerExecutor"
 SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, "1")
@@ -46,7 +47,7 @@ _NODE_IN_APP = f"{_EXCLUDE}.application.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, "1")
 
-# What Spark itself has for these.
+# Spark's own values of these settings.
 SPARK_CONF_DEFAULT_VALUES = {
     "spark.task.maxFailures": "4",
     f"{_EXCLUDE}.enabled": "false",

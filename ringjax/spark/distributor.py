@@ -1,28 +1,29 @@
-"""`Distributor`: a function or a program on Spark, as `TorchDistributor` has it."""
+"""`Distributor`: runs a function or a program on Spark, like `TorchDistributor`."""
 
 from __future__ import annotations
 
+import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringjax.run import environ, task
-from ringjax.run import run as run_here
+from ringjax.run import run as run_locally
 from ringjax.run.engine_job import EngineJob
 from ringjax.spark.jobs import active_session, launch
 from ringjax.spark.task import RankTask
 
 
 class Distributor:
-    """Runs a function, or a program, as the ranks of a job on Spark.
+    """Runs a function or a program as the ranks of a job on Spark.
 
     Args:
-        num_processes: how many.
-        local_mode: here, in the driver, without Spark's tasks.
+        num_processes: the number of ranks.
+        local_mode: run the ranks in the driver, without tasks of Spark.
         use_gpu: each rank sees the GPUs that Spark has assigned to its task.
-        min_processes: makes the job elastic: with so few at least it goes on when some
-            are lost, and Spark's next try of a task joins.
-        env: variables for the ranks.
+        min_processes: makes the job elastic. It goes on while this many ranks are left,
+            and a rank whose task Spark tries again joins.
+        env: environment variables for the ranks.
 
     Raises:
         ValueError: a number is wrong.
@@ -42,8 +43,8 @@ class Distributor:
         min_processes: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        least = num_processes if min_processes is None else min_processes
-        if not 1 <= least <= num_processes:
+        min_size = num_processes if min_processes is None else min_processes
+        if not 1 <= min_size <= num_processes:
             raise ValueError(
                 f"num_processes={num_processes}, min_processes={min_processes}: "
                 "expected 1 <= min_processes <= num_processes"
@@ -56,11 +57,11 @@ class Distributor:
         """Runs `train(*args, **kwargs)`, or the program `train` with arguments.
 
         Returns:
-            What the function returned on rank 0; nothing of a program.
+            The result of the function on rank 0; None for a program.
 
         Raises:
             LaunchError: a rank failed, with its error.
-            ValueError: a program with keyword arguments.
+            ValueError: keyword arguments were given for a program.
         """
         if isinstance(train, str):
             if kwargs:
@@ -75,48 +76,48 @@ class Distributor:
         spark = active_session()
         env = {**environ.rank_defaults(), **self._env}
         with EngineJob(self.num_processes, min_size=self.min_processes, env=env) as job:
-            rank = RankTask(
-                ticket=job.common_ticket(),
+            rank_task = RankTask(
+                common_env=job.common_ticket(),
                 payload=payload,
                 argv=argv,
                 size=self.num_processes,
                 elastic=job.elastic,
                 use_gpu=self.use_gpu,
             )
-            return launch(spark, job, rank)[0]
+            return launch(spark, job, rank_task)[0]
 
     def _run_locally(
-        self, train: Callable[..., Any] | str, args: Any, kwargs: Any
+        self,
+        train: Callable[..., Any] | str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         if isinstance(train, str):
-            program, words = train, [train, *map(str, args)]
+            program, argv = train, [train, *map(str, args)]
 
             def fn() -> None:
-                import runpy
-
-                sys.argv = words
+                sys.argv = argv
                 runpy.run_path(program, run_name="__main__")
 
-            args, kwargs = (), {}
+            args = ()
         else:
             fn = train
-        env = {**environ.inherited(), **self._env}
-        return run_here(
+        return run_locally(
             fn,
             args,
             kwargs,
             np=self.num_processes,
             min_np=self.min_processes,
-            env=env,
+            env={**environ.inherited(), **self._env},
         )[0]
 
 
 class HorovodRunner:
-    """Databricks' name for it.
+    """A `Distributor` with the interface of Databricks' HorovodRunner.
 
     Args:
-        np: how many processes; a negative number: so many here, in the driver.
-        driver_log_verbosity: without effect; output is in the executors' logs.
+        np: the number of ranks; if it is negative, the driver runs them.
+        driver_log_verbosity: without effect; the executors' logs have the output.
     """
 
     def __init__(
@@ -125,5 +126,5 @@ class HorovodRunner:
         self._distributor = Distributor(abs(np), local_mode=np < 0)
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Calls `main(**kwargs)` on all; what it returned on rank 0."""
+        """Calls `main(**kwargs)` on all ranks; returns the result of rank 0."""
         return self._distributor.run(main, **kwargs)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 
 from ringjax.errors import LaunchError
 from ringjax.run import environ, task
@@ -21,9 +21,10 @@ from ringjax.run.engine_job import EngineJob
 from ringjax.spark.task import SCHEMA, RankTask
 
 log = logging.getLogger("ringjax.spark")
-_POLL_INTERVAL = 0.1  # seconds between two looks at what the workers say
-_STOP_TIMEOUT = 2.0  # seconds for what was asked to end
-_jobs = itertools.count()
+_POLL_INTERVAL = 0.1  # seconds between two polls of the coordinator
+_STOP_TIMEOUT = 2.0  # seconds to wait for tasks that were told to stop
+_START_TIMEOUT = 600.0  # seconds
+_job_numbers = itertools.count()
 
 
 def run(
@@ -47,22 +48,22 @@ def run(
 
     Args:
         fn: called in every rank as `fn(*args, **kwargs)`.
-        args, kwargs: its arguments, the same for every rank.
-        num_proc: how many; as many as tasks can run at once, if it is not given.
+        args, kwargs: the arguments of `fn`, the same for every rank.
+        num_proc: the number of ranks; None: as many as tasks can run at once.
         start_timeout: seconds for Spark to start all tasks (600).
-        env: variables for the ranks.
-        stdout, stderr: get what the ranks wrote, once they have ended; the executors'
-            logs get it at once.
+        env: environment variables for the ranks.
+        stdout, stderr: receive the output of the ranks after these have ended. The
+            logs of the executors receive it at once.
         nics: network interfaces that the ranks may use.
-        executable: the Python of the ranks; the tasks' own by default.
+        executable: the Python of the ranks; None: the Python of the tasks.
         use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp:
-            Horovod's, without effect.
+            arguments of Horovod without effect.
 
     Returns:
         The results in the order of the ranks.
 
     Raises:
-        LaunchError: a rank failed; it names the rank, the host and the error.
+        LaunchError: a rank failed; the text names the rank, the host and the error.
         RuntimeError: there is no Spark session.
 
     Example:
@@ -73,15 +74,22 @@ def run(
     spark = active_session()
     size = num_proc or parallelism(spark)
     with EngineJob(size, env=_rank_environment(env, nics), note=log.info) as job:
-        rank = RankTask(
-            ticket=job.common_ticket(),
+        rank_task = RankTask(
+            common_env=job.common_ticket(),
             payload=task.encode(fn, args, kwargs or {}),
             argv=[executable or sys.executable, "-m", "ringjax.run.task"],
             size=size,
             elastic=False,
-            keeps_output=stdout is not None or stderr is not None,
+            keep_output=stdout is not None or stderr is not None,
         )
-        return launch(spark, job, rank, start_timeout, stdout, stderr)
+        return launch(
+            spark,
+            job,
+            rank_task,
+            start_timeout=start_timeout,
+            stdout=stdout,
+            stderr=stderr,
+        )
 
 
 def run_elastic(
@@ -103,59 +111,68 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Runs a function in an elastic job: a lost task does not end it.
+    """Runs a function in an elastic job, which goes on if a task is lost.
 
-    Spark tries the task again, `spark.task.maxFailures` times at most, and it joins the
-    others, who have gone on. The function should use `ringjax.elastic.run`.
+    Spark tries the task again, at most `spark.task.maxFailures` times, and the new rank
+    joins the job. The function should use `ringjax.elastic.run`.
 
     Args:
         fn, args, kwargs, env, stdout, stderr, nics: as in `run`.
-        num_proc: how many to begin with; as many as tasks can run at once.
-        min_num_proc: with fewer the others wait; `num_proc` if it is not given.
-        max_num_proc: the most; `num_proc` if it is not given.
-        start_timeout: seconds from the first rank's appearance to the last one's.
-        elastic_timeout: seconds to wait for others if too few are left (600).
-        reset_limit: how often the members may change.
+        num_proc: the number of ranks at the start; None: as many as tasks can run at
+            once.
+        min_num_proc: with fewer ranks the job waits; None: `num_proc`.
+        max_num_proc: the largest number of ranks; None: `num_proc`.
+        start_timeout: seconds between the arrivals of the first and the last rank.
+        elastic_timeout: seconds to wait for new ranks if too few are left (600).
+        reset_limit: the largest number of changes of the members.
         min_np, max_np: older names of `min_num_proc` and `max_num_proc`.
-        verbose, prefix_output_with_timestamp: without effect.
+        verbose, prefix_output_with_timestamp: arguments of Horovod without effect.
 
     Returns:
-        The results of those who are there at the end, in the order of their ranks.
+        The results of the last members, in the order of their ranks.
 
     Raises:
-        LaunchError: the job has failed.
+        LaunchError: the job failed.
         RuntimeError: there is no Spark session.
     """
     spark = active_session()
     size = num_proc or parallelism(spark)
-    least = min_num_proc or min_np or size
-    most = max_num_proc or max_np or size
+    min_size = min_num_proc or min_np or size
+    max_size = max_num_proc or max_np or size
     settings = _rank_environment(env, nics)
-    given = {"START_TIMEOUT": start_timeout, "ELASTIC_TIMEOUT": elastic_timeout}
-    for name, seconds in given.items():
+    timeouts = {"START_TIMEOUT": start_timeout, "ELASTIC_TIMEOUT": elastic_timeout}
+    for name, seconds in timeouts.items():
         if seconds is not None:
             settings[f"RINGJAX_{name}"] = f"{seconds:g}"
-    job = EngineJob(size, min_size=least, max_size=most, env=settings, note=log.info)
-    with job:
-        rank = RankTask(
-            ticket=job.common_ticket(),
+    with EngineJob(
+        size, min_size=min_size, max_size=max_size, env=settings, note=log.info
+    ) as job:
+        rank_task = RankTask(
+            common_env=job.common_ticket(),
             payload=task.encode(fn, args, kwargs or {}),
             argv=[sys.executable, "-m", "ringjax.run.task"],
-            size=most,
+            size=max_size,
             elastic=True,
-            keeps_output=stdout is not None or stderr is not None,
+            keep_output=stdout is not None or stderr is not None,
         )
-        return launch(spark, job, rank, None, stdout, stderr, reset_limit)
+        return launch(
+            spark,
+            job,
+            rank_task,
+            stdout=stdout,
+            stderr=stderr,
+            reset_limit=reset_limit,
+        )
 
 
 def active_session() -> SparkSession:
-    """The session that is there.
+    """Returns the session of this thread, or of another thread.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no session.
     """
     try:
-        return SparkSession.active()  # of this thread, or of another
+        return SparkSession.active()
     except PySparkException as error:
         raise RuntimeError(
             "Could not find an active SparkContext: make a SparkSession first"
@@ -163,10 +180,12 @@ def active_session() -> SparkSession:
 
 
 def parallelism(spark: SparkSession) -> int:
-    """How many tasks can run at once."""
+    """Returns how many tasks can run at once."""
     try:
         return int(spark.sparkContext.defaultParallelism)
-    except Exception:  # Spark Connect has no context; it divides what has no division
+    except Exception:
+        # Spark Connect has no context. Spark divides a range without a given number of
+        # partitions into as many partitions as tasks can run at once: count these.
         parts = spark.range(1 << 16).selectExpr("spark_partition_id() AS part")
         return int(parts.selectExpr("max(part) + 1").head()[0])
 
@@ -181,21 +200,30 @@ def _rank_environment(
 def launch(
     spark: SparkSession,
     job: EngineJob,
-    rank: RankTask,
+    rank_task: RankTask,
+    *,
     start_timeout: float | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     reset_limit: int | None = None,
 ) -> list[Any]:
-    """Runs the tasks of a job to their end; the results by rank.
+    """Runs the tasks of a job to their end, and returns the results by rank.
+
+    Args:
+        spark: runs the tasks.
+        job: brings the ranks together.
+        rank_task: the work of each task.
+        start_timeout, stdout, stderr: as for `run`.
+        reset_limit: as for `run_elastic`.
 
     Raises:
-        LaunchError: the job has failed.
+        LaunchError: the job failed.
     """
     slots = None
     if start_timeout is not None and not isinstance(spark, SparkSession):
-        slots = parallelism(spark)  # Spark Connect only tells while there is room
-    tasks = _SparkJob(spark, job, rank, slots)
+        # While Spark Connect waits for free slots it answers no question: ask before.
+        slots = parallelism(spark)
+    tasks = _SparkJob(spark, job, rank_task, slots)
     tasks.start()
     begin, checked = time.monotonic(), False
     try:
@@ -206,90 +234,96 @@ def launch(
                     f"the members have changed {job.resets} times; the reset limit is "
                     f"{reset_limit}"
                 )
-            if not checked and time.monotonic() - begin > (start_timeout or 600.0):
+            waited = time.monotonic() - begin
+            if not checked and waited > (start_timeout or _START_TIMEOUT):
                 checked = True
-                tasks.check_started(time.monotonic() - begin)
-        # Ranks that have just been told may end by themselves, and say more.
+                tasks.check_started(waited)
+        # Ranks that were told to stop may end by themselves, and then report more.
         tasks.ended.wait(_STOP_TIMEOUT)
     finally:
-        tasks.end()
+        tasks.interrupt()
     job.poll()
     if tasks.error is not None and not job.stopped:
         raise LaunchError(f"Spark gave up: {_short_reason(tasks.error)}")
     for row in tasks.rows:
-        _forward_output(json.loads(row.output or "[]"), row, stdout, stderr)
+        _forward_output(row, stdout, stderr)
         job.runs_on(row.worker, row.node)
         if row.code:
             job.lost(row.worker, row.error)
         else:
-            value = task.decode(row.result) if rank.payload is not None else None
-            job.finished(row.worker, value)
+            is_function = rank_task.payload is not None
+            job.finished(row.worker, task.decode(row.result) if is_function else None)
     return job.results()
 
 
-def _forward_output(
-    lines: Sequence[Sequence[str]], row: Any, out: TextIO | None, err: TextIO | None
-) -> None:
-    for stream, line in lines:
-        file = out if stream == "stdout" else err
+def _forward_output(row: Row, stdout: TextIO | None, stderr: TextIO | None) -> None:
+    number = row.rank if row.rank >= 0 else row.worker
+    for stream, line in json.loads(row.output or "[]"):
+        file = stdout if stream == "stdout" else stderr
         if file is not None:
-            number = row.rank if row.rank >= 0 else row.worker
             file.write(f"[{number}]<{stream}>:{line}\n")
 
 
 def _short_reason(error: Exception) -> str:
-    """Of what Spark says, which is long, what matters: a rank's error, or no room."""
+    """Returns the line of Spark's long text that names a rank's error or lack of slots.
+
+    If no line does, it returns the first one.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    ours = [line for line in lines if "RuntimeError: worker" in line]
+    ranks = [line for line in lines if "RuntimeError: worker" in line]
     slots = [line for line in lines if "barrier" in line or "slots" in line]
-    return (ours or slots or lines or [type(error).__name__])[0][:500]
+    return (ranks or slots or lines or [type(error).__name__])[0][:500]
 
 
 class _SparkJob(threading.Thread):
-    """Spark's job, in a thread: who waits for it can end it.
+    """Runs Spark's job in a thread, so that the caller can interrupt it.
 
     Attributes:
-        ended: set when Spark is through with it.
-        rows: what the tasks returned.
-        error: why Spark gave up.
+        ended: set when Spark's job has ended.
+        rows: the results of the tasks.
+        error: the error with which Spark's job has failed.
     """
 
     def __init__(
-        self, spark: SparkSession, job: EngineJob, rank: RankTask, slots: int | None
+        self,
+        spark: SparkSession,
+        job: EngineJob,
+        rank_task: RankTask,
+        slots: int | None,
     ) -> None:
         super().__init__(name="spark-job", daemon=True)
-        self._spark, self._job, self._rank, self._slots = spark, job, rank, slots
-        self._tag = f"ringjax.spark.run.{next(_jobs)}"
+        self._spark, self._job = spark, job
+        self._rank_task, self._slots = rank_task, slots
+        self._tag = f"ringjax.spark.run.{next(_job_numbers)}"
         self.ended = threading.Event()
-        self.rows: list[Any] = []
+        self.rows: list[Row] = []
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Runs the tasks."""
-        size, barrier = self._rank.size, not self._rank.elastic
+        size, barrier = self._rank_task.size, not self._rank_task.elastic
         try:
-            self._spark.addTag(self._tag)  # of this thread
+            self._spark.addTag(self._tag)  # for the jobs of this thread
             if isinstance(self._spark, SparkSession):
                 self._spark.sparkContext.setJobGroup(self._tag, "ringjax")
             frame = self._spark.range(0, size, 1, size)
-            tasks = frame.mapInArrow(self._rank, SCHEMA, barrier=barrier)
+            tasks = frame.mapInArrow(self._rank_task, SCHEMA, barrier=barrier)
             self.rows = tasks.collect()
         except Exception as error:
             self.error = error
         finally:
             self.ended.set()
 
-    def end(self) -> None:
-        """Has Spark end what still runs."""
+    def interrupt(self) -> None:
+        """Makes Spark stop the tasks that still run."""
         if not self.ended.is_set():
             with contextlib.suppress(Exception):
                 self._spark.interruptTag(self._tag)
-            # While Spark waits for room it cannot be told; nobody waits for that.
+            # While Spark waits for free slots it does not react, so wait with a limit.
             self.ended.wait(_STOP_TIMEOUT)
 
     def check_started(self, seconds: float) -> None:
-        """Stops the job if Spark has not even started all of its tasks."""
-        size = self._rank.size
+        """Stops the job if Spark has not started all of its tasks in `seconds`."""
+        size = self._rank_task.size
         if self._job.elastic:
             return
         if isinstance(self._spark, SparkSession):
@@ -306,7 +340,6 @@ class _SparkJob(threading.Thread):
             )
 
     def _count_started(self) -> int:
-        """The tasks of this job that have started."""
         tracker = self._spark.sparkContext.statusTracker()
         jobs = map(tracker.getJobInfo, tracker.getJobIdsForGroup(self._tag))
         stages = [number for job in jobs if job is not None for number in job.stageIds]

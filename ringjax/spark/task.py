@@ -1,8 +1,8 @@
-"""A task of Spark that is a rank: it starts a process, and waits for its end.
+"""A task of Spark that starts a rank as a process and waits for its end.
 
-A process of its own, since Spark uses its Python workers again: what a training leaves
-behind, JAX with its threads for one, must not be in somebody's next job. That process
-ends with its task.
+Spark reuses its Python workers for later jobs. A training leaves much behind in its
+process, such as JAX with its threads, so the rank gets a process of its own. That
+process ends with the task.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a task does, for any task of the job.
+    """The work of a task, the same for all tasks of the job.
 
     Attributes:
-        ticket: what all ranks' variables have in common.
+        common_env: the environment variables that all ranks have in common.
         payload: function and arguments, from `task.encode`; None: `argv` is a program.
         argv: the command of the rank.
-        size: partitions.
-        elastic: the tasks start one by one, and may be tried again.
-        keeps_output: whether all output is returned, and not only why a rank failed.
+        size: the number of partitions.
+        elastic: Spark starts the tasks one by one, and may try a task again.
+        keep_output: return all output, and not only the reason of a failure.
         use_gpu: the rank sees the GPUs that Spark has assigned to its task.
     """
 
-    ticket: Mapping[str, str]
+    common_env: Mapping[str, str]
     payload: bytes | None
     argv: Sequence[str]
     size: int
     elastic: bool
-    keeps_output: bool = False
+    keep_output: bool = False
     use_gpu: bool = True
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """What Spark calls in each partition; the batches are of no interest."""
+        """Runs the rank of a partition; Spark calls it. The batches are not used."""
         for _ in batches:
             pass
         context = BarrierTaskContext.get() if not self.elastic else TaskContext.get()
@@ -61,35 +61,31 @@ class RankTask:
         partition, node = context.partitionId(), socket.gethostname()
         if self.elastic:
             rank, number = -1, partition + self.size * context.attemptNumber()
-            # Who comes first is ranked by its number, who comes later is the last.
+            # The coordinator assigns the rank. This is the likely one: first attempts
+            # are ranked by their numbers, and a later attempt joins as the last rank.
             likely = self.size - 1 if context.attemptNumber() else partition
             own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
             own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}
         else:
             rank, own = _assign_rank(context, node)
             number = rank
-        # What somebody says of GPUs counts more than what Spark has assigned.
-        env = {**environ.inherited(), **self._gpus(context), **self.ticket, **own}
+        # A user's own CUDA_VISIBLE_DEVICES in `common_env` overrides Spark's choice.
+        env = {**environ.inherited(), **self._gpus(context), **self.common_env, **own}
         env["PYTHONPATH"] = environ.agent_path()
-        ended = _run_process(
-            self.argv, env, self.payload, rank if rank >= 0 else number
-        )
-        if self.elastic and ended.code:
-            # Spark tries it again: a newcomer of the job.
-            raise RuntimeError(f"worker {number} (on {node}){ended.why}")
-        yield pa.RecordBatch.from_pylist(
-            [
-                {
-                    "worker": number,
-                    "rank": rank,
-                    "node": node,
-                    "code": ended.code,
-                    "error": ended.error,
-                    "result": ended.result,
-                    "output": json.dumps(ended.lines) if self.keeps_output else "",
-                }
-            ]
-        )
+        result = _run_process(self.argv, env, self.payload, number)
+        if self.elastic and result.code:
+            # An error makes Spark try the task again, as a newcomer of the job.
+            raise RuntimeError(f"worker {number} (on {node}){result.one_line_error}")
+        row = {
+            "worker": number,
+            "rank": rank,
+            "node": node,
+            "code": result.code,
+            "error": result.error,
+            "result": result.payload,
+            "output": json.dumps(result.lines) if self.keep_output else "",
+        }
+        yield pa.RecordBatch.from_pylist([row])
 
     def _gpus(self, context: TaskContext) -> dict[str, str]:
         gpus = context.resources().get("gpu") if self.use_gpu else None
@@ -97,13 +93,13 @@ class RankTask:
 
 
 def get_available_devices() -> list[str]:
-    """The GPUs that a rank sees, those that Spark has assigned to its task."""
+    """Returns the GPUs that this rank sees, which Spark has assigned to its task."""
     gpus = environ.inherited().get("CUDA_VISIBLE_DEVICES", "")
     return gpus.split(",") if gpus else []
 
 
 def host_hash(salt: str | None = None) -> str:
-    """A name for this host, and the container of YARN in which this process runs.
+    """Returns a name for this host and, on YARN, for the container of this process.
 
     Example:
         >>> host_hash() == host_hash(), host_hash() == host_hash("other")
@@ -115,7 +111,10 @@ def host_hash(salt: str | None = None) -> str:
 
 
 def _assign_rank(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:
-    """This task's rank: the tasks of a host follow each other."""
+    """Returns the rank of this task and its variables.
+
+    The tasks of one host get consecutive ranks.
+    """
     nodes = context.allGather(node)
     order = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
     rank = order.index(context.partitionId())
@@ -124,23 +123,24 @@ def _assign_rank(context: BarrierTaskContext, node: str) -> tuple[int, dict[str,
 
 @dataclass
 class _ProcessResult:
-    """How a rank has ended.
+    """The result of a rank's process.
 
     Attributes:
-        lines: what it wrote, with the name of the stream.
-        result: what `task.py` has answered.
+        code: the exit code; 128 more than the number of a signal.
+        lines: the lines of output, each with the name of its stream.
+        payload: the answer of `ringjax.run.task`.
     """
 
     code: int = 0
     lines: list[tuple[str, str]] = field(default_factory=list)
-    result: bytes = b""
+    payload: bytes = b""
 
     @property
     def error(self) -> str:
-        """Why it has failed: a traceback, or what it wrote last."""
+        """The traceback of a failed rank, or the last line of its stderr."""
         if not self.code:
             return ""
-        text = task.error_text(self.result)
+        text = task.error_text(self.payload)
         if text:
             return text
         last = [line for stream, line in self.lines if stream == "stderr"]
@@ -149,18 +149,18 @@ class _ProcessResult:
         )
 
     @property
-    def why(self) -> str:
-        """The same in a line, to be put behind its name."""
-        text = task.error_text(self.result)
+    def one_line_error(self) -> str:
+        """The error as the continuation of a line that names the rank."""
+        text = task.error_text(self.payload)
         return f" failed: {last_line(text)}\n\n{text}" if text else f": {self.error}"
 
 
 def _run_process(
-    argv: Sequence[str], env: Mapping[str, str], payload: bytes | None, name: int
+    argv: Sequence[str], env: Mapping[str, str], payload: bytes | None, number: int
 ) -> _ProcessResult:
-    """Runs a rank to its end; its output goes to the executor's log, too."""
+    """Runs a rank to its end; its output goes also to the executor's log."""
     child = processes.start(argv, dict(env), payload=payload)
-    ended = _ProcessResult()
+    result = _ProcessResult()
     rests = dict.fromkeys(child.pipes, b"")
     with selectors.DefaultSelector() as selector:
         for stream, descriptor in child.pipes.items():
@@ -171,19 +171,17 @@ def _run_process(
                 if not data:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                if key.data == "result":
-                    ended.result += data
+                stream = key.data
+                if stream == "result":
+                    result.payload += data
                     continue
-                *lines, rests[key.data] = (rests[key.data] + data).split(b"\n")
-                if not data and rests[key.data]:
-                    lines = [*lines, rests[key.data]]
+                *lines, rests[stream] = (rests[stream] + data).split(b"\n")
+                if not data and rests[stream]:
+                    lines = [*lines, rests[stream]]
                 for line in lines:
-                    _log_line(ended, name, key.data, line.decode(errors="replace"))
+                    text = line.decode(errors="replace")
+                    result.lines.append((stream, text))
+                    print(f"[{number}]<{stream}>:{text}", file=sys.stderr, flush=True)
     code = child.process.wait()
-    ended.code = code if code >= 0 else 128 - code
-    return ended
-
-
-def _log_line(ended: _ProcessResult, name: int, stream: str, line: str) -> None:
-    ended.lines.append((stream, line))
-    print(f"[{name}]<{stream}>:{line}", file=sys.stderr, flush=True)
+    result.code = code if code >= 0 else 128 - code
+    return result

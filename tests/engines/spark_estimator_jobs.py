@@ -64,8 +64,8 @@ def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
     assert [entry["epoch"] for entry in history] == [0, 1]
     assert 0 < history[1]["validation"]["loss"] < 1
     assert store.exists(f"{store.get_checkpoint_path(model.getRunId())}/checkpoint")
-    written = ParquetRows.of(store, store.get_train_data_path(0), ["y"])
-    validated = ParquetRows.of(store, store.get_val_data_path(0), ["y"])
+    written = ParquetRows.scan(store, store.get_train_data_path(0), ["y"])
+    validated = ParquetRows.scan(store, store.get_val_data_path(0), ["y"])
     assert (written.count, validated.count) == (80, 21)
 
     out = model.setOutputCols(["p"]).transform(frame)

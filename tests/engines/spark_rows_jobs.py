@@ -35,7 +35,7 @@ def numbers(
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("how", [{}, {"seed": 1}, {"seed": 1, "epoch": 1, "buffer": 5}])
 def test_every_row_goes_to_one_rank(store: Any, size: int, how: dict[str, Any]) -> None:
-    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"])
+    rows = ParquetRows.scan(store, store.get_train_data_path(), ["number"])
     assert rows.count == ROWS
     mine = [numbers(rows, rank, size, **how) for rank in range(size)]
     counts = [sum(len(batch) for batch, _ in steps) for steps in mine]
@@ -50,7 +50,7 @@ def test_every_row_goes_to_one_rank(store: Any, size: int, how: dict[str, Any]) 
 
 
 def test_the_order_of_rows(store: Any) -> None:
-    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"])
+    rows = ParquetRows.scan(store, store.get_train_data_path(), ["number"])
 
     def order(**how: Any) -> list[int]:
         return [n for batch, _ in numbers(rows, 0, 1, **how) for n in batch]
@@ -62,7 +62,7 @@ def test_the_order_of_rows(store: Any) -> None:
 
 
 def test_too_few_rows(store: Any) -> None:
-    rows = ParquetRows.of(store, store.get_val_data_path(), ["number"])
+    rows = ParquetRows.scan(store, store.get_val_data_path(), ["number"])
     with pytest.raises(ValueError, match="20 rows are too few for 21 ranks"):
         next(rows.batches(0, 21, 1))
 
@@ -81,7 +81,7 @@ def test_rows_are_read_piece_by_piece(
         return real(array, name)
 
     monkeypatch.setattr(module, "decode_column", noted)
-    rows = ParquetRows.of(store, store.get_train_data_path(), ["number"], keep=True)
+    rows = ParquetRows.scan(store, store.get_train_data_path(), ["number"], keep=True)
     batches = rows.batches(1, 4, 4)
     next(batches)
     assert seen == [1, 8]  # of rows 25 to 50; the second file begins with 34

@@ -45,7 +45,7 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
     alone = torch_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
     names = ["features", "y", "weight"]
-    rows = ParquetRows.of(store, store.get_train_data_path(), names)
+    rows = ParquetRows.scan(store, store.get_train_data_path(), names)
     losses = []
     for epoch in range(2):
         total = 0.0

@@ -1,7 +1,7 @@
-"""What the estimators share, by Horovod's module paths.
+"""The parts that all estimators share, at Horovod's module paths.
 
-`store`: where data and checkpoints are; `backend`: who runs the ranks; `params`,
-`estimator`, `saving`: Spark ML's side; `prepared`, `rows`: a DataFrame as Parquet
-files, and a rank's rows of them; `loop`: epochs. What runs in ranks imports nothing of
-Spark.
+`store` has the paths of data and checkpoints, and `backend` runs the ranks. `params`,
+`estimator` and `params_io` are the side of Spark ML. `training_data` writes a DataFrame
+as Parquet files, `parquet_rows` reads a rank's rows of them, and `training_loop` runs
+epochs. The modules that run in ranks import nothing of Spark.
 """

@@ -1,4 +1,4 @@
-"""Who runs the ranks of an estimator: Spark, or what a program puts in its place."""
+"""The backends that run the ranks of an estimator: Spark, or a program's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringjax.spark import jobs
 
 
 class Backend(ABC):
-    """Runs a function in ranks; a program's own has these two methods."""
+    """Runs a function in ranks; a program's own backend has these two methods."""
 
     @abstractmethod
     def run(
@@ -20,19 +20,19 @@ class Backend(ABC):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` in every rank; the results by rank."""
+        """Calls `fn(*args, **kwargs)` in every rank; returns the results by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:
-        """How many ranks there will be."""
+        """Returns the number of ranks."""
 
 
 class SparkBackend(Backend):
-    """Runs it by `ringjax.spark.run`.
+    """Runs a function by `ringjax.spark.run`.
 
     Args:
-        num_proc: how many ranks; None: as many as tasks can run at once.
-        env: variables for the ranks.
+        num_proc: the number of ranks; None: as many as tasks can run at once.
+        env: environment variables for the ranks.
         options: further arguments of `ringjax.spark.run`.
     """
 
@@ -52,7 +52,7 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` in every rank; the results by rank.
+        """Calls `fn(*args, **kwargs)` in every rank; returns the results by rank.
 
         Raises:
             LaunchError: a rank failed.
@@ -61,5 +61,5 @@ class SparkBackend(Backend):
         return jobs.run(fn, args, kwargs, self._num_proc, env=both, **self._options)
 
     def num_processes(self) -> int:
-        """How many ranks there will be."""
+        """Returns the number of ranks."""
         return self._num_proc

@@ -1,24 +1,28 @@
-"""Columns beside a model's inputs and outputs: do they fit, and what comes of them."""
+"""Compares columns with a model's inputs and outputs, and describes columns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
+from pyspark.sql import DataFrame, Row
 from pyspark.sql.types import StructField, StructType
 
 from ringjax.spark.common import constants
 
-Shapes = Sequence[Sequence[int]]
+T = TypeVar("T")
+Shapes: TypeAlias = Sequence[Sequence[int]]
+Sizes: TypeAlias = tuple[set[type], set[int], set[int]]
+"""The Python types of values, their lengths, and their numbers of stored elements."""
 
 
-def to_list(var: Any, length: int) -> list[Any] | None:
-    """A list of so many, of one for all or of one for each.
+def to_list(var: list[T] | tuple[T, ...] | T | None, length: int) -> list[T] | None:
+    """Returns a list of `length` from one value for all elements, or one for each.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: the number of values is neither 1 nor `length`.
 
     Example:
         >>> to_list("mse", 2)
@@ -41,10 +45,10 @@ def check_shape_compatibility(
     output_shapes: Shapes | None = None,
     label_shapes: Shapes | None = None,
 ) -> None:
-    """Whether columns have as many values in a row as inputs, outputs and labels.
+    """Checks that columns have as many values as inputs, outputs and labels.
 
     Raises:
-        ValueError: a column has not.
+        ValueError: a column has another number of values in a row.
     """
     for columns, shapes, what in (
         (feature_columns, input_shapes, "the model's input"),
@@ -73,19 +77,25 @@ def get_spark_df_output_schema(
     metadata: dict[str, dict[str, Any]],
     vectors: Sequence[bool] | None = None,
 ) -> StructType:
-    """The schema of a DataFrame with predictions, each of the type of its label.
+    """Returns the schema of a DataFrame with predictions of the types of their labels.
 
     Args:
-        vectors: outputs of several values, which become vectors, whatever the label is.
+        input_df_schema: the schema without predictions.
+        label_cols, output_cols: the columns of labels and of their predictions.
+        metadata: the metadata of the labels.
+        vectors: for each output whether it has several values. Such an output becomes
+            a vector, whatever the type of its label.
 
     Raises:
-        ValueError: a column is there already, or there are more than labels.
+        ValueError: an output column exists already, or the numbers of columns differ.
     """
     if len(label_cols) != len(output_cols):
         raise ValueError(f"{len(output_cols)} output columns for {len(label_cols)}")
-    there = set(input_df_schema.names) & set(output_cols)
-    if there:
-        raise ValueError(f"column {', '.join(there)} is there already: setOutputCols")
+    existing = set(input_df_schema.names) & set(output_cols)
+    if existing:
+        raise ValueError(
+            f"column {', '.join(existing)} is there already: setOutputCols"
+        )
     fields = list(input_df_schema.fields)
     for i, (label, output) in enumerate(zip(label_cols, output_cols, strict=True)):
         kind = metadata[label]["spark_data_type"]
@@ -96,14 +106,16 @@ def get_spark_df_output_schema(
     return StructType(fields)
 
 
-def _get_col_info(df: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Python types, shapes and sizes of all columns; looks at every row.
+def _get_col_info(
+    df: DataFrame,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns Python types, shapes and sizes of all columns; reads every row.
 
     Raises:
-        ValueError: the rows of a column differ.
+        ValueError: the rows of a column differ in length.
     """
 
-    def of_value(value: Any) -> tuple[set[type], set[int], set[int]]:
+    def value_sizes(value: object) -> Sizes:
         shape = size = 1
         if isinstance(value, SparseVector):
             shape, size = value.size, len(value.indices)
@@ -111,14 +123,14 @@ def _get_col_info(df: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
             shape = size = len(value)
         return {type(value)}, {shape}, {size}
 
-    def of_row(row: Any) -> Any:
-        return [(name, of_value(value)) for name, value in row.asDict().items()]
+    def row_sizes(row: Row) -> list[tuple[str, Sizes]]:
+        return [(name, value_sizes(value)) for name, value in row.asDict().items()]
 
-    def joined(a: Any, b: Any) -> Any:
+    def merge(a: Sizes, b: Sizes) -> Sizes:
         shapes, sizes = a[1] | b[1], a[2] | b[2]
         return a[0] | b[0], {min(shapes), max(shapes)}, {min(sizes), max(sizes)}
 
-    found = dict(df.rdd.flatMap(of_row).reduceByKey(joined).collect())
+    found = dict(df.rdd.flatMap(row_sizes).reduceByKey(merge).collect())
     for name, (types, shapes, sizes) in found.items():
         if len(shapes) > 1 or (len(sizes) > 1 and SparseVector not in types):
             raise ValueError(
@@ -132,8 +144,8 @@ def _get_col_info(df: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     )
 
 
-def _get_metadata(df: Any) -> dict[str, dict[str, Any]]:
-    """What Horovod knows of each column; looks at every row."""
+def _get_metadata(df: DataFrame) -> dict[str, dict[str, Any]]:
+    """Returns Horovod's metadata of each column; reads every row."""
     types, shapes, sizes = _get_col_info(df)
     found = {}
     for field in df.schema.fields:

@@ -1,4 +1,4 @@
-"""Horovod's words for the format of a column in between; here no format changes."""
+"""Horovod's names for the format of a column in a file; no format changes here."""
 
 ARRAY = "array"
 CUSTOM_SPARSE = "custom_sparse_format"

@@ -1,4 +1,4 @@
-"""What estimators of all frameworks do: from a DataFrame to a model, and back."""
+"""The estimators of all frameworks: from a DataFrame to a model, and to predictions."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
 import pyarrow as pa
 from pyspark.ml import Estimator, Model
 from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame
+from pyspark.sql.types import DataType
 
 from ringjax.spark.common.backend import Backend, SparkBackend
 from ringjax.spark.common.columns import get_spark_df_output_schema
 from ringjax.spark.common.params import EstimatorParams, ModelParams
 from ringjax.spark.common.params_io import PersistentParams
-from ringjax.spark.common.parquet_rows import ParquetRows, decode_column
+from ringjax.spark.common.parquet_rows import Array, ParquetRows, decode_column
 from ringjax.spark.common.training_data import (
     Metadata,
     check_validation,
@@ -28,86 +31,94 @@ from ringjax.spark.common.training_data import (
 )
 from ringjax.spark.common.training_loop import TrainingJob
 
-Predict = Callable[[Sequence[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]
+Predict: TypeAlias = Callable[[Sequence[Array]], list[Array]]
+"""Computes the outputs of a model from columns."""
+
+Trained: TypeAlias = tuple[Any, bytes]
+"""The history and the last checkpoint of a training."""
 
 
 class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
-    """Trains a model on a DataFrame; a framework adds what is its own.
+    """Trains a model on a DataFrame; a subclass for each framework completes it.
 
     Args:
         params: the Params by their names, see `explainParams`.
 
     Raises:
-        TypeError: there is no such Param.
+        TypeError: a Param does not exist.
     """
 
-    _kind = "run"  # what the names of its runs begin with
+    _run_prefix = "run"  # of the ids of its runs
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
         self.setParams(**params)
 
-    # What a framework adds.
+    # -- the parts of a framework ------------------------------------------------------
 
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
-        """Whether the columns fit to the model."""
+        """Checks that the columns fit the model."""
 
     @abstractmethod
-    def _spec(self) -> bytes:
-        """The model and what is needed to train it, pickled."""
+    def _pickle_spec(self) -> bytes:
+        """Pickles the model and the Params of its training."""
 
     @abstractmethod
-    def _trainer(self) -> Callable[[TrainingJob, bytes], Any]:
-        """What each rank calls, with the job and that."""
+    def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
+        """Returns the function that each rank calls with the job and `_pickle_spec`."""
 
     @abstractmethod
-    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
-        """The trained model, of what rank 0 returned."""
+    def _create_model(self, result: Trained, run_id: str, metadata: Metadata) -> Any:
+        """Makes the trained model from the result of rank 0."""
 
     def _env(self) -> dict[str, str]:
-        """Variables for the ranks."""
+        """Returns environment variables for the ranks."""
         return {} if self.getUseGpu() else {"CUDA_VISIBLE_DEVICES": ""}
 
-    # What all do.
+    # -- the parts of all frameworks ---------------------------------------------------
 
-    def fit(self, df: Any, params: Any = None) -> Any:
-        """Trains on a DataFrame, which is written to the store first.
+    def fit(self, df: DataFrame, params: Any = None) -> Any:
+        """Trains on a DataFrame, which is first written to the store.
 
         Args:
-            df: has the columns `feature_cols` and `label_cols`.
-            params: values that stand in for this estimator's.
+            df: a DataFrame with the columns `feature_cols` and `label_cols`.
+            params: values that override this estimator's.
 
         Returns:
             The trained model, a transformer.
 
         Raises:
-            ValueError: a Param is missing, or does not fit to the columns.
+            ValueError: a Param is missing, or does not fit the columns.
             LaunchError: a rank failed.
         """
         return super().fit(df, params)
 
     def fit_on_parquet(self, params: Any = None) -> Any:
-        """Trains on Parquet files that are at the store's `get_train_data_path()`.
+        """Trains on the Parquet files at the store's `get_train_data_path()`.
 
-        Validates on those at `get_val_data_path()`, if `validation` is given.
+        If `validation` is given, it validates on those at `get_val_data_path()`.
         """
         return (self.copy(params) if params else self)._fit_on_parquet()
 
     def _fit_on_parquet(self) -> Any:
         backend = self._get_or_create_backend()
-        names = self.getLabelCols(), self.getFeatureCols()
-        self._check_given()
+        self._check_required()
         found = get_simple_meta_from_parquet(
-            *(self.getStore(), *names, self.getSampleWeightCol()),
+            self.getStore(),
+            self.getLabelCols(),
+            self.getFeatureCols(),
+            self.getSampleWeightCol(),
             validates=bool(self.getValidation()),
         )
         return self._fit_on_prepared_data(backend, *found)
 
-    def _fit(self, df: Any) -> Any:
+    def _fit(self, df: DataFrame) -> Any:
         backend = self._get_or_create_backend()
-        self._check_given()
+        self._check_required()
         with prepare_data(
-            *(backend.num_processes(), self.getStore(), df),
+            num_processes=backend.num_processes(),
+            store=self.getStore(),
+            df=df,
             label_columns=self.getLabelCols(),
             feature_columns=self.getFeatureCols(),
             validation=self.getValidation(),
@@ -119,7 +130,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
             found = get_dataset_properties(number)
             return self._fit_on_prepared_data(backend, *found, number)
 
-    def _check_given(self) -> None:
+    def _check_required(self) -> None:
         for name in ("model", "store", "feature_cols", "label_cols"):
             if not self.getOrDefault(getattr(self, name)):
                 raise ValueError(f"{name} must be given")
@@ -148,23 +159,28 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
                 f"{train_rows} rows are too few for {backend.num_processes()} ranks"
             )
         self._check_metadata_compatibility(metadata)
-        run_id = self.getRunId() or f"{self._kind}_{time.time_ns() // 1_000_000}"
-        job = self._job(run_id, val_rows > 0, dataset_idx)
+        run_id = self.getRunId() or f"{self._run_prefix}_{time.time_ns() // 1_000_000}"
+        job = self._training_job(run_id, val_rows > 0, dataset_idx)
         if self._has_checkpoint(run_id):
             job.checkpoint = self._load_checkpoint(run_id)
         results = backend.run(
-            self._trainer(), args=(job, self._spec()), kwargs={}, env=self._env()
+            self._train_function(),
+            args=(job, self._pickle_spec()),
+            kwargs={},
+            env=self._env(),
         )
         return self._create_model(results[0], run_id, metadata)
 
-    def _job(self, run_id: str, validates: bool, number: int | None) -> TrainingJob:
+    def _training_job(
+        self, run_id: str, validates: bool, number: int | None
+    ) -> TrainingJob:
         store, seed = self.getStore(), self.getRandomSeed()
         features, labels = self.getFeatureCols(), self.getLabelCols()
         weight = self.getSampleWeightCol()
         names = list(dict.fromkeys([*features, *labels, *([weight] if weight else [])]))
         paths = [store.get_train_data_path(number), store.get_val_data_path(number)]
         rows, *others = [
-            ParquetRows.of(store, path, names, self.getInMemoryCacheAll())
+            ParquetRows.scan(store, path, names, self.getInMemoryCacheAll())
             for path in paths[: 1 + validates]
         ]
         return TrainingJob(
@@ -191,16 +207,19 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
 
     def _has_checkpoint(self, run_id: str) -> bool:
         folder = self.getStore().get_checkpoint_path(run_id)
-        return folder is not None and self.getStore().exists(self._checkpoint(folder))
+        return folder is not None and self.getStore().exists(
+            self._checkpoint_file(folder)
+        )
 
     def _load_checkpoint(self, run_id: str) -> bytes:
         store = self.getStore()
         if self.getVerbose():
             print(f"run {run_id} goes on from its checkpoint")
-        data: bytes = store.read(self._checkpoint(store.get_checkpoint_path(run_id)))
+        folder = store.get_checkpoint_path(run_id)
+        data: bytes = store.read(self._checkpoint_file(folder))
         return data
 
-    def _checkpoint(self, folder: str) -> str:
+    def _checkpoint_file(self, folder: str) -> str:
         return f"{folder}/{self.getStore().get_checkpoint_filename()}"
 
 
@@ -219,79 +238,71 @@ class HorovodModel(Model, ModelParams, PersistentParams):
 
     @abstractmethod
     def _predictor(self) -> Callable[[], Predict]:
-        """Makes a function from columns to outputs, in whatever process."""
+        """Returns a function that makes a `Predict` in any process."""
 
-    def transform(self, df: Any, params: Any = None) -> Any:
+    def transform(self, df: DataFrame, params: Any = None) -> DataFrame:
         """Adds a column with predictions for each label, ``<label>__output``.
 
-        `setOutputCols` gives other names. A prediction is of its label's type, or a
-        vector if it has several values.
+        `setOutputCols` gives other names. A prediction has the type of its label, or is
+        a vector if it has several values.
 
         Raises:
-            ValueError: a column is missing, or there already.
+            ValueError: a column is missing, or a column for predictions exists.
         """
         return super().transform(df, params)
 
-    def _transform(self, df: Any) -> Any:
+    def _transform(self, df: DataFrame) -> DataFrame:
         features, labels = self.getFeatureColumns(), self.getLabelColumns()
         names, metadata = self.getOutputCols(), self._get_metadata()
         make = self._predictor()
-        # How many values an output has, one row shows.
+        # Predict one row here to learn how many values each output has.
         first = df.select(*features).limit(1).toArrow().combine_chunks().to_batches()
         several = [False] * len(labels)
         if first:
-            outputs = make()(
-                [decode_column(first[0].column(name), name) for name in features]
-            )
-            several = [output[0].size > 1 for output in outputs]
+            columns = [decode_column(first[0].column(name), name) for name in features]
+            several = [output[0].size > 1 for output in make()(columns)]
         schema = get_spark_df_output_schema(df.schema, labels, names, metadata, several)
         kinds = [schema[name].dataType for name in names]
         return df.mapInArrow(_PartitionPredictor(make, features, names, kinds), schema)
 
 
+@dataclass(frozen=True)
 class _PartitionPredictor:
-    """What Spark calls in each partition of a DataFrame: adds the outputs.
+    """Adds predictions to each partition of a DataFrame; Spark calls it.
 
-    Args:
+    Attributes:
         make: makes the function that predicts, once in a partition.
-        features: its columns.
-        names, kinds: columns and types of what it returns.
+        features: the columns that this function takes.
+        names, kinds: the names and types of the columns that it returns.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Predict],
-        features: Sequence[str],
-        names: Sequence[str],
-        kinds: Sequence[Any],
-    ) -> None:
-        self._make, self._features = make, list(features)
-        self._names, self._kinds = list(names), list(kinds)
+    make: Callable[[], Predict]
+    features: Sequence[str]
+    names: Sequence[str]
+    kinds: Sequence[DataType]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The same batches with more columns."""
         predict = None
         for batch in batches:
             if not batch.num_rows:
                 continue
-            predict = predict or self._make()
+            predict = predict or self.make()
             columns = [
-                decode_column(batch.column(name), name) for name in self._features
+                decode_column(batch.column(name), name) for name in self.features
             ]
-            outputs = predict(columns)
             arrays = list(batch.columns)
-            for kind, output in zip(self._kinds, outputs, strict=True):
+            for kind, output in zip(self.kinds, predict(columns), strict=True):
                 arrays.append(encode_output(output.reshape(len(output), -1), kind))
-            names = [*batch.schema.names, *self._names]
+            names = [*batch.schema.names, *self.names]
             yield pa.RecordBatch.from_arrays(arrays, names)
 
 
-def encode_output(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
-    """Outputs as Arrow's array for a type of Spark, vectors as Spark has them.
+def encode_output(rows: Array, kind: DataType) -> pa.Array:
+    """Converts outputs to an Arrow array for a type of Spark.
 
     Args:
         rows: an array of [rows, values].
-        kind: a type of Spark.
+        kind: the type of Spark; vectors become what Spark stores for dense vectors.
     """
     if not isinstance(kind, VectorUDT):
         from pyspark.sql.pandas.types import to_arrow_type
@@ -304,11 +315,10 @@ def encode_output(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
     count, width = rows.shape
     values = pa.array(rows.reshape(-1).astype(np.float64))
     offsets = pa.array(np.arange(0, count * width + 1, max(width, 1), dtype=np.int32))
-    nothing = pa.nulls(count, pa.int32())
     return pa.StructArray.from_arrays(
         [
-            pa.array(np.ones(count, np.int8)),
-            nothing,
+            pa.array(np.ones(count, np.int8)),  # 1: a dense vector
+            pa.nulls(count, pa.int32()),
             pa.nulls(count, pa.list_(pa.int32())),
             pa.ListArray.from_arrays(offsets, values),
         ],
@@ -317,6 +327,6 @@ def encode_output(rows: np.ndarray[Any, Any], kind: Any) -> pa.Array:
 
 
 def pickle_with_classes(**values: Any) -> bytes:
-    """Values with their classes, wherever these are defined."""
+    """Pickles values so that a rank can load them, also if it lacks their classes."""
     data: bytes = cloudpickle.dumps(values)
     return data

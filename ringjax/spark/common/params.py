@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from pyspark.ml.param.shared import HasOutputCols, Param, Params, TypeConverters
 
-# Horovod's accessors that are not called like their Param.
+# Horovod's accessors whose names do not follow from those of their Params.
 _IRREGULAR = {
     "shuffle_buffer_size": ("ShufflingBufferSize",) * 2,
     "train_reader_num_workers": ("TrainReaderNumWorker",) * 2,
@@ -17,15 +18,15 @@ _IRREGULAR = {
 }
 
 
-def _param(name: str, doc: str, converter: Any = None) -> Param:
+def _param(name: str, doc: str, converter: Callable[[Any], Any] | None = None) -> Param:
     return Param(Params._dummy(), name, doc, typeConverter=converter)
 
 
 class ParamAccessors(Params):
-    """Params that are given by name; each has `getX` and `setX`."""
+    """Adds `getX` and `setX` for each Param of a class."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives a class the accessors of its Params, and a signature of them."""
+        """Adds the accessors, and a signature that lists the Params."""
         super().__init_subclass__(**kwargs)
         names = sorted(n for n in dir(cls) if isinstance(getattr(cls, n, None), Param))
         for name in names:
@@ -33,12 +34,13 @@ class ParamAccessors(Params):
                 continue
             regular = name.title().replace("_", "")
             get, put = _IRREGULAR.get(name, (regular, regular))
-            accessors = [(f"get{regular}", _getter(name)), (f"get{get}", _getter(name))]
-            accessors += [
-                (f"set{regular}", _setter(name)),
-                (f"set{put}", _setter(name)),
-            ]
-            for accessor, function in accessors:
+            getter, setter = _getter(name), _setter(name)
+            for accessor, function in (
+                (f"get{regular}", getter),
+                (f"get{get}", getter),
+                (f"set{regular}", setter),
+                (f"set{put}", setter),
+            ):
                 if not hasattr(cls, accessor):
                     setattr(cls, accessor, function)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -46,10 +48,10 @@ class ParamAccessors(Params):
         cls.__signature__ = inspect.Signature(parameters)
 
     def setParams(self, **params: Any) -> Any:  # noqa: N802  (Spark ML's name)
-        """Sets several Params by their names.
+        """Sets Params by their names; returns this object.
 
         Raises:
-            TypeError: there is no such Param.
+            TypeError: a Param does not exist.
         """
         unknown = sorted(name for name in params if not self.hasParam(name))
         if unknown:
@@ -58,15 +60,15 @@ class ParamAccessors(Params):
         return self._set(**params)
 
 
-def _getter(name: str) -> Any:
+def _getter(name: str) -> Callable[[Any], Any]:
     def get(self: Any) -> Any:
         return self.getOrDefault(getattr(self, name))
 
-    get.__doc__ = f"The value of `{name}`."
+    get.__doc__ = f"Returns the value of `{name}`."
     return get
 
 
-def _setter(name: str) -> Any:
+def _setter(name: str) -> Callable[[Any, Any], Any]:
     def put(self: Any, value: Any) -> Any:
         return self._set(**{name: value})
 
@@ -75,7 +77,7 @@ def _setter(name: str) -> Any:
 
 
 class EstimatorParams(ParamAccessors):
-    """What all estimators take; the value of a Param is what its `getX` returns."""
+    """The Params of all estimators; the `getX` of a Param returns its value."""
 
     num_proc = _param("num_proc", "how many ranks")
     backend = _param("backend", "runs the ranks, instead of num_proc")
@@ -86,7 +88,7 @@ class EstimatorParams(ParamAccessors):
     loss_weights = _param(
         "loss_weights", "the weight of each loss", TypeConverters.toListFloat
     )
-    metrics = _param("metrics", "functions that are averaged over an epoch")
+    metrics = _param("metrics", "functions whose means over an epoch are reported")
     feature_cols = _param(
         "feature_cols", "columns, one for each input", TypeConverters.toListString
     )
@@ -96,41 +98,49 @@ class EstimatorParams(ParamAccessors):
     sample_weight_col = _param(
         "sample_weight_col", "a column with weights", TypeConverters.toString
     )
-    validation = _param("validation", "a fraction of the rows, or a column that is 1")
+    validation = _param(
+        "validation", "a fraction of the rows, or a column that is 1 in them"
+    )
     batch_size = _param("batch_size", "rows of a rank's step", TypeConverters.toInt)
     val_batch_size = _param(
-        "val_batch_size", "the same in validation", TypeConverters.toInt
+        "val_batch_size", "rows of a rank's step in validation", TypeConverters.toInt
     )
     epochs = _param("epochs", "passes over the data", TypeConverters.toInt)
     train_steps_per_epoch = _param(
         "train_steps_per_epoch", "steps, instead of all rows", TypeConverters.toInt
     )
     validation_steps_per_epoch = _param(
-        "validation_steps_per_epoch", "the same in validation", TypeConverters.toInt
+        "validation_steps_per_epoch",
+        "steps in validation, instead of all rows",
+        TypeConverters.toInt,
     )
-    random_seed = _param("random_seed", "makes it repeatable", TypeConverters.toInt)
+    random_seed = _param(
+        "random_seed", "makes the training repeatable", TypeConverters.toInt
+    )
     shuffle = _param("shuffle", "whether rows are shuffled", TypeConverters.toBoolean)
     shuffle_buffer_size = _param(
-        "shuffle_buffer_size", "rows among which is shuffled", TypeConverters.toInt
+        "shuffle_buffer_size", "rows that are shuffled together", TypeConverters.toInt
     )
     partitions_per_process = _param(
         "partitions_per_process", "Parquet files for a rank", TypeConverters.toInt
     )
     run_id = _param(
         "run_id",
-        "a run that is there goes on from its checkpoint",
+        "an existing run goes on from its checkpoint",
         TypeConverters.toString,
     )
     transformation_fn = _param("transformation_fn", "changes the columns of a batch")
-    gradient_compression = _param("gradient_compression", "what gradients travel as")
+    gradient_compression = _param(
+        "gradient_compression", "how gradients are compressed"
+    )
     label_shapes = _param("label_shapes", "the shape of each label")
     inmemory_cache_all = _param(
         "inmemory_cache_all", "keeps rows in memory", TypeConverters.toBoolean
     )
     use_gpu = _param("use_gpu", "whether ranks use GPUs", TypeConverters.toBoolean)
-    verbose = _param("verbose", "whether rank 0 tells of epochs", TypeConverters.toInt)
+    verbose = _param("verbose", "whether rank 0 prints epochs", TypeConverters.toInt)
     callbacks = _param("callbacks", "Keras's callbacks")
-    # Horovod's, without effect: Petastorm's, and what is not needed here.
+    # Params of Horovod for Petastorm, and others that ringjax does not need.
     data_module = _param("data_module", "without effect")
     compress_sparse_cols = _param("compress_sparse_cols", "without effect")
     transformation_edit_fields = _param("transformation_edit_fields", "without effect")
@@ -161,7 +171,7 @@ class EstimatorParams(ParamAccessors):
 
 
 class ModelParams(HasOutputCols, ParamAccessors):
-    """What all models have."""
+    """The Params of all models."""
 
     history = _param("history", "what was measured in each epoch")
     model = _param("model", "the trained model")
@@ -175,7 +185,7 @@ class ModelParams(HasOutputCols, ParamAccessors):
         self._setDefault(**dict.fromkeys(p.name for p in self.params))
 
     def setOutputCols(self, value: list[str]) -> Any:  # noqa: N802  (Spark ML's name)
-        """The names of the predictions' columns; returns this object."""
+        """Sets the names of the columns with predictions; returns this object."""
         return self._set(outputCols=value)
 
     def _get_metadata(self) -> Any:

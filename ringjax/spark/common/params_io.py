@@ -1,7 +1,7 @@
-"""ML save and load for estimators and models: `save`, `write`, `load`, `read`.
+"""Saves and loads estimators and models as Spark ML does, with their Params.
 
-Param values travel pickled, models by value, in the text file that Spark ML has for
-them. A file from a place that others can write to is not to be loaded.
+The values of Params are pickled, models by value, into the text file of Spark ML. Do
+not load a file from a place where others can write: loading runs code in the file.
 """
 
 from __future__ import annotations
@@ -19,60 +19,58 @@ from pyspark.ml.util import (
     MLWriter,
 )
 
-_NOT_SAVED = ("backend", "store")  # belong to a cluster, and are given anew
+_NOT_SAVED = ("backend", "store")  # they belong to a cluster; a program sets them again
 
 
 class HorovodParamsWriter(MLWriter):
     """Writes an estimator or a model."""
 
-    def __init__(self, instance: Any) -> None:
+    def __init__(self, instance: PersistentParams) -> None:
         super().__init__()
         self.instance = instance
 
     def saveImpl(self, path: str) -> None:  # noqa: N802  (Spark ML's name)
-        """Writes it to a path of Spark."""
+        """Writes the instance to a path of Spark."""
         values = {
             param.name: base64.b64encode(cloudpickle.dumps(value)).decode()
             for param, value in self.instance._paramMap.items()
             if param.name not in _NOT_SAVED and value is not None
         }
-        # Defaults that cannot be JSON would be in the way, and are in the class.
-        plain = self.instance.copy()
-        plain._defaultParamMap = {}
-        DefaultParamsWriter.saveMetadata(
-            plain, path, self.sparkSession, paramMap=values
-        )
+        # Leave the defaults out: JSON cannot express some of them, and the class has
+        # them anyway.
+        copy = self.instance.copy()
+        copy._defaultParamMap = {}
+        DefaultParamsWriter.saveMetadata(copy, path, self.sparkSession, paramMap=values)
 
 
 class HorovodParamsReader(MLReader):
-    """Reads what `HorovodParamsWriter` wrote."""
+    """Reads an estimator or a model that `HorovodParamsWriter` wrote."""
 
-    def __init__(self, cls: type[Any]) -> None:
+    def __init__(self, cls: type[PersistentParams]) -> None:
         super().__init__()
         self._cls = cls
 
     def load(self, path: str) -> Any:
-        """The estimator or model that was written to a path."""
+        """Returns the estimator or model at a path of Spark."""
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         found = self._cls()
         found._resetUid(metadata["uid"])
         values = metadata["paramMap"].items()
         pickled = {name: base64.b64decode(text) for name, text in values}
-        return found._set(**found._unpickled(pickled))
+        return found._set(**found._unpickle(pickled))
 
 
 class PersistentParams(MLWritable, MLReadable):
-    """Has `save`, `write`, `load` and `read`."""
+    """Adds `save`, `write`, `load` and `read` to a class with Params."""
 
-    def write(self) -> Any:
-        """Writes it: `.write().overwrite().save(path)`."""
+    def write(self) -> HorovodParamsWriter:
+        """Returns a writer: `.write().overwrite().save(path)`."""
         return HorovodParamsWriter(self)
 
-    def _unpickled(self, values: dict[str, bytes]) -> dict[str, Any]:
-        """The values of Params that were saved."""
+    def _unpickle(self, values: dict[str, bytes]) -> dict[str, Any]:
         return {name: cloudpickle.loads(value) for name, value in values.items()}
 
     @classmethod
-    def read(cls) -> Any:
-        """Reads one: `.read().load(path)`."""
+    def read(cls) -> HorovodParamsReader:
+        """Returns a reader: `.read().load(path)`."""
         return HorovodParamsReader(cls)

@@ -1,14 +1,14 @@
-"""A rank's rows of a set of Parquet files, in batches, read row group by row group.
+"""A rank's rows of a set of Parquet files, in batches, read one row group at a time.
 
-What is in memory are a piece of a row group and the rows that are shuffled. Nothing of
-Spark is imported: ranks use it.
+In memory are a part of one row group and the rows that are shuffled together. Ranks use
+this module, so nothing of Spark is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +16,24 @@ import pyarrow.parquet
 
 from ringjax.spark.common.store import FilesystemStore
 
-Columns = dict[str, np.ndarray[Any, Any]]
-_CHUNK = 32 << 20  # bytes that are decoded at once
-_SHUFFLED = 256 << 20  # bytes among which is shuffled, if nobody says how many rows
+Array: TypeAlias = np.ndarray[Any, Any]
+Columns: TypeAlias = dict[str, Array]
+"""Arrays by the names of their columns; the first dimension are the rows."""
+
+_CHUNK_BYTES = 32 << 20  # bytes that are decoded at once
+_SHUFFLE_BYTES = 256 << 20  # bytes that are shuffled together if no number is given
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group: its file, its number there, its rows, and their bytes."""
+    """A row group of a Parquet file.
+
+    Attributes:
+        path: the path of the file.
+        number: the number of the row group in the file.
+        rows: the number of rows.
+        size: bytes before compression.
+    """
 
     path: str
     number: int
@@ -33,14 +43,14 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one step.
+    """The rows of one step of one rank.
 
     Attributes:
-        columns: arrays whose first dimension are the rows.
-        rows: how many of them count: all, or none.
-        share: what the mean over these rows is to be multiplied by, so that the mean
-            over the ranks is the mean over all ranks' rows of that step. Not 1 in the
-            last step of an epoch only, if the ranks have different numbers of rows.
+        columns: the rows.
+        rows: the number of rows that count: all rows, or 0 in a placeholder.
+        share: a factor for the mean over these rows. With it, the mean over the ranks
+            is the mean over the rows of all ranks. It differs from 1 only in the last
+            step of an epoch, if the ranks have different numbers of rows there.
     """
 
     columns: Columns
@@ -50,12 +60,12 @@ class Batch:
 
 @dataclass
 class ParquetRows:
-    """The rows of Parquet files, and which of them a rank gets.
+    """The rows of Parquet files, and their division among ranks.
 
     Attributes:
         store: has the filesystem.
         groups: all row groups, in order.
-        names: the columns.
+        names: the names of the columns.
         keep: whether a rank keeps its decoded rows in memory.
     """
 
@@ -66,10 +76,10 @@ class ParquetRows:
     _kept: dict[tuple[str, int, int, int], list[Columns]] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def scan(
         cls, store: FilesystemStore, path: str, names: Sequence[str], keep: bool = False
     ) -> ParquetRows:
-        """The rows below a path of a store; reads the ends of all files."""
+        """Finds the rows below a path of a store; reads the metadata of all files."""
         groups = [
             RowGroup(fragment.path, group.id, group.num_rows, group.total_byte_size)
             for fragment in store.get_parquet_dataset(path).get_fragments()
@@ -80,22 +90,25 @@ class ParquetRows:
 
     @property
     def count(self) -> int:
-        """All rows."""
+        """The number of rows of all ranks."""
         return sum(group.rows for group in self.groups)
 
     @property
     def row_size(self) -> float:
-        """The bytes of a row in its file, before they were compressed."""
+        """The mean size of a row in bytes, before compression."""
         return max(sum(group.size for group in self.groups) / max(self.count, 1), 1.0)
 
-    def share(self, rank: int, size: int) -> tuple[int, int]:
-        """A rank's first row, and the one behind its last: sizes differ by one."""
+    def row_range(self, rank: int, size: int) -> tuple[int, int]:
+        """Returns a rank's first row and the row after its last one.
+
+        The numbers of rows of two ranks differ by at most one.
+        """
         return self.count * rank // size, self.count * (rank + 1) // size
 
     def steps(self, size: int, batch_size: int) -> int:
-        """The batches of an epoch, the same for all ranks."""
-        most = -(-self.count // size)
-        return -(-most // batch_size)
+        """Returns the number of batches of an epoch, the same for all ranks."""
+        max_rows = -(-self.count // size)
+        return -(-max_rows // batch_size)
 
     def batches(
         self,
@@ -107,14 +120,15 @@ class ParquetRows:
         epoch: int = 0,
         buffer: int | None = None,
     ) -> Iterator[Batch]:
-        """A rank's batches of one epoch; every rank has as many.
+        """Yields a rank's batches of one epoch, equally many on every rank.
 
         Args:
-            rank, size: who reads.
-            batch_size: rows of a batch; the last one may be shorter.
-            seed: shuffles, with another order in each epoch; None: the files' order.
-            epoch: its number.
-            buffer: rows among which is shuffled, beside the order of the row groups.
+            rank, size: the rank that reads, and the number of ranks.
+            batch_size: rows of a batch; the last batch may have fewer.
+            seed: the seed of the shuffling; None: the order of the files.
+            epoch: the number of the epoch; each epoch has another order.
+            buffer: the number of rows that are shuffled together, besides the shuffling
+                of row groups; 0: the order of the files.
 
         Raises:
             ValueError: there are fewer rows than ranks.
@@ -123,31 +137,36 @@ class ParquetRows:
             raise ValueError(f"{self.count} rows are too few for {size} ranks")
         groups = list(self.groups)
         chunks: Iterator[Columns]
-        first, end = self.share(rank, size)
+        first, end = self.row_range(rank, size)
         if seed is not None and buffer != 0:
-            # The same order of row groups on all ranks, so that their shares fit.
+            # All ranks shuffle the row groups in the same way, because a rank's range
+            # refers to the shuffled order. Rows are shuffled differently on each rank.
             order = np.random.default_rng([seed, epoch]).permutation(len(groups))
             groups = [groups[i] for i in order]
-            own = np.random.default_rng([seed, epoch, rank])
-            room = buffer or max(int(_SHUFFLED / self.row_size), batch_size)
-            chunks = _shuffle(self._chunks(groups, first, end), room, own)
+            random = np.random.default_rng([seed, epoch, rank])
+            room = buffer or max(int(_SHUFFLE_BYTES / self.row_size), batch_size)
+            chunks = _shuffle(self._read(groups, first, end), room, random)
         else:
-            chunks = self._chunks(groups, first, end)
-        counts = np.diff([self.share(r, size)[0] for r in range(size)] + [self.count])
-        pieces = _rebatch(chunks, batch_size)
+            chunks = self._read(groups, first, end)
+        counts = np.diff(
+            [*(self.row_range(r, size)[0] for r in range(size)), self.count]
+        )
+        batches = _rebatch(chunks, batch_size)
         for step in range(self.steps(size, batch_size)):
-            there = np.clip(counts - step * batch_size, 0, batch_size)
-            mine = int(there[rank])
-            if mine:
-                columns = next(pieces)
-            else:  # a row is computed that does not count
+            by_rank = np.clip(counts - step * batch_size, 0, batch_size)
+            own = int(by_rank[rank])
+            if own:
+                columns = next(batches)
+            else:
+                # Other ranks have one row more. This rank must make the step as well,
+                # so it gets a placeholder with a row that does not count.
                 columns = {name: x[:1] for name, x in columns.items()}
-            yield Batch(columns, mine, size * mine / int(there.sum()))
+            yield Batch(columns, own, size * own / int(by_rank.sum()))
 
-    def _chunks(
+    def _read(
         self, groups: Sequence[RowGroup], first: int, end: int
     ) -> Iterator[Columns]:
-        """Rows `first` to `end` of the groups in this order, decoded piece by piece."""
+        """Yields the rows `first` to `end` of these row groups, in decoded parts."""
         begin = 0
         file, path = None, ""
         for group in groups:
@@ -169,19 +188,17 @@ class ParquetRows:
             yield from found
 
     def _read_row_group(
-        self, file: Any, group: RowGroup, low: int, high: int
+        self, file: pa.parquet.ParquetFile, group: RowGroup, low: int, high: int
     ) -> Iterator[Columns]:
-        rows = min(max(int(_CHUNK * group.rows / max(group.size, 1)), 1), 1 << 16)
+        rows = min(max(int(_CHUNK_BYTES * group.rows / max(group.size, 1)), 1), 1 << 16)
         begin = 0
-        for piece in file.iter_batches(
+        for batch in file.iter_batches(
             rows, row_groups=[group.number], columns=list(self.names)
         ):
-            part = piece.slice(max(low - begin, 0), max(high - max(begin, low), 0))
-            begin += piece.num_rows
+            part = batch.slice(max(low - begin, 0), max(high - max(begin, low), 0))
+            begin += batch.num_rows
             if part.num_rows:
-                yield {
-                    name: decode_column(part.column(name), name) for name in self.names
-                }
+                yield {n: decode_column(part.column(n), n) for n in self.names}
             if begin >= high:
                 return
 
@@ -189,15 +206,15 @@ class ParquetRows:
 def _shuffle(
     chunks: Iterator[Columns], room: int, random: np.random.Generator
 ) -> Iterator[Columns]:
-    """The rows in a random order, as far as it can be had with `room` in memory."""
+    """Yields rows in random order; keeps `room` rows in memory to choose from."""
     pool: Columns = {}
     for chunk in chunks:
-        both = _concatenate([pool, chunk] if pool else [chunk])
-        order = random.permutation(_row_count(both))
+        rows = _concatenate([pool, chunk] if pool else [chunk])
+        order = random.permutation(_row_count(rows))
         ready = max(len(order) - room, 0)
-        pool = {name: x[order[ready:]] for name, x in both.items()}
+        pool = {name: x[order[ready:]] for name, x in rows.items()}
         if ready:
-            yield {name: x[order[:ready]] for name, x in both.items()}
+            yield {name: x[order[:ready]] for name, x in rows.items()}
     if pool:
         yield pool
 
@@ -210,10 +227,10 @@ def _rebatch(chunks: Iterator[Columns], size: int) -> Iterator[Columns]:
         count += _row_count(chunk)
         if count < size:
             continue
-        joined = _concatenate(rest)
+        rows = _concatenate(rest)
         for begin in range(0, count - size + 1, size):
-            yield {name: x[begin : begin + size] for name, x in joined.items()}
-        rest = [{name: x[count - count % size :] for name, x in joined.items()}]
+            yield {name: x[begin : begin + size] for name, x in rows.items()}
+        rest = [{name: x[count - count % size :] for name, x in rows.items()}]
         count %= size
     if count:
         yield _concatenate(rest)
@@ -229,13 +246,13 @@ def _row_count(columns: Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def decode_column(array: Any, name: str = "a column") -> np.ndarray[Any, Any]:
-    """An Arrow array as one of NumPy, with a dimension more for each level of lists.
+def decode_column(array: pa.Array, name: str = "a column") -> Array:
+    """Converts an Arrow array to NumPy, with one dimension more per level of lists.
 
     Args:
-        array: numbers; lists of equal lengths; Spark's vectors, dense and sparse ones;
-            anything else becomes objects.
-        name: for the error.
+        array: numbers, lists of equal lengths, or Spark's dense or sparse vectors. Any
+            other values become objects.
+        name: the name of the column in the error.
 
     Raises:
         ValueError: the rows differ in length.
@@ -248,45 +265,41 @@ def decode_column(array: Any, name: str = "a column") -> np.ndarray[Any, Any]:
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return decode_column(array.storage, name)
-    if pa.types.is_struct(kind) and {f.name for f in kind} == {
-        *("type", "size", "indices", "values")
-    }:
+    vector_fields = {"type", "size", "indices", "values"}
+    if pa.types.is_struct(kind) and {f.name for f in kind} == vector_fields:
         return _decode_vectors(array, name)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _decode_lists(array, name)
+        _common_length(array.value_lengths().to_numpy(zero_copy_only=False), name)
+        values = decode_column(array.flatten(), name)
+        return values.reshape(len(array), -1, *values.shape[1:])
     if pa.types.is_fixed_size_list(kind):
         values = decode_column(array.flatten(), name)
         return values.reshape(len(array), kind.list_size, *values.shape[1:])
-    found: np.ndarray[Any, Any] = array.to_numpy(zero_copy_only=False)
+    found: Array = array.to_numpy(zero_copy_only=False)
     return found
 
 
-def _decode_lists(array: Any, name: str) -> np.ndarray[Any, Any]:
-    _common_length(array.value_lengths().to_numpy(zero_copy_only=False), name)
-    values = decode_column(array.flatten(), name)
-    return values.reshape(len(array), -1, *values.shape[1:])
-
-
-def _decode_vectors(array: Any, name: str) -> np.ndarray[Any, Any]:
+def _decode_vectors(array: pa.StructArray, name: str) -> Array:
+    """Converts Spark's vectors; a sparse vector has the indices of its values."""
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     lists = array.field("values")
     counts = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    values: np.ndarray[Any, Any] = lists.flatten().to_numpy(zero_copy_only=False)
+    values: Array = lists.flatten().to_numpy(zero_copy_only=False)
     sizes = np.nan_to_num(array.field("size").to_numpy(zero_copy_only=False))
     width = _common_length(np.where(dense, counts, sizes), name)
     if dense.all():
         return values.reshape(len(array), width)
-    # Where each value is in its row: one after the other, or where the vector says.
+    # The column of each value: consecutive in a dense vector, given in a sparse one.
     starts = np.cumsum(counts) - counts
-    places = np.arange(len(values)) - np.repeat(starts, counts)
+    positions = np.arange(len(values)) - np.repeat(starts, counts)
     indices = array.field("indices").flatten().to_numpy(zero_copy_only=False)
-    places[np.repeat(~dense, counts)] = indices
+    positions[np.repeat(~dense, counts)] = indices
     found = np.zeros((len(array), width), values.dtype)
-    found[np.repeat(np.arange(len(array)), counts), places] = values
+    found[np.repeat(np.arange(len(array)), counts), positions] = values
     return found
 
 
-def _common_length(lengths: np.ndarray[Any, Any], name: str) -> int:
+def _common_length(lengths: Array, name: str) -> int:
     found = np.unique(lengths)
     if len(found) != 1:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Where an estimator keeps its data in between, and the checkpoints of its runs.
+"""The stores in which estimators keep their intermediate data and their checkpoints.
 
-A folder that the driver and all executors reach under one name, on any filesystem that
-pyarrow knows, or fsspec where that is installed.
+A store is a folder that the driver and all executors reach under one name. It is on a
+filesystem that pyarrow supports, or fsspec if that is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pyarrow as pa
@@ -21,16 +22,16 @@ from ringjax.run import environ
 
 
 def is_databricks() -> bool:
-    """Whether this is Databricks' runtime."""
+    """Returns whether this process runs in Databricks' runtime."""
     return "DATABRICKS_RUNTIME_VERSION" in environ.inherited()
 
 
 class Store:
-    """What all stores have in common; `Store.create` finds the right one."""
+    """The base of all stores; `Store.create` chooses the class."""
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> FilesystemStore:
-        """The store for a path or URL.
+        """Makes the store for a path or URL.
 
         Example:
             >>> Store.create("/tmp/runs").get_run_path("a")
@@ -47,11 +48,13 @@ class FilesystemStore(Store):
     """A folder on a filesystem.
 
     Args:
-        prefix_path: a path of this machine, or a URL: ``s3://bucket/folder``.
-        train_path, val_path, test_path, runs_path: other places than folders below it.
-        save_runs: whether checkpoints are kept.
-        storage_options: arguments for fsspec's filesystem, which is taken then.
-        checkpoint_filename: the name of a run's checkpoint.
+        prefix_path: a path of this machine, or a URL such as ``s3://bucket/folder``.
+        train_path, val_path, test_path, runs_path: folders for training, validation
+            and test data and for runs; None: folders below `prefix_path`.
+        save_runs: whether the store keeps checkpoints.
+        storage_options: arguments for a filesystem of fsspec, which is then preferred
+            to pyarrow's.
+        checkpoint_filename: the file name of a run's checkpoint.
     """
 
     def __init__(
@@ -66,94 +69,94 @@ class FilesystemStore(Store):
         checkpoint_filename: str | None = None,
     ) -> None:
         self.prefix_path = self.get_full_path(prefix_path)
-        self._train_path = self._place(train_path, "intermediate_train_data")
-        self._val_path = self._place(val_path, "intermediate_val_data")
-        self._test_path = self._place(test_path, "intermediate_test_data")
-        self._runs_path = self._place(runs_path, "runs")
+        self._train_path = self._full_path_or(train_path, "intermediate_train_data")
+        self._val_path = self._full_path_or(val_path, "intermediate_val_data")
+        self._test_path = self._full_path_or(test_path, "intermediate_test_data")
+        self._runs_path = self._full_path_or(runs_path, "runs")
         self._save_runs, self.storage_options = save_runs, storage_options
         self._checkpoint_filename = checkpoint_filename or "checkpoint"
         self._fs: pa.fs.FileSystem | None = None
 
-    def _place(self, path: str | None, name: str) -> str:
+    def _full_path_or(self, path: str | None, name: str) -> str:
         return self.get_full_path(path) if path else f"{self.prefix_path}/{name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the filesystem for itself."""
+        """Leaves the open filesystem out: another process opens its own."""
         return {**self.__dict__, "_fs": None}
 
-    # Places.
+    # -- paths -------------------------------------------------------------------------
 
     def get_full_path(self, path: str) -> str:
-        """The URL of a path, as Spark takes it."""
+        """Returns the URL of a path, as Spark takes it."""
         if re.match(r"\w[\w+.-]*:/", path):
             return path.rstrip("/")
         return "file://" + os.path.abspath(path)
 
     def get_localized_path(self, path: str) -> str:
-        """The same, as the filesystem takes it: without the protocol."""
+        """Returns a path without protocol, as the filesystem takes it."""
         return path.split("://", 1)[-1]
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """The folder of the training data number `idx`."""
+        """Returns the folder of the training data number `idx`."""
         return self._train_path if idx is None else f"{self._train_path}.{idx}"
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """The folder of the validation data number `idx`."""
+        """Returns the folder of the validation data number `idx`."""
         return self._val_path if idx is None else f"{self._val_path}.{idx}"
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """The folder of the test data number `idx`."""
+        """Returns the folder of the test data number `idx`."""
         return self._test_path if idx is None else f"{self._test_path}.{idx}"
 
     def saving_runs(self) -> bool:
-        """Whether checkpoints are kept."""
+        """Returns whether the store keeps checkpoints."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
-        """The folder of all runs."""
+        """Returns the folder of all runs."""
         return self._runs_path
 
     def get_run_path(self, run_id: str) -> str:
-        """The folder of a run."""
+        """Returns the folder of a run."""
         return f"{self._runs_path}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """The folder of a run's checkpoint."""
+        """Returns the folder of a run's checkpoint; None if none is kept."""
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        """The name of the checkpoint in it."""
+        """Returns the file name of the checkpoint in its folder."""
         return self._checkpoint_filename
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """The files of a run that end so."""
+        """Returns the paths of a run's files that end with `suffix`."""
         folder = self.get_localized_path(self.get_run_path(run_id))
         files = self.fs.get_file_info(pa.fs.FileSelector(folder, allow_not_found=True))
         return sorted(f.path for f in files if f.path.endswith(suffix))
 
     def get_logs_subdir(self) -> str:
-        """The name of the folder for logs in that of a run."""
+        """Returns the name of the folder for logs in the folder of a run."""
         return "logs"
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """The folder for the logs of a run."""
+        """Returns the folder for the logs of a run; None if none is kept."""
         path = self.get_checkpoint_path(run_id)
         return path and f"{path}/{self.get_logs_subdir()}"
 
-    # Files.
+    # -- files -------------------------------------------------------------------------
 
     @property
-    def fs(self) -> Any:
-        """The filesystem, one of pyarrow's."""
+    def fs(self) -> pa.fs.FileSystem:
+        """The filesystem, a `pyarrow.fs.FileSystem`."""
         if self._fs is None:
             self._fs = self._open()
         return self._fs
 
-    def get_filesystem(self) -> Any:
-        """The filesystem."""
+    def get_filesystem(self) -> pa.fs.FileSystem:
+        """Returns the filesystem."""
         return self.fs
 
-    def _open(self) -> Any:
+    def _open(self) -> pa.fs.FileSystem:
         protocol = self.prefix_path.split(":", 1)[0]
         if protocol == "file":
             return pa.fs.LocalFileSystem()
@@ -168,49 +171,51 @@ class FilesystemStore(Store):
                 "fsspec may have one: pip install fsspec",
                 name="fsspec",
             ) from error
-        theirs = fsspec.filesystem(protocol, **(self.storage_options or {}))
-        return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(theirs))
+        filesystem = fsspec.filesystem(protocol, **(self.storage_options or {}))
+        return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(filesystem))
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Returns whether a file or folder exists."""
         info = self.fs.get_file_info(self.get_localized_path(path))
         return bool(info.type != pa.fs.FileType.NotFound)
 
     def read(self, path: str) -> bytes:
-        """The contents of a file."""
+        """Returns the contents of a file."""
         with self.fs.open_input_stream(self.get_localized_path(path)) as file:
             return bytes(file.read())
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file; who reads it meanwhile gets the old or the new one."""
-        place = self.get_localized_path(path)
-        self.fs.create_dir(place.rpartition("/")[0], recursive=True)
-        with self.fs.open_output_stream(f"{place}.part") as file:
+        """Writes a file; a reader gets the old contents or all of the new ones."""
+        target = self.get_localized_path(path)
+        self.fs.create_dir(target.rpartition("/")[0], recursive=True)
+        with self.fs.open_output_stream(f"{target}.part") as file:
             file.write(data)
-        self.fs.move(f"{place}.part", place)
+        self.fs.move(f"{target}.part", target)
 
     def write_text(self, path: str, text: str) -> None:
-        """Writes a file of text."""
+        """Writes a text file."""
         self.write(path, text.encode())
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there are Parquet files."""
+        """Returns whether there are Parquet files below a path."""
         try:
             return bool(self.get_parquet_dataset(path).files)
         except (OSError, pa.ArrowInvalid):
             return False
 
-    def get_parquet_dataset(self, path: str) -> Any:
-        """The Parquet files below a path, a `pyarrow.dataset.Dataset`.
+    def get_parquet_dataset(self, path: str) -> pa.dataset.Dataset:
+        """Returns the Parquet files below a path as one dataset.
 
         Raises:
             FileNotFoundError: there is no such folder.
         """
-        place = self.get_localized_path(path)
-        return pa.dataset.dataset(place, filesystem=self.fs, format="parquet")
+        target = self.get_localized_path(path)
+        return pa.dataset.dataset(target, filesystem=self.fs, format="parquet")
 
-    def get_local_output_dir_fn(self, run_id: str) -> Callable[[], Any]:
-        """Makes a folder of this machine, for as long as a with statement."""
+    def get_local_output_dir_fn(
+        self, run_id: str
+    ) -> Callable[[], AbstractContextManager[str]]:
+        """Returns a context manager that makes a temporary folder on this machine."""
 
         @contextlib.contextmanager
         def folder() -> Iterator[str]:
@@ -220,31 +225,31 @@ class FilesystemStore(Store):
         return folder
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in such a folder to that of the run."""
+        """Returns a function that copies the files of a folder to that of the run."""
 
         def copy(folder: str) -> None:
-            place = self.get_localized_path(self.get_run_path(run_id))
-            self.fs.create_dir(place, recursive=True)
-            pa.fs.copy_files(folder, place, destination_filesystem=self.fs)
+            target = self.get_localized_path(self.get_run_path(run_id))
+            self.fs.create_dir(target, recursive=True)
+            pa.fs.copy_files(folder, target, destination_filesystem=self.fs)
 
         return copy
 
 
 class LocalStore(FilesystemStore):
-    """Horovod's older name of it."""
+    """Horovod's older name of `FilesystemStore`."""
 
 
 class HDFSStore(FilesystemStore):
-    """A folder in HDFS, by libhdfs, which Hadoop has.
+    """A folder in HDFS, read and written through Hadoop's libhdfs.
 
     Args:
         prefix_path: ``hdfs://namenode:8020/folder``, ``hdfs:///folder`` or ``/folder``.
-        host, port: of the name node, if they are not in it.
-        user, kerb_ticket, extra_conf: those of `pyarrow.fs.HadoopFileSystem`.
+        host, port: those of the name node, if `prefix_path` does not have them.
+        user, kerb_ticket, extra_conf: as for `pyarrow.fs.HadoopFileSystem`.
         driver: without effect.
 
     Raises:
-        ValueError: another protocol, or no path.
+        ValueError: `prefix_path` has another protocol, or no path.
     """
 
     FS_PREFIX = "hdfs://"
@@ -273,28 +278,28 @@ class HDFSStore(FilesystemStore):
         }
         super().__init__(prefix_path, **kwargs)
 
-    def _open(self) -> Any:
+    def _open(self) -> pa.fs.FileSystem:
         return pa.fs.HadoopFileSystem(**self._hdfs_kwargs)
 
     def get_full_path(self, path: str) -> str:
-        """The URL of a path, with the name node."""
+        """Returns the URL of a path, with the name node."""
         return path if self.matches(path) else self._url_prefix + path
 
     def get_localized_path(self, path: str) -> str:
-        """The path without protocol and name node."""
+        """Returns a path without protocol and name node."""
         return re.sub(r"^hdfs://[^/]*", "", path)
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether it is a URL of HDFS."""
+        """Returns whether a path is a URL of HDFS."""
         return path.startswith(cls.FS_PREFIX)
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A folder in Databricks' filesystem, which executors have under ``/dbfs``.
+    """A folder in Databricks' filesystem, which executors mount at ``/dbfs``.
 
     Raises:
-        ValueError: not a path below ``/dbfs`` or ``dbfs:``.
+        ValueError: the path is not below ``/dbfs`` or ``dbfs:``.
     """
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
@@ -302,12 +307,12 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
-        """Whether it is such a path."""
+        """Returns whether a path is in Databricks' filesystem."""
         return re.match(r"dbfs:/(?!/)|(file:(//)?)?/dbfs/", path) is not None
 
     @classmethod
     def normalize_path(cls, path: str) -> str:
-        """The path that begins with ``/dbfs``.
+        """Returns the path that begins with ``/dbfs``.
 
         Example:
             >>> DBFSLocalStore.normalize_path("dbfs:/runs")
@@ -318,5 +323,5 @@ class DBFSLocalStore(FilesystemStore):
         return re.sub(r"^(dbfs:/|(file:(//)?)?/dbfs/)", "/dbfs/", path)
 
     def get_full_path(self, path: str) -> str:
-        """The URL of a path."""
+        """Returns the URL of a path."""
         return "file://" + self.normalize_path(path)

@@ -1,6 +1,6 @@
-"""A DataFrame as Parquet files in a store, and what is known about its columns.
+"""A DataFrame as Parquet files in a store, and the metadata of its columns.
 
-Files are written once for a DataFrame: a second `fit` on it finds them.
+The files of a DataFrame are written once: a second `fit` on it reuses them.
 """
 
 from __future__ import annotations
@@ -9,70 +9,83 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pyspark.ml.linalg import DenseVector, VectorUDT
-from pyspark.sql.types import BooleanType
+from pyspark.sql import DataFrame
+from pyspark.sql.types import BooleanType, DataType, StructType
 
 from ringjax.spark.common import constants
-from ringjax.spark.common.parquet_rows import ParquetRows
+from ringjax.spark.common.parquet_rows import Array, ParquetRows
+from ringjax.spark.common.store import FilesystemStore
 
-Metadata = dict[str, dict[str, Any]]
+Metadata: TypeAlias = dict[str, dict[str, Any]]
+"""Horovod's description of each column, by the name of the column."""
 
-
-Properties = tuple[int, int, Metadata, float]
+Properties: TypeAlias = tuple[int, int, Metadata, float]
+"""Rows for training, rows for validation, metadata, and mean bytes of a row."""
 
 
 @dataclass
 class _CachedDataset:
-    """A DataFrame's files: their number in the store, and what they are of."""
+    """The files of a DataFrame.
+
+    Attributes:
+        index: the number of the files in the store.
+        frame: the DataFrame. The reference keeps its id unique.
+        columns: the columns in the files.
+        properties: the properties of the files.
+        users: how many `fit`s use the files now.
+    """
 
     index: int
-    frame: Any
+    frame: DataFrame
     columns: set[str]
     properties: Properties
     users: int = 0
 
 
 class TrainingDataCache:
-    """Which DataFrames are in which store."""
+    """Knows which DataFrames have files in which store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._known: dict[tuple[Any, ...], _CachedDataset] = {}
+        self._datasets: dict[tuple[Any, ...], _CachedDataset] = {}
 
     @contextlib.contextmanager
     def use(
         self,
-        frame: Any,
+        frame: DataFrame,
         columns: set[str],
-        store: Any,
+        store: FilesystemStore,
+        *,
         validation: float | str | None,
         seed: int | None,
         write: Callable[[int], Properties],
     ) -> Iterator[int]:
-        """The number of a DataFrame's files, which are written if they are not there.
+        """Yields the number of a DataFrame's files; writes them first if necessary.
 
         Args:
-            frame, columns, validation, seed: what they are of.
-            store: where they are.
-            write: writes them under a number; what is known of them then.
+            frame, columns, validation, seed: identify the files.
+            store: the store of the files.
+            write: writes the files under a number, and returns their properties.
         """
         with self.lock:
             key = (id(frame), store.get_train_data_path(), validation, seed)
-            found = self._known.get(key)
+            found = self._datasets.get(key)
             if (
                 found is None
                 or not columns <= found.columns
                 or not store.exists(store.get_train_data_path(found.index))
             ):
-                # Numbers that nobody uses are given again.
-                taken = {p.index for p in self._known.values() if p.users}
-                index = next(i for i in range(len(taken) + 1) if i not in taken)
-                known = self._known.items()
-                self._known = {k: p for k, p in known if p.index != index}
+                # Reuse a number, and so the space, of files that nobody uses.
+                used = {d.index for d in self._datasets.values() if d.users}
+                index = next(i for i in range(len(used) + 1) if i not in used)
+                self._datasets = {
+                    k: d for k, d in self._datasets.items() if d.index != index
+                }
                 found = _CachedDataset(index, frame, columns, write(index))
-                self._known[key] = found
+                self._datasets[key] = found
             found.users += 1
         try:
             yield found.index
@@ -81,40 +94,40 @@ class TrainingDataCache:
                 found.users -= 1
 
     def properties(self, index: int) -> Properties:
-        """Training rows, validation rows, metadata, bytes of a row.
+        """Returns the properties of files.
 
         Raises:
-            KeyError: no such number.
+            KeyError: there are no files with this number.
         """
-        for known in self._known.values():
-            if known.index == index:
-                return known.properties
+        for dataset in self._datasets.values():
+            if dataset.index == index:
+                return dataset.properties
         raise KeyError(index)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Empties the cache; the files stay in the store until others replace them."""
         with self.lock:
-            self._known.clear()
+            self._datasets.clear()
 
 
 _training_cache = TrainingDataCache()
 
 
 def clear_training_cache() -> None:
-    """Has the next `fit` on any DataFrame write its files anew."""
+    """Makes the next `fit` on any DataFrame write its files again."""
     _training_cache.clear()
 
 
 def get_dataset_properties(dataset_idx: int) -> Properties:
-    """Training rows, validation rows, metadata of the columns, bytes of a row."""
+    """Returns rows for training and validation, metadata, and bytes of a row."""
     return _training_cache.properties(dataset_idx)
 
 
 @contextlib.contextmanager
 def prepare_data(
     num_processes: int,
-    store: Any,
-    df: Any,
+    store: FilesystemStore,
+    df: DataFrame,
     label_columns: Sequence[str],
     feature_columns: Sequence[str] | None,
     validation: float | str | None = None,
@@ -124,24 +137,26 @@ def prepare_data(
     verbose: int = 0,
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Writes a DataFrame's columns to a store, if they are not there.
+    """Writes a DataFrame's columns to a store, unless they are there.
 
     Args:
-        num_processes, partitions_per_process: so many files at most.
-        store: where to.
+        num_processes, partitions_per_process: their product is the largest number of
+            files.
+        store: receives the files.
         df: the DataFrame.
-        label_columns, feature_columns, sample_weight_col: what is written of it; None
-            as features: all but the labels.
-        validation: a fraction, or a column: rows where it is true, or greater than 0.
-        compress_sparse: without effect: sparse vectors stay what they are.
-        verbose: tells where they are written to.
-        seed: of the fraction.
+        label_columns, feature_columns, sample_weight_col: the columns to write;
+            `feature_columns` None: all columns except for the labels.
+        validation: the fraction of rows for validation, or the column that is true or
+            positive in these rows.
+        compress_sparse: without effect; sparse vectors stay sparse.
+        verbose: prints the path.
+        seed: the seed of the random split.
 
     Yields:
         The number of the files in the store, see `get_dataset_properties`.
 
     Raises:
-        ValueError: there is no such column, or there are no rows.
+        ValueError: a column does not exist, or there are no rows.
     """
     check_validation(validation, df)
     if num_processes < 1 or partitions_per_process < 1:
@@ -169,42 +184,55 @@ def prepare_data(
                 files = frame.coalesce(num_processes * partitions_per_process)
                 files.write.mode("overwrite").parquet(path(number))
         return get_simple_meta_from_parquet(
-            *(store, label_columns, features, sample_weight_col, number),
+            store,
+            label_columns,
+            features,
+            sample_weight_col,
+            number,
             schema=df.schema,
             validates=frames[1] is not None,
         )
 
-    use = _training_cache.use(df, set(names), store, validation, seed, write)
-    with use as number:
+    with _training_cache.use(
+        df, set(names), store, validation=validation, seed=seed, write=write
+    ) as number:
         yield number
 
 
 def get_simple_meta_from_parquet(
-    store: Any,
+    store: FilesystemStore,
     label_columns: Sequence[str],
     feature_columns: Sequence[str],
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
-    schema: Any = None,
+    *,
+    schema: StructType | None = None,
     validates: bool = True,
 ) -> Properties:
-    """Training rows, validation rows, metadata of the columns, bytes of a row.
+    """Returns the properties of Parquet files in a store.
+
+    Args:
+        store: has the files.
+        label_columns, feature_columns, sample_weight_col: the columns of interest.
+        dataset_idx: the number of the files; None: files that the user has written.
+        schema: the schema of the DataFrame; None: it is derived from the files.
+        validates: whether there is a validation.
 
     Raises:
-        ValueError: there are no rows, or no such column.
+        ValueError: there are no rows, or a column does not exist.
     """
     path = store.get_train_data_path(dataset_idx)
     if not store.exists(path):
         raise ValueError(f"{path} does not exist in the store")
     names = [*feature_columns, *label_columns, *filter(None, [sample_weight_col])]
     _check_columns(names, store.get_parquet_dataset(path).schema.names)
-    rows = ParquetRows.of(store, path, names)
+    rows = ParquetRows.scan(store, path, names)
     if not rows.count:
         raise ValueError(f"no rows in {path}")
     path = store.get_val_data_path(dataset_idx)
     validation_rows = 0
     if validates and store.exists(path):
-        validation_rows = ParquetRows.of(store, path, names).count
+        validation_rows = ParquetRows.scan(store, path, names).count
         if not validation_rows and dataset_idx is not None:
             raise ValueError("there are no rows for validation")
     first = next(rows.batches(0, 1, 1)).columns
@@ -213,14 +241,15 @@ def get_simple_meta_from_parquet(
     return rows.count, validation_rows, metadata, rows.row_size
 
 
-def _column_metadata(kind: Any, row: Any) -> dict[str, Any]:
-    size = int(row[0].size) if hasattr(row[0], "size") else 1
-    vector = isinstance(kind, VectorUDT) or (kind is None and row.ndim > 1)
+def _column_metadata(kind: DataType | None, rows: Array) -> dict[str, Any]:
+    """Returns the metadata of a column from its type, if known, and its first row."""
+    size = int(rows[0].size) if hasattr(rows[0], "size") else 1
+    vector = isinstance(kind, VectorUDT) or (kind is None and rows.ndim > 1)
     if kind is None and not vector:
         import pyarrow as pa
         from pyspark.sql.pandas.types import from_arrow_type
 
-        kind = from_arrow_type(pa.array(row).type)
+        kind = from_arrow_type(pa.array(rows).type)
     return {
         "spark_data_type": DenseVector if vector else type(kind),
         "is_sparse_vector_only": False,
@@ -230,19 +259,21 @@ def _column_metadata(kind: Any, row: Any) -> dict[str, Any]:
     }
 
 
-def _check_columns(names: Sequence[str], there: Sequence[str]) -> None:
-    missing = [name for name in names if name not in there]
+def _check_columns(names: Sequence[str], columns: Sequence[str]) -> None:
+    missing = [name for name in names if name not in columns]
     if missing:
         raise ValueError(
-            f"no column {', '.join(missing)}; there are {', '.join(there)}"
+            f"no column {', '.join(missing)}; there are {', '.join(columns)}"
         )
 
 
-def check_validation(validation: float | str | None, df: Any = None) -> None:
-    """Whether it is a fraction, or a column of the DataFrame.
+def check_validation(
+    validation: float | str | None, df: DataFrame | None = None
+) -> None:
+    """Checks that `validation` is a fraction, or a column of the DataFrame.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is neither.
     """
     if isinstance(validation, str):
         if df is not None:
@@ -254,9 +285,12 @@ def check_validation(validation: float | str | None, df: Any = None) -> None:
 
 
 def _train_val_split(
-    df: Any, validation: float | str | None, seed: int | None = None
-) -> tuple[Any, Any, float]:
-    """Rows for training, for validation, and the fraction of these, if it is known."""
+    df: DataFrame, validation: float | str | None, seed: int | None = None
+) -> tuple[DataFrame, DataFrame | None, float]:
+    """Returns the rows for training and for validation, and the fraction of these.
+
+    The fraction is 0 if it is not known.
+    """
     if not validation:
         return df, None, 0.0
     if not isinstance(validation, str):

@@ -1,49 +1,50 @@
-"""The epochs of an estimator's rank: steps, averages, a checkpoint, validation.
+"""The training loop of an estimator's rank: steps, means, checkpoints and validation.
 
-Not for Keras, which has a loop of its own. Nothing of Spark is imported.
+Keras has a loop of its own and does not use this one. Nothing of Spark is imported.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from ringjax import eager, runtime
 from ringjax.ops import ReduceOp
 from ringjax.spark.common.parquet_rows import Batch, Columns, ParquetRows
+from ringjax.spark.common.store import FilesystemStore
 
-History = list[dict[str, Any]]
-Sums = np.ndarray[Any, np.dtype[np.float64]]
+History: TypeAlias = list[dict[str, Any]]
 
 
 @dataclass
 class TrainingJob:
-    """What a rank needs to know, beside the model.
+    """The arguments of a training on a rank, without the model.
 
     Attributes:
-        run_id: of the run.
-        store: where its checkpoint goes.
-        rows, val_rows: what is trained on, and what is validated on.
-        features, labels, weight: the columns.
-        batch_size, val_batch_size: rows of a rank's step.
-        steps, val_steps: of an epoch; None: all rows.
+        run_id: the id of the run.
+        store: receives the checkpoint of the run.
+        rows, val_rows: the rows for training and for validation.
+        features, labels, weight: the names of the columns.
+        batch_size, val_batch_size: rows of one step on one rank.
+        steps, val_steps: steps of an epoch of training; None: all rows.
         epochs: passes over the data.
-        seed: of the order of rows, and of the framework.
-        seeded: whether somebody has chosen it.
-        shuffle: whether the order changes.
-        buffer: rows among which is shuffled.
+        seed: the seed of the row order and of the framework.
+        seeded: whether the user has chosen the seed.
+        shuffle: whether each epoch has another order.
+        buffer: the number of rows that are shuffled together.
         transformation: changes the columns of a batch.
-        use_gpu: whether this is to be had.
-        verbose: whether rank 0 tells of epochs.
-        checkpoint: where this run goes on.
+        use_gpu: whether to use a GPU if there is one.
+        verbose: whether rank 0 prints the results of each epoch.
+        checkpoint: the checkpoint from which the run goes on.
     """
 
     run_id: str
-    store: Any
+    store: FilesystemStore
     rows: ParquetRows
     val_rows: ParquetRows | None
     features: list[str]
@@ -63,40 +64,39 @@ class TrainingJob:
     verbose: int
     checkpoint: bytes | None = None
 
-    def stream(self, first: int = 0) -> Iterator[Batch]:
-        """This rank's batches for training, from that epoch on, without an end."""
-        for epoch in itertools.count(first):
-            yield from map(
-                self.transformed,
-                self.rows.batches(
-                    *(runtime.rank(), runtime.size(), self.batch_size),
-                    seed=self.seed if self.shuffle else None,
-                    epoch=epoch,
-                    buffer=self.buffer,
-                ),
+    def batches(self, first_epoch: int = 0) -> Iterator[Batch]:
+        """Yields this rank's training batches of all epochs, without an end."""
+        for epoch in itertools.count(first_epoch):
+            batches = self.rows.batches(
+                runtime.rank(),
+                runtime.size(),
+                self.batch_size,
+                seed=self.seed if self.shuffle else None,
+                epoch=epoch,
+                buffer=self.buffer,
             )
+            yield from map(self._transform, batches)
 
-    def validation(self) -> Iterator[Batch]:
-        """This rank's batches for validation."""
+    def validation_batches(self) -> Iterator[Batch]:
+        """Returns this rank's batches for one validation."""
         assert self.val_rows is not None
-        who = runtime.rank(), runtime.size(), self.val_batch_size
-        batches = map(self.transformed, self.val_rows.batches(*who))
-        return itertools.islice(batches, self.val_steps)
+        batches = self.val_rows.batches(
+            runtime.rank(), runtime.size(), self.val_batch_size
+        )
+        return itertools.islice(map(self._transform, batches), self.val_steps)
 
-    def transformed(self, batch: Batch) -> Batch:
-        """With the program's own changes to the columns."""
+    def _transform(self, batch: Batch) -> Batch:
         if self.transformation is None:
             return batch
-        columns = self.transformation(batch.columns)
-        return Batch(columns, batch.rows, batch.share)
+        return replace(batch, columns=self.transformation(batch.columns))
 
     @property
     def epoch_steps(self) -> int:
-        """The steps of an epoch."""
+        """The number of steps of an epoch, the same on all ranks."""
         return self.steps or self.rows.steps(runtime.size(), self.batch_size)
 
     def save(self, checkpoint: bytes) -> None:
-        """Keeps a checkpoint of the run, if the store keeps any."""
+        """Writes the checkpoint of the run, if the store keeps checkpoints."""
         folder = self.store.get_checkpoint_path(self.run_id)
         if folder is not None:
             name = self.store.get_checkpoint_filename()
@@ -104,51 +104,50 @@ class TrainingJob:
 
 
 class ModelTrainer(Protocol):
-    """A model in training, of whatever framework."""
+    """A model in training, of any framework."""
 
     def train_step(self, batch: Batch) -> Sequence[float]:
-        """A step; the means of the loss and of all metrics over its rows."""
+        """Makes a step; returns the means of loss and metrics over the rows."""
 
     def validation_step(self, batch: Batch) -> Sequence[float]:
-        """The same means without a step."""
+        """Returns the same means without a step."""
 
     def name_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Them with names, for the history."""
+        """Returns the means with their names, for the history."""
 
     def dumps(self, history: History) -> bytes:
-        """A checkpoint."""
+        """Returns a checkpoint."""
 
     def loads(self, checkpoint: bytes) -> History:
-        """Goes on from a checkpoint; its history."""
+        """Restores a checkpoint; returns its history."""
 
 
 def train(
     make: Callable[..., ModelTrainer], job: TrainingJob, *args: Any
-) -> tuple[Any, ...] | None:
-    """Trains the learner `make(job, *args)`.
+) -> tuple[History, bytes] | None:
+    """Trains with the trainer `make(job, *args)`.
 
-    A run whose checkpoint has fewer epochs than are asked for makes the rest; one that
-    has them all, so many more.
+    A run with a checkpoint goes on until it has `job.epochs` epochs. If it has that
+    many already, it goes on for `job.epochs` more.
 
     Returns:
-        On rank 0 the history and the last checkpoint.
+        The history and the last checkpoint on rank 0, None on other ranks.
     """
     with ringjax_initialized():
         trainer = make(job, *args)
         history = trainer.loads(job.checkpoint) if job.checkpoint else []
         done = len(history)
         left = job.epochs - done if done < job.epochs else job.epochs
-        stream = job.stream(done)
+        stream = job.batches(done)
         checkpoint = b""
         for epoch in range(done, done + left):
-            batches = itertools.islice(stream, job.epoch_steps)
-            entry: dict[str, Any] = {"epoch": epoch}
-            entry["train"] = trainer.name_means(
-                _global_means(map(_times_rows(trainer.train_step), batches))
-            )
+            steps = itertools.islice(stream, job.epoch_steps)
+            means = _global_means(trainer.train_step, steps)
+            entry = {"epoch": epoch, "train": trainer.name_means(means)}
             if job.val_rows is not None:
-                validated = map(_times_rows(trainer.validation_step), job.validation())
-                entry["validation"] = trainer.name_means(_global_means(validated))
+                validation = job.validation_batches()
+                means = _global_means(trainer.validation_step, validation)
+                entry["validation"] = trainer.name_means(means)
             history.append(entry)
             if runtime.rank() == 0:
                 checkpoint = trainer.dumps(history)
@@ -161,7 +160,12 @@ def train(
 def group_metrics(
     means: Sequence[float], labels: Sequence[str], groups: Sequence[Any]
 ) -> dict[str, Any]:
-    """The loss, and each group's metrics by label, as Horovod's history has them.
+    """Returns the loss, and the metrics of each group by label, as Horovod's history.
+
+    Args:
+        means: the loss, and then the metrics of each group for each label.
+        labels: the labels.
+        groups: the groups of metrics.
 
     Example:
         >>> group_metrics([0.5, 0.9], ["y"], [["accuracy"]])
@@ -177,7 +181,7 @@ def group_metrics(
 
 
 def batch_shape(shape: Sequence[int]) -> list[int]:
-    """The shape of an array of rows, whether that of a row begins with -1 or not.
+    """Returns the shape of a batch from the shape of a row, which may begin with -1.
 
     Example:
         >>> batch_shape([2]), batch_shape([-1, 2])
@@ -186,29 +190,25 @@ def batch_shape(shape: Sequence[int]) -> list[int]:
     return [-1, *(shape[1:] if shape and shape[0] == -1 else shape)]
 
 
-class ringjax_initialized:  # noqa: N801  (used like a function)
-    """ringjax, for as long as a with statement, unless it is there already."""
-
-    def __enter__(self) -> None:
-        self._started_here = not runtime.is_initialized()
-        runtime.init()
-
-    def __exit__(self, *_: object) -> None:
-        if self._started_here:
+@contextmanager
+def ringjax_initialized() -> Iterator[None]:
+    """Initializes ringjax for a `with` block, unless it is initialized already."""
+    before = runtime.is_initialized()
+    runtime.init()
+    try:
+        yield
+    finally:
+        if not before:
             runtime.shutdown()
 
 
-def _times_rows(step: Callable[[Batch], Sequence[float]]) -> Callable[[Batch], Sums]:
-    """What a step says, times its rows, and those."""
-
-    def counted(batch: Batch) -> Sums:
-        return np.array([*step(batch), 1.0], np.float64) * batch.rows
-
-    return counted
-
-
-def _global_means(sums: Iterator[Sums]) -> list[float]:
-    """Over the rows of all ranks."""
-    total = eager.allreduce(sum(sums), ReduceOp.Sum, name="ringjax.spark.means")
+def _global_means(
+    step: Callable[[Batch], Sequence[float]], batches: Iterator[Batch]
+) -> list[float]:
+    """Runs steps; returns the means of their results over the rows of all ranks."""
+    sums = sum(
+        np.array([*step(batch), 1.0], np.float64) * batch.rows for batch in batches
+    )
+    total = eager.allreduce(sums, ReduceOp.Sum, name="ringjax.spark.means")
     means: list[float] = (total[:-1] / total[-1]).tolist()
     return means

@@ -1,4 +1,4 @@
-"""Horovod's path of these names."""
+"""Functions at the path where Horovod has them."""
 
 from ringjax.spark.common.columns import _get_col_info as _get_col_info
 from ringjax.spark.common.columns import _get_metadata as _get_metadata

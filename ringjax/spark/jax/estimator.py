@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
+    Trained,
     pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.common.training_loop import TrainingJob, train
 from ringjax.spark.trainers import flax as trainer
 
 
 class FlaxEstimator(HorovodEstimator):
     """Trains a Flax model on a DataFrame.
 
-    Learning rates are taken as they are. Floating-point columns are float32.
+    The learning rate is not scaled. Floating-point columns are float32.
 
     Args:
-        model: an `flax.nnx.Module`, called with an array for each of `feature_cols`;
-            one of linen as `flax.nnx.bridge.ToNNX` makes it.
+        model: a `flax.nnx.Module`, called with an array for each of `feature_cols`. A
+            module of linen must be converted by `flax.nnx.bridge.ToNNX`.
         optimizer: an optax transformation.
-        loss: a function of output and label, as optax has them: it gives a value, or an
-            array of them, for each row. Or a list of one for each label.
-        metrics: groups of functions like it: one for all labels, or each.
-        input_shapes: the shapes of the inputs, with -1 or nothing for the rows.
-        params: the others are those of all estimators, see `explainParams`.
+        loss: a function of output and label as in optax, which returns a value or an
+            array for each row; or a list with one function for each label.
+        metrics: groups of such functions. A group has one function for all labels, or
+            one for each label.
+        input_shapes: the shapes of the inputs. The dimension of the rows is -1 or left
+            out.
+        params: the Params of all estimators, see `explainParams`.
 
     Raises:
-        TypeError: there is no such Param.
+        TypeError: a Param does not exist.
 
     Example:
         >>> FlaxEstimator(feature_cols=["x"], label_cols=["y"]).getEpochs()
@@ -46,16 +48,18 @@ class FlaxEstimator(HorovodEstimator):
     """
 
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
-    _kind = "flax"
+    _run_prefix = "flax"
 
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
         check_shape_compatibility(
-            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            metadata,
+            self.getFeatureCols(),
+            self.getLabelCols(),
             input_shapes=self.getInputShapes(),
             label_shapes=self.getLabelShapes(),
         )
 
-    def _spec(self) -> bytes:
+    def _pickle_spec(self) -> bytes:
         if self.getLoss() is None or self.getOptimizer() is None:
             raise ValueError("loss and optimizer must be given")
         count = len(self.getLabelCols())
@@ -73,10 +77,12 @@ class FlaxEstimator(HorovodEstimator):
     def _env(self) -> dict[str, str]:
         return super()._env() if self.getUseGpu() else {"JAX_PLATFORMS": "cpu"}
 
-    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
-        return partial(training_loop.train, trainer.FlaxModelTrainer)
+    def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
+        return partial(train, trainer.FlaxModelTrainer)
 
-    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+    def _create_model(
+        self, result: Trained, run_id: str, metadata: Metadata
+    ) -> FlaxModel:
         history, checkpoint = result
         return FlaxModel(
             history=history,

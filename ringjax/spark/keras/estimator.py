@@ -10,49 +10,51 @@ import cloudpickle
 import keras
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
+    Trained,
     pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.params_io import PersistentParams
 from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.common.training_loop import TrainingJob
 from ringjax.spark.trainers import keras as trainer
 
 
 class _CustomObjects(PersistentParams):
-    """Is loaded with the program's own classes."""
+    """Loads Params with the program's own classes of Keras."""
 
-    def _unpickled(self, values: dict[str, bytes]) -> dict[str, Any]:
+    def _unpickle(self, values: dict[str, bytes]) -> dict[str, Any]:
         objects = values.get("custom_objects")
         with keras.saving.custom_object_scope(
             cloudpickle.loads(objects) if objects else {}
         ):
-            return super()._unpickled(values)
+            return super()._unpickle(values)
 
 
 class KerasEstimator(_CustomObjects, HorovodEstimator):
     """Trains a Keras model on a DataFrame, on the backend that Keras has here.
 
-    The learning rate is multiplied by the number of ranks, as Horovod does it.
+    The learning rate is multiplied by the number of ranks, as in Horovod.
 
     Args:
-        model: a model whose inputs are known, one for each of `feature_cols`.
-        optimizer: an optimizer; that of a compiled model by default.
+        model: a model with known inputs, one for each of `feature_cols`.
+        optimizer: an optimizer; None: the optimizer of a compiled model.
         loss: a loss, or one for each output.
-        metrics: those of `compile`.
+        metrics: the metrics for `compile`.
         custom_objects: the program's own classes and functions by their names.
-        callbacks: Keras's callbacks, for all ranks.
-        checkpoint_callback: a `ModelCheckpoint`; the model is what it has saved last.
-        backend_env: variables for the ranks.
-        params: the others are those of all estimators, see `explainParams`.
+        callbacks: callbacks of Keras for all ranks.
+        checkpoint_callback: a `ModelCheckpoint`; the result is the model that it has
+            saved last.
+        backend_env: environment variables for the ranks.
+        params: the Params of all estimators, see `explainParams`.
 
     Raises:
-        TypeError: there is no such Param.
+        TypeError: a Param does not exist.
 
     Example:
         >>> KerasEstimator(feature_cols=["x"], label_cols=["y"], epochs=3).getEpochs()
@@ -61,13 +63,13 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
 
     custom_objects = Param(Params._dummy(), "custom_objects", "classes by their names")
     checkpoint_callback = Param(
-        Params._dummy(), "checkpoint_callback", "says what is kept"
+        Params._dummy(), "checkpoint_callback", "chooses the model that is kept"
     )
     backend_env = Param(Params._dummy(), "backend_env", "variables for the ranks")
-    _kind = "keras"
+    _run_prefix = "keras"
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The shapes of the model's inputs, and of its outputs; -1: any."""
+        """Returns the shapes of the model's inputs and outputs; -1 is any size."""
         model = self.getModel()
         inputs, outputs = (
             [[n or -1 for n in tensor.shape] for tensor in tensors]
@@ -77,12 +79,14 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
 
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
         check_shape_compatibility(
-            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            metadata,
+            self.getFeatureCols(),
+            self.getLabelCols(),
             input_shapes=self.get_model_shapes()[0],
             label_shapes=self.getLabelShapes(),
         )
 
-    def _spec(self) -> bytes:
+    def _pickle_spec(self) -> bytes:
         model = self.getModel()
         optimizer = self.getOptimizer() or getattr(model, "optimizer", None)
         if self.getLoss() is None or optimizer is None:
@@ -104,8 +108,12 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
         backend = {"KERAS_BACKEND": keras.backend.backend()}
         return {**super()._env(), **backend, **(self.getBackendEnv() or {})}
 
-    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
-        return partial(trainer.train, cloudpickle.dumps(self.getCustomObjects() or {}))
+    def _pickle_custom_objects(self) -> bytes:
+        objects: bytes = cloudpickle.dumps(self.getCustomObjects() or {})
+        return objects
+
+    def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
+        return partial(trainer.train, self._pickle_custom_objects())
 
     def _load_model_from_checkpoint(self, run_id: str) -> bytes:
         return super()._load_checkpoint(run_id)
@@ -113,10 +121,12 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
     def _load_checkpoint(self, run_id: str) -> bytes:
         return self._load_model_from_checkpoint(run_id)
 
-    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+    def _create_model(
+        self, result: Trained, run_id: str, metadata: Metadata
+    ) -> KerasModel:
         history, checkpoint = result
-        objects = cloudpickle.dumps(self.getCustomObjects() or {})
-        model = trainer.unpickle_model(cloudpickle.dumps(self.getModel()), objects)
+        pickled = cloudpickle.dumps(self.getModel())
+        model = trainer.unpickle_model(pickled, self._pickle_custom_objects())
         model.set_weights(cloudpickle.loads(checkpoint)["weights"])
         return KerasModel(
             history=history,
@@ -139,7 +149,7 @@ class KerasModel(_CustomObjects, HorovodModel):
     """
 
     custom_objects = Param(Params._dummy(), "custom_objects", "classes by their names")
-    _floatx = Param(Params._dummy(), "_floatx", "what a float is")
+    _floatx = Param(Params._dummy(), "_floatx", "Keras's default type of floats")
 
     def _predictor(self) -> Callable[[], Predict]:
         model = cloudpickle.dumps(self.getModel())

@@ -10,41 +10,44 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common import training_loop
 from ringjax.spark.common.columns import check_shape_compatibility, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
+    Trained,
     pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.training_data import Metadata
+from ringjax.spark.common.training_loop import TrainingJob, train
 from ringjax.spark.trainers import torch as trainer
 
 
 class TorchEstimator(HorovodEstimator):
     """Trains a PyTorch model on a DataFrame.
 
-    The learning rate is multiplied by the number of ranks, as Horovod does it. Inputs,
+    The learning rate is multiplied by the number of ranks, as in Horovod. Inputs,
     labels and weights are float32.
 
     Args:
         model: a module, called with a tensor for each of `feature_cols`.
-        optimizer: one with the parameters of the model.
-        loss: a function of output and label, or a list of one for each label. With
-            `sample_weight_col` it takes `reduction="none"`.
-        loss_constructors: functions that make losses, instead.
-        metrics: groups of functions of output and label: one for all labels, or each.
-        input_shapes: the shapes of the inputs, with -1 or nothing for the rows.
-        train_minibatch_fn: makes a step instead: ``(model, optimizer,
-            transform_outputs, loss_fn, inputs, labels, sample_weights)`` to outputs and
-            loss.
+        optimizer: an optimizer with the parameters of the model.
+        loss: a function of output and label, or a list with one function for each
+            label. With `sample_weight_col` it must take `reduction="none"`.
+        loss_constructors: functions that make the losses, instead of `loss`.
+        metrics: groups of functions of output and label. A group has one function for
+            all labels, or one for each label.
+        input_shapes: the shapes of the inputs. The dimension of the rows is -1 or left
+            out.
+        train_minibatch_fn: makes a step in place of the built-in function. Its
+            arguments are ``(model, optimizer, transform_outputs, loss_fn, inputs,
+            labels, sample_weights)``, and it returns outputs and loss.
         backward_passes_per_step: gradients are reduced after so many steps.
-        params: the others are those of all estimators, see `explainParams`.
+        params: the Params of all estimators, see `explainParams`.
 
     Raises:
-        TypeError: there is no such Param.
+        TypeError: a Param does not exist.
         ValueError: `loss` and `loss_constructors` are both given.
 
     Example:
@@ -54,12 +57,12 @@ class TorchEstimator(HorovodEstimator):
     """
 
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
-    loss_constructors = Param(Params._dummy(), "loss_constructors", "they make losses")
+    loss_constructors = Param(Params._dummy(), "loss_constructors", "make losses")
     train_minibatch_fn = Param(Params._dummy(), "train_minibatch_fn", "makes a step")
     backward_passes_per_step = Param(
-        Params._dummy(), "backward_passes_per_step", "steps for a reduction"
+        Params._dummy(), "backward_passes_per_step", "steps until a reduction"
     )
-    _kind = "pytorch"
+    _run_prefix = "pytorch"
 
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
@@ -68,7 +71,7 @@ class TorchEstimator(HorovodEstimator):
             raise ValueError("loss and loss_constructors are both given")
 
     def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
-        """The optimizer, with the parameters of the model."""
+        """Returns the optimizer, with the parameters of the model."""
         optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
         if model and optimizer:
             return trainer.bind_optimizer(optimizer, model)
@@ -76,12 +79,14 @@ class TorchEstimator(HorovodEstimator):
 
     def _check_metadata_compatibility(self, metadata: Metadata) -> None:
         check_shape_compatibility(
-            *(metadata, self.getFeatureCols(), self.getLabelCols()),
+            metadata,
+            self.getFeatureCols(),
+            self.getLabelCols(),
             input_shapes=self.getInputShapes(),
             label_shapes=self.getLabelShapes(),
         )
 
-    def _spec(self) -> bytes:
+    def _pickle_spec(self) -> bytes:
         count = len(self.getLabelCols())
         losses = self.getLoss(), self.getLossConstructors()
         if losses == (None, None) or self.getOptimizer() is None:
@@ -102,10 +107,12 @@ class TorchEstimator(HorovodEstimator):
             backward_passes_per_step=self.getBackwardPassesPerStep(),
         )
 
-    def _trainer(self) -> Callable[[training_loop.TrainingJob, bytes], Any]:
-        return partial(training_loop.train, trainer.TorchModelTrainer)
+    def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
+        return partial(train, trainer.TorchModelTrainer)
 
-    def _create_model(self, result: Any, run_id: str, metadata: Metadata) -> Any:
+    def _create_model(
+        self, result: Trained, run_id: str, metadata: Metadata
+    ) -> TorchModel:
         history, checkpoint = result
         state = trainer.load_checkpoint(checkpoint)
         model, optimizer = copy.deepcopy((self.getModel(), self.getOptimizer()))
@@ -136,10 +143,10 @@ class TorchModel(HorovodModel):
     optimizer = Param(Params._dummy(), "optimizer", "the optimizer in its last state")
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
     loss = Param(Params._dummy(), "loss", "the losses")
-    loss_constructors = Param(Params._dummy(), "loss_constructors", "they make losses")
+    loss_constructors = Param(Params._dummy(), "loss_constructors", "make losses")
 
     def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
-        """The optimizer, with the parameters of the model."""
+        """Returns the optimizer, with the parameters of the model."""
         optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
         if model and optimizer:
             return trainer.bind_optimizer(optimizer, model)

@@ -1,4 +1,4 @@
-"""What the ranks of an estimator do, a module for each framework.
+"""Training and prediction in the ranks of an estimator, a module for each framework.
 
-Nothing of Spark is imported: a rank is a process of its own.
+A rank is a process of its own and imports nothing of Spark.
 """

@@ -1,9 +1,9 @@
-"""A Flax model in the ranks of an estimator, and in the tasks that predict."""
+"""Training and prediction with a Flax model, in ranks and tasks of an estimator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import jax
@@ -14,7 +14,7 @@ from flax import nnx
 
 from ringjax.compression import Compression
 from ringjax.optim import allreduce_grads
-from ringjax.spark.common.parquet_rows import Batch
+from ringjax.spark.common.parquet_rows import Array, Batch
 from ringjax.spark.common.training_loop import (
     History,
     TrainingJob,
@@ -23,21 +23,26 @@ from ringjax.spark.common.training_loop import (
 )
 from ringjax.sync import broadcast_parameters
 
-Array = np.ndarray[Any, Any]
+Module: TypeAlias = Any
+"""An `nnx.Module`, whose methods have no types."""
+
+State: TypeAlias = nnx.State[Any, Any]
+RowFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""A loss or metric: computes a value or an array for each row."""
 
 
 class FlaxModelTrainer:
-    """A module and its optimizer; a step is one compiled program.
+    """A Flax module in training; see `ModelTrainer`. A step is one compiled program.
 
     Args:
-        job: the rows, and how to go through them.
-        spec: module, optimizer and losses pickled, and the other Params.
+        job: the rows, and how to iterate over them.
+        spec: the pickled module, optimizer, losses and other Params.
     """
 
     def __init__(self, job: TrainingJob, spec: bytes) -> None:
         self._job = job
-        self._params: Any = None
-        self._rest: Any = None
+        self._params: State
+        self._rest: State
         self._spec: dict[str, Any] = cloudpickle.loads(spec)
         compression = self._spec["gradient_compression"] or Compression.none
         self._tx = optax.chain(
@@ -46,10 +51,10 @@ class FlaxModelTrainer:
         self._split_model(self._spec["model"])
         self._state = self._tx.init(self._params)
         self._params = broadcast_parameters(self._params, root_rank=0)
-        self._learn = jax.jit(self._step, donate_argnums=(0, 1, 2))
-        self._judge = jax.jit(lambda *given: self._forward(self._graph, *given)[0])
+        self._train = jax.jit(self._step, donate_argnums=(0, 1, 2))
+        self._validate = jax.jit(lambda *args: self._forward(self._graph, *args)[0])
 
-    def _split_model(self, model: Any) -> None:
+    def _split_model(self, model: Module) -> None:
         model.eval()
         self._graph = nnx.split(model)[0]
         model.train()
@@ -58,23 +63,24 @@ class FlaxModelTrainer:
         self._params, self._rest = parts[1:]
 
     def train_step(self, batch: Batch) -> list[float]:
-        """A step; the means of the loss and of all metrics over its rows."""
-        given = self._to_arrays(batch, self._job.batch_size)
-        found: Any = self._learn(self._params, self._rest, self._state, *given)
+        """Makes a step; returns the means of loss and metrics over the rows."""
+        arrays = self._to_arrays(batch, self._job.batch_size)
+        found: Any = self._train(self._params, self._rest, self._state, *arrays)
         self._params, self._rest, self._state, means = found
         return [float(mean) for mean in means]
 
     def validation_step(self, batch: Batch) -> list[float]:
-        """The same means without a step."""
-        given = self._to_arrays(batch, self._job.val_batch_size)
-        return [float(mean) for mean in self._judge(self._params, self._rest, *given)]
+        """Returns the same means without a step."""
+        arrays = self._to_arrays(batch, self._job.val_batch_size)
+        means = self._validate(self._params, self._rest, *arrays)
+        return [float(mean) for mean in means]
 
     def name_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """The loss, and the metrics in their groups."""
+        """Returns the loss, and the metrics in their groups."""
         return group_metrics(means, self._job.labels, self._spec["metrics"])
 
     def dumps(self, history: History) -> bytes:
-        """A checkpoint."""
+        """Returns a checkpoint."""
         model = nnx.merge(self._graph, self._params, self._rest)
         state = {
             "model": model,
@@ -85,52 +91,54 @@ class FlaxModelTrainer:
         return checkpoint
 
     def loads(self, checkpoint: bytes) -> History:
-        """Goes on from a checkpoint; its history."""
+        """Restores a checkpoint; returns its history."""
         state = cloudpickle.loads(checkpoint)
         self._split_model(state["model"])
         self._state = jax.tree.map(jnp.asarray, state["optimizer"])
         history: History = state["history"]
         return history
 
-    def _to_arrays(self, batch: Batch, size: int) -> tuple[Any, ...]:
-        """Inputs, labels, weights of the rows, and how many rows count.
+    def _to_arrays(
+        self, batch: Batch, size: int
+    ) -> tuple[list[Array], list[Array], Array, np.float32]:
+        """Returns inputs, labels, weights of the rows, and the number of rows.
 
-        Always as many rows as a batch has, so that one program does: copies have no
-        weight.
+        The arrays always have `size` rows, so that JAX compiles one program. Rows that
+        fill them up are copies with the weight 0.
         """
         columns, job = batch.columns, self._job
         shapes = self._spec["input_shapes"] or [None] * len(job.features)
         inputs = [
-            array(columns[name], shape, size)
+            to_array(columns[name], shape, size)
             for name, shape in zip(job.features, shapes, strict=True)
         ]
-        labels = [array(columns[name], None, size) for name in job.labels]
+        labels = [to_array(columns[name], None, size) for name in job.labels]
         weights = np.zeros(size, np.float32)
         weights[: batch.rows] = 1.0
         if job.weight is not None:
-            weights *= array(columns[job.weight], None, size)
+            weights *= to_array(columns[job.weight], None, size)
         return inputs, labels, weights, np.float32(batch.rows)
 
-    def _step(self, params: Any, rest: Any, state: Any, *given: Any) -> tuple[Any, ...]:
-        def loss(params: Any) -> Any:
-            means, rest_ = self._forward(self._training, params, rest, *given)
-            return means[0], (means, rest_)
+    def _step(
+        self, params: State, rest: State, state: optax.OptState, *arrays: Any
+    ) -> tuple[Any, ...]:
+        def loss(params: State) -> tuple[jax.Array, tuple[Any, State]]:
+            means, new_rest = self._forward(self._training, params, rest, *arrays)
+            return means[0], (means, new_rest)
 
         grads, (means, rest) = jax.grad(loss, has_aux=True)(params)
-        updates, state = self._tx.update(grads, state, params, weight=given[-1])
+        updates, state = self._tx.update(grads, state, params, weight=arrays[-1])
         return optax.apply_updates(params, updates), rest, state, means
 
     def _forward(
         self,
-        graph: Any,
-        params: Any,
-        rest: Any,
-        inputs: Sequence[Any],
-        labels: Sequence[Any],
-        weights: Any,
-        rows: Any,
-    ) -> tuple[list[Any], Any]:
-        """The means over the rows that count, and what the module has changed."""
+        graph: nnx.GraphDef[nnx.Module],
+        params: State,
+        rest: State,
+        *arrays: Any,
+    ) -> tuple[list[jax.Array], State]:
+        """Returns the means over the rows that count, and the module's other state."""
+        inputs, labels, weights, rows = arrays
         model = nnx.merge(graph, params, rest, copy=True)
         outputs = model(*inputs)
         outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
@@ -140,7 +148,12 @@ class FlaxModelTrainer:
         ]
         count = jnp.maximum(rows, 1.0)
 
-        def mean(function: Any, output: Any, label: Any, weights: Any) -> Any:
+        def mean(
+            function: RowFunction,
+            output: jax.Array,
+            label: jax.Array,
+            weights: jax.Array,
+        ) -> jax.Array:
             values = function(output, label).astype(jnp.float32)
             if values.shape[:1] != weights.shape:
                 raise ValueError(
@@ -149,9 +162,10 @@ class FlaxModelTrainer:
                 )
             return (values.reshape(len(weights), -1).mean(1) * weights).sum() / count
 
-        spec, there = self._spec, (jnp.arange(len(weights)) < rows).astype(jnp.float32)
+        spec = self._spec
+        counted = (jnp.arange(len(weights)) < rows).astype(jnp.float32)
         pairs = list(zip(outputs, labels, strict=True))
-        means = [
+        means: list[Any] = [
             sum(
                 weight * mean(loss, *pair, weights)
                 for loss, weight, pair in zip(
@@ -161,11 +175,13 @@ class FlaxModelTrainer:
         ]
         for group in spec["metrics"]:
             functions = group * len(pairs) if len(group) == 1 else group
-            means += [mean(f, *p, there) for f, p in zip(functions, pairs, strict=True)]
+            means += [
+                mean(f, *p, counted) for f, p in zip(functions, pairs, strict=True)
+            ]
         parts: Any = nnx.split(model, nnx.Param, ...)
         return means, parts[2]
 
-    def _shape_labels(self, labels: Sequence[Any]) -> Sequence[Any]:
+    def _shape_labels(self, labels: Sequence[jax.Array]) -> Sequence[jax.Array]:
         shapes = self._spec["label_shapes"]
         if not shapes:
             return labels
@@ -173,13 +189,15 @@ class FlaxModelTrainer:
         return [label.reshape(batch_shape(shape)) for label, shape in pairs]
 
 
-def array(values: Array, shape: Sequence[int] | None, rows: int | None = None) -> Array:
-    """Rows as JAX takes them, each in a shape; as many as asked for, by repeating them.
+def to_array(
+    values: Array, shape: Sequence[int] | None, rows: int | None = None
+) -> Array:
+    """Converts rows to the dtypes and shapes that JAX takes.
 
     Args:
-        values: [rows, ...]; float64 becomes float32, and int64 int32.
-        shape: of a row, with -1 or nothing for the rows.
-        rows: how many there shall be.
+        values: an array of [rows, ...]; float64 becomes float32, and int64 int32.
+        shape: the shape of a row. The dimension of the rows is -1 or left out.
+        rows: the number of rows of the result; rows are repeated or cut off.
     """
     found = np.asarray(values, jax.dtypes.canonicalize_dtype(values.dtype))
     if found.dtype == np.float64:
@@ -194,7 +212,7 @@ def array(values: Array, shape: Sequence[int] | None, rows: int | None = None) -
 def predictor(
     model: bytes, input_shapes: Sequence[Sequence[int]] | None
 ) -> Callable[[Sequence[Array]], list[Array]]:
-    """A function from columns to the outputs of a pickled module."""
+    """Makes a function that computes the outputs of a pickled module from columns."""
     module = cloudpickle.loads(model)
     module.eval()
     graph, state = nnx.split(module)
@@ -202,10 +220,11 @@ def predictor(
 
     def predict(columns: Sequence[Array]) -> list[Array]:
         count = len(columns[0])
-        rows = 1 << (count - 1).bit_length()  # few programs for many numbers of rows
-        shapes: Any = input_shapes or [None] * len(columns)
+        # Powers of two: few programs serve all numbers of rows.
+        rows = 1 << (count - 1).bit_length()
+        shapes: Sequence[Sequence[int] | None] = input_shapes or [None] * len(columns)
         pairs = zip(columns, shapes, strict=True)
-        outputs = call(state, *(array(x, shape, rows) for x, shape in pairs))
+        outputs = call(state, *(to_array(x, shape, rows) for x, shape in pairs))
         found = outputs if isinstance(outputs, list | tuple) else [outputs]
         return [np.asarray(output)[:count] for output in found]
 

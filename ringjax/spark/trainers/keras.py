@@ -1,6 +1,6 @@
-"""A Keras model in the ranks of an estimator, and in the tasks that predict.
+"""Training and prediction with a Keras model, in ranks and tasks of an estimator.
 
-Keras is imported when it is used: which backend it has must be said before.
+Keras is imported inside of the functions, because its backend must be chosen before.
 """
 
 from __future__ import annotations
@@ -8,21 +8,28 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
 
 from ringjax import runtime
-from ringjax.spark.common.parquet_rows import Batch
+from ringjax.spark.common.parquet_rows import Array, Batch
 from ringjax.spark.common.training_loop import TrainingJob, ringjax_initialized
 
-Array = np.ndarray[Any, Any]
+Keras: TypeAlias = Any
+"""The module `keras`, which has no types and is not imported here."""
+
+Model: TypeAlias = Any
+"""A `keras.Model`."""
+
+Spec: TypeAlias = dict[str, Any]
+"""The model, optimizer, losses and other Params of a `KerasEstimator`."""
 
 
-def unpickle_model(data: bytes, custom_objects: bytes) -> Any:
-    """A model, or what has one in it, with the program's own classes by name."""
+def unpickle_model(data: bytes, custom_objects: bytes) -> Model:
+    """Loads a pickled model that may use the program's own classes."""
     import keras
 
     with keras.saving.custom_object_scope(cloudpickle.loads(custom_objects)):
@@ -32,10 +39,10 @@ def unpickle_model(data: bytes, custom_objects: bytes) -> Any:
 def train(
     custom_objects: bytes, job: TrainingJob, data: bytes
 ) -> tuple[dict[str, Any], bytes] | None:
-    """What each rank does: compiles the model, and trains it with `fit`.
+    """Compiles the model on a rank and trains it with `fit`.
 
     Returns:
-        On rank 0 the history and the last checkpoint.
+        The history and the last checkpoint on rank 0, None on other ranks.
     """
     import keras
 
@@ -45,13 +52,13 @@ def train(
             keras.utils.set_random_seed(job.seed)
         if job.use_gpu:
             _select_gpu(keras.backend.backend())
-        spec: dict[str, Any] = cloudpickle.loads(data)
+        spec: Spec = cloudpickle.loads(data)
         keras.config.set_floatx(spec["floatx"])
         _compile(keras, spec)
         return _fit(keras, job, spec)
 
 
-def _compile(keras: Any, spec: dict[str, Any]) -> None:
+def _compile(keras: Keras, spec: Spec) -> None:
     hvd = importlib.import_module("ringjax.keras")
     optimizer = spec["optimizer"]
     schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -70,16 +77,16 @@ def _compile(keras: Any, spec: dict[str, Any]) -> None:
 
 
 def _fit(
-    keras: Any, job: TrainingJob, spec: dict[str, Any]
+    keras: Keras, job: TrainingJob, spec: Spec
 ) -> tuple[dict[str, Any], bytes] | None:
     hvd = importlib.import_module("ringjax.keras")
     first = 0
-    before: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if job.checkpoint:
-        before = _resume(spec["model"], job.checkpoint)
-        first = int(before["epochs"])
+        state = _restore(spec["model"], job.checkpoint)
+        first = int(state["epochs"])
     left = job.epochs - first if first < job.epochs else job.epochs
-    keep = _checkpoint_callback(keras, job, before.get("history", {}))
+    keeper = _checkpoint_callback(keras, job, state.get("history", {}))
     folder = job.store.get_local_output_dir_fn(job.run_id)
     with folder() as path:
         callbacks = [
@@ -93,27 +100,31 @@ def _fit(
             if best is not None:
                 best.filepath = file
                 callbacks.append(best)
-            callbacks.append(keep)
-        shaped = _KerasBatches(spec["model"], job, spec["label_shapes"])
+            callbacks.append(keeper)
+        batches = _KerasBatches(spec["model"], job, spec["label_shapes"])
         spec["model"].fit(
-            (shaped(batch) for batch in job.stream(first)),
+            batches.training(first),
             steps_per_epoch=job.epoch_steps,
             initial_epoch=first,
             epochs=first + left,
-            shuffle=False,  # the rows come in another order each time
-            validation_data=_validation(keras, job, shaped),
+            shuffle=False,  # the job shuffles the rows
+            validation_data=_validation(keras, job, batches),
             callbacks=callbacks,
             verbose=job.verbose if runtime.rank() == 0 else 0,
         )
         if runtime.rank() != 0:
             return None
         if os.path.exists(file):
-            keep.save(keras.saving.load_model(file, compile=False).get_weights())
-        return keep.history, keep.checkpoint
+            keeper.save(keras.saving.load_model(file, compile=False).get_weights())
+        return keeper.history, keeper.checkpoint
 
 
-def _validation(keras: Any, job: TrainingJob, shaped: _KerasBatches) -> Any:
-    """The same batches in each epoch; a generator would lose what Keras looks at."""
+def _validation(keras: Keras, job: TrainingJob, batches: _KerasBatches) -> Any:
+    """Returns the validation batches as a dataset; each epoch reads them again.
+
+    Keras reads a batch in advance to learn its structure. A generator would lose that
+    batch, so this is a dataset that can be read from any index.
+    """
     if job.val_rows is None:
         return None
     steps = job.val_steps or job.val_rows.steps(runtime.size(), job.val_batch_size)
@@ -121,16 +132,17 @@ def _validation(keras: Any, job: TrainingJob, shaped: _KerasBatches) -> Any:
     class Validation(keras.utils.PyDataset):
         def __init__(self) -> None:
             super().__init__()
-            self._next, self._batches = 0, job.validation()
+            self._next, self._batches = 0, job.validation_batches()
 
         def __len__(self) -> int:
             return int(steps)
 
-        def __getitem__(self, number: int) -> Any:
+        def __getitem__(self, number: int) -> tuple[Any, Any, Any]:
             if number != self._next:
-                self._batches = itertools.islice(job.validation(), number, None)
+                again = job.validation_batches()
+                self._batches = itertools.islice(again, number, None)
             self._next = number + 1
-            return shaped(next(self._batches))
+            return batches.convert(next(self._batches))
 
     return Validation()
 
@@ -138,7 +150,12 @@ def _validation(keras: Any, job: TrainingJob, shaped: _KerasBatches) -> Any:
 class _KerasBatches:
     """Batches as `fit` takes them: inputs, labels and weights."""
 
-    def __init__(self, model: Any, job: TrainingJob, label_shapes: Any) -> None:
+    def __init__(
+        self,
+        model: Model,
+        job: TrainingJob,
+        label_shapes: Sequence[Sequence[int]] | None,
+    ) -> None:
         self._job = job
         self._inputs = [x.shape[1:] for x in model.inputs]
         self._labels = [x.shape[1:] for x in model.outputs]
@@ -147,17 +164,24 @@ class _KerasBatches:
             pairs = zip(label_shapes, skip, strict=True)
             self._labels = [tuple(shape[n:]) for shape, n in pairs]
 
-    def __call__(self, batch: Batch) -> tuple[Any, Any, Any]:
+    def training(self, first_epoch: int) -> Iterator[tuple[Any, Any, Any]]:
+        """Yields the training batches of all epochs, without an end."""
+        # `fit` accepts a generator, but no other iterator.
+        for batch in self._job.batches(first_epoch):
+            yield self.convert(batch)
+
+    def convert(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """Converts a batch to inputs, labels and weights."""
         columns, job = batch.columns, self._job
         inputs = [
-            shaped(columns[name], shape)
+            reshape(columns[name], shape)
             for name, shape in zip(job.features, self._inputs, strict=True)
         ]
         labels = [
-            shaped(columns[name], shape)
+            reshape(columns[name], shape)
             for name, shape in zip(job.labels, self._labels, strict=True)
         ]
-        # Keras divides by the rows of this rank; see `Batch.share`.
+        # Keras divides the loss by the rows of this rank; `Batch.share` corrects that.
         weights = np.full(len(labels[0]), batch.share, np.float32)
         if job.weight is not None:
             weights *= columns[job.weight].astype(np.float32)
@@ -166,16 +190,16 @@ class _KerasBatches:
         return _unwrap_single(inputs), tuple(labels), tuple(weights for _ in labels)
 
 
-def _unwrap_single(arrays: list[Array]) -> Any:
+def _unwrap_single(arrays: list[Array]) -> Array | tuple[Array, ...]:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 
-def shaped(values: Array, shape: Sequence[int | None]) -> Array:
-    """Rows in the shape of an input or output, if they have as many values.
+def reshape(values: Array, shape: Sequence[int | None]) -> Array:
+    """Reshapes rows for an input or output, if they have as many values.
 
     Args:
-        values: [rows, ...]; float64 becomes float32.
-        shape: of a row; None where it is not known.
+        values: an array of [rows, ...]; float64 becomes float32.
+        shape: the shape of a row; None in a dimension that is not known.
     """
     if values.dtype == np.float64:
         values = values.astype(np.float32)
@@ -185,25 +209,26 @@ def shaped(values: Array, shape: Sequence[int | None]) -> Array:
     return values
 
 
-def _resume(model: Any, checkpoint: bytes) -> dict[str, Any]:
+def _restore(model: Model, checkpoint: bytes) -> dict[str, Any]:
     state: dict[str, Any] = cloudpickle.loads(checkpoint)
     model.set_weights(state["weights"])
     model.optimizer.build(model.trainable_variables)
-    for variable, value in zip(
-        _checkpointed_variables(model), state["optimizer"], strict=True
-    ):
+    variables = _checkpointed_variables(model)
+    for variable, value in zip(variables, state["optimizer"], strict=True):
         variable.assign(value)
     return state
 
 
-def _checkpointed_variables(model: Any) -> list[Any]:
-    """The variables of its optimizer, without the learning rate, which is scaled."""
+def _checkpointed_variables(model: Model) -> list[Any]:
+    """Returns the optimizer's variables, without the scaled learning rate."""
     rate = model.optimizer._learning_rate
     return [v for v in model.optimizer.variables if v is not rate]
 
 
-def _checkpoint_callback(keras: Any, job: TrainingJob, history: dict[str, Any]) -> Any:
-    """Keeps a checkpoint after each epoch, and what was measured."""
+def _checkpoint_callback(
+    keras: Keras, job: TrainingJob, history: dict[str, Any]
+) -> Any:
+    """Makes a callback that saves a checkpoint after each epoch."""
 
     class CheckpointKeeper(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -211,17 +236,19 @@ def _checkpoint_callback(keras: Any, job: TrainingJob, history: dict[str, Any]) 
             self.history = {name: list(values) for name, values in history.items()}
             self.checkpoint, self.epochs = b"", 0
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        def on_epoch_end(
+            self, epoch: int, logs: dict[str, float] | None = None
+        ) -> None:
             for name, value in (logs or {}).items():
                 self.history.setdefault(name, []).append(float(value))
             self.epochs = epoch + 1
             self.save(self.model.get_weights())
 
         def save(self, weights: list[Array]) -> None:
-            numpy = keras.ops.convert_to_numpy
+            variables = _checkpointed_variables(self.model)
             state = {
                 "weights": weights,
-                "optimizer": [numpy(v) for v in _checkpointed_variables(self.model)],
+                "optimizer": [keras.ops.convert_to_numpy(v) for v in variables],
                 "history": self.history,
                 "epochs": self.epochs,
             }
@@ -232,13 +259,13 @@ def _checkpoint_callback(keras: Any, job: TrainingJob, history: dict[str, Any]) 
 
 
 def _select_gpu(backend: str) -> None:
-    """Has this rank use one of the GPUs that it sees; JAX's are ringjax's to choose."""
+    """Makes this rank use one of its GPUs; for JAX, `ringjax.init` does it."""
     if backend == "tensorflow":
         config = importlib.import_module("tensorflow").config
         if gpus := config.list_physical_devices("GPU"):
-            mine = gpus[runtime.local_rank() % len(gpus)]
-            config.set_visible_devices(mine, "GPU")
-            config.experimental.set_memory_growth(mine, True)
+            own = gpus[runtime.local_rank() % len(gpus)]
+            config.set_visible_devices(own, "GPU")
+            config.experimental.set_memory_growth(own, True)
     elif backend == "torch":
         cuda = importlib.import_module("torch").cuda
         if count := cuda.device_count():
@@ -248,16 +275,15 @@ def _select_gpu(backend: str) -> None:
 def predictor(
     backend: str, model: bytes, custom_objects: bytes
 ) -> Callable[[Sequence[Array]], list[Array]]:
-    """A function from columns to the outputs of a pickled model."""
+    """Makes a function that computes the outputs of a pickled model from columns."""
     os.environ["KERAS_BACKEND"] = backend
     loaded = unpickle_model(model, custom_objects)
     shapes = [x.shape[1:] for x in loaded.inputs]
 
     def predict(columns: Sequence[Array]) -> list[Array]:
         pairs = zip(columns, shapes, strict=True)
-        outputs = loaded.predict_on_batch(
-            _unwrap_single([shaped(x, s) for x, s in pairs])
-        )
+        inputs = [reshape(column, shape) for column, shape in pairs]
+        outputs = loaded.predict_on_batch(_unwrap_single(inputs))
         found = outputs if isinstance(outputs, list | tuple) else [outputs]
         return [np.asarray(output) for output in found]
 
