@@ -1,8 +1,9 @@
-"""Pages that are written elsewhere in the repository, and links that leave `docs/`.
+"""Includes files from outside `docs/` as pages, and repairs links that leave `docs/`.
 
-A page of `docs/` whose first line is a link to another file of the repository becomes
-that file, and what follows, so that a text stands once. Links between all of these lead
-to the pages, links to other files of the repository to where it can be read.
+If the first line of a page is a link to another file of the repository, the page shows
+that file, and then its own further lines. A link to an included file leads to its page.
+A link to any other file of the repository leads to the repository's address, or becomes
+the path of the file if there is no address yet.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
 def stands_for(page: Path) -> Path | None:
-    """The file outside of `docs/` that a page is a name for."""
+    """Returns the file outside `docs/` that a page includes, if it includes one."""
     found = _NAME_FOR.match(page.read_text())
     return (page.parent / found[1]).resolve() if found else None
 
 
 def names() -> dict[Path, Path]:
-    """For each such file its page."""
+    """Maps each included file to its page."""
     pages = {stands_for(page): page for page in DOCS.rglob("*.md")}
     return {file: page for file, page in pages.items() if file}
 
 
 def relinked(text: str, origin: Path, page: Path, repository: str) -> str:
-    """`text` of the file `origin` with links as `page` needs them."""
+    """Returns `text` of the file `origin` with its links rewritten for `page`."""
     known = names()
 
     def link(found: re.Match[str]) -> str:
@@ -43,7 +44,7 @@ def relinked(text: str, origin: Path, page: Path, repository: str) -> str:
             return f"{words}({os.path.relpath(file, page.parent)}{anchor})"
         kind = "tree" if file.is_dir() else "blob"
         path = file.relative_to(ROOT)
-        if not repository:  # nobody can follow it: where the file is, in words
+        if not repository:  # no address yet: print the path instead
             return f"{words[1:-1]} (`{path}`)"
         return f"{words}({repository}/{kind}/main/{path}{anchor})"
 

@@ -1,4 +1,4 @@
-"""Directives that write reference pages from the code, so that they tell what it does.
+"""Directives that write the reference pages from the code.
 
 `{ringjax-settings}` is `ringjax.config`, `{ringrun-options}` the parser of the command
 line, and `{ringjax-names} MODULE` describes the public names of a module: those of its
@@ -37,7 +37,7 @@ def _cell(text: str) -> str:
 
 
 def settings() -> Iterator[str]:
-    """A table of all settings, in Markdown."""
+    """Yields the lines of a Markdown table of all settings."""
     yield "| variable | default | meaning |"
     yield "| --- | --- | --- |"
     for _, names, default, _, meaning in Config().table():
@@ -55,7 +55,7 @@ def _flags(action: argparse.Action) -> str:
 
 
 def options() -> Iterator[str]:
-    """All options of ringrun by their groups, as lists of definitions."""
+    """Yields all options of ringrun in their groups, as definition lists."""
     for group in build_parser("")._action_groups:
         shown = [a for a in group._group_actions if a.option_strings]
         shown = [a for a in shown if a.help != argparse.SUPPRESS]
@@ -73,7 +73,7 @@ def options() -> Iterator[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """`__all__`, or what `ringjax.torch` and its like hand on: `import x as x`."""
+    """Returns `__all__`, or names that a module defines or imports as `x as x`."""
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return list(loaded.__all__)
@@ -95,7 +95,7 @@ def _of_ringjax(name: str, value: object) -> bool:
 
 
 def described(module: str, names: list[str]) -> Iterator[str]:
-    """What autodoc is asked; names of `ringjax` itself only where they belong."""
+    """Yields directives for autodoc; names of `ringjax` itself are links elsewhere."""
     loaded = importlib.import_module(module)
     known, constants = [], []
     for name in names:
@@ -138,9 +138,9 @@ class _FromTheCode(SphinxDirective):
 
 
 def _without_frameworks(app: Sphinx, config: object) -> None:
-    """Their stand-ins, for as long as this runs; autodoc looks at sources without."""
+    """Mocks the frameworks, because autodoc only reads the sources of the adapters."""
     _STAND_INS.enter_context(mock(app.config.autodoc_mock_imports))
-    # A decorator that TensorFlow's cannot serve.
+    # The mock of TensorFlow's decorator would replace the functions.
     stand_in = types.ModuleType("ringjax.tensorflow.autograph")
     stand_in.do_not_convert = lambda function: function  # type: ignore[attr-defined]
     sys.modules[stand_in.__name__] = stand_in

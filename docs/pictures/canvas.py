@@ -1,4 +1,4 @@
-"""A canvas of SVG, for the few shapes that the pictures here are made of.
+"""A canvas that writes the few SVG shapes of the pictures in this folder.
 
 Colours stand on a card of their own, so that a picture is readable on a light page and
 on a dark one. The standard library is enough.
@@ -25,7 +25,7 @@ class Canvas:
 
     @classmethod
     def of(cls, width: int, height: int, title: str) -> Canvas:
-        """An empty card. `title` is what a screen reader says."""
+        """Makes an empty card. Screen readers read `title` aloud."""
         box = f"0 0 {width} {height}"
         root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=box)
         root.attrib |= {"role": "img", "font-family": "system-ui, sans-serif"}
@@ -68,7 +68,7 @@ class Canvas:
     def text(
         self, x: float, y: float, words: str, *, anchor: str = "start", fill: str = INK
     ) -> None:
-        """One line; y is where it stands."""
+        """Writes one line of text with its baseline at `y`."""
         made = self._add("text", x=x, y=y, text_anchor=anchor, fill=fill)
         made.text = words
 

@@ -28,7 +28,7 @@ class Panel:
     up: Mapping[float, str]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is on the canvas."""
+        """Returns the place of a point on the canvas."""
         left, top, width, height = self.place
 
         def share(value: float, ends: Sequence[float]) -> float:

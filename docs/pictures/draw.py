@@ -20,7 +20,7 @@ from terminal import Terminal  # noqa: E402
 
 
 def gradient() -> Canvas:
-    """What happens to a gradient: when tracing, when lowering, in every step."""
+    """Draws the way of a gradient: tracing, lowering, and each step."""
     c = Canvas.of(760, 330, "The journey of a gradient")
     stages = {
         "once, while tracing": [
@@ -56,7 +56,7 @@ def gradient() -> Canvas:
 
 
 def shared_segment() -> Canvas:
-    """An allreduce of three ranks of a host over one piece of shared memory."""
+    """Draws an allreduce of three ranks of one host through a shared segment."""
     c = Canvas.of(760, 360, "Three ranks reduce through a shared segment")
     for column, title in enumerate(
         ("own buffer", "shared segment", "sums in it", "own buffer")
@@ -84,7 +84,7 @@ def shared_segment() -> Canvas:
 
 
 def recovery() -> Canvas:
-    """What four ranks do when one of them is killed and another one comes."""
+    """Draws a time line of four ranks: one is killed, and a replacement joins."""
     c = Canvas.of(760, 280, "Recovery as a line of time")
     c.text(20, 28, "rank", fill=FAINT)
     for rank in range(4):
@@ -123,7 +123,7 @@ MEBIBYTES |= {256: "256 MiB", 1024: "1 GiB", 4096: "4 GiB"}
 
 
 def ranks() -> Canvas:
-    """Time and memory against ranks, of what benchmarks/by_ranks.py has measured."""
+    """Draws the measurements of benchmarks/by_ranks.py against the number of ranks."""
     c = Canvas.of(760, 600, "Time and memory against the ranks of one host")
     data = json.loads((HERE / "ranks.json").read_text())
     times, memory = data["times"], data["memory"]
@@ -156,7 +156,7 @@ def ranks() -> Canvas:
 
 
 def ticks(named: Mapping[float, str], seen: Sequence[float]) -> dict[float, str]:
-    """Those around all that is to be seen; a tenth may stick out."""
+    """Returns the ticks that enclose all values; a tenth of a tick may stick out."""
     low = max(t for t in named if t <= 1.1 * min(seen) or t == min(named))
     high = min(t for t in named if t >= max(seen) / 1.1 or t == max(named))
     return {t: name for t, name in named.items() if low <= t <= high}

@@ -1,4 +1,4 @@
-"""A terminal with `ringjax top` in it, as an SVG, drawn by what draws it there.
+"""Draws a terminal with `ringjax top` as an SVG, with the code of the command.
 
 What it shows was recorded from a job of four ranks on two hosts: `top.json`.
 """
@@ -45,7 +45,7 @@ clip-path="url(#{unique_id}-clip-terminal)">
 
 
 class Terminal:
-    """80 columns of one."""
+    """Returns a console with 80 columns."""
 
     def __init__(self) -> None:
         self._console = Console(
@@ -59,7 +59,7 @@ class Terminal:
         )
 
     def svg(self) -> str:
-        """The picture as it is kept in a file."""
+        """Returns the text of the SVG file."""
         seen = status((HERE / "top.json").read_bytes())
         self._console.print(picture(seen))
         text = self._console.export_svg(

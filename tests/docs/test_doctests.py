@@ -1,6 +1,6 @@
-"""Every example in a docstring runs, as a job of one rank in a process of its own.
+"""Every example in a docstring runs, as a job of one rank.
 
-PyTorch's modules have another process than the rest: see tests/support/frameworks.py.
+PyTorch's modules run in another process than the rest: see tests/support/frameworks.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import pytest
 from support.launch import environment
 
-# Without collections of garbage: every framework is loaded, and looked through in each.
+# Garbage collection is off, because each one would scan all loaded frameworks.
 SCRIPT = """
 import doctest, gc, importlib, importlib.util, pathlib, sys
 gc.disable()
@@ -25,7 +25,7 @@ for path in sorted(root.rglob("*.py")):
     if parts[-1] == "__main__" or ("torch" in parts) != (sys.argv[1] == "torch"):
         continue
     if parts[1] in ENGINES and importlib.util.find_spec(ENGINES[parts[1]]) is None:
-        continue  # an extra, whose modules begin with it
+        continue  # the modules of an extra import it at their top
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     result = doctest.testmod(module)
     failed, attempted = failed + result.failed, attempted + result.attempted
@@ -47,5 +47,5 @@ def test_the_examples_in_docstrings_run(framework: str, least: int) -> None:
         timeout=55,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    # None found would be a test that cannot fail.
+    # A test that finds no example could not fail.
     assert int(ended.stdout.split()[-2]) > least, ended.stdout

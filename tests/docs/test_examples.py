@@ -1,6 +1,6 @@
 """Every example runs as a user runs it, with few steps, on two ranks.
 
-That no launcher is needed for one rank is shown by those that reach an accuracy.
+The tests of accuracy run an example on one rank, without a launcher.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_runs(name: str) -> None:
     if name == "jax_digits.py":
         assert "MB of gradients in" in out and "algorithm: " in out
         assert "transport: 1 × shm" in out
-    if name == "mixed_frameworks.py":  # each rank keeps to its framework
+    if name == "mixed_frameworks.py":  # each rank uses one framework only
         assert re.search(r"rank 0: its line is a jax\S+, it has loaded jax\n", out), out
         said = "rank 1: its line is a torch.Tensor, it has loaded torch\n"
         assert said in out, out
@@ -128,7 +128,7 @@ def test_the_plain_example_is_short() -> None:
 
 @pytest.mark.timeout(LIMIT + 10)
 def test_the_demo_reaches_its_accuracy() -> None:
-    """What `make demo` promises; the result does not depend on the number of ranks."""
+    """The result of the demo does not depend on the number of ranks."""
     out = run([sys.executable, str(EXAMPLES / "jax_digits.py")])
     reached = [float(x) for x in re.findall(r"test +([\d.]+)%", out)]
     assert reached[-1] >= 97.0, out

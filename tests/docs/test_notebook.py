@@ -1,6 +1,6 @@
-"""The notebook of the site: its cells run, one after the other, in one process.
+"""The cells of the site's notebook run, one after the other, in one process.
 
-`make docs` runs them in Jupyter's kernel, which the tests do without: 100 MB.
+`make docs` runs them in Jupyter's kernel. The tests do not need its 100 MB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from support.launch import ROOT, environment
 
 NOTEBOOK = json.loads((ROOT / "docs" / "start" / "notebook.ipynb").read_text())
-# As an interactive session has it: what an expression is worth is printed.
+# Prints the value of each expression, as an interactive session does.
 SCRIPT = """
 import ast, sys
 for number, cell in enumerate({cells!r}):

@@ -1,9 +1,9 @@
-"""Every Python block of README and docs/ runs as it stands there, on two ranks.
+"""Every Python block of README and docs/ runs unchanged, on two ranks.
 
-Recipes have checks of their own in test_recipes.py, what needs an engine in
-tests/engines/. A page is one job: its blocks run one after the other, each with fresh
-names. What a block leaves to the reader, a step or a model, is given here by its page
-and its number.
+test_recipes.py runs the pages of recipes, and tests/engines/ programs that need an
+engine. Each page is one job: its blocks run one after the other, each with fresh names.
+If a block leaves something to the reader, such as a step or a model, BEFORE defines it
+by the page and the number of the block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every program of the pages of recipes runs unchanged and does what the page says.
 
-Each gets a few lines more, which look at what it has left behind. In processes of their
-own, as one of them loads TensorFlow.
+The test appends a few lines to each program that check its variables and files. Each
+program runs in processes of its own, because one of them loads TensorFlow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHECKS = {
         alike((params, stats))
         assert np.abs(jax.tree.leaves(stats)[0]).max() > 0
     """,
-    # The same step by hand, with all examples.
+    # Compares with a step that is written by hand and uses all examples.
     "docs/train/batch-norm.md Batch normalisation over all ranks": """
         alike((params, stats))
 
@@ -88,7 +88,7 @@ CHECKS = {
         if ringjax.rank() == 0:
             assert sorted(int(p.name) for p in Path("checkpoints").iterdir()) == [2, 3]
     """,
-    # All rows of the step by hand, as one process would take them.
+    # Compares with a loop that is written by hand and uses the rows of all ranks.
     "docs/train/data.md Uneven data": """
         alike(params)
         assert step._cache_size() == 1

@@ -1,7 +1,7 @@
-"""Every command of the documentation is one: its options, files, targets and settings.
+"""Every command of the documentation has options, files and settings that exist.
 
-The programs of the pages run in tests/docs/test_pages.py; what would take several
-hosts, an engine or a day to run is read here by those who would read it.
+tests/docs/test_pages.py runs the programs of the pages. Commands that would need
+several hosts, an engine or a day are parsed here by the parsers of their programs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from support.tree import Tree, expect_offences, report
 
 NOTEBOOK = "docs/start/notebook.ipynb"
 NAMES = r"```\{ringjax-names\} (\S+)\n(?::names: (.*)\n)?"
-# Nobody writes them: what `profile` returns, what a command runs, what never comes.
+# No program uses them: the result of `profile`, a command's function, an old error.
 WITHOUT = {"Profile", "compute_worker_fn", "HorovodVersionMismatchError"}
 
 

@@ -1,7 +1,7 @@
-"""The pages of the site: nothing left out, nothing that only looks like a page.
+"""The site: every page is in the table of contents, and every error is explained.
 
-That it builds without a warning is `make docs`; that its programs run,
-tests/docs/test_pages.py. Here is what needs no Sphinx.
+These tests need no Sphinx. `make docs` builds the site, and tests/docs/test_pages.py
+runs its programs.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ NOWHERE = re.compile(r"https://(?:ringjax\.|[\w.]+/ringjax)")
 
 
 def test_no_address_is_named_before_it_exists() -> None:
-    """They are written in one place, `[project.urls]`, by whoever publishes."""
+    """Addresses are written in one place, `[project.urls]`, at the first release."""
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.splitlines()
