@@ -97,7 +97,7 @@ _ENTRY = re.compile(
 
 @dataclass(slots=True)
 class Failpoint:
-    """One entry of RINGJAX_FAILPOINTS.
+    """A parsed entry of RINGJAX_FAILPOINTS.
 
     Attributes:
         number: the argument of the action, such as seconds of sleep.

@@ -1,4 +1,4 @@
-"""One epoch on this rank: the links, the heartbeat and the communicators of its ranks.
+"""Epoch: the links, the heartbeat and the communicators of one set of members.
 
 An epoch is made from a `MeshFactory`, which connects its members, and ends as a whole.
 epoch_sequence.py decides when an epoch begins and which epoch follows.

@@ -38,8 +38,8 @@ class EpochControlPlane:
         try:
             return client.exchange(value, seconds, what, number)
         except Stalled as error:
-            # One program that hangs must not end the job: suspect its rank, so that
-            # the other ranks go on without it.
+            # A program that hangs must not end the job: suspect its rank, so that the
+            # other ranks go on without it.
             for rank in error.ranks:
                 client.suspect(number, rank, f"did not take part within {seconds:g} s")
             raise

@@ -15,7 +15,7 @@ from ringjax.world.groups import replicas
 
 @dataclass(frozen=True)
 class EpochInfo:
-    """One epoch of an elastic job, as a program sees it.
+    """An epoch of an elastic job, as a program sees it.
 
     Attributes:
         epoch: the number of the epoch. Numbers only grow.
@@ -56,7 +56,7 @@ class EpochInfo:
 
 @dataclass(frozen=True)
 class Transition:
-    """What happens to the calls of one communicator at the transition to a new epoch.
+    """The fate of one communicator's calls at the transition to a new epoch.
 
     Attributes:
         finished: how many of its calls are complete on all ranks.

@@ -64,7 +64,7 @@ class EpochSequence:
         self.restart_pending = False
         self.contributors: tuple[int, ...] = ()  # see `last_contributors`
         self.sets: dict[int, list[int]] = {}  # all process sets, also without this rank
-        self.members: Sequence[Member] = ()  # of the current epoch, by rank
+        self.members: Sequence[Member] = ()  # the current members, by rank
         self.group = Group(config.group_size)
         # The numbers of this rank's CUDA devices, and why it has none; None until
         # `World.open_devices`.

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-_MAX_BYTES = 64 << 20  # of both files together; about 300,000 calls
+_MAX_BYTES = 64 << 20  # both files together; about 300,000 calls
 
 
 class PartFile:
@@ -60,7 +60,6 @@ class PartFile:
             self._write(line)
 
     def write_record(self, **values: object) -> None:
-        """Writes one line."""
         self.write_lines(json.dumps(values).encode())
 
     def write_lines(self, *lines: bytes) -> None:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ringjax import _native
 from ringjax.monitor import report, view
@@ -21,17 +20,7 @@ from ringjax.monitor.sample import Sample
 from ringjax.monitor.stragglers import WaitRecord
 from ringjax.world.epoch import Epoch
 from ringjax.world.stack_sampler import SAMPLE_INTERVAL, StackSampler
-
-
-class ReportSource(Protocol):
-    """The attributes of `World` from which reports are made."""
-
-    recorder: _native.Recorder
-    tuned: str
-
-    @property
-    def current_epoch(self) -> Epoch | None:
-        """The epoch in force; None while this rank has none."""
+from ringjax.world.telemetry_client import TelemetrySource
 
 
 class Reporter:
@@ -44,7 +33,7 @@ class Reporter:
     """
 
     def __init__(
-        self, source: ReportSource, seconds: float, write: Callable[[str], None]
+        self, source: TelemetrySource, seconds: float, write: Callable[[str], None]
     ) -> None:
         self._source, self._seconds, self._write = source, seconds, write
         self._sampler = StackSampler()
@@ -121,7 +110,7 @@ class Reporter:
         return worker if worker >= 0 else rank
 
     def _collect(self) -> None:
-        """Adds the new samples of all ranks to the picture of the job."""
+        """Adds the new samples of all ranks to the aggregator."""
         assert self._epoch is not None and self._heartbeat is not None
         recorder = self._source.recorder
         self._seen_calls, waits = _native.waits_since(recorder, self._seen_calls)

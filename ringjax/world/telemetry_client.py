@@ -43,7 +43,7 @@ _STEP_ESTIMATE_INTERVAL = 5.0  # seconds; an estimate reads the whole recorder
 
 
 class TelemetrySource(Protocol):
-    """The attributes of `World` from which samples are made."""
+    """The attributes of `World` from which samples and reports are made."""
 
     recorder: _native.Recorder
     tuned: str
@@ -272,8 +272,8 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
         for entered in times.values()
         if len(entered) > 1
     )
-    # One vote per call: a checkpoint or an evaluation repeats once in a hundred steps
-    # and must not count as much as the gradients.
+    # Each call has one vote: a checkpoint or an evaluation repeats once in a hundred
+    # steps and must not count as much as the gradients.
     votes = [seconds for seconds, count in intervals for _ in range(count)]
     return votes[len(votes) // 2] if votes else 0.0
 

@@ -178,7 +178,7 @@ def test_the_printed_table() -> None:
     assert SECRET not in done.stdout
 
 
-def test_misspelt_variables() -> None:
+def test_unknown_variables_have_a_warning() -> None:
     given = {
         "RINGJAX_LOGLEVEL": "info",
         "RINGJAX_QWXYZ": "1",
@@ -193,7 +193,7 @@ def test_misspelt_variables() -> None:
     ]
 
 
-def test_a_misspelt_variable_is_told_once_by_rank_0() -> None:
+def test_rank_0_warns_of_an_unknown_variable_once() -> None:
     script = "import ringjax\nfor _ in range(2): ringjax.init(); ringjax.shutdown()"
     ended = subprocess.run(
         [sys.executable, "-P", "-c", script],

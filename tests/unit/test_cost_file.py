@@ -1,4 +1,4 @@
-"""What a network was like last time: read only if whole, ours, new and possible."""
+"""The file of a network's constants: read only if whole, ours, new and possible."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
         {"when": "yesterday"},
         {"when": None},
         {"thing": None},
-        {"thing": "0" * 64},  # of a copied file
+        {"thing": "0" * 64},  # the owner of a copied file
         {"value": None},
         {"value": []},
         {"value": {}},
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         assert not cost_file.write(str(folder), NETWORK, COST)
         assert cost_file.read(str(folder), NETWORK) is None
-    # What no user can write, not even root.
+    # A folder that no user can write, not even root.
     assert not cost_file.write("/proc/self/ringjax", NETWORK, COST)
 
 

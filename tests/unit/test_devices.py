@@ -26,7 +26,7 @@ VERSION = 22809
 
 
 class Failure(_native.StatusError):
-    """As the native core raises it."""
+    """An error of the native core."""
 
     def __init__(self, text: str, code: str = "FAILED_PRECONDITION") -> None:
         super().__init__(text)
@@ -282,7 +282,7 @@ def test_jax_that_leaves_nccl_no_memory_is_warned_about(
     assert not warned(FRACTION=".95", PREALLOCATE="false")
 
 
-def test_two_ranks_on_one_gpu_are_told_so(
+def test_two_ranks_on_one_gpu_are_an_error(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = devices.information() | {"devices": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
@@ -291,11 +291,11 @@ def test_two_ranks_on_one_gpu_are_told_so(
     home.others = lambda rank, value: value | ({"gpu": "GPU-c"} if rank == 1 else {})
     with pytest.raises(StartupError, match=r"rank 0 and rank 2 .* same GPU, GPU-b; "):
         devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
-    # Of another host it is another one, whatever it says.
+    # A GPU of another host is another GPU, even if both report one UUID.
     home.rank_info = RankInfo.from_hosts(0, ["here", "here", "there"])
     devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 1
-    # Who has arranged for it may share one.
+    # Ranks may share a GPU if NCCL was set to allow it.
     home.rank_info = RankInfo.from_hosts(0, ["here"] * 3)
     monkeypatch.setenv("NCCL_HOSTID", "test-0")
     devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
@@ -306,7 +306,7 @@ def test_two_ranks_on_one_gpu_are_told_so(
 def test_what_must_be_encrypted_does_not_go_by_nccl(core: Core, required: int) -> None:
     home = Home(core, tls=["required", "auto"][required])
     home.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
-    devices_of(home).open([0], "", {0: (0, 1)})  # it stays on this host
+    devices_of(home).open([0], "", {0: (0, 1)})  # the traffic stays on this host
     assert ("make", 0) in core.calls
     home.rank_info = RankInfo.from_hosts(0, ["here", "there"])
     found = devices_of(home)
@@ -353,7 +353,7 @@ def test_no_device_anywhere(core: Core, monkeypatch: pytest.MonkeyPatch) -> None
     assert devices.absence(Config(gpu=False)) == "RINGJAX_GPU is 0"
 
 
-def test_nccls_words_and_who_is_gone(core: Core) -> None:
+def test_an_nccl_error_names_departed_ranks(core: Core) -> None:
     home = Home(core)
     home.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
     both = devices_of(home)
@@ -384,7 +384,7 @@ def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
         devices_of(home).open([0], "", {0: [0, 1]})
 
 
-def test_a_library_that_is_not_used_is_told(core: Core) -> None:
+def test_a_library_that_is_not_used_is_a_warning(core: Core) -> None:
     core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # was mapped already
     home = Home(core, nccl="/mine/libnccl.so.2")
     devices_of(home).open([0], "", {0: [0, 1]})

@@ -1,4 +1,4 @@
-"""What a program says to the coordinator while it pauses; the world is played here."""
+"""The requests of a program that pauses, with a world that the test plays."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_pause_that_a_loss_has_followed_is_over(
     assert world.said == [(5, 3)]
 
 
-def test_who_leaves_has_left(
+def test_a_dismissed_rank_does_not_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(dismiss)
@@ -96,8 +96,7 @@ def test_who_leaves_has_left(
 def test_no_pause_is_asked_for_where_all_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Said before this rank has started again, it would be taken for its word about
-    # the first pause of the epoch in which it does.
+    # The coordinator would count the request for the first pause of the new epoch.
     world = World()
     restart(world)
     with pytest.raises(PeerLost, match="starts again"):

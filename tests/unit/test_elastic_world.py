@@ -66,5 +66,5 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
         stack.callback(other.close)
         with pytest.raises(PeerLost, match="rank 2"):
             World.link(world, [order], None)
-        until(rung)  # it has heard the end
+        until(rung)  # the heartbeat has received the end
         assert other.lost() == []

@@ -1,4 +1,4 @@
-"""What a membership means for communicators and their calls: pure arithmetic."""
+"""The meaning of a new epoch for communicators and their calls: pure arithmetic."""
 
 from __future__ import annotations
 

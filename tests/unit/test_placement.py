@@ -20,15 +20,15 @@ from ringjax.world import devices
 from ringjax.xla import placement
 
 
-def test_who_shares_what() -> None:
+def test_the_share_of_ranks_with_one_device() -> None:
     assert [devices.share(rank, 6, 4) for rank in range(6)] == [
         (0,), (1,), (2,), (3,), (0,), (1,),
     ]  # fmt: skip
     assert devices.share(0, 1, 8) is None  # alone: JAX's choice
-    assert devices.share(1, 2, 1) is None  # there is no choice
+    assert devices.share(1, 2, 1) is None  # the rank has no choice
 
 
-def test_who_shares_what_if_each_has_several() -> None:
+def test_the_share_of_ranks_with_several_devices() -> None:
     assert [devices.share(rank, 2, 4, 2) for rank in range(2)] == [(0, 1), (2, 3)]
     assert devices.share(0, 1, 4, 2) == (0, 1)  # alone, but not all are wanted
     assert devices.share(1, 2, 4, 4) is None  # each sees as many as it is to have
@@ -68,7 +68,7 @@ def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Device:
-    """As much of a jax device as is looked at."""
+    """The attributes of a JAX device that ringjax reads."""
 
     def __init__(self, platform: str, version: str, number: int) -> None:
         self.platform, self.local_hardware_id = platform, number

@@ -34,7 +34,7 @@ def members(epoch: int, size: int = 3, kind: str = "repair") -> EpochDirective:
 
 
 class Line:
-    """The client of the coordinator."""
+    """Plays the client of the coordinator."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -196,7 +196,7 @@ def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> No
 
     def linking(watch: Any) -> None:
         began.set()
-        while True:  # as links/mesh.py does
+        while True:  # links/mesh.py asks in the same way
             watch.departed_ranks()
             time.sleep(0.002)
 
@@ -211,7 +211,7 @@ def test_an_epoch_that_is_revoked_while_it_forms_is_given_up(stage: Stage) -> No
     assert stage.line.said[1:] == [("report", 1, {}, False)]
 
 
-def test_a_member_that_cannot_be_reached_is_accused(stage: Stage) -> None:
+def test_a_member_that_cannot_be_reached_is_suspected(stage: Stage) -> None:
     def failing(watch: Any) -> None:
         raise Unreachable("no way to rank 1", [1])
 
@@ -245,7 +245,7 @@ def test_the_end_comes_in_three_kinds(stage: Stage) -> None:
     assert stopped == (RingjaxError, "the job was stopped: few")
 
 
-def test_a_wish_to_leave_is_told(stage: Stage) -> None:
+def test_a_request_to_leave_reaches_the_coordinator(stage: Stage) -> None:
     stage.recovery.leave()
     until(lambda: ("leaving",) in stage.line.said)
 
@@ -254,9 +254,7 @@ def test_a_wish_to_leave_is_told(stage: Stage) -> None:
     "error",
     [ValueError("a mistake"), errors.OutOfDescriptors("world: 9 descriptors needed")],
 )
-def test_what_would_be_the_same_again_is_told_and_not_tried(
-    stage: Stage, error: Exception
-) -> None:
+def test_an_error_of_the_recovery_ends_the_rank(stage: Stage, error: Exception) -> None:
     def failing(watch: Any) -> None:
         raise error
 

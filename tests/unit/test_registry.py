@@ -11,7 +11,7 @@ from ringjax.world.registry import Registry
 
 
 class World:
-    """What is added and removed is only written down."""
+    """A backend that only records what is added and removed."""
 
     elastic = True
 

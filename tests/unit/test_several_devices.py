@@ -68,7 +68,7 @@ class Made:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the native core is asked for."""
+    """The calls that the native core gets."""
     asked: list[str] = []
     ids = iter(range(100))
 
@@ -112,7 +112,7 @@ def test_one_device_is_named_as_ever(log: list[str]) -> None:
     assert log == ["connect [0]"]
 
 
-def test_their_controls_are_told_apart() -> None:
+def test_control_ids_differ() -> None:
     numbers = [0, 1, 7, communicator_ids.REPLICA_SET]
     found = {
         communicator_ids.control_id(n, i): (n, i) for n in numbers for i in range(16)
@@ -155,7 +155,7 @@ def test_no_control_is_left_if_the_next_one_fails(
 
 
 @pytest.mark.parametrize(("wanted", "level"), [(1, "info"), (2, "warning")])
-def test_who_asks_for_several_hears_that_there_are_none(
+def test_a_rank_that_expects_devices_gets_a_warning_without_them(
     log: list[str], wanted: int, level: str
 ) -> None:
     home = Home(devices_per_rank=wanted)
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("blamed", "seconds"), [(-1, 1), (0, 1), (1, 7)])
-def test_who_fits_waits_for_the_end_of_who_does_not(
+def test_a_rank_waits_for_the_end_of_a_rank_that_does_not_fit(
     blamed: int, seconds: float
 ) -> None:
     world: Any = Home(failure_timeout=7.0)
@@ -197,7 +197,7 @@ def test_who_fits_waits_for_the_end_of_who_does_not(
     assert epoch_devices._seconds_until_over(world, world, error) == seconds
 
 
-def test_ranks_that_do_not_take_part_are_accused() -> None:
+def test_ranks_that_do_not_take_part_are_suspected() -> None:
     accused: list[tuple[int, int, str]] = []
 
     def exchange(*_: object) -> list[Any]:
@@ -233,7 +233,7 @@ def test_two_ranks_that_share_one_of_their_devices(
 
 
 class Device:
-    """As much of a jax device as is looked at."""
+    """The attributes of a JAX device that ringjax reads."""
 
     platform = "gpu"
     client = type("Client", (), {"platform_version": "cuda 13000"})

@@ -65,7 +65,7 @@ class _Heartbeat:
         self.answered.set()
 
 
-def test_who_rings_is_answered_and_a_stall_is_printed_once() -> None:
+def test_a_request_gets_a_reply_and_a_stall_is_printed_once() -> None:
     lines: list[tuple[str, str]] = []
     printed = threading.Event()
 
@@ -95,7 +95,7 @@ def test_who_rings_is_answered_and_a_stall_is_printed_once() -> None:
     for _, place in one.answers:
         assert place.startswith(f"it is at {os.path.basename(__file__)}:")
         assert place.endswith(
-            "in test_who_rings_is_answered_and_a_stall_is_printed_once"
+            "in test_a_request_gets_a_reply_and_a_stall_is_printed_once"
         )
     assert gone.answers == []
     ((level, text),) = lines
