@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ringjax.config import Config
 from ringjax.control import launch_environment
@@ -20,18 +20,13 @@ from ringjax.runtime import build
 from ringjax.world import devices
 
 T = TypeVar("T")
-Checked = TypeVar("Checked", covariant=True)
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?![\d.])")
 
 
-class _BuildCheck(Protocol[Checked]):
-    def __call__(self, verbose: bool = False) -> Checked: ...
-
-
-def _with_verbose(check: Callable[[], Checked]) -> _BuildCheck[Checked]:
+def _with_verbose(check: Callable[[], T]) -> Callable[..., T]:
     """Adds Horovod's argument `verbose`, which has no effect here."""
 
-    def check_build(verbose: bool = False) -> Checked:
+    def check_build(verbose: bool = False) -> T:
         return check()
 
     check_build.__name__, check_build.__doc__ = check.__name__, check.__doc__

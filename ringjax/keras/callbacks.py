@@ -10,7 +10,7 @@ import numpy as np
 
 from ringjax import eager, runtime
 from ringjax.keras.backends import backend
-from ringjax.keras.keras_types import KerasOptimizer, KerasVariable, Logs
+from ringjax.keras.keras_types import Logs, Optimizer, Variable
 from ringjax.ops import Average
 
 
@@ -36,7 +36,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self,
         root_rank: int,
         device: str = "",
-        local_variables: KerasVariable | Iterable[KerasVariable] = None,
+        local_variables: Variable | Iterable[Variable] = None,
     ) -> None:
         super().__init__()
         self.root_rank = root_rank
@@ -49,7 +49,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 raise ValueError("All local variables must be of type keras.Variable.")
             self.register_local_var(variable)
 
-    def register_local_var(self, var: KerasVariable) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Excludes a variable from the broadcast."""
         self._local.add(id(var))
         self._local.add(id(getattr(var, "value", var)))
@@ -77,7 +77,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         backend().broadcast_variables(variables, self.root_rank)
         self.broadcast_done = True
 
-    def _is_local(self, variable: KerasVariable) -> bool:
+    def _is_local(self, variable: Variable) -> bool:
         if id(variable) in self._local:
             return True
         # On JAX a variable has another array as its value after every step, so the id
@@ -333,11 +333,11 @@ def _is_variable(value: object) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _learning_rate(optimizer: KerasOptimizer) -> float:
+def _learning_rate(optimizer: Optimizer) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def _scale_momentum(optimizer: KerasOptimizer, factor: float) -> None:
+def _scale_momentum(optimizer: Optimizer, factor: float) -> None:
     """Multiplies the momentum of SGD and RMSprop; other optimizers stay as they are."""
     plain = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(plain, "momentum", 0.0):

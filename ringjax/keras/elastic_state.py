@@ -9,13 +9,13 @@ import numpy as np
 
 from ringjax import elastic
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
-from ringjax.keras.keras_types import KerasModel, KerasOptimizer, KerasVariable
+from ringjax.keras.keras_types import Model, Optimizer, Variable
 
 
 class VariablesHandler(StateHandler):
     """Handles an object with variables of Keras; keeps copies of them on the host."""
 
-    def variables(self) -> list[KerasVariable]:
+    def variables(self) -> list[Variable]:
         """Returns all variables, in the same order on all ranks."""
         return list(self.value.variables)
 
@@ -32,7 +32,7 @@ class VariablesHandler(StateHandler):
 class ModelHandler(VariablesHandler):
     """Handles a model: its weights."""
 
-    def variables(self) -> list[KerasVariable]:
+    def variables(self) -> list[Variable]:
         """Returns the weights, trainable and not."""
         _sync_variables(self.value)
         return list(self.value.weights)
@@ -46,11 +46,11 @@ class OptimizerHandler(VariablesHandler):
         model: the model whose variables the optimizer changes.
     """
 
-    def __init__(self, value: KerasOptimizer, model: KerasModel) -> None:
+    def __init__(self, value: Optimizer, model: Model) -> None:
         self._model = model
         super().__init__(value)
 
-    def variables(self) -> list[KerasVariable]:
+    def variables(self) -> list[Variable]:
         """Returns the optimizer's variables; builds it for its model first."""
         if not self.value.built and self._model.built:
             self.value.build(self._model.trainable_variables)
@@ -87,7 +87,7 @@ class KerasState(elastic.State):
     _allow_pickle = True
 
     def __init__(
-        self, model: KerasModel, optimizer: KerasOptimizer = None, **kwargs: Any
+        self, model: Model, optimizer: Optimizer = None, **kwargs: Any
     ) -> None:
         if not getattr(model, "built", True):
             raise ValueError(
@@ -108,7 +108,7 @@ class KerasState(elastic.State):
         return None
 
 
-def _sync_variables(model: KerasModel) -> None:
+def _sync_variables(model: Model) -> None:
     # Within `fit` on JAX, the values are in the state of the train step, and the
     # variables of the model are out of date until Keras copies the values back.
     if hasattr(model, "jax_state_sync"):

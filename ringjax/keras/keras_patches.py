@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from ringjax.keras.backends import backend
-from ringjax.keras.keras_types import BackendTensor, KerasModel, KerasOptimizer
+from ringjax.keras.keras_types import Model, Optimizer, Tensor
 from ringjax.keras.reducer import OptimizerReducer
 
 
@@ -32,7 +32,7 @@ def apply_patches() -> None:
         _train_without_xla_in_branches()
 
 
-def reducer_of(optimizer: KerasOptimizer | None) -> OptimizerReducer | None:
+def reducer_of(optimizer: Optimizer | None) -> OptimizerReducer | None:
     """Returns the reducer of a distributed optimizer, None for other optimizers."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return getattr(inner, "_reducer", None)
@@ -43,9 +43,7 @@ def _agree_on_finite() -> None:
     plain = cls.check_finite
 
     @functools.wraps(plain)
-    def check_finite(
-        self: KerasOptimizer, grads: Sequence[BackendTensor]
-    ) -> BackendTensor:
+    def check_finite(self: Optimizer, grads: Sequence[Tensor]) -> Tensor:
         finite = plain(self, grads)
         reducer = reducer_of(self)
         return finite if reducer is None else reducer.all_true(finite)
@@ -53,7 +51,7 @@ def _agree_on_finite() -> None:
     cls.check_finite = check_finite
 
 
-def _reduces_in_branch(optimizer: KerasOptimizer, reducer: OptimizerReducer) -> bool:
+def _reduces_in_branch(optimizer: Optimizer, reducer: OptimizerReducer) -> bool:
     return (
         hasattr(optimizer, "inner_optimizer")
         or bool(optimizer.gradient_accumulation_steps)
@@ -65,7 +63,7 @@ def _train_without_xla_in_branches() -> None:
     plain = keras.Model.make_train_function
 
     @functools.wraps(plain)
-    def make_train_function(self: KerasModel, force: bool = False) -> Any:
+    def make_train_function(self: Model, force: bool = False) -> Any:
         optimizer = getattr(self, "optimizer", None)
         reducer = reducer_of(optimizer)
         if reducer is not None and not self.run_eagerly and self.jit_compile:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 # A tensor of the backend, also one that is being traced, or a sparse gradient.
-BackendTensor: TypeAlias = Any
+Tensor: TypeAlias = Any
 # A function that changes tensors, such as a reduction of gradients.
-TensorChange: TypeAlias = Callable[[list[BackendTensor]], list[BackendTensor]]
+TensorChange: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 # A `keras.Variable`, or a variable of the backend.
-KerasVariable: TypeAlias = Any
-KerasOptimizer: TypeAlias = Any
-KerasModel: TypeAlias = Any
-KerasLayer: TypeAlias = Any
+Variable: TypeAlias = Any
+Optimizer: TypeAlias = Any
+Model: TypeAlias = Any
+Layer: TypeAlias = Any
 # The metrics that Keras hands to a callback.
 Logs: TypeAlias = dict[str, Any] | None
 # A compressor of the backend, a `WireDtype`, or a class of the program.

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from ringjax.eager import lane
 from ringjax.keras.backends import backend
-from ringjax.keras.keras_types import BackendTensor, Compressor
+from ringjax.keras.keras_types import Compressor, Tensor
 from ringjax.ops import Average, ReduceOp
 
 
 def allreduce(
-    value: BackendTensor,
+    value: Tensor,
     name: str | None = None,
     average: bool | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: int | None = None,
     compression: Compressor = None,
-) -> BackendTensor:
+) -> Tensor:
     """Returns the reduction of the values of all ranks.
 
     Args:
@@ -53,7 +53,7 @@ def allreduce(
     )
 
 
-def allgather(value: BackendTensor, name: str | None = None) -> BackendTensor:
+def allgather(value: Tensor, name: str | None = None) -> Tensor:
     """Returns the rows of all ranks, in the order of the ranks.
 
     The numbers of rows may differ between ranks.
@@ -69,9 +69,7 @@ def allgather(value: BackendTensor, name: str | None = None) -> BackendTensor:
     return backend().allgather(value, name)
 
 
-def broadcast(
-    value: BackendTensor, root_rank: int, name: str | None = None
-) -> BackendTensor:
+def broadcast(value: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """Returns the value of the root on every rank.
 
     Args, Raises: as `allreduce`.
@@ -85,9 +83,7 @@ def broadcast(
     return backend().broadcast(value, root_rank, name)
 
 
-def reducescatter(
-    value: BackendTensor, name: str | None = None, op: int = Average
-) -> BackendTensor:
+def reducescatter(value: Tensor, name: str | None = None, op: int = Average) -> Tensor:
     """Reduces like `allreduce`, and returns this rank's share of the rows.
 
     Args, Raises: as `allreduce`; the value is not 0-d.

@@ -16,11 +16,11 @@ from ringjax.horovod.functions import local_variables
 from ringjax.keras import keras_patches
 from ringjax.keras.backends import backend
 from ringjax.keras.keras_types import (
-    BackendTensor,
     Compressor,
-    KerasLayer,
-    KerasOptimizer,
-    KerasVariable,
+    Layer,
+    Optimizer,
+    Tensor,
+    Variable,
 )
 from ringjax.keras.reducer import (
     Groups,
@@ -39,7 +39,7 @@ class AggregationCounter(NamedTuple):
         counter: the number of passes since the last step, a variable of the optimizer.
     """
 
-    counter: KerasVariable
+    counter: Variable
 
 
 # The class of Keras that follows in the bases of the optimizer's class.
@@ -57,7 +57,7 @@ class _DistributedOptimizer(_PlainOptimizer):
         super().__init__(*args, **kwargs)
         self._reducer = OptimizerReducer(self._ringjax_options, self._var_key)
 
-    def register_local_var(self, var: KerasVariable) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Excludes the gradient of a variable from the reduction.
 
         The gradient is divided by the number of ranks instead, unless
@@ -69,8 +69,8 @@ class _DistributedOptimizer(_PlainOptimizer):
 
     def apply(
         self,
-        grads: Sequence[BackendTensor],
-        trainable_variables: Sequence[KerasVariable] | None = None,
+        grads: Sequence[Tensor],
+        trainable_variables: Sequence[Variable] | None = None,
     ) -> None:
         """Reduces the gradients, then makes the optimizer's step with them."""
         reducer = self._reducer
@@ -101,7 +101,7 @@ class _DistributedOptimizer(_PlainOptimizer):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[BackendTensor, KerasVariable]],
+        grads_and_vars: Iterable[tuple[Tensor, Variable]],
         **kwargs: Any,
     ) -> object:
         """Calls `apply`; also accepts the arguments of Keras 2.
@@ -121,15 +121,15 @@ class _DistributedOptimizer(_PlainOptimizer):
 
     def _backend_apply_gradients(
         self,
-        grads: Sequence[BackendTensor],
-        trainable_variables: Sequence[KerasVariable],
+        grads: Sequence[Tensor],
+        trainable_variables: Sequence[Variable],
     ) -> None:
         # Keras has left out the variables that have no gradient.
         if self._reducer.deferred is not None:
             self._reducer.deferred = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)
 
-    def _clip_gradients(self, grads: Sequence[BackendTensor]) -> list[BackendTensor]:
+    def _clip_gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
         # Keras calls this method between the accumulation of gradients and the update.
         # So here the accumulated gradients are reduced, once for each update.
         reducer = self._reducer
@@ -138,17 +138,17 @@ class _DistributedOptimizer(_PlainOptimizer):
             grads = backend().change_on_update(
                 due, lambda summed: reducer.reduce(summed, variables), list(grads)
             )
-        clipped: list[BackendTensor] = super()._clip_gradients(grads)
+        clipped: list[Tensor] = super()._clip_gradients(grads)
         return clipped
 
     # -- several passes for one step ---------------------------------------------------
 
-    def build(self, variables: Sequence[KerasVariable]) -> None:
+    def build(self, variables: Sequence[Variable]) -> None:
         """Makes the variables of the optimizer, and sums for gradients of passes."""
         super().build(variables)
         self._add_accumulators(variables)
 
-    def _add_accumulators(self, variables: Sequence[KerasVariable]) -> None:
+    def _add_accumulators(self, variables: Sequence[Variable]) -> None:
         reducer = self._reducer
         if reducer.options.passes == 1 or reducer.counter is not None:
             return
@@ -165,9 +165,7 @@ class _DistributedOptimizer(_PlainOptimizer):
         counter = self._reducer.counter
         return None if counter is None else AggregationCounter(counter)
 
-    def _add_pass(
-        self, grads: Sequence[BackendTensor], variables: Sequence[KerasVariable]
-    ) -> None:
+    def _add_pass(self, grads: Sequence[Tensor], variables: Sequence[Variable]) -> None:
         """Adds gradients up. After `passes` calls, makes a step with the sums."""
         reducer = self._reducer
         plain: Any = super()
@@ -219,22 +217,20 @@ class _DistributedOptimizer(_PlainOptimizer):
         for i, variable in enumerate(variables):
             variable.assign(store[str(i)])
 
-    def _plain_variables(self) -> list[KerasVariable]:
+    def _plain_variables(self) -> list[Variable]:
         reducer = self._reducer
         added = {id(v) for v in (*reducer.accumulators, reducer.counter)}
         return [v for v in self.variables if id(v) not in added]
 
     # -- steps of Keras 2, which programs for Horovod call -----------------------------
 
-    def get_gradients(
-        self, loss: BackendTensor, params: Sequence[KerasVariable]
-    ) -> list[BackendTensor]:
+    def get_gradients(self, loss: Tensor, params: Sequence[Variable]) -> list[Tensor]:
         """Returns reduced gradients, if the optimizer's class has `get_gradients`."""
         return self._allreduce(super().get_gradients(loss, params), params)
 
     def _allreduce(
-        self, grads: Sequence[BackendTensor], variables: Sequence[KerasVariable]
-    ) -> list[BackendTensor]:
+        self, grads: Sequence[Tensor], variables: Sequence[Variable]
+    ) -> list[Tensor]:
         """Returns reduced gradients, which `apply_gradients` does not reduce again."""
         if self._reducer.options.passes > 1:
             return list(grads)  # `apply_gradients` adds them up and reduces the sums
@@ -242,11 +238,11 @@ class _DistributedOptimizer(_PlainOptimizer):
 
     def _compute_gradients(
         self,
-        loss: BackendTensor | Callable[[], BackendTensor],
+        loss: Tensor | Callable[[], Tensor],
         var_list: Any,
-        grad_loss: BackendTensor | None = None,
+        grad_loss: Tensor | None = None,
         tape: Any = None,
-    ) -> list[tuple[BackendTensor, KerasVariable]]:
+    ) -> list[tuple[Tensor, Variable]]:
         """Returns pairs of reduced gradients and variables."""
         variables = keras.tree.flatten(var_list)
         grads = backend().compute_gradients(loss, variables, grad_loss, tape)
@@ -262,7 +258,7 @@ class _DistributedLossScaleOptimizer(_PlainOptimizer):
     keras_patches.py.
     """
 
-    def register_local_var(self, var: KerasVariable) -> None:
+    def register_local_var(self, var: Variable) -> None:
         """Calls `register_local_var` of the inner optimizer."""
         self.inner_optimizer.register_local_var(var)
 
@@ -273,7 +269,7 @@ class _DistributedLossScaleOptimizer(_PlainOptimizer):
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: KerasOptimizer,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -287,7 +283,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> KerasOptimizer:
+) -> Optimizer:
     """Returns the optimizer with an `apply` that first reduces over all ranks.
 
     Use the result with `model.compile` or in your own training loop. With JAX the
@@ -354,7 +350,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: KerasOptimizer,
+    optimizer: Optimizer,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -366,9 +362,9 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     average_aggregated_gradients: bool = False,
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
-    local_layers: KerasLayer | Sequence[KerasLayer] | None = None,
+    local_layers: Layer | Sequence[Layer] | None = None,
     scale_local_gradients: bool = True,
-) -> KerasOptimizer:
+) -> Optimizer:
     """Returns a `DistributedOptimizer` that does not reduce gradients of some layers.
 
     Args:
@@ -397,9 +393,7 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
     return result
 
 
-def _distributed(
-    optimizer: KerasOptimizer, options: OptimizerOptions
-) -> KerasOptimizer:
+def _distributed(optimizer: Optimizer, options: OptimizerOptions) -> Optimizer:
     """Returns an object of a new subclass that shares the state of `optimizer`."""
     plain_class = type(optimizer)
     scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

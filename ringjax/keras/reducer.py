@@ -15,11 +15,11 @@ import keras
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.keras.backends import ReductionOptions, backend
-from ringjax.keras.keras_types import BackendTensor, Compressor, KerasVariable
+from ringjax.keras.keras_types import Compressor, Tensor, Variable
 from ringjax.ops import Adasum, Average, ReduceOp, Sum
 from ringjax.world.process_set import ProcessSet
 
-Groups = Sequence[Sequence[KerasVariable]] | int | None
+Groups = Sequence[Sequence[Variable]] | int | None
 
 
 class OptimizerOptions(NamedTuple):
@@ -111,18 +111,18 @@ class OptimizerReducer:
     """
 
     def __init__(
-        self, options: OptimizerOptions, key_of: Callable[[KerasVariable], Hashable]
+        self, options: OptimizerOptions, key_of: Callable[[Variable], Hashable]
     ) -> None:
         self.options = options
         self.bypassed = False
-        self.deferred: list[KerasVariable] | None = None
-        self.counter: KerasVariable = None
-        self.accumulators: list[KerasVariable] = []
+        self.deferred: list[Variable] | None = None
+        self.counter: Variable = None
+        self.accumulators: list[Variable] = []
         self._key_of = key_of
         self._local: set[Hashable] = set()
-        self._reduced: list[BackendTensor] = []
+        self._reduced: list[Tensor] = []
 
-    def register_local_var(self, variable: KerasVariable) -> None:
+    def register_local_var(self, variable: Variable) -> None:
         """Excludes the gradient of a variable from the reduction."""
         self._local.add(self._key_of(variable))
 
@@ -144,8 +144,8 @@ class OptimizerReducer:
         return process_set.size() == 1 and not runtime.elastic()
 
     def reduce(
-        self, gradients: Sequence[BackendTensor], variables: Sequence[KerasVariable]
-    ) -> list[BackendTensor]:
+        self, gradients: Sequence[Tensor], variables: Sequence[Variable]
+    ) -> list[Tensor]:
         """Returns the reduced gradients; None stays None.
 
         Gradients of local variables are divided by the size instead, if
@@ -179,26 +179,26 @@ class OptimizerReducer:
         return out
 
     def reduce_for_apply(
-        self, gradients: Sequence[BackendTensor], variables: Sequence[KerasVariable]
-    ) -> list[BackendTensor]:
+        self, gradients: Sequence[Tensor], variables: Sequence[Variable]
+    ) -> list[Tensor]:
         """Reduces gradients for a program that gives them to `apply_gradients`."""
         self._reduced = self.reduce(gradients, variables)
         return list(self._reduced)
 
-    def consume_reduced(self, gradients: Sequence[BackendTensor]) -> bool:
+    def consume_reduced(self, gradients: Sequence[Tensor]) -> bool:
         """Whether `reduce_for_apply` has returned the gradients; True only once."""
         known = {id(gradient) for gradient in self._reduced if gradient is not None}
         self._reduced = []
         given = [gradient for gradient in gradients if gradient is not None]
         return bool(known) and all(id(gradient) in known for gradient in given)
 
-    def all_true(self, flag: BackendTensor) -> BackendTensor:
+    def all_true(self, flag: Tensor) -> Tensor:
         """Returns whether a flag is true on all ranks that reduce gradients."""
         if self.is_alone():
             return flag
         return backend().all_true(flag, self.options.reduction.process_set)
 
-    def to_dense(self, gradients: Sequence[BackendTensor]) -> list[BackendTensor]:
+    def to_dense(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Returns gradients as dense tensors, which can be added up.
 
         Raises:
@@ -216,7 +216,7 @@ class OptimizerReducer:
         return [None if g is None else tensors.to_dense(g) for g in gradients]
 
     def _groups(
-        self, sent: Sequence[int], variables: Sequence[KerasVariable]
+        self, sent: Sequence[int], variables: Sequence[Variable]
     ) -> list[list[int]]:
         """Returns lists of positions in `sent`, each for one operation."""
         groups = self.options.groups

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from ringjax.keras.keras_patches import reducer_of
-from ringjax.keras.keras_types import Compressor, KerasModel, KerasOptimizer
+from ringjax.keras.keras_types import Compressor, Model, Optimizer
 from ringjax.keras.optimizer import DistributedOptimizer
 
 
@@ -23,7 +23,7 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Compressor = None,
     legacy_opts: bool = False,
-) -> KerasModel:
+) -> Model:
     """Loads a model as `keras.models.load_model` does, with a distributed optimizer.
 
     The optimizer gets its state from the file, whether the model was saved with a
@@ -72,12 +72,12 @@ def load_model(
     return model
 
 
-def _set_optimizer(model: KerasModel, optimizer: KerasOptimizer) -> None:
+def _set_optimizer(model: Model, optimizer: Optimizer) -> None:
     model.optimizer = optimizer
     model._compile_config.config["optimizer"] = optimizer
 
 
-def _class_for(function: Callable[..., KerasOptimizer]) -> type:
+def _class_for(function: Callable[..., Optimizer]) -> type:
     """Returns a class of which `from_config`, the only method in use, is `function`.
 
     Keras looks optimizers up among classes, not among functions.
@@ -87,7 +87,7 @@ def _class_for(function: Callable[..., KerasOptimizer]) -> type:
         @classmethod
         def from_config(
             cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-        ) -> KerasOptimizer:
+        ) -> Optimizer:
             return function(**config)
 
     return FromFunction

@@ -18,10 +18,10 @@ import numpy as np
 from ringjax import eager
 from ringjax.compression import Compression, WireDtype
 from ringjax.keras.keras_types import (
-    BackendTensor,
     Compressor,
-    KerasVariable,
+    Tensor,
     TensorChange,
+    Variable,
 )
 from ringjax.ops import Average, ReduceOp
 from ringjax.world.process_set import ProcessSet
@@ -77,12 +77,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def reduce(
         self,
-        gradients: Sequence[BackendTensor],
+        gradients: Sequence[Tensor],
         indices: Sequence[int],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
         groups: Sequence[Sequence[int]],
         options: ReductionOptions,
-    ) -> list[BackendTensor]:
+    ) -> list[Tensor]:
         """Returns the gradients, reduced over the ranks.
 
         In some steps the variables of the ranks are compared, with a warning if they
@@ -98,25 +98,25 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_true(self, flag: BackendTensor, process_set: ProcessSet) -> BackendTensor:
+    def all_true(self, flag: Tensor, process_set: ProcessSet) -> Tensor:
         """Returns whether a boolean tensor is true on all ranks of a process set."""
 
     def cond(
         self,
-        condition: BackendTensor,
+        condition: Tensor,
         true_fn: Callable[[], None],
         false_fn: Callable[[], None],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
     ) -> None:
         """Calls one of two functions, which read and change no variables but these."""
         keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
         self,
-        condition: BackendTensor,
+        condition: Tensor,
         change: TensorChange,
-        values: list[BackendTensor],
-    ) -> list[BackendTensor]:
+        values: list[Tensor],
+    ) -> list[Tensor]:
         """Changes values in the steps in which Keras applies accumulated gradients.
 
         Keras calls this where it clips gradients. With most backends, it clips only in
@@ -124,15 +124,15 @@ class Backend(abc.ABC):
         """
         return change(values)
 
-    def size(self, process_set: ProcessSet) -> BackendTensor:
+    def size(self, process_set: ProcessSet) -> Tensor:
         """Returns the number of ranks at the time at which the step runs."""
         return float(process_set.size())
 
-    def is_sparse(self, gradient: BackendTensor) -> bool:
+    def is_sparse(self, gradient: Tensor) -> bool:
         """Whether a gradient is sparse, as `tf.IndexedSlices` are."""
         return False
 
-    def to_dense(self, gradient: BackendTensor) -> BackendTensor:
+    def to_dense(self, gradient: Tensor) -> Tensor:
         """Returns a gradient as a dense tensor."""
         return gradient
 
@@ -140,13 +140,13 @@ class Backend(abc.ABC):
 
     def allreduce(
         self,
-        value: BackendTensor,
+        value: Tensor,
         name: str | None,
         op: ReduceOp,
         prescale: float,
         postscale: float,
         compression: Compressor,
-    ) -> BackendTensor:
+    ) -> Tensor:
         """Returns the reduction of the values of all ranks."""
         array = self._to_host(value)
         sent = _compress(array, compression)
@@ -155,26 +155,22 @@ class Backend(abc.ABC):
         )
         return keras.ops.convert_to_tensor(out.astype(array.dtype))
 
-    def allgather(self, value: BackendTensor, name: str | None) -> BackendTensor:
+    def allgather(self, value: Tensor, name: str | None) -> Tensor:
         """Returns the rows of all ranks, in the order of the ranks."""
         out = eager.allgather(self._to_host(value), name=name)
         return keras.ops.convert_to_tensor(out)
 
-    def broadcast(
-        self, value: BackendTensor, root_rank: int, name: str | None
-    ) -> BackendTensor:
+    def broadcast(self, value: Tensor, root_rank: int, name: str | None) -> Tensor:
         """Returns the value of the root."""
         out = eager.broadcast(self._to_host(value), root_rank, name=name)
         return keras.ops.convert_to_tensor(out)
 
-    def reducescatter(
-        self, value: BackendTensor, name: str | None, op: ReduceOp
-    ) -> BackendTensor:
+    def reducescatter(self, value: Tensor, name: str | None, op: ReduceOp) -> Tensor:
         """Returns this rank's rows of the reduction."""
         out = eager.reducescatter(self._to_host(value), op, name=name)
         return keras.ops.convert_to_tensor(out)
 
-    def _to_host(self, value: BackendTensor) -> Array:
+    def _to_host(self, value: Tensor) -> Array:
         # A tensor first, so that the array has the dtype that the backend would choose.
         tensor = keras.ops.convert_to_tensor(value)
         array: Array = keras.ops.convert_to_numpy(tensor)
@@ -190,11 +186,11 @@ class Backend(abc.ABC):
 
     def compute_gradients(
         self,
-        loss: BackendTensor | Callable[[], BackendTensor],
-        variables: Sequence[KerasVariable],
-        grad_loss: BackendTensor | None,
+        loss: Tensor | Callable[[], Tensor],
+        variables: Sequence[Variable],
+        grad_loss: Tensor | None,
         tape: Any,
-    ) -> list[BackendTensor]:
+    ) -> list[Tensor]:
         """Returns the gradients of a loss, as the optimizers of Keras 2 did."""
         raise AttributeError(
             f"Keras' optimizers compute no gradients on the backend {self.name!r}; "
@@ -202,7 +198,7 @@ class Backend(abc.ABC):
         )
 
     def broadcast_variables(
-        self, variables: Sequence[KerasVariable], root_rank: int
+        self, variables: Sequence[Variable], root_rank: int
     ) -> None:
         """Sets variables to the values of the root."""
         handles = [

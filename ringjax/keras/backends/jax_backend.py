@@ -17,26 +17,26 @@ from ringjax import runtime
 from ringjax.compression import Compression
 from ringjax.eager.parameter_check import AFTER_FIRST_STEP
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions, wire_dtype
-from ringjax.keras.keras_types import BackendTensor, KerasVariable, TensorChange
+from ringjax.keras.keras_types import Tensor, TensorChange, Variable
 from ringjax.ops import Average, Min
 from ringjax.optim import AllreduceState, allreduce_grads
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import parameter_check
 
 
-class JaxBackend(Backend):
+class _JaxBackend(Backend):
     """Reduces by XLA calls, in compiled steps and outside of them."""
 
     name = "jax"
 
     def reduce(
         self,
-        gradients: Sequence[BackendTensor],
+        gradients: Sequence[Tensor],
         indices: Sequence[int],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
         groups: Sequence[Sequence[int]],
         options: ReductionOptions,
-    ) -> list[BackendTensor]:
+    ) -> list[Tensor]:
         """Reduces in one call or in buckets. The groups have no effect."""
         del groups
         wire = wire_dtype(options.compression)
@@ -61,18 +61,17 @@ class JaxBackend(Backend):
             out = [decompress(g, c) for g, c in zip(out, contexts, strict=True)]
         return out
 
-    def all_true(self, flag: BackendTensor, process_set: ProcessSet) -> BackendTensor:
-        """Computes the minimum of the flags of all ranks."""
+    def all_true(self, flag: Tensor, process_set: ProcessSet) -> Tensor:
         reduce = allreduce_grads(Min, process_set=process_set, name="finite")
         votes = {"finite": jnp.asarray(flag, jnp.float32)}
         return reduce.update(votes, _initial_state())[0]["finite"] > 0
 
     def cond(
         self,
-        condition: BackendTensor,
+        condition: Tensor,
         true_fn: Callable[[], None],
         false_fn: Callable[[], None],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
     ) -> None:
         """Makes the functions pure for `jax.lax.cond`.
 
@@ -81,7 +80,7 @@ class JaxBackend(Backend):
         """
 
         def pure(change: Callable[[], None]) -> TensorChange:
-            def branch(values: list[BackendTensor]) -> list[BackendTensor]:
+            def branch(values: list[Tensor]) -> list[Tensor]:
                 mapping = list(zip(variables, values, strict=True))
                 with keras.StatelessScope(state_mapping=mapping):
                     change()
@@ -96,15 +95,15 @@ class JaxBackend(Backend):
 
     def change_on_update(
         self,
-        condition: BackendTensor,
+        condition: Tensor,
         change: TensorChange,
-        values: list[BackendTensor],
-    ) -> list[BackendTensor]:
+        values: list[Tensor],
+    ) -> list[Tensor]:
         """Changes the values if `condition` is true.
 
         On JAX, Keras computes an update in every step and drops it in most of them.
         """
-        out: list[BackendTensor] = jax.lax.cond(condition, change, list, values)
+        out: list[Tensor] = jax.lax.cond(condition, change, list, values)
         return out
 
 
@@ -113,7 +112,7 @@ def _initial_state() -> AllreduceState:
 
 
 def _check_parameters(
-    variables: Sequence[KerasVariable], options: ReductionOptions
+    variables: Sequence[Variable], options: ReductionOptions
 ) -> AllreduceState:
     """Returns the state for a reduction, after a comparison of the variables.
 
@@ -136,4 +135,4 @@ def _check_parameters(
     return AllreduceState(seq)
 
 
-BACKEND = JaxBackend()
+BACKEND = _JaxBackend()

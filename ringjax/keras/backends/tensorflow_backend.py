@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ringjax.compression import WireDtype
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions
-from ringjax.keras.keras_types import BackendTensor, Compressor, KerasVariable
+from ringjax.keras.keras_types import Compressor, Tensor, Variable
 from ringjax.ops import Min, ReduceOp
 from ringjax.tensorflow import global_variables, movement, reductions
 from ringjax.tensorflow.compression import Compression
@@ -22,21 +22,18 @@ from ringjax.tensorflow.variables import unwrap_variable
 from ringjax.world.process_set import ProcessSet
 
 
-class TensorFlowBackend(Backend):
-    """Reduces by operations of TensorFlow."""
-
+class _TensorFlowBackend(Backend):
     name = "tensorflow"
     compression = Compression
 
     def reduce(
         self,
-        gradients: Sequence[BackendTensor],
+        gradients: Sequence[Tensor],
         indices: Sequence[int],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
         groups: Sequence[Sequence[int]],
         options: ReductionOptions,
-    ) -> list[BackendTensor]:
-        """Reduces as `ringjax.tensorflow` does for tapes and optimizers."""
+    ) -> list[Tensor]:
         settings = GradientSettings(
             name=options.name,
             compression=_tensorflow_compressor(options.compression),
@@ -49,33 +46,29 @@ class TensorFlowBackend(Backend):
 
     @property
     def xla_obstacle(self) -> str:
-        """XLA cannot compile the reduction on a GPU."""
         return "on a GPU" if tf.config.list_physical_devices("GPU") else ""
 
-    def all_true(self, flag: BackendTensor, process_set: ProcessSet) -> BackendTensor:
-        """Computes the minimum of the flags of all ranks."""
+    def all_true(self, flag: Tensor, process_set: ProcessSet) -> Tensor:
         votes = tf.cast(flag, tf.float32)
         return reductions.allreduce(votes, op=Min, process_set=process_set) > 0
 
-    def size(self, process_set: ProcessSet) -> BackendTensor:
+    def size(self, process_set: ProcessSet) -> Tensor:
         """Returns an operation, because a graph outlives changes of the ranks."""
         return size_op(process_set.process_set_id or 0)
 
-    def is_sparse(self, gradient: BackendTensor) -> bool:
-        """Whether a gradient is a `tf.IndexedSlices`."""
+    def is_sparse(self, gradient: Tensor) -> bool:
         return isinstance(gradient, tf.IndexedSlices)
 
-    def to_dense(self, gradient: BackendTensor) -> BackendTensor:
-        """Returns a gradient as a `tf.Tensor`."""
+    def to_dense(self, gradient: Tensor) -> Tensor:
         return tf.convert_to_tensor(gradient) if self.is_sparse(gradient) else gradient
 
     def compute_gradients(
         self,
-        loss: BackendTensor | Callable[[], BackendTensor],
-        variables: Sequence[KerasVariable],
-        grad_loss: BackendTensor | None,
+        loss: Tensor | Callable[[], Tensor],
+        variables: Sequence[Variable],
+        grad_loss: Tensor | None,
         tape: Any,
-    ) -> list[BackendTensor]:
+    ) -> list[Tensor]:
         """Returns the gradients of a loss.
 
         Args:
@@ -97,14 +90,13 @@ class TensorFlowBackend(Backend):
 
     def allreduce(
         self,
-        value: BackendTensor,
+        value: Tensor,
         name: str | None,
         op: ReduceOp,
         prescale: float,
         postscale: float,
         compression: Compressor,
-    ) -> BackendTensor:
-        """Returns the reduction of the values of all ranks."""
+    ) -> Tensor:
         return reductions.allreduce(
             tf.convert_to_tensor(value),
             op=op,
@@ -114,20 +106,13 @@ class TensorFlowBackend(Backend):
             compression=_tensorflow_compressor(compression),
         )
 
-    def allgather(self, value: BackendTensor, name: str | None) -> BackendTensor:
-        """Returns the rows of all ranks, in the order of the ranks."""
+    def allgather(self, value: Tensor, name: str | None) -> Tensor:
         return movement.allgather(tf.convert_to_tensor(value), name=name)
 
-    def broadcast(
-        self, value: BackendTensor, root_rank: int, name: str | None
-    ) -> BackendTensor:
-        """Returns the value of the root."""
+    def broadcast(self, value: Tensor, root_rank: int, name: str | None) -> Tensor:
         return movement.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
 
-    def reducescatter(
-        self, value: BackendTensor, name: str | None, op: ReduceOp
-    ) -> BackendTensor:
-        """Returns this rank's rows of the reduction."""
+    def reducescatter(self, value: Tensor, name: str | None, op: ReduceOp) -> Tensor:
         return reductions.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
 
     def broadcast_global_variables(self, root_rank: int) -> object:
@@ -141,4 +126,4 @@ def _tensorflow_compressor(compression: Compressor) -> Compressor:
     return compression
 
 
-BACKEND = TensorFlowBackend()
+BACKEND = _TensorFlowBackend()

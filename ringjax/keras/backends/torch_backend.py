@@ -13,12 +13,12 @@ from ringjax import runtime
 from ringjax.compression import WireDtype
 from ringjax.eager import parameter_check
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions
-from ringjax.keras.keras_types import KerasVariable
+from ringjax.keras.keras_types import Variable
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import buckets
 
 
-class TorchBackend(Backend):
+class _TorchBackend(Backend):
     """Reduces all gradients at once, after the backward pass."""
 
     name = "torch"
@@ -31,7 +31,7 @@ class TorchBackend(Backend):
         self,
         gradients: Sequence[Tensor],
         indices: Sequence[int],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
         groups: Sequence[Sequence[int]],
         options: ReductionOptions,
     ) -> list[Tensor]:
@@ -67,7 +67,6 @@ class TorchBackend(Backend):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_true(self, flag: Tensor, process_set: ProcessSet) -> Tensor:
-        """Computes the minimum of the flags of all ranks."""
         votes = flag.float()
         return hvd.allreduce(votes, op=hvd.Min, process_set=process_set) > 0
 
@@ -76,7 +75,7 @@ class TorchBackend(Backend):
         condition: Tensor,
         true_fn: Callable[[], None],
         false_fn: Callable[[], None],
-        variables: Sequence[KerasVariable],
+        variables: Sequence[Variable],
     ) -> None:
         """Calls one of the two functions; PyTorch traces nothing here."""
         if bool(condition):
@@ -85,7 +84,7 @@ class TorchBackend(Backend):
             false_fn()
 
 
-def _memory(variables: Sequence[KerasVariable]) -> Iterator[tuple[str, int, int]]:
+def _memory(variables: Sequence[Variable]) -> Iterator[tuple[str, int, int]]:
     for variable in variables:
         if isinstance(variable, keras.Variable):
             on_host = variable.value.detach().cpu().contiguous()  # mostly no copy
@@ -106,4 +105,4 @@ def _units(
     return units
 
 
-BACKEND = TorchBackend()
+BACKEND = _TorchBackend()
