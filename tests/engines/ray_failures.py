@@ -1,4 +1,4 @@
-"""What Ray loses while a job runs: workers, nodes, a node's daemon, the driver.
+"""Losses of a running job on Ray: workers, nodes, a node's daemon, the driver.
 
 `KILLS=20 SEED=7 pytest -s tests/engines/ray_failures.py -k random` is how the times in
 docs/developers/engine-tests.md were measured.
@@ -35,7 +35,7 @@ KILLS = int(os.environ.get("KILLS", "4"))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A node for each of the workers; Ray gives a silent one up sooner than else."""
+    """A cluster with a node for each worker, which gives up silent nodes sooner."""
     soon = {"health_check_period_ms": 1000, "health_check_timeout_ms": 1000}
     with ray_cluster(_system_config=soon) as cluster:
         for _ in range(SIZE):
@@ -71,7 +71,7 @@ def fit(folder: Path) -> None:
 
 @contextlib.contextmanager
 def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[Aside]:
-    """An elastic job with a worker on each node; ends when the block does."""
+    """Runs an elastic job with a worker on each node, until the block ends."""
     job = Aside(lambda: start(folder))
     try:
         programs.wait_for_sizes(folder, SIZE, SIZE)
@@ -82,7 +82,7 @@ def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[Asid
 
 
 def pids(folder: Path, size: int, since: float) -> dict[int, float]:
-    """Processes that were in a job of so many after a time -> when first after it."""
+    """Returns the processes in a job of `size` after `since`, and their first times."""
     found: dict[int, float] = {}
     for file in folder.iterdir():
         for line in file.read_text().splitlines() if file.name.isdigit() else ():
@@ -93,7 +93,7 @@ def pids(folder: Path, size: int, since: float) -> dict[int, float]:
 
 
 def in_a_job_of(size: int, folder: Path, since: float) -> dict[int, float]:
-    """The first processes that were in one after that time, as `pids`."""
+    """Waits until `pids` finds `size` processes, and returns them."""
 
     def all_of_them() -> dict[int, float] | None:
         found = pids(folder, size, since)
@@ -118,13 +118,13 @@ def wait_for(condition: Any, seconds: float = 60) -> Any:
 def test_random_kills(
     cluster: Cluster, tmp_path: Path, start: Any, kinds: tuple[str, ...]
 ) -> None:
-    """The others finish their step, and the job is as large as before soon after."""
+    """The other workers finish their step, and lost workers are soon replaced."""
     dice = random.Random(int(os.environ.get("SEED", "1")))
     taken: dict[str, list[float]] = {}
     with training(tmp_path, start) as job:
         living = set(pids(tmp_path, SIZE, 0))
         for turn in range(KILLS):
-            # Who fails sooner after a start is replaced later and later.
+            # Workers that fail soon after their start are replaced after pauses.
             time.sleep(dice.uniform(3, 4))
             kind = kinds[turn % 2]
             begin = time.time()
@@ -157,7 +157,7 @@ def test_random_kills(
 def test_a_paused_daemon_of_a_node_stops_nobody(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Its worker trains on; once Ray gives the node up, the others go on without it."""
+    """The worker trains on; when Ray gives its node up, the job does without it."""
     with training(tmp_path) as job:
         living = set(pids(tmp_path, SIZE, 0))
         node = next(iter(cluster.worker_nodes))
@@ -216,7 +216,7 @@ def test_no_worker_outlives_its_driver(
 def test_a_node_that_is_lost_between_room_and_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group was ready; its actors never start, and there is a deadline for them."""
+    """Actors of a ready placement group never start, so their start has a deadline."""
     from ringjax.ray import strategy
 
     node = cluster.add_node(num_cpus=1, resources={"rare": 1}, **SMALL)

@@ -1,4 +1,4 @@
-"""Horovod's names on a real cluster: a client, GPUs, hosts of one's own."""
+"""Horovod's names on a real cluster: a client, GPUs, a discovery of the program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ringjax.runner.elastic.discovery import HostDiscovery
 pytestmark = MARKS
 HOSTS = {f"node:host-{n}": 1 for n in range(4)}
 SETTINGS = {"placement_group_timeout_s": 5}
-# The driver of a client: what it does is done by an actor on the cluster.
+# The driver is a client, so an actor on the cluster does its work.
 CLIENT = """
 import os, sys, tempfile, time
 
@@ -128,7 +128,7 @@ def test_a_client(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A node of four CPUs, two GPUs in name, and several hosts in name."""
+    """A node with four CPUs, two simulated GPUs, and several simulated hosts."""
     with ray_cluster() as cluster:
         cluster.add_node(num_cpus=4, num_gpus=2, resources=HOSTS, **SMALL)
         yield cluster
@@ -157,7 +157,7 @@ def test_fewer_gpus_than_workers(cluster: Cluster) -> None:
 
 
 def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
-    """Taken as Horovod's tests have it: with a bundle of no GPU, and by an actor."""
+    """An existing group is used as in Horovod's tests: without a GPU, in an actor."""
     group, bundles = create_placement_group({"CPU": 1, "GPU": 0}, 2, 30, "PACK")
     assert bundles == [{"CPU": 1, "GPU": 0}] * 2
 
@@ -186,7 +186,7 @@ def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
 
 
 def test_strategies(cluster: Cluster) -> None:
-    """Workers that are started without an executor."""
+    """Strategies start workers without an executor."""
     settings = RayExecutor.create_settings(**SETTINGS)
     needs: dict[str, Any] = {"cpus_per_worker": 1, "gpus_per_worker": 1}
     needs |= {"settings": settings, "use_gpu": True}
@@ -209,7 +209,7 @@ def test_strategies(cluster: Cluster) -> None:
 
 
 def test_a_backend_of_ones_own(cluster: Cluster) -> None:
-    """As Ray's own for Horovod was made: actors, a coordinator, variables."""
+    """Forms a job like Ray's backend for Horovod: actors, coordinator, variables."""
     settings = RayExecutor.create_settings(timeout_s=30)
     coordinator = Coordinator(settings)
     workers = [ray.remote(num_cpus=1)(BaseHorovodWorker).remote(n, 2) for n in (0, 1)]
@@ -239,7 +239,7 @@ def _allreduce(_: Any) -> Any:
 
 
 class Offered(HostDiscovery):
-    """A discovery of one's own."""
+    """A discovery whose hosts the test changes."""
 
     def __init__(self, **hosts: int) -> None:
         self.hosts: Mapping[str, int] = hosts
@@ -250,7 +250,7 @@ class Offered(HostDiscovery):
 
 @pytest.mark.parametrize("kind", ["RayExecutor", "ElasticRayExecutor"])
 def test_hosts_of_ones_own(cluster: Cluster, tmp_path: Path, kind: str) -> None:
-    """Workers come and go with the hosts that are offered; the others stay."""
+    """Workers start and end with the offered hosts; the other workers stay."""
     offered = Offered(host_1=1)
     executor: Any
     if kind == "RayExecutor":

@@ -1,4 +1,4 @@
-"""Jobs on a real local cluster of Ray: what works, what fails, nodes that are lost."""
+"""Jobs on a real local cluster of Ray: results, failures, lost nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes of two CPUs."""
+    """A cluster of two nodes with two CPUs each."""
     with ray_cluster() as cluster:
         for _ in range(2):
             cluster.add_node(num_cpus=2, **SMALL)
@@ -96,7 +96,7 @@ def test_what_ranks_log_reaches_the_driver(cluster: Cluster) -> None:
 
 
 class Counter:
-    """An executable: what it holds stays from call to call."""
+    """An executable, whose attributes stay from call to call."""
 
     def __init__(self, start: int, step: int = 1) -> None:
         import ringjax

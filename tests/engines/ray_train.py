@@ -1,4 +1,4 @@
-"""`RingConfig` in Ray Train: workers killed, all at once too, beside `report`."""
+"""`RingConfig` in Ray Train: killed workers, also all at once, and `report`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, of one CPU and three; the second has two GPUs, in name."""
+    """A cluster of a node with one CPU, and one with three and two simulated GPUs."""
     with ray_cluster() as cluster:
         cluster.add_node(num_cpus=1, **SMALL)
         cluster.add_node(num_cpus=3, num_gpus=2, **SMALL)
@@ -104,7 +104,7 @@ def test_all_are_killed_and_all_begin_anew(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """Ray's own would wait for the newcomer, which waits for a commit of the others."""
+    """Ray's own report would wait for the new worker, which waits for a commit."""
 
     def train(config: dict[str, str]) -> None:
         import numpy as np
@@ -114,7 +114,7 @@ def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) ->
         ringjax.init()
         folder = Path(config["folder"])
         failed, me = folder / "failed", folder / str(os.getpid())
-        made: list[int] = []  # by this process, since the loss
+        made: list[int] = []  # the steps of this process since the loss
 
         @ringjax.elastic.run
         def loop(state: Any) -> None:

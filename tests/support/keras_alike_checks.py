@@ -1,6 +1,6 @@
-"""Tests of the look at the variables of Keras' optimizers, alike on every backend.
+"""Tests of the check that ranks have equal variables, the same on every backend.
 
-Collected by tests/ranks/keras/, as those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
     "test_who_forgets_the_broadcast_is_told_once",
 ]
 
-# On torch nothing is compiled; TensorFlow has graphs without XLA, too.
+# PyTorch compiles nothing here; TensorFlow also has graphs without XLA.
 WAYS = {
     "jax": [{"jit_compile": True}, {"run_eagerly": True}],
     "tensorflow": [{"jit_compile": on} for on in (True, False)]
@@ -49,7 +49,7 @@ def test_who_forgets_the_broadcast_is_told_once(
         changed = model.trainable_variables[2]
         if world.rank == world.size - 1:
             changed.assign(changed + 1)
-        fit(model, x, y, 2)  # six steps, three looks
+        fit(model, x, y, 2)  # six steps, three checks
         expected = by_the_first(world, 1, changed.path, world.size - 1)
         assert said(capfd) == expected, options
         broadcast(model)
@@ -60,7 +60,7 @@ def test_who_forgets_the_broadcast_is_told_once(
         )
         fit(model, x[:4], y[:4], 2)
         expected = by_the_first(world, 13, model.trainable_variables[0].path, 0)
-        if world.size == 2:  # the first one is right where both have one vote
+        if world.size == 2:  # with one vote each, the first rank counts as right
             expected = by_the_first(world, 13, model.trainable_variables[0].path, 1)
         assert said(capfd) == expected, options
 
@@ -84,7 +84,7 @@ def test_each_optimizer_counts_its_own_steps(
     look_every(monkeypatch, 1)
     x, y = (share(world, rows, 2) for rows in rows_of(world.size))
     models = [model_of(keras, hvd, seed=world.rank) for _ in range(2)]
-    for model in models:  # their optimizers have the same name
+    for model in models:  # the optimizers have the same name
         fit(model, x[:2], y[:2], 2)
     for model in models:
         broadcast(model)

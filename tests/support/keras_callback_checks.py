@@ -1,6 +1,6 @@
-"""Tests of callbacks, saved models and elastic training, alike on every backend.
+"""Tests of callbacks, saved models and elastic training, the same on every backend.
 
-Collected like those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mine_of(world, batch: int):
 
 
 def recorder(keras, look):
-    """A callback that notes `look(model)` at the end of every batch."""
+    """A callback that stores `look(model)` at the end of every batch."""
 
     class Recorder(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -61,7 +61,7 @@ def test_broadcast_leaves_local_variables_alone(world, keras, hvd) -> None:
 
 
 def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
-    """Rank 0 goes on from a file, with other steps made; the others begin."""
+    """Rank 0 continues from a file, with some steps made; the other ranks begin."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     model = build(keras, optimizer, seed=world.rank)
     fit(model, *mine_of(world, 2), 2)
@@ -135,7 +135,7 @@ def test_schedules(world, keras, hvd) -> None:
 
 
 def test_momentum_is_corrected(world, keras, hvd) -> None:
-    """As if momentum had been multiplied in the step in which the rate changes."""
+    """The reference multiplies its momentum in the step in which the rate changes."""
     x, y = rows_of(world.size)
     whole = build(keras, keras.optimizers.SGD(0.1, momentum=0.9))
     first, second = (slice(0, 2 * world.size), slice(2 * world.size, 4 * world.size))
@@ -292,9 +292,9 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
     assert resets == [world.size]
     assert (state.epoch, state.batch) == (2, 0)
     steps = ROWS // 2
-    assert len(commits) == steps + 2  # every other batch, and both epochs
+    assert len(commits) == steps + 2  # after every other batch and after both epochs
     assert seen[:4] == [(0, i) for i in range(4)]
-    # What was committed after the fourth batch is not done again.
+    # The batches before the last commit, after the fourth batch, are not repeated.
     assert seen[4:] == [(0, i) for i in range(steps - 4)] + [
         (1, i) for i in range(steps)
     ]

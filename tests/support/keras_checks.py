@@ -1,9 +1,8 @@
 """Tests of ringjax.keras that are the same on every backend of Keras.
 
-Collected by tests/ranks/keras/, each of which chooses a backend; in a rank,
-where Keras is imported. The pytest that starts the ranks does not import it. What a
-backend's adapter has a part in is in keras_smoke.py and runs on all of them, everything
-else on one.
+Each file in tests/ranks/keras/ chooses a backend and collects tests from here. Only the
+ranks import Keras; the pytest that starts them does not. keras_smoke.py lists the tests
+of the backends' adapters, which run on all backends; the other tests run on one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROWS, IN, OUT = 12, 4, 2
 
 @pytest.fixture
 def keras(world):
-    """Keras as where one backend is all that is installed, so it loads no other.
+    """Keras, as if only one backend were installed, so that it imports no other.
 
     TensorFlow and scikit-learn would take longer than most of the tests.
     """
@@ -39,7 +38,7 @@ def hvd(keras):
 
 
 def rows_of(size: int):
-    """Data of all ranks: so many rows for each of them."""
+    """Returns the data of all ranks, with equally many rows for each rank."""
     draw = np.random.default_rng(7)
     shape = ROWS * size
     x = draw.normal(size=(shape, IN)).astype("float32")
@@ -47,7 +46,7 @@ def rows_of(size: int):
 
 
 def share(world, array, batch: int):
-    """This rank's part of every batch of all ranks."""
+    """Returns this rank's part of every batch."""
     parts = array.reshape(-1, world.size, batch, array.shape[-1])
     return parts[:, world.rank].reshape(-1, array.shape[-1])
 
@@ -82,9 +81,9 @@ def same_everywhere(world, model) -> bool:
 
 
 def applied(world, keras, optimizer, passes: int = 1):
-    """What an optimizer subtracts from two variables, per step of size 1.
+    """Returns the changes that steps of size 1 subtract from two variables.
 
-    The gradients are 1 + rank and 10 times that.
+    The gradients are 1 + rank and 10 * (1 + rank).
     """
     variables = [keras.Variable(np.zeros(n, "float32"), name=f"v{n}") for n in (3, 2)]
     for _ in range(passes):
@@ -196,7 +195,7 @@ def test_local_layers(world, keras, hvd, passes, scale) -> None:
 
 
 def test_a_loop_of_ones_own(world, keras, hvd) -> None:
-    """`apply` outside of any compiled step, and after Keras 2's fashion."""
+    """Calls `apply` outside of compiled steps, and `apply_gradients` as in Keras 2."""
     variable = keras.Variable(np.zeros(3, "float32"), name="v")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     mine = keras.ops.convert_to_tensor(np.full(3, 1.0 + world.rank, "float32"))
@@ -297,7 +296,7 @@ def test_values(world, keras, hvd) -> None:
 
 
 def check_names_and_arguments(module) -> None:
-    """As Horovod has them."""
+    """Compares names and arguments with those of Horovod."""
     optimizer = """optimizer name device_dense device_sparse compression sparse_as_dense
     gradient_predivide_factor op backward_passes_per_step average_aggregated_gradients
     """

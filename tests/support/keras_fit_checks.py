@@ -1,6 +1,6 @@
-"""Tests of `model.fit` with a distributed optimizer, alike on every backend of Keras.
+"""Tests of `model.fit` with a distributed optimizer, the same on every backend.
 
-Collected by tests/ranks/keras/, as those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) 
     fit(reference, x, y, 2 * world.size, epochs=2)
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](keras))
     assert isinstance(optimizer, type(OPTIMIZERS[kind](keras)))
-    model = build(keras, optimizer, seed=world.rank)  # the broadcast makes ranks alike
+    model = build(keras, optimizer, seed=world.rank)  # the broadcast makes them equal
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     mine = share(world, x, 2), share(world, y, 2)
     fit(model, *mine, 2, epochs=2, callbacks=callbacks)
@@ -89,7 +89,7 @@ def test_several_passes_for_one_step(world, keras, hvd) -> None:
     close(model, reference)
     assert int(model.optimizer.iterations) == ROWS // 2
     assert int(model.optimizer._agg_helper.counter) == 0
-    fit(model, *(part[:2] for part in parts), 2)  # a pass that is not used yet
+    fit(model, *(part[:2] for part in parts), 2)  # a pass without a step
     close(model, reference)
     assert int(model.optimizer._agg_helper.counter) == 1
     assert int(model.optimizer.iterations) == ROWS // 2 + 1

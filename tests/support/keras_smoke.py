@@ -1,7 +1,7 @@
 """The tests of ringjax.keras in which code of a backend's adapter takes part.
 
-For backends that do not run all tests of tests/support/keras_*_checks.py. They reach
-every line of ringjax/keras/backends, which is all that differs between backends.
+Backends that do not run all tests of tests/support/keras_*_checks.py run these. They
+reach every line of ringjax/keras/backends, the only code that differs between backends.
 """
 
 from support.keras_alike_checks import test_who_forgets_the_broadcast_is_told_once

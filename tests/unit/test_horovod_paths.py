@@ -1,4 +1,4 @@
-"""Horovod's module paths and the small functions behind them."""
+"""Horovod's module paths, and the helper functions behind them."""
 
 from __future__ import annotations
 

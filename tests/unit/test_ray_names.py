@@ -1,6 +1,6 @@
-"""Horovod's names for Ray, without Ray: arguments, settings, who is where.
+"""Horovod's names for Ray, with a stub of Ray: arguments, settings, ranks of nodes.
 
-A stub stands in for Ray; what runs on a cluster is in tests/engines.
+tests/engines has the tests on a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module `ray` that has names, and can do nothing."""
+    """Replaces the module `ray` by a stub, which has only names."""
     for name in _ours():
         monkeypatch.delitem(sys.modules, name)
     for name, contents in NAMES.items():
@@ -83,7 +83,7 @@ def test_what_it_takes_from_its_arguments() -> None:
     assert executor.params.resources() == {"CPU": 2.0, "GPU": 1.0}
     assert not executor.params.elastic and not executor.settings.elastic
     assert RayExecutor(None, min_workers=1).params.elastic
-    executor.shutdown()  # of nothing
+    executor.shutdown()  # nothing was started
     with pytest.raises(ValueError, match=r"execute: call start\(\) first"):
         executor.run(print)
 
@@ -184,7 +184,7 @@ def test_only_a_dictionary_can_be_logged() -> None:
         put = list.append
 
     queue = Queue()
-    ray_logger.log({"step": 1})  # nobody wants it
+    ray_logger.log({"step": 1})  # without a queue, so the message is dropped
     ray_logger.configure(queue)
     ray_logger.log({"step": 2})
     with pytest.raises(ValueError, match="expected a dict, not int"):
@@ -193,7 +193,7 @@ def test_only_a_dictionary_can_be_logged() -> None:
 
 
 def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
-    """Only where the process has ended may a newcomer begin afresh."""
+    """Only if the process has certainly ended may a new member begin afresh."""
     from ringjax.ray import actors
 
     class ActorUnavailableError(sys.modules["ray.exceptions"].RayError):  # type: ignore[name-defined,misc]
@@ -212,7 +212,7 @@ def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
 
 
 def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None after the first, then longer and longer ones, within the cooldown range."""
+    """No pause after the first failure, then longer ones, within the cooldown range."""
     from ringjax.ray import elastic_jobs
 
     monkeypatch.setattr(sys.modules["ray"], "put", lambda _: None)

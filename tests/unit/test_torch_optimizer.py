@@ -1,6 +1,6 @@
-"""DistributedOptimizer in one process: arguments, names, groups, what it takes over.
+"""DistributedOptimizer in one process: arguments, names, groups, shared state.
 
-Reducing needs ranks: tests/ranks/torch/test_torch_optimizer.py.
+tests/ranks/torch/test_torch_optimizer.py tests the reduction.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_names_must_be_unique_and_complete() -> None:
         DistributedOptimizer(sgd(model), named_parameters=both)
     with pytest.raises(ValueError, match=r"not named: \[3\] \(number 1 of group 0\)"):
         DistributedOptimizer(sgd(model), named_parameters=pairs[:1] + pairs[2:])
-    # Names of parameters that the optimizer does not have are no mistake.
+    # Names of parameters that the optimizer does not have are allowed.
     more = [*pairs, ("other", torch.nn.Parameter(torch.ones(1)))]
     optimizer = DistributedOptimizer(sgd(model), named_parameters=iter(more))
     assert names(optimizer) == [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""The checks that several files of this folder import are tests, too."""
+"""Has pytest rewrite the assertions of checks that files of this folder import."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""A job of Keras, written as Horovod's example is: a rank is lost in fit, one joins.
+"""An elastic job of Keras, like Horovod's example: a rank is lost in fit, one joins.
 
-A loss in a step of TensorFlow is in test_tensorflow_elastic.py; resets without a loss
-are in tests/support/keras_callback_checks.py.
+test_tensorflow_elastic.py tests a loss in a step of TensorFlow, and
+tests/support/keras_callback_checks.py tests resets without a loss.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 from support.elastic_job import Start
 
-# `fit` before `run` makes the optimizer's variables, and the callback does the same, so
-# that ranks that join and ranks that are there make the same calls.
+# `fit` before `run` makes the optimizer's variables, as the callback does, so that
+# ranks that join and ranks that stay make the same calls.
 FIT = """
 os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["sklearn"] = None  # Keras would load it, which takes long
+sys.modules["sklearn"] = None  # Keras would import it, which takes long
 import keras
 import ringjax.keras as hvd
 
@@ -23,7 +23,7 @@ model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
 
 def say_step():
-    model.jax_state_sync()  # within fit the optimizer's variables are old ones
+    model.jax_state_sync()  # within fit, the optimizer's variables are out of date
     say("step", int(model.optimizer.iterations), hvd.size())
 
 def one_step():
@@ -92,7 +92,7 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
         assert batches[-6:] == list(range(6)), "an epoch that is counted is complete"
     [[_, size, *began]] = job.lines(2, "begin")
     assert size == "2" and began == job.lines(0, "begin")[-1][2:]
-    # One step of its own, one with the others before it got the state, and then theirs.
+    # The new rank makes a step alone, and one before it has the state, then the job's.
     mine = [int(step) for step, _ in job.lines(2, "step")]
     assert mine == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
     assert job.lines(0, "end") == job.lines(2, "end") != []

@@ -1,8 +1,8 @@
 """ringjax.keras on JAX: all of tests/support/keras_*_checks.py, on two ranks.
 
-In full here, because a train step on JAX changes nothing that it is not given: what is
-right there is right on the other backends, but for their adapters (keras_smoke.py). No
-code of ringjax.keras does on three ranks what it does not on two.
+All checks run on JAX, where most mistakes show: a train step there changes nothing but
+its arguments. The other backends run the checks of their adapters (keras_smoke.py). No
+code of ringjax.keras runs only on three ranks.
 """
 
 from __future__ import annotations

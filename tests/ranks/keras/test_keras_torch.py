@@ -1,6 +1,6 @@
 """ringjax.keras on PyTorch: its adapter, on three ranks; the rest is on JAX.
 
-Where the adapter is cheapest to test, on three: a process set of two is not all ranks.
+On three ranks a process set of two is not the world; PyTorch is the fastest for it.
 """
 
 from __future__ import annotations

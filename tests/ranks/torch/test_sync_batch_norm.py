@@ -10,7 +10,7 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Three ranks run all code that two ranks run; a test of each file runs on two, too.
 pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
 
 NORMS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d,
@@ -27,7 +27,7 @@ def batches(size: int, rest: tuple[int, ...], rows: list[int] | None = None) -> 
 
 
 def compare(world: Any, parts: Any, **options: Any) -> None:
-    """Forward, backward and running statistics, of two steps and of an evaluation."""
+    """Returns outputs, gradients and statistics of two steps and an evaluation."""
     whole = torch.cat(parts)
     ours = hvd.SyncBatchNorm(3, **options).double()
     reference = NORMS[whole.dim()](3, **options).double()

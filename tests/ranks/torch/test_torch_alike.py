@@ -30,7 +30,7 @@ class Training:
         named = self.model.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(plain, named, **options)
         self._capfd = capfd
-        hvd.join()  # steps are counted from here on
+        hvd.join()  # the steps are counted from here on
 
     def run(self, steps: int) -> list[str]:
         for _ in range(steps):
@@ -91,7 +91,7 @@ def test_ranks_with_fewer_steps_join_and_count_anew(world, capfd) -> None:
             training.model(torch.ones(2, 3)).square().sum().backward()
             training.optimizer.step()
         hvd.join()
-        # The parameters are those of the rank with most steps, as after any join.
+        # As after any join, the rank with the most steps has the parameters that count.
         hvd.broadcast_parameters(training.model.state_dict(), world.size - 1)
         hvd.barrier()
         assert DIFFER not in capfd.readouterr().err
@@ -123,12 +123,12 @@ def test_a_step_that_one_rank_leaves_out_is_an_error(world, capfd) -> None:
     for everybody in (True, False):
         training.run(1)
         backward()
-        if everybody or world.rank == 1:  # as after an error of its own
+        if everybody or world.rank == 1:  # rank 1 alone, as after an error there
             training.optimizer.synchronize()
         else:
             training.optimizer.step()
         backward()
-        if everybody:  # they have decided alike
+        if everybody:  # all ranks have left the step out
             training.optimizer.step()
         else:
             with pytest.raises(hvd.HorovodInternalError, match="have left it out"):

@@ -1,4 +1,4 @@
-"""Derivatives of the operations of ringjax.torch: Horovod's, who averages gradients."""
+"""Derivatives of the operations of ringjax.torch, which are those of Horovod."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 import ringjax.torch as hvd
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code that other numbers run; some tests run on those, too.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 
 def gradient(run: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """That of ``(run(x) * weight).sum()``, through a step that is not a leaf."""
+    """Returns the gradient of ``(run(x) * weight).sum()``, where x is not a leaf."""
     leaf = x.clone().requires_grad_()
     (run(leaf * 1) * weight).sum().backward()
     assert leaf.grad is not None
@@ -26,7 +26,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def weights(size: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """The gradients of the results, one for each rank."""
+    """Returns the gradients of the results, one for each rank."""
     count = torch.Size(shape).numel()
     base = torch.arange(1.0, count + 1, dtype=torch.float64).view(shape)
     return [base + rank for rank in range(size)]
@@ -69,7 +69,7 @@ def test_groups(world) -> None:
         for x, w in zip(xs, ws, strict=True):
             close(x.grad, torch.stack(w).sum(0) * scale)
             x.grad = None
-    # Only one of the results is used.
+    # The loss uses only one of the results.
     outs = hvd.grouped_allreduce(xs, op=hvd.Sum)
     outs[1].sum().backward()
     close(xs[0].grad, torch.zeros_like(xs[0]))

@@ -1,4 +1,4 @@
-"""Bucket sizes tried in the first steps of a DistributedOptimizer."""
+"""Autotuning: a DistributedOptimizer tries bucket sizes in its first steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print("TUNED", tuning and (tuning.settled, str(tuning.setting)))
 
 
 def run(start_job: StartJob, folder: Path, ranks: int, *options: str) -> list[str]:
-    """What each rank says of its tuning; all must have the same parameters."""
+    """Returns a line of each rank about its tuning; all parameters must be equal."""
     job = start_job(ranks, SCRIPT, {"RINGJAX_CACHE_DIR": str(folder)}, options)
     assert job.wait(90) == 0, job.logs()
     found = []

@@ -1,7 +1,7 @@
-"""Elastic training in PyTorch on ranks that all stay: failures, resets, who gets what.
+"""Elastic training in PyTorch, on ranks that all stay: failures, resets, states.
 
-The loop itself, with made-up errors, is in tests/unit/test_elastic.py; ranks that die
-for good need a launcher that replaces them.
+tests/unit/test_elastic.py tests the loop itself, with simulated errors. Ranks that die
+need a launcher that replaces them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ringjax import elastic
 from ringjax.errors import Mismatch
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Two ranks do nothing that three do not; one test proves it.
+# Three ranks run all code that two ranks run; one test runs on two, too.
 RANKS = pytest.mark.ranks(1, 3)
 
 
 def build(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    # With buffers that are no parameters.
+    # BatchNorm has buffers, which are no parameters.
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
 
@@ -36,7 +36,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class Trained:
-    """A model of this rank's own, trained for some steps, and its state."""
+    """Returns a trained model, which differs between ranks, and its state."""
 
     def __init__(self, world, **extra) -> None:
         self.world = world
@@ -190,14 +190,14 @@ def test_every_sample_once(world) -> None:
                 state.commit()
             elif number == 2 and state.fails:
                 state.restore()
-                state.fails -= 1  # survives the restore in `run` as it is committed
+                state.fails -= 1  # committed, so the restore in `run` keeps it
                 state.commit()
                 raise hvd.HorovodInternalError("made up")
 
     train(state)
     assert state.fails == 0
     assert set(state.done) == set(data)
-    assert len(state.done) - len(data) < world.size  # to fill the last step
+    assert len(state.done) - len(data) < world.size  # padding of the last step
     assert sampler.processed_num >= len(data)
     sampler.set_epoch(1)
     state.commit()

@@ -11,7 +11,7 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code that other numbers run; some tests run on those, too.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 OPTIMIZERS: dict[str, Any] = {
@@ -29,7 +29,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 class Anything:
-    """A class of the user, which only a pickle can carry."""
+    """A class of the program, whose objects must be pickled."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -48,7 +48,7 @@ def same_on_all_ranks(value: Any) -> bool:
 
 
 def flat(state: Any) -> Any:
-    """A state dict with lists for tensors."""
+    """Returns a state dict with lists in place of tensors."""
     if isinstance(state, torch.Tensor):
         return state.tolist()
     if isinstance(state, dict):
@@ -87,7 +87,7 @@ def test_parameters_must_be_some(world) -> None:
 def test_broadcast_optimizer_state(world, name: str, fresh: str) -> None:
     root = world.size - 1
     model = model_of(0)
-    # A rate that differs from rank to rank.
+    # The learning rate differs between ranks.
     optimizer = OPTIMIZERS[name](model.parameters(), 0.1 + 0.05 * world.rank)
     is_fresh = {"nobody": False, "others": world.rank != root, "everybody": True}
     if not is_fresh[fresh]:
@@ -105,7 +105,7 @@ def test_broadcast_optimizer_state(world, name: str, fresh: str) -> None:
     assert same_on_all_ranks(flat(after))
     if world.rank == root and fresh != "everybody":
         assert flat(after) == mine
-    optimizer.step()  # with options of the right types
+    optimizer.step()  # fails if options have wrong types
 
 
 def test_state_of_a_distributed_optimizer(world) -> None:
@@ -172,7 +172,7 @@ def test_a_scheduler_finds_what_the_root_has(world) -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["momentum"], group["initial_lr"]) == (0.4, 0.5, 0.4)
-    if world.rank:  # a scheduler of the plain optimizer still sets the rate of both
+    if world.rank:  # the scheduler of the plain optimizer sets the rate of both
         plain.param_groups[0]["lr"] = 0.2
         assert group["lr"] == 0.2
 
@@ -210,14 +210,14 @@ def test_sparse_embeddings(world) -> None:
 
 
 def test_objects(world) -> None:
-    """How objects travel, and which may: jax/test_sync.py, unit/test_objects.py."""
+    """More about sending objects: jax/test_sync.py, unit/test_objects.py."""
     plain = {"hello": 123, "rank": world.rank}
     got = hvd.broadcast_object(plain, root_rank=1, name="object")
     assert got == {**plain, "rank": 1}
     assert (got is plain) == (world.rank == 1)
     thing = hvd.broadcast_object(Anything(world.rank))
     assert (type(thing), thing.value) == (Anything, 0)
-    # Not a word about what the others hold, not even its type.
+    # The other ranks have no argument of that type.
     assert hvd.broadcast_object(Point(1, 2) if world.rank == 0 else None) == (1, 2)
     state = hvd.broadcast_object(model_of(world.rank).state_dict(), 0)
     wanted = model_of(0).state_dict()

@@ -13,7 +13,7 @@ import ringjax.torch as hvd
 from ringjax.eager.dtypes import NUMBERS
 from ringjax.errors import Mismatch
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code that other numbers run; some tests run on those, too.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 DTYPES = tuple(getattr(torch, name) for name in NUMBERS)
@@ -21,7 +21,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3), (2, 3, 4)]
 
 
 def draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
-    """The input of `rank`: small integers, so that sums are exact in any dtype."""
+    """Returns the input of `rank`: small integers, so that all dtypes add exactly."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
@@ -41,7 +41,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # torch.testing imports half of torch at its first use.
+    # The first use of torch.testing imports many modules, which takes long.
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.allclose(actual, expected, rtol=1e-6)
@@ -49,7 +49,7 @@ def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_there_and_back(world, dtype: torch.dtype) -> None:
-    """Into memory like the tensor's, and into what the core makes."""
+    """Results in memory of PyTorch, and in memory of the core."""
     for shape in ((), (2, 3)):
         x = draw(world.rank, shape, dtype)
         same(hvd.allreduce(x, op=hvd.Sum), total(world.size, shape, dtype))
@@ -110,7 +110,7 @@ def test_ops_and_factors(world) -> None:
     whole = xs.mean(0) * 2
     part = hvd.reducescatter(x, prescale_factor=2.0)
     near(part, torch.tensor_split(whole, size)[world.rank])
-    # Factors of integers are applied in float64; the result is cut off.
+    # The core multiplies integers in float64 and truncates the result.
     n = draw(world.rank, shape, torch.int32)
     scaled = (0.7 * every(size, shape, torch.float64)).trunc().sum(0)
     same(hvd.allreduce(n, op=hvd.Sum, prescale_factor=0.7), scaled.int())
@@ -166,7 +166,7 @@ def test_memory_that_is_not_contiguous(world) -> None:
     same(hvd.allreduce_(columns, op=hvd.Sum), expected)
     same(base[:, 1::2], draw(world.rank, (4, 6))[:, 1::2])
     same(hvd.broadcast_(base.t(), 0), base.t())
-    # Lazily conjugated and negated ones have other bits than values.
+    # The memory of lazily conjugated and negated tensors has the original values.
     z = draw(world.rank, (2,), torch.complex64) * 1j
     same(hvd.allreduce(z.conj(), op=hvd.Sum), -total(world.size, (2,), z.dtype) * 1j)
     minus = z[:1].conj().imag
@@ -202,7 +202,7 @@ def test_alltoall_with_splits(world, kind: Any) -> None:
     same(out, expected)
     even = torch.arange(2 * size)
     assert isinstance(hvd.alltoall(even), torch.Tensor)
-    # As in Horovod, the handle gives both in any case.
+    # The handle returns both results also without `splits`, like Horovod's.
     out, received = hvd.synchronize(hvd.alltoall_async(even))
     assert received.tolist() == [2] * size
     nothing = hvd.alltoall(torch.empty(0, 2), [0] * size)
@@ -384,7 +384,7 @@ def test_a_handle_does_not_keep_the_tensors(world) -> None:
     alive = weakref.ref(x)
     handle = hvd.allreduce_async_(x, name="short")
     handle.wait()
-    hvd.barrier()  # what the core keeps is let go with the next call
+    hvd.barrier()  # the core releases its references in the next call
     del x
     assert alive() is None
     assert handle.done()

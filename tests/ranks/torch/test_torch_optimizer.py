@@ -1,7 +1,7 @@
-"""DistributedOptimizer on several ranks, against one process with everybody's data.
+"""DistributedOptimizer on several ranks, against one process with all their data.
 
-Every rank trains a reference beside: the same model and plain optimizer on the batches
-of all ranks. Ways in which gradients come about; errors are in test_torch_training.py.
+Every rank also trains a reference: an equal model with a plain optimizer, on the
+batches of all ranks. test_torch_training.py tests usage and errors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import ringjax.torch as hvd
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Three ranks run all code that two ranks run; a test of each file runs on two, too.
 RANKS = pytest.mark.ranks(1, 3)
 
 
 class Net(torch.nn.Module):
-    """Some layers; `bias` of the last one is used twice, `spare` not by everybody."""
+    """Some layers. Ranks use the last `bias` twice; some ranks do not use `spare`."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def close(model, reference, rtol: float = 1e-5, atol: float = 1e-6) -> None:
 
 
 class Twins:
-    """A distributed model, and one in this process alone that has all ranks' data."""
+    """A distributed model, and a reference that has the data of all ranks."""
 
     def __init__(self, world, make, model=None, **options) -> None:
         self.world, self.step = world, 0
@@ -68,7 +68,7 @@ class Twins:
         loss: Callable = lambda model, rank, step: loss_of(model, batch(rank, step)),
         factor: float = 1.0,
     ) -> None:
-        """`loss` is what a rank computes; the reference gets the sum over all ranks.
+        """Makes a step. A rank computes `loss`; the reference adds the losses of all.
 
         `factor` is for reductions that are no average.
         """
@@ -103,7 +103,7 @@ OPTIMIZERS = {
 def test_it_trains_as_one_process_with_all_data(world, kind: str) -> None:
     twins = Twins(world, OPTIMIZERS[kind])
     twins.train()
-    # Dividing by the root of a tiny square makes much of the last bit.
+    # The division by the root of a tiny square amplifies rounding errors.
     close(twins.model, twins.reference, rtol=1e-4, atol=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_compression(world, name: str) -> None:
     twins.train()
     close(twins.model, twins.reference, rtol=0.05, atol=0.01)
     if world.size > 1:
-        # It did travel as 16 bits: the same gradients, each rounded, and then the sum.
+        # The gradients were sent as 16 bits: each gradient is rounded before the sum.
         twins.optimizer.zero_grad()
         loss_of(twins.model, batch(world.rank, 9)).backward()
         weight, expected = twins.model.last.weight, 0
@@ -222,7 +222,7 @@ def test_ranks_may_use_different_layers(world, wanted) -> None:
 @RANKS
 def test_buckets_need_not_be_alike(world, monkeypatch) -> None:
     twins = Twins(world, sgd)
-    # One rank submits gradients one by one, another all at the end, the third some.
+    # The ranks have buckets of different sizes: no gradient, all gradients, some.
     room = [0, 1 << 20, 200][world.rank]
     monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", room)
     twins.train(6)
@@ -256,7 +256,7 @@ def test_frozen_parameters(world) -> None:
     twins = Twins(world, sgd, model)
     twins.train(2)
     assert model.first.weight.grad is None
-    for net in (twins.model, twins.reference):  # later than the optimizer was made
+    for net in (twins.model, twins.reference):  # after the optimizer was made
         net.first.requires_grad_(True)
         net.middle.requires_grad_(False)
         net.middle.zero_grad()
@@ -352,7 +352,7 @@ def test_sparse_gradients_that_a_rank_does_not_have(world, dense: bool) -> None:
     )
 
     def loss(model, rank, step):
-        # In the first step everybody uses both, then each rank one of them.
+        # All ranks use both in the first step; later each rank uses one of them.
         tables = model if step == 0 else [model[(rank + step) % 2]]
         x = torch.tensor([[1, 2, 5 - rank]])
         return sum((i + 1) * t(x).square().sum() for i, t in enumerate(tables))

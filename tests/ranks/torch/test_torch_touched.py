@@ -1,7 +1,7 @@
-"""What programs do to gradients between backward and step, as they do with DDP.
+"""Changes of gradients between backward and step, as programs for DDP make them.
 
-Changes of `.grad`, parameters that not all ranks use, losses that pass through another
-network, and the texts of the mistakes that are possible there.
+Also parameters that not all ranks use, losses that pass through another network, and
+the texts of errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.torch_pairs import batch, build, close, everyones_loss, loss_of, pa
 import ringjax.torch as hvd
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Three ranks run all code that two ranks run; a test of each file runs on two, too.
 RANKS = pytest.mark.ranks(1, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
@@ -42,7 +42,7 @@ def test_gradients_may_be_changed_after_backward(
         "fp16": {"compression": hvd.Compression.fp16},
         "groups": {"groups": 2},
     }.get(options, {})
-    if options == "one by one":  # all are under way when backward ends
+    if options == "one by one":  # all gradients are in flight when backward ends
         monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", world.rank)
     model, optimizer, reference, plain = pair(**more)
     if options == "unused":
@@ -70,7 +70,7 @@ def test_a_change_while_gradients_are_under_way_is_an_error(world, touch: str) -
     optimizer.add_param_group({"params": [lonely]})
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = loss_of(model, world.rank, 0)
-    if world.rank == 1:  # the loss of this rank alone needs it
+    if world.rank == 1:  # only the loss of this rank uses it
         loss = loss + lonely.sum()
     scaler.scale(loss).backward()
     if world.rank != 1:
@@ -90,7 +90,7 @@ def test_a_change_while_gradients_are_under_way_is_an_error(world, touch: str) -
         loss_of(model, world.rank, 1).backward()
         if goes_on:
             optimizer.step()
-        else:  # rank 1 has made a step less
+        else:  # rank 1 has made one step less
             with pytest.raises(hvd.HorovodInternalError, match="have left it out"):
                 optimizer.step()
 
@@ -165,7 +165,7 @@ def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
 @RANKS
 @pytest.mark.parametrize("zero", ["optimizer", "module"])
 def test_another_networks_loss_passes_through(world, zero: str) -> None:
-    """As the loss of a generator does through the discriminator."""
+    """A generator is trained so, through a frozen discriminator."""
 
     def train(maker, made, judge, judges, average) -> None:
         def made_up(rank: int, step: int):
@@ -238,7 +238,7 @@ def test_a_batch_that_failed_on_one_rank_is_dropped_on_all(world) -> None:
 def test_mistakes_with_a_text_of_their_own(world) -> None:
     model, optimizer, _, _ = pair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about the same call
+        warnings.simplefilter("ignore")  # PyTorch warns about this call, too
         with pytest.raises(RuntimeError, match=r"create_graph=True.*autograd.grad"):
             loss_of(model, world.rank, 0).backward(create_graph=True)
     optimizer.zero_grad()
@@ -250,7 +250,7 @@ def test_mistakes_with_a_text_of_their_own(world) -> None:
     with pytest.raises(ValueError, match=r"two optimizers .*'0.bias'.*different names"):
         loss_of(twin, world.rank, 0).backward()
     optimizer.step()
-    loss_of(twin, world.rank, 1).backward()  # one after the other they may be alike
+    loss_of(twin, world.rank, 1).backward()  # the first has made its step
     second.step()
 
 

@@ -1,7 +1,7 @@
-"""How programs use DistributedOptimizer: steps, clipping, closures, and mistakes.
+"""The usage of DistributedOptimizer: steps, clipping, closures, and errors.
 
-That the gradients are right is in test_torch_optimizer.py; here it is what may be
-called when, and what a mistake on one rank says on all.
+test_torch_optimizer.py tests the gradients. Here are the allowed orders of calls, and
+the texts of errors on all ranks after a mistake on one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ringjax.torch as hvd
 from ringjax.errors import Mismatch
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Three ranks run all code that two ranks run; a test of each file runs on two, too.
 RANKS = pytest.mark.ranks(1, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
@@ -57,7 +57,7 @@ def test_step_after_synchronize_warns(world) -> None:
 @RANKS
 def test_a_closure_is_reduced_every_time(world) -> None:
     class Twice(torch.optim.SGD):
-        """Looks one step ahead, as some optimizers do."""
+        """An optimizer that computes gradients one step ahead."""
 
         def step(self, closure):
             with torch.enable_grad():
@@ -83,7 +83,7 @@ def test_a_closure_is_reduced_every_time(world) -> None:
             loss.backward()
             return loss
 
-        if step == 2:  # what was computed before does no harm
+        if step == 2:  # gradients from before the closure have no effect
             loss_of(model, world.rank, 9).backward()
         assert optimizer.step(ours).shape == plain.step(theirs).shape == ()
     close(model, reference)
@@ -133,7 +133,7 @@ def test_zero_grad_is_refused_until_the_last_backward(world) -> None:
     with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called"):
         optimizer.zero_grad()
     loss_of(model, world.rank, 0).backward()
-    optimizer.zero_grad(set_to_none=False)  # nothing is on its way any more
+    optimizer.zero_grad(set_to_none=False)  # no gradient is in flight now
     assert not model[0].weight.grad.any()
     optimizer.step()
 
@@ -150,7 +150,7 @@ def test_backward_too_often(world) -> None:
     optimizer.step()
     optimizer.zero_grad()
     loss_of(model, world.rank, 0).backward()
-    optimizer.step()  # also earlier than announced
+    optimizer.step()  # also before the number of passes is reached
 
 
 @RANKS
@@ -162,7 +162,7 @@ def test_a_scaler_of_mixed_precision(world) -> None:
         optimizer.zero_grad()
         loss = scaler.scale(loss_of(model, world.rank, step))
         if step == 2 and world.rank == world.size - 1:
-            loss = loss * torch.inf  # on one rank, so for all of them
+            loss = loss * torch.inf  # on one rank, so the reduced gradient is infinite
         loss.backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
@@ -213,7 +213,7 @@ def test_state_is_saved_loaded_and_sent(world) -> None:
         plain.zero_grad()
         everyones_loss(reference, world, step).backward()
         plain.step()
-    # Rank 0 has a checkpoint; the others begin with something else.
+    # Rank 0 has a checkpoint; the other ranks begin with other values.
     again = build(seed=world.rank + 50)
     other = hvd.DistributedOptimizer(
         torch.optim.Adam(again.parameters(), lr=0.5), again.named_parameters()
@@ -313,7 +313,7 @@ def test_process_sets(world) -> None:
         optimizer.zero_grad()
         loss_of(model, world.rank, step).backward()
         if not chosen.included():
-            optimizer.zero_grad()  # there is nothing to wait for
+            optimizer.zero_grad()  # no gradient is in flight
             loss_of(model, world.rank, step).backward()
         optimizer.step()
         plain.zero_grad()
@@ -353,7 +353,7 @@ def test_adasum_combines_how_far_local_steps_go(world, kind: str) -> None:
 
 
 def adasum(deltas):
-    """The paper's combination, pair by pair."""
+    """Combines the gradients as the paper does, pair by pair."""
     if len(deltas) == 1:
         return deltas[0]
     half = [combined(deltas[i], deltas[i + 1]) for i in range(0, len(deltas), 2)]
