@@ -51,13 +51,9 @@ def submit(
     """Submits an operation whose results have known shapes, in memory of PyTorch.
 
     Args:
-        op: the name of the collective.
-        tensors: the tensors that one operation sends.
-        name: the name of the operation, or None.
-        process_set: the ranks that take part.
-        options: further arguments of the lane.
         pick: makes the result of the handle from the output tensors.
         in_place: whether the results replace the tensors.
+        others: as of `lane.submit`.
     """
     tensors = list(tensors)
     refs, held, on_device = prepare(op, name, tensors)
@@ -151,14 +147,11 @@ def submit_ragged(
     """Submits an operation whose results have as many rows as the other ranks send.
 
     Args:
-        op: the name of the collective.
-        tensors: the tensors that one operation sends; none is 0-d.
-        name: the name of the operation, or None.
-        process_set: the ranks that take part.
         pick: makes the result of the handle from pairs of an output tensor and the
             numbers of rows that each rank has sent.
         splits: for alltoall, the rows for each rank; empty: equal parts.
         waits: whether the caller waits for the handle at once.
+        others: as of `lane.submit`.
     """
     refs, held, on_device = prepare(op, name, tensors)
     for ref in refs:
