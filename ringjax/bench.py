@@ -1,12 +1,12 @@
 """Times one collective by size: `ringrun -np 4 python -m ringjax.bench allreduce`.
 
-Prints columns as nccl-tests does; every result is first checked against numpy. Arrays
-are where JAX puts them: on the GPU of each rank if it has one. Not a comparison with
-other libraries: that is benchmarks/ in the checkout. algbw is size over time, busbw the
-least that the busiest link must have carried, over time: see P. Patarasuk, X. Yuan,
-Bandwidth optimal all-reduce algorithms, JPDC 69 (2009). limit is the busbw that the
-machine would allow: of one copy of the data, made by all ranks at the same time, or
-between hosts of the network as it was measured when the job started.
+Checks every result against numpy, and prints columns as nccl-tests does. JAX chooses
+the device of the arrays: the GPU of each rank if it has one. algbw is size over time.
+busbw is the smallest number of bytes that the busiest link must carry, over time: see
+P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69 (2009). limit is
+the busbw that the machine allows: on one host, that of one copy of the data, made by
+all ranks at the same time; between hosts, that of the network, measured when the job
+started. The benchmarks against other libraries are in benchmarks/ of the checkout.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax import collectives, ops, runtime, sync
+from ringjax.control.objects import Array
 from ringjax.ops import bus_factor
 from ringjax.settings.version import version
 
@@ -49,8 +50,8 @@ FIELDS = (
 )
 UNITS = ("B", "elements", "", "us", "us", "us", "GB/s", "GB/s", "GB/s", "")
 COLUMNS = "{:>11} {:>11} {:>5} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7}  {}"
-NOISY = 0.25  # of the median between the quartiles
-_FASTER = 0.9  # of the time of a smaller size
+NOISY = 0.25  # distance of the quartiles, as a share of the median
+_FASTER = 0.9  # share of the time of a smaller size, below which a row is marked
 MARKS = {
     "*": f"the quartiles of the batches are more than {NOISY:.0%} of the median apart: "
     "something else runs here; try -n 101",
@@ -59,7 +60,7 @@ MARKS = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4096``, ``4K``, ``64MiB`` or ``1g``; units are powers of 1024."""
+    """Parses ``4096``, ``4K``, ``64MiB`` or ``1g``, with powers of 1024, as bytes."""
     match = re.fullmatch(r"(\d+)(?:([KMG])(?:I?B)?|B)?", text.strip().upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size like 4096, 4K or 64M")
@@ -67,30 +68,32 @@ def parse_size(text: str) -> int:
 
 
 def size_steps(first: int, last: int, factor: int) -> list[int]:
-    """`first`, times `factor`, again, … and never beyond `last`."""
+    """Returns `first`, `first * factor`, and so on up to `last`."""
     return [first, *size_steps(first * factor, last, factor)] if first <= last else []
 
 
-def tensor(collective: str, rank: int, ranks: int, count: int, dtype: Any) -> Any:
-    """What `rank` passes, in numpy; `count` elements are the size that is reported."""
+def tensor(
+    collective: str, rank: int, ranks: int, count: int, dtype: np.dtype[Any]
+) -> Array:
+    """Returns the input of `rank`. The reported size is that of `count` elements."""
     own = count // ranks if collective == "allgather" else count
-    # Small integers: exact in every dtype, also as a sum or a product over the ranks.
+    # Small integers, so that sums and products over ranks are exact in every dtype.
     cycle = 2 if collective in REDUCING else 7
     return ((np.arange(own) + 3 * rank) % cycle + 1).astype(dtype)
 
 
 def expected(
-    collective: str, op: str, rank: int, ranks: int, count: int, dtype: Any
-) -> Any:
-    """What `rank` must get, in numpy."""
+    collective: str, op: str, rank: int, ranks: int, count: int, dtype: np.dtype[Any]
+) -> Array:
+    """Returns the correct result of `rank`."""
     if collective == "broadcast":
         return tensor(collective, 0, ranks, count, dtype)
     inputs = (tensor(collective, r, ranks, count, dtype) for r in range(ranks))
-    mine = slice(rank * (count // ranks), (rank + 1) * (count // ranks))
+    own = slice(rank * (count // ranks), (rank + 1) * (count // ranks))
     if collective == "allgather":
         return np.concatenate(list(inputs))
     if collective == "alltoall":
-        return np.concatenate([x[mine] for x in inputs])
+        return np.concatenate([x[own] for x in inputs])
     wide = np.float64 if jnp.issubdtype(dtype, jnp.floating) else dtype
     total = next(inputs).astype(wide)
     merge = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply}
@@ -98,14 +101,14 @@ def expected(
         total = merge.get(op, np.add)(total, other.astype(wide))
     if op == "Average":
         total = total / ranks if wide is np.float64 else total // ranks
-    return (total if collective == "allreduce" else total[mine]).astype(dtype)
+    return (total if collective == "allreduce" else total[own]).astype(dtype)
 
 
-def check(got: Any, want: Any, what: str) -> None:
-    """Raises ArithmeticError, naming the first element that is wrong."""
+def check(result: jax.Array | Array, want: Array, what: str) -> None:
+    """Raises ArithmeticError with the first wrong element, if there is one."""
     rounds = jnp.issubdtype(want.dtype, jnp.floating)
     tolerance = 4 * float(jnp.finfo(want.dtype).eps) if rounds else 0.0
-    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    got, want = np.asarray(result, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise ArithmeticError(f"{what}: shape {got.shape}, expected {want.shape}")
     right = np.isclose(got, want, rtol=tolerance, atol=0)
@@ -115,7 +118,7 @@ def check(got: Any, want: Any, what: str) -> None:
 
 
 class Bench:
-    """One collective in one mode: makes the call, checks it, times it."""
+    """Calls one collective in one mode, checks its results, and measures its time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -123,27 +126,28 @@ class Bench:
         self.dtype = jnp.dtype(DTYPES[options.dtype])
         self.rank, self.ranks = runtime.rank(), runtime.size()
         self.gpu = jax.local_devices()[0].platform != "cpu"
-        self.limit = self._of_network()
+        self.limit = self._network_limit()
         function = getattr(collectives, self.collective)
         takes: dict[str, Any] = {"broadcast": {"root_rank": 0}}
         takes |= {name: {"op": getattr(ops, options.op)} for name in REDUCING}
         arguments = takes.get(self.collective, {})
 
-        def call(x: Any) -> Any:
+        def call(x: jax.Array) -> Any:
             if self.barrier:
                 return function() or x
             return function(x, **arguments)
 
-        self.call: Callable[[Any], Any] = call
+        self.call: Callable[[jax.Array], Any] = call
         if options.mode != "eager":
             donated = (0,) if options.mode == "donated" else ()
             self.call = jax.jit(self.call, donate_argnums=donated)
 
-    def row(self, size: int) -> dict[str, Any]:
-        """Checks and times one size; every rank must call it.
+    def measure(self, size: int) -> dict[str, Any]:
+        """Checks and times one size; every rank must call this.
 
         Returns:
-            FIELDS, in bytes, microseconds and GB/s; None where there is no such thing.
+            A value for each of FIELDS, in bytes, microseconds and GB/s. None if the
+            collective has no such value.
         """
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
@@ -155,11 +159,12 @@ class Bench:
             check(result, want, what)
         del result
         before = self._algorithms()
-        # So many calls that the clock does not count; the same on all ranks.
+        # Enough calls to make the cost of reading the clock small, equally many on all
+        # ranks.
         calls = max(1, min(50, (256 << 10) // size))
         size = 0 if self.barrier else count * self.dtype.itemsize
-        copying = CopyBenchmark(size if self.limit is None and not self.gpu else 0)
-        times, alone = self._times(jnp.asarray(values), calls, copying)
+        copies = CopyBenchmark(size if self.limit is None and not self.gpu else 0)
+        times, alone = self._times(jnp.asarray(values), calls, copies)
         used = [a for a, n in self._algorithms().items() if n > before.get(a, 0)]
         median = statistics.median(times)
         row = dict.fromkeys(FIELDS) | {
@@ -176,29 +181,30 @@ class Bench:
             return row
         factor = bus_factor(self.collective, self.ranks)
         limit = self.limit
-        if copying.times:
-            limit = size / statistics.median(copying.times) / 1e9 * factor
+        if copies.times:
+            limit = size / statistics.median(copies.times) / 1e9 * factor
         algbw = size / median / 1e9
         return row | {"algbw": algbw, "busbw": algbw * factor, "limit": limit}
 
-    def _step(self, x: Any) -> Any:
+    def _step(self, x: jax.Array) -> Any:
         out = jax.block_until_ready(self.call(x))
-        if self.barrier:  # what it returned does not wait for it
+        if self.barrier:  # its result is the input, which is ready at once
             jax.effects_barrier()
         return out
 
     def _times(
-        self, x: Any, calls: int, copying: CopyBenchmark
+        self, x: jax.Array, calls: int, copies: CopyBenchmark
     ) -> tuple[list[float], list[float]]:
-        """Seconds of a call on the rank that took longest, and of all ranks together.
+        """Measures the seconds of a call on the slowest rank.
 
-        The slowest rank counts: the root of a broadcast is done before the others.
+        The slowest rank counts, because the root of a broadcast ends before the others.
+        Sets `copies.times` if it has a size.
 
         Returns:
-            A mean for each batch; and each call alone. On a GPU, where calls are
-            queued as a program queues them, both are the means.
+            The mean of each batch, and the time of each single call. A GPU queues calls
+            as in a program, so both are the means.
         """
-        mine, alone, copies = [], [], []
+        means, single, copy_times = [], [], []
         for batch in range(-self.options.warmup, self.options.batches):
             collectives.barrier()
             ends = [time.perf_counter()]
@@ -210,24 +216,30 @@ class Bench:
                 jax.block_until_ready(out)
                 ends = [ends[0], ends[0] + (time.perf_counter() - ends[0]) / calls]
             if batch >= 0:
-                mine.append((ends[-1] - ends[0]) / (len(ends) - 1))
-                alone += np.diff(ends).tolist()
-            if copying.size:
-                collectives.barrier()  # all at once, as in a collective
-                copies.append(copying.seconds(calls))
-        slowest = self._slowest([*mine, *alone, *copies])
-        copying.times = slowest[len(mine) + len(alone) :]
-        return slowest[: len(mine)], slowest[len(mine) : len(mine) + len(alone)]
+                means.append((ends[-1] - ends[0]) / (len(ends) - 1))
+                single += np.diff(ends).tolist()
+            if copies.size:
+                # All ranks copy at the same time, as in a collective.
+                collectives.barrier()
+                copy_times.append(copies.seconds(calls))
+        slowest = self._slowest([*means, *single, *copy_times])
+        n, end = len(means), len(means) + len(single)
+        copies.times = slowest[end:]
+        return slowest[:n], slowest[n:end]
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Of each number the largest that a rank has."""
+        """Returns the largest of each number over all ranks."""
         most = collectives.allreduce(jnp.asarray(seconds, jnp.float32), ops.Max)
         return [float(t) for t in most]
 
-    def _of_network(self) -> float | None:
-        """GB/s of busbw that the network allows; None on one host, or if unknown.
+    def _network_limit(self) -> float | None:
+        """Returns the busbw that the network allows in GB/s.
 
-        Of what all ranks of a host send together, each byte crosses the network once.
+        The limit assumes that each byte crosses the network once for all ranks of a
+        host.
+
+        Returns:
+            None on one host, or if the speed of the network is unknown.
         """
         hosts = runtime.communicator(op="bench").hosts
         here, count = hosts.count(hosts[0]), len(set(hosts))
@@ -245,10 +257,11 @@ class Bench:
 
 
 class CopyBenchmark:
-    """Copies of `size` bytes from memory to memory of this rank, to compare with.
+    """Copies memory, to compare the time with that of a collective.
 
     Attributes:
-        times: seconds of one copy on the slowest rank, one for each batch.
+        size: the number of bytes of a copy.
+        times: the seconds of one copy on the slowest rank, for each batch.
     """
 
     def __init__(self, size: int) -> None:
@@ -257,7 +270,7 @@ class CopyBenchmark:
         self._from, self._to = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
     def seconds(self, copies: int) -> float:
-        """Of one of so many copies in a row."""
+        """Returns the mean seconds of one of several copies in a row."""
         start = time.perf_counter()
         for _ in range(copies):
             np.copyto(self._to, self._from)
@@ -265,19 +278,19 @@ class CopyBenchmark:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half of the times lie so close together, as a part of the median."""
+    """Returns the distance of the quartiles as a share of the median."""
     low, middle, high = np.quantile(times, (0.25, 0.5, 0.75))
     return float((high - low) / middle)
 
 
 def mark(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> str:
-    """What of MARKS is to be said about a row that follows others."""
+    """Returns the MARKS of a row, given the rows before it."""
     faster = any(row["median"] < _FASTER * other["median"] for other in before)
     return ("*" if row["spread"] > NOISY else "") + ("^" if faster else "")
 
 
-def digits(value: Any) -> str:
-    """A number with three significant digits; "-" if there is none.
+def digits(value: float | str | None) -> str:
+    """Formats a number with three significant digits, and None as "-".
 
     Example:
         >>> [digits(x) for x in (1065.019, 27.449, 0.24612, None, "ring")]
@@ -292,7 +305,7 @@ def digits(value: Any) -> str:
 
 
 def line(row: dict[str, Any], marks: str = "") -> str:
-    """A row as text."""
+    """Formats a row of the table."""
     values = {name: digits(row[name]) for name in FIELDS}
     values["median"] = marks + values["median"]
     if row["size"] == 0:
@@ -301,7 +314,7 @@ def line(row: dict[str, Any], marks: str = "") -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; ends the process with a message if they are wrong."""
+    """Parses the options. Ends the process with a message if they are wrong."""
     p = argparse.ArgumentParser(prog="ringjax.bench", description=__doc__)
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("collective", nargs="?", choices=COLLECTIVES, default="allreduce")
@@ -329,9 +342,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _where() -> str:
-    """The hosts, their ranks and what those compute on: `one: ranks 0-3 on 4 x cpu`."""
-    mine = (socket.gethostname(), jax.local_devices()[0].device_kind)
-    places = sync.allgather_object(mine)
+    """Describes hosts, ranks and devices, such as `one: ranks 0-3 on 4 x cpu`."""
+    own = (socket.gethostname(), jax.local_devices()[0].device_kind)
+    places = sync.allgather_object(own)
     found = []
     for host in dict.fromkeys(host for host, _ in places):
         ranks = [rank for rank, place in enumerate(places) if place[0] == host]
@@ -343,7 +356,7 @@ def _where() -> str:
 
 
 def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines below the table, as nccl-tests has them."""
+    """Returns the lines below the table, as nccl-tests prints them."""
     marks = dict.fromkeys("".join(mark(r, rows[:i]) for i, r in enumerate(rows)))
     lines = [f"# {sign}: {MARKS[sign]}" for sign in marks]
     lines.append("# Out of bounds values : 0 OK")  # or `check` would have raised
@@ -376,7 +389,7 @@ def main(words: Sequence[str] | None = None) -> None:
     sizes = size_steps(options.begin, options.end, options.factor)
     rows: list[dict[str, Any]] = []
     for size in sizes[:1] if options.barrier else sizes:  # a barrier has no size
-        rows.append(bench.row(size))
+        rows.append(bench.measure(size))
         if talks:
             print(line(rows[-1], mark(rows[-1], rows[:-1])), flush=True)
     if talks:

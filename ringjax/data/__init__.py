@@ -1,8 +1,8 @@
-"""Data for each rank: shards of anything, a sampler of indices, loaders in a thread.
+"""Data for each rank: shards of datasets, samplers of indices, loaders with a thread.
 
-For tf.data, grain, PyTorch and plain iterators; imports no framework, but JAX for
-`even_steps`. When ranks come and go within an epoch, `ElasticSampler` shares out what
-is left.
+The package works with tf.data, grain, PyTorch and plain iterators. It imports no
+framework; only `even_steps` needs JAX. When ranks come and go within an epoch,
+`ElasticSampler` distributes the remaining samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Horovod's loaders: batches of a program's own, read ahead by a thread.
+"""Horovod's loaders: a program defines the batches, and a thread reads them ahead.
 
-Horovod's module path and names; a loader says in `_iterate` what its batches are.
+The module has Horovod's path and names. A loader yields its batches in `_iterate`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_LOOK_EVERY = 0.01  # seconds, while a thread comes to its end
+_POLL_INTERVAL = 0.01  # seconds, while a thread ends
 
 
 class BaseDataLoader(abc.ABC):
-    """Something that gives batches, epoch by epoch.
+    """An object that yields batches, epoch by epoch.
 
     Example:
         >>> class Loader(BaseDataLoader):
@@ -30,31 +30,28 @@ class BaseDataLoader(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Returns the number of batches of an epoch."""
 
     @abc.abstractmethod
     def _iterate(self) -> Iterator[Any]:
-        """The batches of an epoch."""
+        """Yields the batches of an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._iterate():
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """What becomes of a batch before it is handed out; for trainers to override."""
+        """Converts a batch before the program gets it. Trainers may override this."""
         return batch
 
 
 class _Epoch:
-    """A thread that reads one epoch into a queue.
+    """Reads one epoch into a queue, in a daemon thread that does not delay the exit."""
 
-    A rank's processes end although it may still read: it is a daemon.
-    """
-
-    def __init__(self, batches: Iterator[Any], room: int) -> None:
+    def __init__(self, batches: Iterator[Any], size: int) -> None:
         self._batches = batches
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(room)
-        self._unwanted = threading.Event()
+        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(size)
+        self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._read, name="ringjax-loader", daemon=True
         )
@@ -72,7 +69,7 @@ class _Epoch:
 
     def _put(self, kind: str, value: Any) -> bool:
         self._queue.put((kind, value))
-        return not self._unwanted.is_set()
+        return not self._closed.is_set()
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -84,30 +81,32 @@ class _Epoch:
             yield value
 
     def close(self) -> None:
-        """Ends the thread; batches that were read are forgotten."""
-        self._unwanted.set()
+        """Ends the thread, and drops the batches in the queue."""
+        self._closed.set()
         while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):  # it may wait for room
+            # The thread may wait for room in the queue, again and again until it
+            # sees the event.
+            with contextlib.suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()
-            self._thread.join(_LOOK_EVERY)
+            self._thread.join(_POLL_INTERVAL)
 
 
 class AsyncDataLoaderMixin:
-    """Comes before a `BaseDataLoader` among the base classes, and reads ahead.
+    """Reads batches ahead in a thread. Precedes a `BaseDataLoader` in the base classes.
 
-    The first iteration starts a thread that reads; when an epoch has been handed out,
-    the next one is being read already, as in Horovod.
+    The first iteration starts the thread. At the end of an epoch, the thread of the
+    next epoch starts at once, as in Horovod.
 
     Args:
-        async_loader_queue_size: how many batches are read ahead; 0: none, and there is
-            no thread.
+        async_loader_queue_size: how many batches to read ahead; 0: none, without a
+            thread.
         debug_data_loader: accepted and ignored.
-        *args: for the loader, as is `kwargs`.
-        **kwargs: see there.
+        *args: positional arguments of the loader.
+        **kwargs: keyword arguments of the loader.
 
     Raises:
-        ValueError: the size is negative.
+        ValueError: the queue size is negative.
 
     Example:
         >>> class Loader(BaseDataLoader):
@@ -143,7 +142,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """Ends the thread, and waits for that. The loader gives no batches then."""
+        """Ends the thread. The loader yields no batches afterwards."""
         self._closed = True
         epoch, self._epoch = self._epoch, None
         if epoch is not None:

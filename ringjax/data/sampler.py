@@ -1,7 +1,7 @@
 """DistributedSampler: this rank's indices of every epoch, for loaders of any framework.
 
-The ranks are fixed for an epoch; `ringjax.elastic.ElasticSampler` is for jobs in which
-they come and go.
+The ranks must not change within an epoch. For jobs in which ranks come and go, use
+`ringjax.elastic.ElasticSampler`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ringjax import runtime
 
 
 class DistributedSampler:
-    """Gives each rank its share of the indices, in an order that all ranks know.
+    """Yields each rank's share of the indices, in an order that is equal on all ranks.
 
-    The names and meanings are those of PyTorch's sampler, without PyTorch: it goes into
-    a `DataLoader` as ``sampler``, and everywhere else into a loop.
+    Names and meanings are those of PyTorch's sampler. It can be the ``sampler`` of a
+    `DataLoader`, but does not need PyTorch.
 
     Args:
-        dataset: anything with a length, or the number of samples.
-        num_replicas: how many ranks share; None: all.
-        rank: whose share; None: this rank's.
+        dataset: an object with a length, or the number of samples.
+        num_replicas: the number of ranks that share the samples; None: all ranks.
+        rank: the rank that gets the share; None: this rank.
         shuffle: whether every epoch has a random order.
-        seed: of the random order; the same on all ranks.
-        drop_last: whether samples that cannot be shared out evenly are left out, and
-            not filled up with the first ones.
+        seed: the seed of the random order, equal on all ranks.
+        drop_last: if the samples cannot be divided evenly: True drops the last samples,
+            and False repeats the first ones.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
         NotInitialized: before `init`, if `num_replicas` or `rank` is None.
 
     Example:
@@ -69,17 +69,17 @@ class DistributedSampler:
 
     @property
     def num_samples(self) -> int:
-        """The indices of each rank in an epoch."""
+        """The number of indices of each rank in an epoch."""
         each = self._count() / self.num_replicas
         return math.floor(each) if self.drop_last else math.ceil(each)
 
     @property
     def total_size(self) -> int:
-        """The indices of all ranks in an epoch."""
+        """The number of indices of all ranks in an epoch."""
         return self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, the same on all ranks; call it before each epoch."""
+        """Selects the order of an epoch. All ranks call this before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class DistributedSampler:
         if self.shuffle:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
         if len(order):
-            order = np.resize(order, self.total_size)  # goes around, or cuts
+            order = np.resize(order, self.total_size)  # repeats from the start, or cuts
         share: list[int] = order[self.rank :: self.num_replicas].tolist()
         return iter(share)
 

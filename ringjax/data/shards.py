@@ -1,7 +1,7 @@
 """shard: the part of a dataset that this rank reads, every size-th element.
 
-For datasets with a `shard` of their own (tf.data), with places (sequences, arrays,
-grain), and for iterables of which nobody knows how long they are.
+Datasets may have a method `shard` (tf.data) or elements by index (sequences, arrays,
+grain), or may be iterables of unknown length.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ def shard(
     *,
     uneven: Uneven = "keep",
 ) -> Any:
-    """Every `num_shards`-th element of a dataset, from number `index` on.
+    """Returns every `num_shards`-th element of a dataset, beginning at `index`.
 
     Args:
-        dataset: one of these, tried in this order: something with a method `shard` like
-            that of `tf.data.Dataset` (its elements have the same shapes, unless
-            `uneven` is "keep"); a sequence or array; something with a length and
-            elements at places; any other iterable.
-        num_shards: how many parts there are; None: as many as ranks.
-        index: which part, from 0; None: that of this rank.
-        uneven: if the elements cannot be shared out evenly: "keep": the first ranks
-            have one more; "drop": the last elements are left out; "repeat": the first
-            elements come again at the end, so that all ranks make as many steps.
+        dataset: an object with a method `shard` like that of `tf.data.Dataset` (whose
+            elements have equal shapes, unless `uneven` is "keep"); a sequence or array;
+            another object with a length and elements by index; or an iterable. The
+            first kind that fits is used.
+        num_shards: the number of parts; None: the number of ranks.
+        index: the part to return, from 0; None: the part of this rank.
+        uneven: if the elements cannot be divided evenly: "keep" gives the first ranks
+            one element more, "drop" drops the last elements, and "repeat" repeats the
+            first elements at the end, so that all ranks make equally many steps.
 
     Returns:
-        A dataset of `tf.data`; a slice of a sequence or array; otherwise an iterable,
-        which has a length if the dataset has one, and which can be iterated as often.
+        A dataset of `tf.data`; a slice of a sequence or array; or else an iterable. It
+        has a length if the dataset has one, and can be iterated as often as the
+        dataset.
 
     Raises:
-        ValueError: a number out of range, or `uneven` is something else.
+        ValueError: a number is out of range, or `uneven` is another text.
         TypeError: `dataset` is a mapping, or cannot be iterated.
         NotInitialized: before `init`, if `num_shards` or `index` is None.
 
@@ -54,89 +55,89 @@ def shard(
         ['c', 'f', 'b']
     """
     count = runtime.size() if num_shards is None else num_shards
-    place = runtime.rank() if index is None else index
+    index = runtime.rank() if index is None else index
     if count < 1:
         raise ValueError(f"shard: num_shards is {count}, expected at least 1")
-    if not 0 <= place < count:
-        raise ValueError(f"shard: index is {place}, expected 0 to {count - 1}")
+    if not 0 <= index < count:
+        raise ValueError(f"shard: index is {index}, expected 0 to {count - 1}")
     if uneven not in _UNEVEN:
         raise ValueError(f"shard: uneven is {uneven!r}, expected one of {_UNEVEN}")
     own = getattr(dataset, "shard", None)
     if callable(own) and uneven == "keep":
-        return own(count, place)
+        return own(count, index)
     if callable(own) and hasattr(dataset, "cardinality"):
-        return _of_tf_data(dataset, count, place, uneven)
+        return _shard_tf_data(dataset, count, index, uneven)
     if isinstance(dataset, Mapping):
         raise TypeError("shard: a mapping has no order; shard its values or its items")
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
-        return _of_places(dataset, count, place, uneven)
+        return _shard_indexable(dataset, count, index, uneven)
     if not isinstance(dataset, Iterable):
         raise TypeError(
             f"shard: a {type(dataset).__name__} has no shard(), no elements at places, "
             "and cannot be iterated"
         )
-    return _Shard(dataset, count, place, uneven)
+    return _Shard(dataset, count, index, uneven)
 
 
-def _of_tf_data(dataset: Any, count: int, place: int, uneven: Uneven) -> Any:
-    """Of a dataset whose elements have the same shapes."""
+def _shard_tf_data(dataset: Any, count: int, index: int, uneven: Uneven) -> Any:
+    """Shards a dataset whose elements have equal shapes."""
     nest = sys.modules["tensorflow"].nest
     if uneven == "repeat":
-        # Only whole rounds are kept of the dataset and its beginning.
+        # The batches below drop an incomplete round. Append elements to complete it.
         dataset = dataset.concatenate(dataset.repeat().take(count - 1))
 
-    def mine(*parts: Any) -> Any:
+    def own_element(*parts: Any) -> Any:
         round_ = parts if len(parts) > 1 else parts[0]
-        return nest.map_structure(lambda part: part[place], round_)
+        return nest.map_structure(lambda part: part[index], round_)
 
-    return dataset.batch(count, drop_remainder=True).map(mine)
+    return dataset.batch(count, drop_remainder=True).map(own_element)
 
 
-def _of_places(dataset: Any, count: int, place: int, uneven: Uneven) -> Any:
+def _shard_indexable(dataset: Any, count: int, index: int, uneven: Uneven) -> Any:
     length = len(dataset)
     end = length if uneven != "drop" else length - length % count
     if uneven == "repeat" and length % count and length:
-        return _Repeated(dataset, range(place, -(-length // count) * count, count))
+        return _Selection(dataset, range(index, -(-length // count) * count, count))
     try:
-        return dataset[place:end:count]
-    except (TypeError, ValueError, KeyError, IndexError):  # it takes no slices
-        return _Repeated(dataset, range(place, end, count))
+        return dataset[index:end:count]
+    except (TypeError, ValueError, KeyError, IndexError):  # the dataset takes no slices
+        return _Selection(dataset, range(index, end, count))
 
 
-class _Repeated:
-    """Elements of a dataset at given places, counted around and around."""
+class _Selection:
+    """Elements of a dataset at given indices, modulo the dataset's length."""
 
-    def __init__(self, dataset: Any, places: range) -> None:
-        self._dataset, self._places = dataset, places
+    def __init__(self, dataset: Any, indices: range) -> None:
+        self._dataset, self._indices = dataset, indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
-    def __getitem__(self, place: int) -> Any:
-        return self._dataset[self._places[place] % len(self._dataset)]
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._indices[index] % len(self._dataset)]
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
 
 class _Shard:
-    """Elements of an iterable, which is read in rounds of one element a rank."""
+    """Elements of an iterable, which is read in rounds of one element per rank."""
 
     def __init__(
-        self, dataset: Iterable[Any], count: int, place: int, uneven: Uneven
+        self, dataset: Iterable[Any], count: int, index: int, uneven: Uneven
     ) -> None:
-        self._dataset, self._count, self._place = dataset, count, place
+        self._dataset, self._count, self._index = dataset, count, index
         self._uneven = uneven
 
     def __len__(self) -> int:
         if not isinstance(self._dataset, Sized):
             raise TypeError("this shard has no length, as its dataset has none")
         rounds, rest = divmod(len(self._dataset), self._count)
-        extra = {"keep": self._place < rest, "drop": False, "repeat": rest > 0}
+        extra = {"keep": self._index < rest, "drop": False, "repeat": rest > 0}
         return rounds + int(extra[self._uneven])
 
     def __iter__(self) -> Iterator[Any]:
-        count, place = self._count, self._place
+        count, index = self._count, self._index
         first: list[Any] = []
         round_: list[Any] = []
         for element in self._dataset:
@@ -144,12 +145,12 @@ class _Shard:
                 first.append(element)
             round_.append(element)
             if len(round_) == count:
-                yield round_[place]
+                yield round_[index]
                 round_ = []
         if not round_ or self._uneven == "drop":
             return
         if self._uneven == "repeat":
             while len(round_) < count:
                 round_ += first[: count - len(round_)]
-        if place < len(round_):
-            yield round_[place]
+        if index < len(round_):
+            yield round_[index]

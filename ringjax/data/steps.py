@@ -1,8 +1,8 @@
-"""even_steps: equally many batches on all ranks, of one shape, whatever data they have.
+"""even_steps: yields equally many batches of one shape on all ranks.
 
-What a rank lacks is filled up with copies of rows, and a mask says which rows count;
-`allreduce_grads` takes the number of those as its `weight`. The ranks talk over the
-eager lane, so nothing waits for a compiled step.
+Missing rows are filled with copies of other rows, and a mask shows which rows count.
+Pass the number of rows that count to `allreduce_grads` as its `weight`. The ranks
+communicate over the eager lane, so they do not wait for a compiled step.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ def even_steps(
     batch_size: int | None = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Iterator[tuple[Any, Mask]]:
-    """Batches until *all* ranks have had theirs, each with a mask of rows that count.
+    """Yields batches until *all* ranks have had theirs, with masks of rows that count.
 
-    Short batches are filled up with copies of their own rows. A rank that has no more
-    goes on with copies of its first batch, of which no row counts; one without any data
-    gets another rank's. So a compiled step sees one shape only. If all ranks' batches
-    have a length, they agree once, at the start, how many steps there are. If one has
-    not, and in elastic jobs, a few bytes tell before every step whether anybody goes
-    on.
+    Short batches are filled with copies of their own rows. A rank without further
+    batches goes on with copies of its first batch, of which no row counts; a rank
+    without any data gets a batch of another rank. So a compiled step sees only one
+    shape. If the batches of all ranks have a length, the ranks compute the number of
+    steps once, at the start. Otherwise, and in elastic jobs, they exchange a few bytes
+    before every step to find out whether any rank goes on.
 
     Args:
-      batches: of this rank: trees of arrays whose first dimension are the rows. A rank
-        without data needs to know nothing about them if they are made of dicts, lists
-        and tuples.
-      batch_size: the rows of every batch; None: as many as the first one has.
+      batches: the batches of this rank: trees of arrays whose first dimension are the
+        rows. If a rank has no data, batches must consist of dicts, lists and tuples.
+      batch_size: the number of rows of every batch; None: that of the first batch.
       process_set: the ranks that take part; this rank must be one of them.
 
     Yields:
-      The batch (of numpy arrays where it has no JAX arrays), and bool[batch_size].
+      The batch, with numpy arrays for all arrays that are not JAX's, and the mask, an
+      array bool[batch_size].
 
     Raises:
-      ValueError: the arrays of a batch differ in rows, or there are more than
-        `batch_size`; or more batches come than their length says.
+      ValueError: the arrays of a batch differ in rows, a batch has more rows than
+        `batch_size`, or there are more batches than their length.
       NotInitialized, PeerLost: as everywhere.
 
     Example:
@@ -62,23 +62,18 @@ def even_steps(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"{_NAME}: batch_size is {batch_size}, expected at least 1")
-    mine = iter(batches)
-    batch = next(mine, _NOTHING)
+    own = iter(batches)
+    batch = next(own, _NOTHING)
     has_any = batch is not _NOTHING
     length = _length(batches)
     members = process_set.ranks
     place = members.index(runtime.rank()) if runtime.rank() in members else 0
-    # The most steps, whether that is unknown (whoever has most may be lost), who is the
-    # first that has data, and whether anybody has none.
-    steps, unknown, first, lacking = _most(
-        *(
-            length,
-            length < 0 or runtime.elastic(),
-            has_any and len(members) - place,
-            not has_any,
-        ),
-        process_set=process_set,
-    )
+    # In an elastic job, the rank with most batches may be lost, so that the number of
+    # steps is unknown. `first` is larger for a rank that comes earlier in the set.
+    unknown_here = length < 0 or runtime.elastic()
+    first_here = has_any and len(members) - place
+    numbers = (length, unknown_here, first_here, not has_any)
+    steps, unknown, first, lacking = _maxima(*numbers, process_set=process_set)
     if not first:
         return
     example = _arrays(batch) if has_any else None
@@ -93,25 +88,25 @@ def even_steps(
         if done >= steps and has_any and not unknown:
             raise ValueError(f"{_NAME}: more batches than their length, {length}")
         goes_on = (
-            _most(has_any, process_set=process_set)[0] if unknown else done < steps
+            _maxima(has_any, process_set=process_set)[0] if unknown else done < steps
         )
         if not goes_on:
             return
         yield _filled(_arrays(batch) if has_any else None, example, rows)
         done += 1
-        batch = next(mine, _NOTHING)
+        batch = next(own, _NOTHING)
 
 
-def _most(*numbers: int, process_set: runtime.ProcessSet) -> list[int]:
-    """The greatest number in each place over all ranks."""
-    most: list[int] = eager.allreduce(
+def _maxima(*numbers: int, process_set: runtime.ProcessSet) -> list[int]:
+    """Returns the maximum of each number over all ranks."""
+    maxima: list[int] = eager.allreduce(
         np.array(numbers, np.int64), ReduceOp.Max, name=_NAME, process_set=process_set
     ).tolist()
-    return most
+    return maxima
 
 
 def _length(batches: Iterable[Any]) -> int:
-    """-1 if it is not known; some have a `__len__` only to say so."""
+    """Returns -1 if the length is unknown, also if `__len__` raises a TypeError."""
     try:
         return len(batches) if isinstance(batches, Sized) else -1
     except TypeError:
@@ -125,7 +120,7 @@ def _arrays(batch: Any) -> Any:
 
 
 def _rows(batch: Any) -> int:
-    """How many all arrays of a batch have."""
+    """Returns the number of rows, which must be equal in all arrays of a batch."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(batch)
     found = {x.shape[:1] for _, x in pairs}
     if len(found) != 1 or () in found:
@@ -141,7 +136,7 @@ def _rows(batch: Any) -> int:
 
 
 def _filled(batch: Any, example: Any, rows: int) -> tuple[Any, Mask]:
-    """A batch of so many rows, and which of them are its own."""
+    """Fills a batch to `rows` rows, and returns it with a mask of its own rows."""
     count = 0 if batch is None else _rows(batch)
     if count > rows:
         raise ValueError(

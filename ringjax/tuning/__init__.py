@@ -1,5 +1,6 @@
-"""How gradients travel, tried out: bucket sizes and windows in a job's first steps.
+"""Autotuning: tries bucket sizes and overlap windows in the first steps of a job.
 
-What is tried and what wins: trials.py; how all ranks come to the same answer, and
-remember it: tuning.py; steps of JAX: step.py. PyTorch's are told by its adapter.
+`trials.py` has the settings and chooses the fastest. `tuning.py` makes all ranks choose
+the same one and remembers it. `step.py` tunes steps of JAX. The adapter of PyTorch uses
+`tuning.py` directly.
 """

@@ -1,4 +1,4 @@
-"""`autotune`: a training step of JAX, compiled for the settings that suit it best."""
+"""autotune: compiles a training step of JAX for its fastest setting."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from ringjax.tuning.tuning import Tuning
 
 
 def autotune(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` of a training step that finds out how its gradients travel best.
+    """Compiles a training step as `jax.jit`, and tunes how its gradients travel.
 
-    Its first calls are steps as all others, with one setting of `allreduce_grads` after
-    the other: bucket sizes, bytes on their way, with overlap and without. Each is
-    compiled once, and the calls are waited for. Then the fastest stays, the same on all
-    ranks; the default, unless another was faster by 2 % and in three of four rounds.
-    The result is remembered for the next job on such hosts, for 7 days.
+    The first calls are normal steps, which try one setting of `allreduce_grads` after
+    the other: bucket sizes, bytes on their way, with overlap and without. Each setting
+    is compiled once, and each of these calls waits for its result. Afterwards, all
+    ranks use the fastest setting. This is the default, unless another setting was
+    faster by 2 % and in three of four rounds. Later jobs on the same hosts use the
+    result for 7 days.
 
-    Only what `allreduce_grads` leaves open is tried: not with `bucket_bytes=` or
-    `overlap=`. A job of one rank, and an elastic one, which ranks join that have tried
-    nothing, takes the defaults.
+    Trials change only arguments of `allreduce_grads` that the step leaves open, so
+    neither `bucket_bytes=` nor `overlap=` if the step sets it. A job of one rank uses
+    the defaults, and so does an elastic job, because ranks that join it have tried
+    nothing.
 
     Args:
-        fun: the step itself, not compiled; all ranks call it equally often.
-        options: of `jax.jit`.
+        fun: the step, not compiled. All ranks call it equally often.
+        options: options of `jax.jit`.
 
     Returns:
-        A function as `jax.jit` returns it, with `lower`.
+        A function like the result of `jax.jit`, with `lower`.
 
     Raises:
-        TypeError: `fun` is compiled already: its trace would be used for all settings.
+        TypeError: `fun` is compiled already, so all settings would use one trace.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -44,8 +46,9 @@ def autotune(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         >>> step(jnp.zeros(2)).tolist()
         [1.0, 1.0]
 
-    RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE says how many calls each setting has (10), after
-    RINGJAX_AUTOTUNE_WARMUP_SAMPLES (3); RINGJAX_AUTOTUNE_LOG is a file for the times.
+    Each setting gets RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE calls (10), after
+    RINGJAX_AUTOTUNE_WARMUP_SAMPLES calls that do not count (3). Rank 0 appends the
+    times to the file RINGJAX_AUTOTUNE_LOG.
     """
     if hasattr(fun, "lower"):
         raise TypeError(
@@ -70,16 +73,16 @@ class _AutotunedStep:
 
     @property
     def setting(self) -> trials.Setting | None:
-        """Of the next call; None: that of the job, nothing is known yet."""
+        """The setting of the next call; None: the job's, before the first call."""
         return self._tuning.setting if self._tuning else None
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`, for the setting of the next call."""
+        """Lowers the step with the setting of the next call, see `jax.jit`."""
         return self._program(self.setting).lower(*args, **kwargs)
 
     def _program(self, setting: trials.Setting | None) -> Any:
         if setting not in self._programs:
-            # JAX keeps traces by function: each setting needs one of its own.
+            # JAX caches traces by function, so each setting needs its own function.
             @functools.wraps(self._fun)
             def step(*args: Any, **kwargs: Any) -> Any:
                 with trials.use_setting(setting):

@@ -1,9 +1,9 @@
-"""The settings that steps are tried with, in turns, and the one that wins.
+"""Tries settings in turns, and chooses the fastest.
 
-Every step of a trial is a real step of the job: settings change what travels when, not
-what is computed. All take turns within a round, so that a machine that is slow for a
-while is slow for all of them. One wins if it was faster than the default in most
-rounds, and by more than noise.
+Every trial is a real step of the job: settings change which bytes travel when, but not
+the results. Each round tries all settings once, so that a machine that is slow for a
+while is slow for all of them. A setting replaces the default only if it was faster in
+most rounds, and by more than noise.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
-LEAST_GAIN = 0.02  # of the default's time, that is worth to leave it
-MOST_ROUNDS = 0.75  # in so many the winner must have been faster
+MIN_GAIN = 0.02  # a smaller part of the default's time counts as noise
+MIN_ROUNDS = 0.75  # share of the rounds in which the winner must be faster
 
-Times = list[list[float]]  # seconds of a step: by round, by setting
+Times = list[list[float]]  # seconds of a step by round, then by setting
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,9 @@ class Setting:
     """How gradients travel.
 
     Attributes:
-        bucket_bytes: in one message.
-        overlap_memory: bytes that are on their way at most.
-        overlap: beside the backward pass, or after it; None: as the program says.
+        bucket_bytes: the size of one message.
+        overlap_memory: the largest number of bytes on their way at one time.
+        overlap: during the backward pass, or after it; None: as the program says.
     """
 
     bucket_bytes: int
@@ -51,13 +50,13 @@ _active: ContextVar[Setting | None] = ContextVar("ringjax_active", default=None)
 
 
 def active_setting() -> Setting | None:
-    """The setting that is tried where this is called; None: those of the job hold."""
+    """Returns the setting under trial, None if the job's settings are in use."""
     return _active.get()
 
 
 @contextlib.contextmanager
 def use_setting(setting: Setting | None) -> Iterator[None]:
-    """Within it, `setting` holds."""
+    """Makes `setting` the one under trial."""
     token = _active.set(setting)
     try:
         yield
@@ -66,31 +65,31 @@ def use_setting(setting: Setting | None) -> Iterator[None]:
 
 
 def candidate_settings(default: Setting, overlapped: bool | None) -> list[Setting]:
-    """What to try, the default first.
+    """Returns the settings to try, the default first.
 
     Args:
-        overlapped: whether the default overlaps; None: where that is not a choice.
+        overlapped: whether the default overlaps; None: overlap is not a choice.
     """
-    # Without fusion some fusion is tried.
+    # The default may be without buckets. The trials then start from 25 MiB.
     bucket, memory = default.bucket_bytes or 25 << 20, default.overlap_memory
-    beside = None if overlapped is None or overlapped else True
+    overlap = None if overlapped is None or overlapped else True
     others = [
-        Setting(max(bucket // 5, 1), memory, beside),
-        Setting(4 * bucket, max(8 * bucket, memory), beside),
+        Setting(max(bucket // 5, 1), memory, overlap),
+        Setting(4 * bucket, max(8 * bucket, memory), overlap),
     ]
     if overlapped is not None:
         others.insert(0, Setting(bucket, memory, not overlapped))
-        others.insert(1, Setting(bucket, 4 * memory, beside))
+        others.insert(1, Setting(bucket, 4 * memory, overlap))
     return [default, *others]
 
 
 class Trials:
-    """Says what the next step runs with, and hears how long it took.
+    """Decides the setting of each step, and records the step's duration.
 
     Args:
-        settings: the default first.
-        warmup: rounds that do not count.
-        rounds: that do.
+        settings: the settings to try, the default first.
+        warmup: the number of rounds that do not count.
+        rounds: the number of rounds that count.
 
     Example:
         >>> few = Trials([Setting(25, 40), Setting(5, 40)], warmup=1, rounds=4)
@@ -108,51 +107,52 @@ class Trials:
 
     @property
     def finished(self) -> bool:
-        """Whether all has been tried."""
+        """Whether all rounds are over."""
         return self._steps >= (self._warmup + self._rounds) * len(self.settings)
 
     @property
     def setting(self) -> Setting:
-        """Of the next step."""
+        """The setting of the next step."""
         return self.settings[self._steps % len(self.settings)]
 
     def record_step(self, seconds: float) -> None:
-        """How long the step took that had `setting`."""
-        turn, which = divmod(self._steps, len(self.settings))
+        """Records the duration of the step that had `setting`."""
+        turn, index = divmod(self._steps, len(self.settings))
         self._steps += 1
         if turn < self._warmup:
             return
-        if which == 0:
+        if index == 0:
             self.times.append([])
         self.times[-1].append(seconds)
 
     def winner(self, times: Times) -> Setting:
-        """The best, which is the default unless another is better beyond doubt.
+        """Returns the fastest setting, or the default if none is clearly faster.
 
         Args:
-            times: as `times`, of the slowest rank each, so that all ranks agree.
+            times: `times` of the slowest rank, equal on all ranks, so that all ranks
+                choose the same setting.
         """
         typical = medians(times)
         for i in sorted(range(len(typical)), key=typical.__getitem__):
             faster = sum(row[i] < row[0] for row in times)
-            gains = typical[i] <= (1 - LEAST_GAIN) * typical[0]
-            if gains and faster >= MOST_ROUNDS * len(times):
+            gains = typical[i] <= (1 - MIN_GAIN) * typical[0]
+            if gains and faster >= MIN_ROUNDS * len(times):
                 return self.settings[i]
         return self.settings[0]
 
 
 def medians(times: Times) -> list[float]:
-    """Seconds of each setting."""
+    """Returns the median seconds of each setting."""
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def to_json(setting: Setting) -> list[Any]:
-    """For a file, or another rank."""
+def to_json(setting: Setting) -> list[int | bool | None]:
+    """Converts a setting to a value for a file or another rank."""
     return [setting.bucket_bytes, setting.overlap_memory, setting.overlap]
 
 
 def from_json(value: object) -> Setting | None:
-    """What `to_json` gave; None if it is something else, as of a damaged file."""
+    """Reads the result of `to_json`. Returns None if a file is damaged."""
     if not isinstance(value, list) or len(value) != 3:
         return None
     bucket, memory, overlap = value

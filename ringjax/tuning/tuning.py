@@ -1,4 +1,4 @@
-"""A step that is tuned: all ranks try the same, agree, and remember it."""
+"""Tunes a step: all ranks try the same settings, choose one, and remember it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _COLUMNS = ["step", "bucket_bytes", "overlap_memory", "overlap", "ms", "chosen"]
 
 
 class Tuning:
-    """What a step runs with: tried out, known from an earlier job, or the default.
+    """Finds the setting of a step: by trials, or from an earlier job.
 
-    All ranks make one at the same point, and tell of the same steps.
+    All ranks create it at the same point of the program, and record the same steps.
 
     Args:
-        name: stands for the step in messages, and is called so on all ranks.
-        step: describes it, in what JSON can hold: what was found out for such a step on
-            such hosts is found again.
-        overlapped: whether the default overlaps with the backward pass; None: where
-            that is not a choice.
+        name: the name of the step in messages, equal on all ranks.
+        step: a description of the step that JSON can hold. A later job with an equal
+            description and the same hosts uses the result.
+        overlapped: whether the default overlaps with the backward pass; None: overlap
+            is not a choice.
+        process_set: the ranks that take part.
 
     Attributes:
-        setting: of the next step.
-        settled: whether it stays so.
+        setting: the setting of the next step.
 
     Raises:
         NotInitialized, PeerLost: as everywhere.
@@ -48,15 +48,15 @@ class Tuning:
         self._name, self._set = name, process_set
         self.setting = Setting(config.bucket_bytes, config.overlap_memory)
         self._trials: Trials | None = None
-        # Alone there is nothing to send; and who joins later has tried nothing.
+        # One rank sends nothing. A rank that joins an elastic job has tried nothing.
         if process_set.size() == 1 or config.elastic:
             return
         communicator = runtime.communicator(process_set, "autotune")
         settings = trials.candidate_settings(self.setting, overlapped)
-        self._what = {
+        self._key = {
             "step": step,
             "hosts": list(communicator.hosts),
-            "settings": [trials.to_json(one) for one in settings],
+            "settings": [trials.to_json(setting) for setting in settings],
         }
         if known := self._remembered():
             self.setting = known
@@ -68,72 +68,78 @@ class Tuning:
 
     @property
     def settled(self) -> bool:
-        """Whether `setting` stays as it is."""
+        """Whether `setting` does not change any more."""
         return self._trials is None
 
     def record_step(self, seconds: float) -> None:
-        """How long the step took that had `setting`. The last of all trials decides."""
+        """Records the duration of the step that had `setting`.
+
+        After the last trial, chooses a setting. All ranks do so at the same step.
+        """
         if self._trials is None:
             return
         self._trials.record_step(seconds)
         if self._trials.finished:
-            past, self._trials = self._trials, None
-            times = self._slowest(past)
-            self.setting = past.winner(times)
+            finished, self._trials = self._trials, None
+            times = self._slowest_times(finished)
+            self.setting = finished.winner(times)
             if self._set.rank() == 0:
-                self._tell(past, times)
+                self._save_result(finished, times)
         else:
             self.setting = self._trials.setting
 
     def _remembered(self) -> Setting | None:
-        """What the first rank knows; caches of several hosts may differ."""
+        """Returns the setting in the cache of the first rank, None if there is none.
+
+        Each host has a cache of its own, and all ranks must use the same setting.
+        """
         found = None
         if self._set.rank() == 0:
             found = measurement_cache.read(
-                self._config.cache_folder(), _KIND, self._what
+                self._config.cache_folder(), _KIND, self._key
             )
         root = self._set.ranks[0]
         name = f"autotune.{self._name}"
         value = eager.broadcast_object(found, root, name, self._set)
         return trials.from_json(value)
 
-    def _slowest(self, tried: Trials) -> Times:
-        """The times of all steps, of the slowest rank each."""
-        mine = np.array(tried.times)
+    def _slowest_times(self, tried: Trials) -> Times:
+        """Returns the times of the slowest rank in each step."""
+        own = np.array(tried.times)
         name = f"autotune.{self._name}.times"
-        both = eager.allreduce(mine, op=ops.Max, name=name, process_set=self._set)
-        times: Times = both.tolist()
+        slowest = eager.allreduce(own, op=ops.Max, name=name, process_set=self._set)
+        times: Times = slowest.tolist()
         return times
 
-    def _tell(self, tried: Trials, times: Times) -> None:
+    def _save_result(self, tried: Trials, times: Times) -> None:
         value, log = trials.to_json(self.setting), self._config.autotune_log
-        measurement_cache.write(self._config.cache_folder(), _KIND, self._what, value)
+        measurement_cache.write(self._config.cache_folder(), _KIND, self._key, value)
         seconds = trials.medians(times)
         chosen = tried.settings.index(self.setting)
-        said = f"{self.setting}: {seconds[chosen] * 1e3:.3g} ms a step"
-        said += f", {seconds[0] * 1e3:.3g} before" if chosen else ", as before"
-        sys.stderr.write(f"ringjax autotune: {self._name}: {said}\n")
-        self._report(said)
+        result = f"{self.setting}: {seconds[chosen] * 1e3:.3g} ms a step"
+        result += f", {seconds[0] * 1e3:.3g} before" if chosen else ", as before"
+        sys.stderr.write(f"ringjax autotune: {self._name}: {result}\n")
+        self._report(result)
         if log:
-            _log(log, self._name, tried, seconds, chosen)
+            _write_log(log, self._name, tried.settings, seconds, chosen)
 
-    def _report(self, said: str) -> None:
-        """For who watches the job, and for its summary."""
+    def _report(self, result: str) -> None:
+        """Adds the result to the samples of this rank, for ringrun and its summary."""
         world = runtime.current("autotune")
-        world.tuned = "; ".join(filter(None, (world.tuned, f"{self._name}: {said}")))
+        world.tuned = "; ".join(filter(None, (world.tuned, f"{self._name}: {result}")))
 
 
-def _log(
-    path: str, name: str, tried: Trials, seconds: list[float], chosen: int
+def _write_log(
+    path: str, name: str, settings: list[Setting], seconds: list[float], chosen: int
 ) -> None:
-    """Adds a line for each setting; a file that cannot be written ends no job."""
+    """Appends a line for each setting. If that fails, prints why, and goes on."""
     try:
         with open(path, "a", newline="") as file:
             rows = csv.writer(file)
             if file.tell() == 0:
                 rows.writerow(_COLUMNS)
-            for i, one in enumerate(tried.settings):
-                values = trials.to_json(one)
+            for i, setting in enumerate(settings):
+                values = trials.to_json(setting)
                 rows.writerow((name, *values, f"{seconds[i] * 1e3:.4g}", i == chosen))
     except OSError as error:
         sys.stderr.write(f"ringjax autotune: {path}: {error.strerror}\n")

@@ -32,7 +32,7 @@ def test_every_collective_is_checked_and_timed(
     from ringjax import bench
 
     options = bench.parse([collective, mode, *QUICK])
-    row = bench.Bench(options).row(4096)
+    row = bench.Bench(options).measure(4096)
     share = 4096 // 4 // world.size * world.size
     assert row["count"] == (0 if collective == "barrier" else share)
     assert row["size"] == 4 * row["count"]
@@ -53,7 +53,7 @@ def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
     from ringjax import bench
 
     words = ["reducescatter", "--dtype", dtype, "--op", op, *QUICK]
-    assert bench.Bench(bench.parse(words)).row(1000)["dtype"] == dtype
+    assert bench.Bench(bench.parse(words)).measure(1000)["dtype"] == dtype
 
 
 @THREE
@@ -64,7 +64,7 @@ def test_a_wrong_result_ends_the_benchmark(
 
     monkeypatch.setattr(collectives, "allreduce", lambda x, op: x)
     with pytest.raises(ArithmeticError, match=f"rank {world.rank}: allreduce of 64 B"):
-        bench.Bench(bench.parse(["allreduce", *QUICK])).row(64)
+        bench.Bench(bench.parse(["allreduce", *QUICK])).measure(64)
 
 
 def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
