@@ -15,13 +15,7 @@ import keras
 from ringjax.horovod.functions import local_variables
 from ringjax.keras import keras_patches
 from ringjax.keras.backends import backend
-from ringjax.keras.keras_types import (
-    Compressor,
-    Layer,
-    Optimizer,
-    Tensor,
-    Variable,
-)
+from ringjax.keras.keras_types import Compressor, Layer, Optimizer, Tensor, Variable
 from ringjax.keras.reducer import (
     Groups,
     OptimizerOptions,
@@ -100,9 +94,7 @@ class _DistributedOptimizer(_PlainOptimizer):
                 plain.apply(reducer.reduce(grads, variables), given)
 
     def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Tensor, Variable]],
-        **kwargs: Any,
+        self, grads_and_vars: Iterable[tuple[Tensor, Variable]], **kwargs: Any
     ) -> object:
         """Calls `apply`; also accepts the arguments of Keras 2.
 
@@ -120,9 +112,7 @@ class _DistributedOptimizer(_PlainOptimizer):
             return super().apply_gradients(pairs, **kwargs)
 
     def _backend_apply_gradients(
-        self,
-        grads: Sequence[Tensor],
-        trainable_variables: Sequence[Variable],
+        self, grads: Sequence[Tensor], trainable_variables: Sequence[Variable]
     ) -> None:
         # Keras has left out the variables that have no gradient.
         if self._reducer.deferred is not None:

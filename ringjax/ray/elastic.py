@@ -101,9 +101,7 @@ class ElasticRayExecutor:
         self._executor.start(extra_env_vars=self.env_vars)
 
     def run(
-        self,
-        worker_fn: Callable[[], Any],
-        callbacks: Callbacks | None = None,
+        self, worker_fn: Callable[[], Any], callbacks: Callbacks | None = None
     ) -> list[Result]:
         """Calls the function on all workers.
 

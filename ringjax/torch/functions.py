@@ -20,8 +20,7 @@ from ringjax.world.process_set import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
-    params: Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]],
-    root_rank: int,
+    params: Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]], root_rank: int
 ) -> None:
     """Copies the values of the root into the tensors of every rank.
 

@@ -17,7 +17,7 @@ from ringjax.torch.autograd import Backward, apply_function
 from ringjax.torch.operations import (
     allgather_tensors,
     allreduce_mean,
-    first_result,
+    first,
     run,
     submit,
     submit_ragged,
@@ -89,7 +89,7 @@ def broadcast_async(
 ) -> Handle:
     """`broadcast` that returns a handle at once; not differentiable."""
     options = _root_options(root_rank, process_set)
-    return submit("broadcast", [tensor], name, process_set, options, pick=first_result)
+    return submit("broadcast", [tensor], name, process_set, options, pick=first)
 
 
 def broadcast_async_(
@@ -104,13 +104,7 @@ def broadcast_async_(
     """
     options = _root_options(root_rank, process_set)
     return submit(
-        "broadcast",
-        [tensor],
-        name,
-        process_set,
-        options,
-        pick=first_result,
-        in_place=True,
+        "broadcast", [tensor], name, process_set, options, pick=first, in_place=True
     )
 
 

@@ -21,7 +21,7 @@ from ringjax.torch.tensors import prepare, rows_from_memory, wait_on_stream
 from ringjax.world.process_set import ProcessSet
 
 
-def first_result(results: Sequence[Tensor]) -> Tensor:
+def first(results: Sequence[Tensor]) -> Tensor:
     """Returns the result of an operation on a single tensor."""
     return results[0]
 
@@ -72,15 +72,11 @@ def submit(
                 tensor.detach().copy_(memory)
         return pick(tensors)
 
+    addresses, keep = [out.data_ptr() for out in outs], (held, outs)
+    if on_device:
+        options = options | on_device
     return lane.submit(
-        op,
-        name,
-        refs,
-        [out.data_ptr() for out in outs],
-        finish,
-        process_set,
-        keep=(held, outs),
-        **(options | on_device if on_device else options),
+        op, name, refs, addresses, finish, process_set, keep=keep, **options
     )
 
 
@@ -122,15 +118,11 @@ def run(
             if source is not tensor:  # the tensor was not contiguous
                 tensor.detach().copy_(source)
             return tensors
-    results: Sequence[Tensor] = submit(
-        op,
-        tensors,
-        name,
-        process_set,
-        options | lane.WAITS,
-        pick=tuple,
-        in_place=in_place,
-    ).wait()
+    options = options | lane.WAITS
+    handle = submit(
+        op, tensors, name, process_set, options, pick=tuple, in_place=in_place
+    )
+    results: Sequence[Tensor] = handle.wait()
     return results
 
 
@@ -167,16 +159,8 @@ def submit_ragged(
             results.append((rows, received))
         return pick(results)
 
-    return lane.submit(
-        op,
-        name,
-        refs,
-        [],
-        finish,
-        process_set,
-        keep=held,
-        **(on_device | {"splits": splits, "waits": waits}),
-    )
+    options = on_device | {"splits": splits, "waits": waits}
+    return lane.submit(op, name, refs, [], finish, process_set, keep=held, **options)
 
 
 def _apply_compressed(

@@ -19,8 +19,7 @@ Unit = tuple[Tensor, ...]
 
 
 def parameter_names(
-    param_groups: ParamGroups,
-    named_parameters: Iterable[tuple[str, Tensor]] | None,
+    param_groups: ParamGroups, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
     """Returns the name of every parameter of an optimizer.
 

@@ -40,12 +40,7 @@ from ringjax.torch.in_flight import (
     failed_reduction,
     submit_gradients,
 )
-from ringjax.torch.parameters import (
-    ParamGroups,
-    Unit,
-    parameter_names,
-    parameter_units,
-)
+from ringjax.torch.parameters import ParamGroups, Unit, parameter_names, parameter_units
 from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 

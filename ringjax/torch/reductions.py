@@ -17,7 +17,7 @@ from ringjax.ops import Average, Sum
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.operations import (
     allreduce_tensors,
-    first_result,
+    first,
     reducescatter_tensors,
     reduction_options,
     run,
@@ -38,7 +38,7 @@ def allreduce_async(
 ) -> Handle:
     """`allreduce` that returns a handle at once; not differentiable."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
-    return submit("allreduce", [tensor], name, process_set, options, pick=first_result)
+    return submit("allreduce", [tensor], name, process_set, options, pick=first)
 
 
 def allreduce_async_(
@@ -56,13 +56,7 @@ def allreduce_async_(
     """
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit(
-        "allreduce",
-        [tensor],
-        name,
-        process_set,
-        options,
-        pick=first_result,
-        in_place=True,
+        "allreduce", [tensor], name, process_set, options, pick=first, in_place=True
     )
 
 
@@ -241,9 +235,7 @@ def reducescatter_async(
 ) -> Handle:
     """`reducescatter` that returns a handle at once; not differentiable."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
-    return submit(
-        "reducescatter", [tensor], name, process_set, options, pick=first_result
-    )
+    return submit("reducescatter", [tensor], name, process_set, options, pick=first)
 
 
 def reducescatter(

@@ -17,12 +17,7 @@ import numpy as np
 
 from ringjax import eager
 from ringjax.compression import Compression, WireDtype
-from ringjax.keras.keras_types import (
-    Compressor,
-    Tensor,
-    TensorChange,
-    Variable,
-)
+from ringjax.keras.keras_types import Compressor, Tensor, TensorChange, Variable
 from ringjax.ops import Average, ReduceOp
 from ringjax.world.process_set import ProcessSet
 
@@ -112,10 +107,7 @@ class Backend(abc.ABC):
         keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
-        self,
-        condition: Tensor,
-        change: TensorChange,
-        values: list[Tensor],
+        self, condition: Tensor, change: TensorChange, values: list[Tensor]
     ) -> list[Tensor]:
         """Changes values in the steps in which Keras applies accumulated gradients.
 

@@ -94,10 +94,7 @@ class _JaxBackend(Backend):
             variable.assign(value)
 
     def change_on_update(
-        self,
-        condition: Tensor,
-        change: TensorChange,
-        values: list[Tensor],
+        self, condition: Tensor, change: TensorChange, values: list[Tensor]
     ) -> list[Tensor]:
         """Changes the values if `condition` is true.
 
