@@ -22,6 +22,7 @@ from ringjax.control import objects
 from ringjax.elastic import values
 from ringjax.elastic.checkpointer import synced
 from ringjax.elastic.leaf import NUMPY_KINDS
+from ringjax.elastic.values import Attributes
 
 _PLAIN = "plain.json"
 _ENCODED = "ringjax.objects"  # marks values that JSON cannot hold, in base64
@@ -31,7 +32,7 @@ _ORBAX_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))
 class ArrayFiles:
     """The checkpoint layout of a `State`."""
 
-    def prepare(self, committed: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def prepare(self, committed: Attributes) -> tuple[Attributes, bytes]:
         """Returns trees of numpy arrays by attribute, and the text of plain values."""
         trees = {
             name: _wrap(values.mapped(value, partial(_as_numpy, name)))
@@ -47,7 +48,7 @@ class ArrayFiles:
         }
         return trees, json.dumps(plain, indent=1).encode()
 
-    def write(self, folder: Path, prepared: tuple[dict[str, Any], bytes]) -> None:
+    def write(self, folder: Path, prepared: tuple[Attributes, bytes]) -> None:
         """Fills the folder."""
         trees, plain = prepared
         with synced(folder / _PLAIN) as file:
@@ -56,7 +57,7 @@ class ArrayFiles:
             with _orbax().PyTreeCheckpointer() as files:
                 files.save(folder / name, tree)
 
-    def read(self, folder: Path, present: dict[str, Any]) -> dict[str, Any]:
+    def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes that both the files and the program have."""
         plain = json.loads((folder / _PLAIN).read_bytes())
         found = {

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ringjax import failpoints, runtime, stderr
+from ringjax.elastic.values import Attributes
 
 _ABOUT = "about.json"
 _UNFINISHED = ".writing"
@@ -27,7 +28,7 @@ _UNFINISHED = ".writing"
 class CheckpointLayout(Protocol):
     """Reads and writes the files of one kind of state."""
 
-    def prepare(self, committed: dict[str, Any]) -> Any:
+    def prepare(self, committed: Attributes) -> Any:
         """Returns data for `write`, which nothing changes any more.
 
         Raises:
@@ -37,7 +38,7 @@ class CheckpointLayout(Protocol):
     def write(self, folder: Path, prepared: Any) -> None:
         """Writes files into the folder. Runs in a thread."""
 
-    def read(self, folder: Path, present: dict[str, Any]) -> dict[str, Any]:
+    def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes in the folder.
 
         Args:
@@ -51,10 +52,10 @@ class CheckpointLayout(Protocol):
 class CheckpointedState(Protocol):
     """The methods of a state that a checkpointer uses."""
 
-    def committed(self) -> dict[str, Any]:
+    def committed(self) -> Attributes:
         """Returns the attributes of the last commit."""
 
-    def adopt(self, committed: dict[str, Any]) -> None:
+    def adopt(self, committed: Attributes) -> None:
         """Replaces the attributes by those of a checkpoint."""
 
     def files(self) -> CheckpointLayout:

@@ -104,9 +104,10 @@ def is_deleted(value: jax.Array) -> bool:
     return bool(value.is_deleted())
 
 
-def copies(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies arrays."""
-    return [jnp.copy(value) for value in values]
+def copy_of(value: jax.Array) -> jax.Array:
+    """Copies the memory of an array."""
+    copied: jax.Array = jnp.copy(value)
+    return copied
 
 
 def wait(values: Iterable[jax.Array]) -> None:

@@ -16,6 +16,7 @@ from ringjax.elastic.checkpointer import CheckpointLayout
 from ringjax.elastic.donation import Donation
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 from ringjax.elastic.notifications import HostUpdateResult
+from ringjax.elastic.values import Attributes
 from ringjax.errors import HostsUpdatedInterrupt
 
 
@@ -76,7 +77,7 @@ class State:
         self._change = 0  # number of an announced change of the ranks; 0: none
         self._commits = 0
         self._donation = Donation()
-        self._saved_state: dict[str, Any] = {}
+        self._saved_state: Attributes = {}
         for name, value in kwargs.items():
             handler = self._handler_of(value)
             if handler is None:
@@ -214,12 +215,12 @@ class State:
         """Calls `call` in each commit from now on; None: nothing."""
         self._after_save = call
 
-    def committed(self) -> dict[str, Any]:
+    def committed(self) -> Attributes:
         """Returns the last commit; the caller must not change it."""
         saved = {name: handler.saved() for name, handler in self._handlers.items()}
         return {**self._saved_state, **saved}
 
-    def adopt(self, committed: dict[str, Any]) -> None:
+    def adopt(self, committed: Attributes) -> None:
         """Replaces the attributes by those of a checkpoint, and saves them.
 
         Attributes that only one of both has stay as they are.
@@ -247,10 +248,10 @@ class State:
     def _handler_of(self, value: Any) -> StateHandler | None:
         return handlers.handler_of(value)
 
-    def _current(self) -> dict[str, Any]:
+    def _current(self) -> Attributes:
         return {name: getattr(self, name) for name in self._saved_state}
 
-    def _to_be_sent(self) -> dict[str, Any]:
+    def _to_be_sent(self) -> Attributes:
         """Returns the values that `sync` sends, without those of handlers that send."""
         plain = {} if self._given_broadcast else self._current()
         handled = {
@@ -260,7 +261,7 @@ class State:
         }
         return plain | handled
 
-    def _set_attrs(self, attributes: dict[str, Any]) -> None:
+    def _set_attrs(self, attributes: Attributes) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
 

@@ -26,6 +26,7 @@ from ringjax.control.objects import (
 )
 from ringjax.elastic import leaf, values
 from ringjax.elastic.leaf import NUMPY_KINDS, Leaf
+from ringjax.elastic.values import Attributes
 
 
 class StateEncoder(ObjectEncoder):
@@ -43,7 +44,7 @@ class StateEncoder(ObjectEncoder):
 
     kinds = NUMPY_KINDS
 
-    def __init__(self, state: dict[str, Any], *, allow_pickle: bool) -> None:
+    def __init__(self, state: Attributes, *, allow_pickle: bool) -> None:
         super().__init__()
         self._allow_pickle = allow_pickle
         self._in_key = 0
@@ -133,7 +134,7 @@ class StateDecoder(ObjectDecoder):
     kinds = NUMPY_KINDS
 
     def __init__(
-        self, structure: bytes, own: dict[str, Any], *, allow_pickle: bool
+        self, structure: bytes, own: Attributes, *, allow_pickle: bool
     ) -> None:
         super().__init__(structure)
         self._own, self._allow_pickle = own, allow_pickle
@@ -149,11 +150,11 @@ class StateDecoder(ObjectDecoder):
         self._state()
         self._filled = True
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Attributes:
         """Returns the state. Call this once all bytes are in `memory`."""
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> Attributes:
         return {
             name: self._value(node, _Place(self._own.get(name), f"state.{name}"), 1)
             for name, node in self._root["dict"]

@@ -22,6 +22,7 @@ from ringjax.control.objects import Array
 from ringjax.eager import dtypes, handle, lane
 from ringjax.elastic import leaf
 from ringjax.elastic.state_codec import StateDecoder, StateEncoder
+from ringjax.elastic.values import Attributes
 
 CHUNK = 8 << 20
 _MAX_IN_FLIGHT = 4  # chunks that have been submitted to the lane and not waited for
@@ -55,7 +56,7 @@ def between(participants: Participants) -> Iterator[None]:
         _participants.reset(token)
 
 
-def broadcast_state(values: dict[str, Any], *, allow_pickle: bool = False) -> Any:
+def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
     """Sends the source's values to the receivers; every rank calls this.
 
     Args:
@@ -87,7 +88,7 @@ def broadcast_state(values: dict[str, Any], *, allow_pickle: bool = False) -> An
         return _receive(values, transfer, ranks.source, allow_pickle)
 
 
-def preallocate(values: dict[str, Any], *, allow_pickle: bool = False) -> None:
+def preallocate(values: Attributes, *, allow_pickle: bool = False) -> None:
     """Reserves memory for what `broadcast_state` brings if it is like `values`."""
     leaf.preallocate(StateEncoder(values, allow_pickle=allow_pickle).leaves)
 
@@ -103,7 +104,7 @@ class _Transfer(Protocol):
 
 
 def _send(
-    values: dict[str, Any], transfer: _Transfer, rank: int, allow_pickle: bool
+    values: Attributes, transfer: _Transfer, rank: int, allow_pickle: bool
 ) -> None:
     try:
         state = StateEncoder(values, allow_pickle=allow_pickle)
@@ -120,8 +121,8 @@ _ARGUMENTS = (TypeError, ValueError)
 
 
 def _receive(
-    values: dict[str, Any], transfer: _Transfer, source: int, allow_pickle: bool
-) -> dict[str, Any]:
+    values: Attributes, transfer: _Transfer, source: int, allow_pickle: bool
+) -> Attributes:
     message = _broadcast_object(None, transfer, source, is_source=False)
     if "error" in message:
         raise ValueError(message["error"])
@@ -140,7 +141,7 @@ def _move_all(memory: Sequence[Array], transfer: _Transfer) -> None:
 
 
 def _broadcast_object(
-    message: dict[str, Any] | None, transfer: _Transfer, source: int, *, is_source: bool
+    message: Attributes | None, transfer: _Transfer, source: int, *, is_source: bool
 ) -> Any:
     def move(array: Array, _: str) -> Array:
         transfer.move([array.view(np.uint8).reshape(-1)])

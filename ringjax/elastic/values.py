@@ -15,6 +15,7 @@ from typing import Any
 
 from ringjax.control.objects import is_named_callable
 
+Attributes = dict[str, Any]  # of a state, by name
 _SCALARS = str | bytes | int | float | complex
 
 
@@ -110,9 +111,7 @@ def kept(value: Any, *, copied: bool) -> Any:
 
     def keep(leaf: Any) -> Any:
         if part is not None and part.is_array(leaf):
-            if copied and not part.is_deleted(leaf):
-                return part.copies([leaf])[0]
-            return leaf
+            return part.copy_of(leaf) if copied and not part.is_deleted(leaf) else leaf
         in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
         # As in Horovod, objects of other kinds are only copied within containers.
         if (leaf is value and not in_place) or is_named_callable(leaf):

@@ -8,7 +8,8 @@ when it had it, so no total ever falls. This module reads no clock and does no I
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from ringjax.monitor.sample import CollectiveKey, CollectiveSums, Sample, subtract_sums
 from ringjax.monitor.stragglers import LastArrival, Stragglers, StragglerTally
@@ -48,20 +49,11 @@ class CallTotals:
         return cls(sample.calls, *spent, bus_bytes)
 
     def since(self, before: CallTotals) -> CallTotals:
-        return CallTotals(
-            max(0, self.calls - before.calls),
-            max(0.0, self.waiting - before.waiting),
-            max(0.0, self.moving - before.moving),
-            max(0.0, self.exposed - before.exposed),
-            max(0.0, self.bus_bytes - before.bus_bytes),
-        )
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return CallTotals(*(max(now - old, 0) for now, old in pairs))
 
-    def add(self, other: CallTotals) -> None:
-        self.calls += other.calls
-        self.waiting += other.waiting
-        self.moving += other.moving
-        self.exposed += other.exposed
-        self.bus_bytes += other.bus_bytes
+    def plus(self, other: CallTotals) -> CallTotals:
+        return CallTotals(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
@@ -154,7 +146,8 @@ class Aggregator:
         # Fewer calls than before: the process has called `init` again, and counts anew.
         restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
-        of_rank.totals.add(totals if restarted else totals.since(old))
+        new_totals = totals if restarted else totals.since(old)
+        of_rank.totals = of_rank.totals.plus(new_totals)
         old_sums = {} if before is None else before.sample.sums
         for key, new in subtract_sums(sample.sums, old_sums).items():
             self.sums.setdefault(self._bounded(key), CollectiveSums()).add(new)

@@ -7,10 +7,11 @@ and ranks. run/monitor/ serves the metrics of a job, observe/ those of one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from ringjax.monitor.aggregator import OTHER_SETS, Aggregator, RankTotals
+from ringjax.monitor.aggregator import OTHER_SETS, Aggregator
 from ringjax.monitor.sample import BUCKETS, CollectiveKey, CollectiveSums
 from ringjax.monitor.view import View
 
@@ -182,35 +183,21 @@ def _rank_metrics(aggregator: Aggregator, view: View) -> Iterator[MetricFamily]:
             family.add(getattr(row, attribute), rank=row.rank)
         yield family
     known = sorted(rank for rank in aggregator.ranks if rank < aggregator.size)
-    for name, (_, read) in _RANK_COUNTERS.items():
+    for name, (_, attribute) in _RANK_COUNTERS.items():
         family = rank_counter(name)
         for rank in known:
-            family.add(read(aggregator.ranks[rank]), rank=rank)
+            family.add(attrgetter(attribute)(aggregator.ranks[rank]), rank=rank)
         yield family
 
 
-_RANK_COUNTERS: dict[str, tuple[str, Callable[[RankTotals], float]]] = {
-    "calls": ("Calls of a rank.", lambda rank: rank.totals.calls),
-    "wait_seconds": (
-        "Time in which some call waited for ranks.",
-        lambda rank: rank.totals.waiting,
-    ),
-    "move_seconds": (
-        "Time in which some call moved data.",
-        lambda rank: rank.totals.moving,
-    ),
-    "exposed_seconds": (
-        "Time that overlapping did not hide.",
-        lambda rank: rank.totals.exposed,
-    ),
-    "last": (
-        "Calls in which a rank came last, of those looked at.",
-        lambda rank: rank.last,
-    ),
-    "delay_seconds": (
-        "Time that others waited for a rank in those.",
-        lambda rank: rank.lost,
-    ),
+# Help text and attribute of RankTotals by name.
+_RANK_COUNTERS = {
+    "calls": ("Calls of a rank.", "totals.calls"),
+    "wait_seconds": ("Time in which some call waited for ranks.", "totals.waiting"),
+    "move_seconds": ("Time in which some call moved data.", "totals.moving"),
+    "exposed_seconds": ("Time that overlapping did not hide.", "totals.exposed"),
+    "last": ("Calls in which a rank came last, of those looked at.", "last"),
+    "delay_seconds": ("Time that others waited for a rank in those.", "lost"),
 }
 
 
