@@ -1,5 +1,5 @@
-"""`ringjax doctor`: what would keep a job from starting or from being fast, before it.
+"""`ringjax doctor`: finds, before a job, what would make it fail or slow.
 
-Each check is a function and a row of `checks.CHECKS`. `survey.py` brings those that
-look at one host there as ringrun brings its ranks; nothing here mends anything.
+Each check is a function and a row of `checks.CHECKS`. survey.py starts the checks of a
+host there, in the way in which ringrun starts ranks. No check changes anything.
 """

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ringjax.doctor import gpus, limits, names, network, sharing, software
+from ringjax.doctor import gpus, limits, network, software
 from ringjax.doctor.findings import Finding, HostContext, JobContext, warn
 
 OfHost = Callable[[HostContext], Iterator[Finding]]
@@ -25,7 +25,7 @@ OfJob = Callable[[JobContext], Iterator[tuple[str, Finding]]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row: a name, and a function of one of the two kinds."""
+    """A row of the table: a name, and a function of one or both kinds."""
 
     name: str
     of_host: OfHost | None = None
@@ -34,8 +34,8 @@ class Check:
 
 CHECKS = (
     Check("ssh", of_job=software.reached),
-    Check("name", of_host=names.own_name),
-    Check("other names", of_job=names.other_names),
+    Check("name", of_host=network.own_name),
+    Check("other names", of_job=network.other_names),
     Check("loopback", of_host=network.loopback),
     Check("interfaces", of_host=network.chosen_interfaces, of_job=network.interfaces),
     Check("ports", of_job=network.ports),
@@ -44,9 +44,9 @@ CHECKS = (
     Check("core", of_host=software.core),
     Check("versions", of_host=software.fitting, of_job=software.alike),
     Check("settings", of_host=software.settings),
-    Check("/dev/shm", of_host=sharing.dev_shm),
-    Check("memfd", of_host=sharing.memfd),
-    Check("reading", of_host=sharing.reading),
+    Check("/dev/shm", of_host=limits.dev_shm),
+    Check("memfd", of_host=limits.memfd),
+    Check("reading", of_host=limits.reading),
     Check("descriptors", of_host=limits.descriptors),
     Check("address space", of_host=limits.address_space),
     Check("processes", of_host=limits.processes),
@@ -60,13 +60,13 @@ CHECKS = (
 
 
 def on_host(host: HostContext) -> dict[str, list[Finding]]:
-    """Runs the checks of one host, on it."""
+    """Runs the host checks on this host; returns the findings by check."""
     found = {}
     for check in CHECKS:
         if check.of_host is not None:
             try:
                 found[check.name] = list(check.of_host(host))
-            except Exception as error:  # one bad check must not hide the others
+            except Exception as error:  # a broken check must not hide the others
                 text = f"the check itself has failed: {type(error).__name__}: {error}"
                 found[check.name] = [warn(text, "ringrun --check-build")]
     return found

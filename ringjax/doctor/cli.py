@@ -1,4 +1,4 @@
-"""`ringjax doctor`: the command line, and what happens in which order."""
+"""`ringjax doctor`: the command line, and the order of the checks."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ import sys
 from collections.abc import Sequence
 
 from ringjax import stderr, stdout
-from ringjax.doctor import report
 from ringjax.doctor.checks import CHECKS
-from ringjax.doctor.findings import FAIL, JobContext
-from ringjax.doctor.report import Row
-from ringjax.doctor.survey import HostSurvey, spec_of
+from ringjax.doctor.findings import FAIL, JobContext, Row, as_dict, table, worst
+from ringjax.doctor.survey import HostSurvey
 from ringjax.errors import RingjaxError
 from ringjax.run import environ
 from ringjax.run.hosts import allocations, slots
-from ringjax.run.hosts.job_spec import check_agent_command
+from ringjax.run.hosts.job_spec import JobSpec, check_agent_command
 from ringjax.run.job_setup import requested_hosts
 from ringjax.run.option_types import devices
 
 _EPILOG = """
-Looks at every host in the way in which ringrun would start ranks there, and tells what
-would keep a job from starting or from being fast: ok, warn or FAIL, and the command
-that mends it. It ends with a real job of three seconds. The exit code is 1 if there is
-a FAIL, 2 if nothing could be looked at.
+ringjax doctor starts checks on every host in the way in which ringrun would start ranks
+there. For each check it prints ok, warn (a job would be slow) or FAIL (a job would not
+start), and a command that mends the problem. At the end it runs a real job for three
+seconds. The exit code is 1 if there is a FAIL, and 2 if no check could run.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; those that ringrun has are ringrun's."""
+    """Makes the parser. Options that ringrun has, too, have the same meaning."""
     found = argparse.ArgumentParser(
         prog="ringjax doctor",
-        description="What would keep a job from running well here?",
+        description="Check whether a job would start and run well here.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
     add = found.add_argument
-    add("-np", "-n", "--num-proc", dest="np", type=int, metavar="N", help="ranks")
-    add("-H", "--hosts", metavar="HOST:SLOTS,...", help="where they would run (here)")
-    add("-hostfile", "--hostfile", metavar="FILE", help="the same from a file")
-    add("-p", "--ssh-port", type=int, metavar="PORT")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
-    add("--network-interfaces", "--network-interface", metavar="NAME,...")
-    add("--devices-per-rank", type=devices, metavar="N", help="of CUDA")
-    add("--agent-command", default="", metavar="COMMAND", help="see ringrun --help")
-    add("--no-trial", action="store_true", help="without the job at the end")
-    add("--json", action="store_true", help="for programs")
+    ringrun = "see ringrun --help"
+    add("-np", "-n", "--num-proc", dest="np", type=int, metavar="N", help=ringrun)
+    add("-H", "--hosts", metavar="HOST:SLOTS,...", help="check these hosts (localhost)")
+    add("-hostfile", "--hostfile", metavar="FILE", help="read the hosts from a file")
+    add("-p", "--ssh-port", type=int, metavar="PORT", help=ringrun)
+    add("-i", "--ssh-identity-file", metavar="FILE", help=ringrun)
+    interfaces = ("--network-interfaces", "--network-interface")
+    add(*interfaces, metavar="NAME,...", help=ringrun)
+    add("--devices-per-rank", type=devices, metavar="N", help=ringrun)
+    add("--agent-command", default="", metavar="COMMAND", help=ringrun)
+    add("--no-trial", action="store_true", help="do not run the job at the end")
+    add("--json", action="store_true", help="print JSON, for programs")
     return found
 
 
 def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
-    """The hosts, with as many ranks as they would have."""
+    """Returns the hosts with the numbers of ranks that a job would have there."""
     variables = environ.inherited()
     found = requested_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
-        # As many as a first job would have.
+        # A first job is likely to have two ranks, if there are two CPUs.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
         return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
@@ -68,7 +68,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
 
 
 def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[str]:
-    """How ringrun is told the same."""
+    """Returns the options of ringrun for the job at the end."""
     words = ["-np", str(sum(host.slots for host in places))]
     if args.hosts or args.hostfile:
         each = (f"[{h.name}]" if ":" in h.name else h.name for h in places)
@@ -88,16 +88,17 @@ def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[
 
 
 def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
-    """Asks all hosts, runs all checks and, if nothing has failed, the job."""
+    """Runs the checks of all hosts and of the job, and the job if none has failed."""
     variables, places = environ.inherited(), _places(args)
     changes = {}
     if args.network_interfaces:
         changes["RINGJAX_NETWORK_INTERFACES"] = args.network_interfaces
     if args.devices_per_rank:
         changes["RINGJAX_DEVICES_PER_RANK"] = args.devices_per_rank
-    spec = spec_of(
-        variables,
-        changes,
+    spec = JobSpec(
+        command=(),
+        env=environ.for_ranks(variables, changes),
+        start_timeout=10.0,
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
         allocation=allocations.find_readable(variables),
@@ -115,7 +116,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
             ]
         if check.of_job is not None:
             rows += [(check.name, host, f) for host, f in check.of_job(job)]
-    if not args.no_trial and report.worst(rows) != FAIL:
+    if not args.no_trial and worst(rows) != FAIL:
         from ringjax.doctor import trial  # numpy and the native core, if they load
 
         rows += [("trial", "", f) for f in trial.run(words, variables)]
@@ -123,7 +124,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: 0, 1 if something fails, 2 if nothing could be looked at."""
+    """Returns the exit code: 0, 1 after a FAIL, 2 if no check could run."""
     args = parser().parse_args(argv)
     try:
         rows, job = examine(args)
@@ -134,11 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     with stdout.until_closed():
         if args.json:
-            print(json.dumps(report.as_dict(rows, job), indent=1))
+            print(json.dumps(as_dict(rows, job), indent=1))
         else:
             colour = sys.stdout.isatty() and environ.wants_colour()
-            print(report.table(rows, job, colour=colour))
-    return int(report.worst(rows) == FAIL)
+            print(table(rows, job, colour=colour))
+    return int(worst(rows) == FAIL)
 
 
 if __name__ == "__main__":

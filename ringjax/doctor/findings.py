@@ -1,30 +1,32 @@
-"""What a check sees, and what it says: the host that it runs on, the job, a finding.
+"""Findings of checks, what checks get to see, and how findings are shown.
 
-Records only. Everything here but `HostContext.environ` travels between hosts as JSON.
+All records here but `HostContext.environ` are sent between hosts as JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from ringjax.errors import HELP
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-WORST = (OK, WARN, FAIL)  # the last one counts
+WORST = (OK, WARN, FAIL)  # from best to worst
+_COLOURS = {OK: 32, WARN: 33, FAIL: 31}
+_INDENT = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a check has found.
+    """A result of a check.
 
     Attributes:
-        status: "ok"; "warn", a job runs but not well; "FAIL", it would not run.
-        text: what is the case.
-        mend: a command that mends it, or does without.
-        help: the paragraph of docs/troubleshooting.md that explains it.
+        status: "ok"; "warn": a job runs, but not well; "FAIL": a job would not run.
+        text: the facts, in words.
+        mend: a command that repairs the problem, or avoids it.
+        help: the paragraph of docs/troubleshooting.md that explains the problem.
     """
 
     status: str
@@ -34,27 +36,29 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """The command that prints that paragraph; nothing if all is well."""
+        """The command that prints the paragraph; empty if there is no problem."""
         return f"{HELP} {self.help}" if self.help else ""
 
 
+Row = tuple[str, str, Finding]  # name of the check, host ("" means all), finding
+
+
 def ok(text: str) -> Finding:
-    """All is well."""
     return Finding(OK, text)
 
 
 def warn(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """A job runs, but something will be slow, or fail in other libraries."""
+    """Makes a warning: a job runs, but is slow, or other libraries will fail."""
     return Finding(WARN, text, mend, help_)
 
 
 def fail(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """A job would not start, or not where it should."""
+    """Makes a failure: a job would not start, or not where it should."""
     return Finding(FAIL, text, mend, help_)
 
 
 def count(number: int, what: str) -> str:
-    """A number of things.
+    """Returns a number with a noun, in the plural if needed.
 
     Example:
         >>> count(1, "rank"), count(2, "rank")
@@ -63,15 +67,59 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostContext:
-    """What a check of one host knows.
+class InterfaceFacts(TypedDict):
+    """A network interface; an mtu of 0 is not known."""
+
+    addresses: list[str]
+    mtu: int
+    tunnel: bool
+
+
+class Facts(TypedDict, total=False):
+    """Facts about a host, for checks that compare hosts.
 
     Attributes:
-        name: what the host is called in -H.
-        ranks: how many it is to have; `size` is that of the whole job.
-        hosts: the names of all hosts.
-        environ: of this process, which is that of the ranks.
+        machine: equal for two hosts that are the same machine.
+        versions: versions of Python, packages and the GPU driver, by title.
+        places: address and port of each server of `host_probe`, as JSON lists.
+    """
+
+    hostname: str
+    machine: str
+    python: str
+    versions: dict[str, str]
+    interfaces: dict[str, InterfaceFacts]
+    places: Sequence[tuple[str, int]]
+
+
+# The result of a connection to one address of another host. After an error there are
+# only the first two keys. The clock there is `offset` seconds ahead, give or take half
+# of the shortest `round_trip`. `from` is the own address on the connection, and `large`
+# says whether many full packets in a row arrive.
+Call = TypedDict(
+    "Call",
+    {
+        "address": str,
+        "error": str,
+        "from": str,
+        "large": bool,
+        "offset": float,
+        "round_trip": float,
+    },
+    total=False,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostContext:
+    """The input of a host check.
+
+    Attributes:
+        name: name of the host in -H.
+        ranks: number of ranks on the host.
+        size: number of ranks of the whole job.
+        hosts: names of all hosts.
+        environ: environment of this process, which the ranks would get, too.
     """
 
     name: str
@@ -88,30 +136,31 @@ class HostContext:
 
 @dataclass(kw_only=True)
 class HostReport:
-    """What a host has said.
+    """The report of one host.
 
     Attributes:
-        facts: see `facts.collect`; empty if the host could not be reached.
-        findings: of the checks that ran there, by their names.
-        calls: by the other host's name what `calling.call` has found.
+        facts: facts about the host; empty if it could not be reached.
+        findings: findings of the host checks, by the name of the check.
+        calls: results of connections to other hosts, by the name of the other host.
         trouble: why there are no facts, in the words of ssh or Python.
-        code: the exit code that came with it.
+        code: the exit code that belongs to `trouble`.
     """
 
     name: str
     ranks: int
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     findings: dict[str, list[Finding]] = field(default_factory=dict)
-    calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
     trouble: str = ""
     code: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """What a check of the whole job knows: the hosts, in the order of -H.
+    """The input of a job check.
 
     Attributes:
+        reports: the reports by host, in the order of -H.
         is_local: by host, whether ringrun would take it for this machine.
     """
 
@@ -120,10 +169,101 @@ class JobContext:
 
     @property
     def reached(self) -> list[HostReport]:
-        """The hosts that have answered."""
+        """The reports of hosts that have answered."""
         return [report for report in self.reports.values() if report.facts]
 
 
 def as_json(finding: Finding) -> dict[str, str]:
-    """A finding for another host, or for --json."""
     return dataclasses.asdict(finding)
+
+
+# The output of `ringjax doctor`.
+
+
+def worst(rows: Iterable[Row]) -> str:
+    return max((f.status for *_, f in rows), key=WORST.index, default=OK)
+
+
+def _merge_hosts(rows: Iterable[Row], hosts: int) -> list[Row]:
+    """Merges equal findings of several hosts into one row."""
+    found: dict[tuple[str, Finding], list[str]] = {}
+    for check, host, finding in rows:
+        found.setdefault((check, finding), []).append(host)
+    merged = []
+    for (check, finding), names in found.items():
+        everywhere = "" in names or len(names) == hosts
+        shown = [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names
+        merged.append((check, "" if everywhere else ", ".join(shown), finding))
+    return merged
+
+
+def table(rows: list[Row], job: JobContext, *, colour: bool) -> str:
+    """Returns the output as text: a line for each finding, and a table of versions."""
+    merged = _merge_hosts(rows, len(job.reports))
+    width = max((len(check) for check, *_ in merged), default=0)
+    place = max((len(host) for _, host, _ in merged), default=0)
+    lines = []
+    for check, host, finding in merged:
+        status = f"{finding.status:<4}"
+        if colour:
+            status = f"\x1b[{_COLOURS[finding.status]}m{status}\x1b[0m"
+        where = f"  {host:<{place}}" if place else ""
+        lines.append(f"{status}  {check:<{width}}{where}  {finding.text}".rstrip())
+        if finding.mend:
+            lines.append(f"{'':<{_INDENT}}mend: {finding.mend}")
+        if finding.help:
+            lines.append(f"{'':<{_INDENT}}help: {finding.link}")
+    versions = _version_lines(job)
+    last = _summary(rows)
+    return "\n".join([*lines, *([""] if versions else []), *versions, "", last])
+
+
+def differing_versions(hosts: Sequence[HostReport]) -> list[str]:
+    """Returns the titles of versions that are not equal on all hosts."""
+    versions = [report.facts["versions"] for report in hosts]
+    titles = dict.fromkeys(title for found in versions for title in found)
+    return [t for t in titles if len({found.get(t) for found in versions}) > 1]
+
+
+def _version_lines(job: JobContext) -> list[str]:
+    """Makes a line for each host; a star marks a version unlike the first host's."""
+    hosts = job.reached
+    if len(hosts) < 2:
+        return []
+    titles = list(dict.fromkeys(t for r in hosts for t in r.facts["versions"]))
+    differing = differing_versions(hosts)
+    rows = [["versions", *titles]]
+    for report in hosts:
+        row = [report.name]
+        for title in titles:
+            own = report.facts["versions"].get(title, "-")
+            first = hosts[0].facts["versions"].get(title, "-")
+            row.append(own + "*" * (title in differing and own != first))
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _summary(rows: Iterable[Row]) -> str:
+    counts = dict.fromkeys(WORST, 0)
+    for *_, finding in rows:
+        counts[finding.status] += 1
+    if not (counts[WARN] or counts[FAIL]):
+        return "All is well."
+    parts = [f"{counts[s]} {s}" for s in (FAIL, WARN) if counts[s]]
+    return f"{' and '.join(parts)}; each line above says what mends it."
+
+
+def as_dict(rows: list[Row], job: JobContext) -> Mapping[str, object]:
+    """Returns the output of --json: `status`, `checks`, and `versions` by host."""
+    return {
+        "status": worst(rows),
+        "checks": [
+            {"check": check, "host": host, **as_json(finding), "help": finding.link}
+            for check, host, finding in rows
+        ],
+        "versions": {r.name: r.facts["versions"] for r in job.reached},
+    }

@@ -24,20 +24,20 @@ def _information() -> dict[str, Any]:
 
 
 def _has_gpu() -> bool:
-    """Whether the kernel has one, however the driver's library is."""
+    """Returns whether the kernel has a GPU, even if the driver's library is broken."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _each(host: HostContext) -> int:
-    """How many a rank is to have; 0: all, and if that cannot be read, one."""
+    """Returns the number of GPUs of each rank; 0 means all."""
     try:
         return Config.from_env(host.environ).devices_per_rank
-    except ValueError:  # told by another check
+    except ValueError:  # another check reports the setting
         return 1
 
 
 def devices(host: HostContext) -> Iterator[Finding]:
-    """The driver shows them, there is one for each rank, and code and NCCL for them."""
+    """Checks the driver, the number of GPUs, the CUDA code of ringjax, and NCCL."""
     about = _information()
     found = about.get("devices", [])
     visible = host.environ.get("CUDA_VISIBLE_DEVICES")
@@ -72,7 +72,7 @@ def devices(host: HostContext) -> Iterator[Finding]:
 
 
 def nccl_variables(host: HostContext) -> Iterator[Finding]:
-    """Nothing was left that slows NCCL down; interfaces that are named exist."""
+    """Checks for variables that slow NCCL down, or name interfaces that are missing."""
     for name in _OFF:
         value = host.environ.get(name, "").strip()
         if value not in ("", "0") and not (name.endswith("LEVEL") and value != "LOC"):
@@ -83,7 +83,7 @@ def nccl_variables(host: HostContext) -> Iterator[Finding]:
 
 
 def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
-    """Of a variable that names interfaces."""
+    """Checks a variable that names interfaces."""
     value = host.environ.get(name, "").strip()
     known = addresses.by_interface()
     if not value:
@@ -100,7 +100,9 @@ def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
 
 
 def matching(value: str, known: Mapping[str, object]) -> list[str]:
-    """The interfaces that NCCL takes: by prefix, exact after "=", others after "^".
+    """Returns the interfaces that NCCL would take for a value of NCCL_SOCKET_IFNAME.
+
+    Names are prefixes. After "=" they are exact, and after "^" they are excluded.
 
     Example:
         >>> known = dict.fromkeys(["lo", "eth0", "eth1", "docker0"])
@@ -111,7 +113,7 @@ def matching(value: str, known: Mapping[str, object]) -> list[str]:
     names = [word.strip() for word in value.lstrip("^=").split(",")]
 
     def is_named(interface: str) -> bool:
-        # Ports, as in "eth0:1", are NCCL's own affair.
+        # A name may have a port, as in "eth0:1", which is not checked.
         words = (word.partition(":")[0] for word in names)
         return any(interface == w if exact else interface.startswith(w) for w in words)
 

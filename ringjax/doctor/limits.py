@@ -1,13 +1,17 @@
-"""Checks of what the system allows on a host: descriptors, processes, CPUs, memory.
+"""Checks of what the system allows on a host, and of what ranks of a host share.
 
-What ranks share is in sharing.py, settings of ringjax itself are in software.py.
+Limits of descriptors, processes, CPUs and memory; /dev/shm, memfds, and reading the
+memory of other ranks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +20,37 @@ from ringjax.control import open_files
 from ringjax.doctor.findings import Finding, HostContext, count, fail, ok, warn
 from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
+from ringjax.links import shared_memory
 from ringjax.membership import job_credentials
 
-_RANK = 512 << 20  # bytes that a rank of JAX has taken before its model
-_BARE = 96 << 20  # bytes without which Python and numpy do not start
-_ADDRESSES = 32 << 30  # bytes of address space that XLA maps and hardly uses
+_RANK = 512 << 20  # bytes that a rank of JAX uses before it has a model
+_BARE = 96 << 20  # bytes that Python and numpy need to start
+_ADDRESSES = 32 << 30  # bytes of address space that XLA maps, most of them unused
 _LEAST_FILES = 64 << 20  # bytes
-_THREADS = 64  # that a rank starts at least
-_DESCRIPTORS = 10  # for each other rank
+_THREADS = 64  # threads that a rank starts, at least
+_DESCRIPTORS = 10  # descriptors that a rank needs for each other rank
+_SHM = Path("/dev/shm")
+_LEAST_SHM = 256 << 20  # bytes; Docker gives 64 MiB
+_PAIR = 4 << 20  # bytes that two ranks share
+_SET_PTRACER = 0x59616D61  # PR_SET_PTRACER, see Documentation/admin-guide/LSM/Yama.rst
+# A program that reads the memory of its parent, as one rank reads that of another.
+_READ = """
+import ctypes, os, sys
+class Piece(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+libc = ctypes.CDLL(None, use_errno=True)
+here = ctypes.create_string_buffer(8)
+mine = Piece(ctypes.addressof(here), 8)
+theirs = Piece(int(sys.argv[2]), 8)
+one = ctypes.c_ulong(1)
+arguments = (ctypes.byref(mine), one, ctypes.byref(theirs), one, ctypes.c_ulong(0))
+if libc.process_vm_readv(int(sys.argv[1]), *arguments) != 8:
+    sys.exit(os.strerror(ctypes.get_errno()))
+"""
 
 
 def descriptors(host: HostContext) -> Iterator[Finding]:
-    """Those that a rank needs for the others, and some for the program."""
+    """Checks that a rank may open enough descriptors for all other ranks."""
     needed = 256 + _DESCRIPTORS * (host.size - 1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if open_files.raise_limit(needed):
@@ -40,7 +63,7 @@ def descriptors(host: HostContext) -> Iterator[Finding]:
 
 
 def address_space(host: HostContext) -> Iterator[Finding]:
-    """It is not limited: XLA and CUDA map far more than they use."""
+    """Checks that the address space is not limited, because XLA and CUDA map much."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < _ADDRESSES:
         text = f"limited to {limit >> 20} MiB (ulimit -v), which XLA and CUDA exceed"
@@ -48,11 +71,11 @@ def address_space(host: HostContext) -> Iterator[Finding]:
 
 
 def processes(host: HostContext) -> Iterator[Finding]:
-    """Ranks may start the threads that they have: this user, and this control group."""
+    """Checks how many threads this user and this control group may still start."""
     needed = _THREADS * host.ranks
     user = os.geteuid()
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit != resource.RLIM_INFINITY and user != 0:  # root has no limit
+    if limit != resource.RLIM_INFINITY and user != 0:  # the limit is not for root
         rest = max(0, limit - _threads_of(user))
         if rest < needed:
             text = f"{rest} more threads of this user (ulimit -u); {needed} are needed"
@@ -67,10 +90,13 @@ def processes(host: HostContext) -> Iterator[Finding]:
 
 
 def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
-    """How many more the strictest control group allows, and which; else infinity.
+    """Returns how many threads the strictest control group still allows.
 
     Args:
-        root: where /proc and the control groups are, for tests.
+        root: folder with /proc and the control groups, for tests.
+
+    Returns:
+        The number, infinity if there is no limit, and the folder of the control group.
     """
     least, where = float("inf"), root
     for folder, _ in machine_memory.groups(root, "pids"):
@@ -85,19 +111,18 @@ def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
 
 
 def _threads_of(user: int) -> int:
-    """How many threads a user has."""
     count = 0
     for place in Path("/proc").glob("[0-9]*/task"):
         try:
             if place.stat().st_uid == user:
                 count += len(list(place.iterdir()))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return count
 
 
 def cpus(host: HostContext) -> Iterator[Finding]:
-    """Each rank has one: by affinity, and by the quota of the control group."""
+    """Checks that affinity and the control group's quota give each rank a CPU."""
     here = len(os.sched_getaffinity(0))
     share, group = quota()
     ranks = count(host.ranks, "rank")
@@ -122,10 +147,13 @@ _QUOTA = "cpu.cfs_quota_us"
 
 
 def quota(root: Path = Path("/")) -> tuple[float, Path]:
-    """The least number of CPUs that a control group gives, and which; else infinity.
+    """Returns the number of CPUs that the strictest control group gives.
 
     Args:
-        root: where /proc and the control groups are, for tests.
+        root: folder with /proc and the control groups, for tests.
+
+    Returns:
+        The number, infinity if there is no quota, and the folder of the control group.
     """
     least, where = float("inf"), root
     for folder, version in machine_memory.groups(root, "cpu"):
@@ -144,7 +172,7 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
 
 
 def memory(host: HostContext) -> Iterator[Finding]:
-    """As much as the ranks take before they have a model."""
+    """Checks that there is memory for all ranks, without their models."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
     mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
@@ -158,11 +186,11 @@ def memory(host: HostContext) -> Iterator[Finding]:
         yield ok(text)
 
 
-_PLACES = ("/dev/shm", "$HOME")  # for temporary files, if the usual ones are not there
+_PLACES = ("/dev/shm", "$HOME")  # for temporary files, if the usual folders are missing
 
 
 def temporary_files(host: HostContext) -> Iterator[Finding]:
-    """There is a place for them, with room: XLA, Triton and many programs want one."""
+    """Checks that temporary files can be made, as XLA, Triton and many programs do."""
     try:
         with tempfile.NamedTemporaryFile() as file:
             free = shutil.disk_usage(file.name).free
@@ -177,7 +205,69 @@ def temporary_files(host: HostContext) -> Iterator[Finding]:
         yield warn(text, f"du -sh {where}/* | sort -h  # or another TMPDIR")
     else:
         yield ok(f"{free >> 20} MiB free in {where}")
-    try:  # as init() does in ranks of torchrun, mpirun or Slurm
+    try:  # ranks of torchrun, mpirun or Slurm need the folder in init()
         job_credentials.private_folder()
     except StartupError as error:
         yield warn(str(error), "env -u XDG_RUNTIME_DIR TMPDIR=/dev/shm COMMAND")
+
+
+def dev_shm(host: HostContext) -> Iterator[Finding]:
+    """Checks the room in /dev/shm, which NCCL and PyTorch's loaders need.
+
+    ringjax itself uses memfds.
+    """
+    try:
+        found = os.statvfs(_SHM)
+    except OSError as error:
+        text = f"{error.strerror}: NCCL and PyTorch's loaders need it"
+        yield warn(text, "sudo mount -t tmpfs tmpfs /dev/shm")
+        return
+    size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    if not os.access(_SHM, os.W_OK):
+        yield warn("this user may not write there", "sudo chmod 1777 /dev/shm")
+    elif size < _LEAST_SHM:
+        text = f"{size >> 20} MiB are too few for NCCL and PyTorch's loaders (Docker: "
+        mend = "sudo mount -o remount,size=8g /dev/shm"
+        yield warn(f"{text}--shm-size=8g)", mend)
+    elif free < _LEAST_SHM:
+        text = f"{free >> 20} of {size >> 20} MiB are free: something was left there"
+        yield warn(text, "ls -lS /dev/shm  # and remove what nobody uses")
+    else:
+        yield ok(f"{free >> 20} MiB free")
+
+
+def memfd(host: HostContext) -> Iterator[Finding]:
+    """Checks that ranks of a host can share memory; otherwise they would use TCP."""
+    try:
+        os.close(shared_memory.make(_PAIR))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        small = 0 <= limit < _PAIR
+        mend = "ulimit -f unlimited" if small else "free -m"
+        why = "files may not be that large (RLIMIT_FSIZE)" if small else error.strerror
+        text = f"{_PAIR >> 20} MiB of shared memory cannot be had: {why}"
+        yield warn(f"{text}; ranks would use TCP, which is slower", mend)
+    else:
+        yield ok("ranks of this host share memory")
+
+
+def reading(host: HostContext) -> Iterator[Finding]:
+    """Checks that ranks may read each other's memory, as they do for long messages."""
+    number = ctypes.create_string_buffer(b"ringjax")
+    # Allows descendants of this process to read its memory, as ranks allow it to each
+    # other. Kernels without Yama do not have the option, and do not need it.
+    ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
+    words = [sys.executable, "-S", "-c", _READ, str(os.getpid())]
+    done = subprocess.run(
+        [*words, str(ctypes.addressof(number))],
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    if done.returncode == 0:
+        yield ok("ranks may read each other's memory")
+        return
+    why = done.stderr.strip().rpartition("\n")[2]
+    text = f"ranks may not read each other's memory ({why})"
+    text += ": long messages between them are copied twice"
+    yield warn(f"{text} (Docker: --cap-add=SYS_PTRACE)", "sysctl kernel.yama")

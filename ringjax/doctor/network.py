@@ -1,16 +1,19 @@
-"""Checks of the network: loopback, interfaces, ports both ways, packets, clocks.
+"""Checks of the network: names, loopback, interfaces, ports, packets, clocks.
 
-What is looked at is what `calling.py` has found when every host called every other.
+ringjax passes addresses to ranks, but other libraries of a job look up names. The job
+checks use the results of the connections between all hosts (`host_probe.probe_all`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ringjax.control import addresses
 from ringjax.doctor.findings import (
+    Call,
     Finding,
     HostContext,
     HostReport,
@@ -20,13 +23,109 @@ from ringjax.doctor.findings import (
     warn,
 )
 
-_CLOCK = 0.5  # seconds between two clocks
-_PORTS = 8  # of a rank for each other one, at most
+_SLOW_LOOKUP = 1.0  # seconds
+_MAX_OFFSET = 0.5  # seconds between two clocks
+_PORTS = 8  # ports that a rank uses for each other rank, at most
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
+def _look_up(name: str) -> list[str]:
+    """Returns the addresses of a name; empty if it has none."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _edit_hosts(name: str, address: str = "") -> str:
+    """Returns a command that edits /etc/hosts, so that a name is not loopback.
+
+    The command removes only the name, because localhost may be in the same line. It
+    writes into the existing file, because a container does not allow to replace it.
+
+    Args:
+        address: the new address of the name. If it is given, the name is removed from
+            all other lines, too.
+    """
+    lines = f' "{address} {name}"' if address else ""
+    where = "" if address else "/^127\\./"
+    word = name.replace(".", "\\.")
+    edit = f"{where}s/[[:space:]]{word}([[:space:]]|$)/\\1/g"
+    return (
+        f'sudo sh -c \'x=$(sed -E "{edit}" /etc/hosts) && '
+        f'printf "%s\\n" "$x"{lines} > /etc/hosts\''
+    )
+
+
+def _hosts_line(name: str) -> str:
+    """Returns a command that gives the name of this host an address."""
+    others = [a for a in addresses.of_interfaces() if not addresses.is_loopback(a)]
+    return _edit_hosts(name, next(iter(others), "127.0.1.1"))
+
+
+def is_ours(address: str) -> bool:
+    """Returns whether this host has an address, so that it can listen there."""
+    try:
+        addresses.listen(address).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_name(host: HostContext) -> Iterator[Finding]:
+    """Checks that the name of this host has an address that other hosts can reach."""
+    name = socket.gethostname()
+    start = time.monotonic()
+    found = _look_up(name)
+    seconds = time.monotonic() - start
+    if not found:
+        yield warn(
+            f"{name!r} has no address, and JAX and Gloo ask for it", _hosts_line(name)
+        )
+    elif not host.alone and all(map(addresses.is_loopback, found)):
+        where = ", ".join(found)
+        text = (
+            f"{name!r} resolves to {where}: others that ask it would get that address"
+        )
+        yield warn(text, _hosts_line(name))
+    elif not any(is_ours(address) for address in found):
+        text = f"{name!r} resolves to {', '.join(found)}, which is not this host"
+        yield warn(text, _hosts_line(name))
+    else:
+        yield ok(f"{name} is {', '.join(found)}")
+    if seconds > _SLOW_LOOKUP:
+        text = (
+            f"looking {name!r} up took {seconds:.1f} s: a name server does not answer"
+        )
+        yield warn(text, _hosts_line(name))
+
+
+def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
+    """Checks that no other host is taken for this one, and no two are one machine."""
+    machines: dict[str, str] = {}
+    for report in job.reports.values():
+        name = report.name.rpartition("@")[2]
+        mine = name in ("localhost", socket.gethostname(), "127.0.0.1", "::1")
+        found = _look_up(name)
+        if (
+            job.is_local.get(report.name)
+            and not mine
+            and any(map(addresses.is_loopback, found))
+        ):
+            text = f"resolves to {found[0]}, this machine: its ranks would run here"
+            yield report.name, fail(text, _edit_hosts(name))
+            continue
+        machine = report.facts.get("machine")
+        if machine and machine in machines:
+            text = f"is the same machine as {machines[machine]}"
+            yield report.name, warn(text, f"ringrun -H {machines[machine]}:N")
+        elif machine:
+            machines[machine] = report.name
+
+
 def loopback(host: HostContext) -> Iterator[Finding]:
-    """ringrun and the ranks of one host meet there."""
+    """Checks loopback, over which ringrun and the ranks of one host communicate."""
     here = addresses.loopback()
     try:
         with addresses.listen(here) as sock:
@@ -39,7 +138,7 @@ def loopback(host: HostContext) -> Iterator[Finding]:
 
 
 def port_range(host: HostContext) -> Iterator[Finding]:
-    """The system has enough ports to give away: one or two for each pair of ranks."""
+    """Checks that the system has enough ephemeral ports for all pairs of ranks."""
     needed = _PORTS * max(1, host.ranks) * (1 if host.alone else host.size)
     try:
         low, high = map(int, _RANGE.read_text().split())
@@ -52,7 +151,7 @@ def port_range(host: HostContext) -> Iterator[Finding]:
 
 
 def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
-    """What is to be used exists, and there is something beside loopback to use."""
+    """Checks that chosen interfaces exist, and that loopback is not the only one."""
     asked = host.environ.get("RINGJAX_NETWORK_INTERFACES", "")
     asked = asked or host.environ.get("HOROVOD_GLOO_IFACE", "")
     known = addresses.by_interface()
@@ -70,7 +169,7 @@ def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
 
 
 def _interface_of(report: HostReport, address: str) -> str:
-    """The interface that has an address, "" if none has."""
+    """Returns the interface of a host that has an address, "" if none has."""
     for name, about in report.facts["interfaces"].items():
         if address in about["addresses"]:
             return str(name)
@@ -78,7 +177,7 @@ def _interface_of(report: HostReport, address: str) -> str:
 
 
 def _used(job: JobContext) -> dict[str, dict[str, str]]:
-    """By host and other host: the interface from which it reaches it."""
+    """Returns by host and other host the interface that connects them."""
     return {
         report.name: {
             other: _interface_of(report, answered[0]["from"])
@@ -90,14 +189,14 @@ def _used(job: JobContext) -> dict[str, dict[str, str]]:
 
 
 def _best(job: JobContext) -> str:
-    """The interfaces by which hosts reach each other, for --network-interfaces."""
+    """Returns the interfaces that connect hosts, as for --network-interfaces."""
     names = (name for used in _used(job).values() for name in used.values())
     found = dict.fromkeys(n for n in names if n and not n.startswith(("docker", "br-")))
     return ",".join(found) or "eth0"
 
 
 def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """No address is on two hosts, no tunnel and no odd packet size on the way."""
+    """Checks for an address on two hosts, for tunnels, and for unequal packet sizes."""
     owners: dict[tuple[str, str], list[str]] = {}
     for report in job.reached:
         for name, about in report.facts["interfaces"].items():
@@ -115,9 +214,9 @@ def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def _in_use(report: HostReport) -> set[str]:
-    """The interfaces whose addresses ranks there would give away."""
+    """Returns the interfaces whose addresses ranks on a host would publish."""
     given = {address for address, _ in report.facts.get("places", ())}
-    about: dict[str, Any] = report.facts["interfaces"]
+    about = report.facts["interfaces"]
     return {n for n, found in about.items() if given & set(found["addresses"])}
 
 
@@ -142,7 +241,7 @@ def _ways(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Every host reaches every other one on a port that the system has chosen."""
+    """Checks that every host reaches every other one on an ephemeral port."""
     pairs = 0
     for report in job.reached:
         if len(job.reached) > 1 and not report.calls:
@@ -153,7 +252,7 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
                 pairs += 1
                 continue
             tried = "; ".join(f"{call['address']}: {call['error']}" for call in calls)
-            if tried:  # else another check says why it has no address
+            if tried:  # without an address another check has failed already
                 mend = _opened(report, other, calls)
                 text = f"does not reach {other} ({tried})"
                 yield report.name, fail(text, mend, "unreachable")
@@ -161,8 +260,8 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
         yield "", ok(f"{pairs} of {pairs} ways open")
 
 
-def _opened(report: HostReport, other: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """The command that opens the way from a host to another one."""
+def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
+    """Returns a command that lets a host connect to another one."""
     if not any(call["error"] in ("timed out", "Connection refused") for call in calls):
         return f"on {report.name}: ip route get {calls[0]['address']}"
     mine = [
@@ -176,7 +275,7 @@ def _opened(report: HostReport, other: str, calls: Sequence[Mapping[str, Any]]) 
 
 
 def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """What passes in small packets passes in full ones."""
+    """Checks that full packets pass where small ones do."""
     for report in job.reached:
         for other, calls in report.calls.items():
             for call in calls:
@@ -191,7 +290,7 @@ def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def clocks(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """They agree, as far as the first host can tell."""
+    """Checks that the clocks of all hosts agree with that of the first host."""
     if len(job.reached) < 2:
         return
     first = job.reached[0]
@@ -203,10 +302,10 @@ def clocks(job: JobContext) -> Iterator[tuple[str, Finding]]:
         call = min(answered, key=lambda c: float(c["round_trip"]))
         offset, error = float(call["offset"]), float(call["round_trip"]) / 2
         worst = max(worst, abs(offset) + error)
-        if abs(offset) - error > _CLOCK:
+        if abs(offset) - error > _MAX_OFFSET:
             ahead = f"{abs(offset):.3g} s {'ahead' if offset > 0 else 'behind'}"
             text = f"its clock is {ahead} (± {error:.1g} s): logs and files mislead"
             mend = "sudo chronyc makestep || sudo systemctl restart systemd-timesyncd"
             yield other, warn(text, mend)
-    if worst <= _CLOCK:
+    if worst <= _MAX_OFFSET:
         yield "", ok(f"within {worst:.2g} s of {first.name}'s")

@@ -1,27 +1,41 @@
-"""Checks of what is installed and set: ssh, the native core, versions, settings."""
+"""Checks of software: ssh, the native core, versions, settings."""
 
 from __future__ import annotations
 
+import glob
+import platform
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from ringjax import config
-from ringjax.doctor.facts import DISTRIBUTIONS
 from ringjax.doctor.findings import (
     Finding,
     HostContext,
     HostReport,
     JobContext,
+    differing_versions,
     fail,
     ok,
     warn,
 )
 from ringjax.settings.unknown_variables import unknown_variable_warnings
 
-# What ssh, a shell or Python says -> what is the case, and a command.
+# Names of distributions by the title of their column.
+DISTRIBUTIONS = {
+    "ringjax": ("ringjax",),
+    "jax": ("jax",),
+    "jaxlib": ("jaxlib",),
+    "numpy": ("numpy",),
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+    "keras": ("keras",),
+    "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+# Patterns of messages of ssh, a shell or Python; what each means; and a command.
 _REASONS = (
     (
         r"Permission denied( \(|, please)",
@@ -68,7 +82,7 @@ _REASONS = (
 
 
 def reached(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """ringrun gets to each host, and finds Python and ringjax there."""
+    """Checks that ringrun reaches each host, and finds Python and ringjax there."""
     others = [r for r in job.reports.values() if not job.is_local.get(r.name)]
     for report in others:
         if report.facts:
@@ -98,6 +112,22 @@ def _unreached(report: HostReport) -> Finding:
     return fail(text, f"ssh -v {named['host']} {sys.executable} --version")
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions of everything that must be equal on all hosts."""
+    found = {"Python": platform.python_version()}
+    for title, names in DISTRIBUTIONS.items():
+        for name in names:
+            try:
+                found[title] = metadata.version(name)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    for file in glob.glob("/proc/driver/nvidia/version"):
+        words = Path(file).read_text().split()
+        found["driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "?")
+    return found
+
+
 def _installed(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -106,7 +136,7 @@ def _installed(name: str) -> str | None:
 
 
 def core(host: HostContext) -> Iterator[Finding]:
-    """The native part loads: it fits this Python, processor and C library."""
+    """Checks that the native core loads with this Python, processor and C library."""
     try:
         from ringjax import _native
 
@@ -118,13 +148,13 @@ def core(host: HostContext) -> Iterator[Finding]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 10, 2) of 0.10.2rc1."""
+    """Returns the leading numbers of a version: (0, 10, 2) of 0.10.2rc1."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def fitting(host: HostContext) -> Iterator[Finding]:
-    """jax is one that ringjax takes, and jaxlib is jax's."""
+    """Checks that ringjax supports this jax, and that jaxlib fits jax."""
     jax, jaxlib = _installed("jax"), _installed("jaxlib")
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"
@@ -142,7 +172,7 @@ def fitting(host: HostContext) -> Iterator[Finding]:
 
 
 def _wanted() -> str:
-    """What ringjax says of jax: "jax<0.13,>=0.10.2"."""
+    """Returns the requirement of ringjax, such as "jax<0.13,>=0.10.2"."""
     try:
         needs = metadata.requires("ringjax") or []
     except metadata.PackageNotFoundError:  # a checkout
@@ -151,11 +181,11 @@ def _wanted() -> str:
 
 
 def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """All hosts have the same; the table below shows those that differ."""
+    """Checks that all hosts have equal versions; the output has a table of them."""
     hosts = job.reached
     if len(hosts) < 2:
         return
-    differing = differences(hosts)
+    differing = differing_versions(hosts)
     for title in differing:
         each = {r.facts["versions"].get(title, "none") for r in hosts}
         text = f"{title} differs: {', '.join(sorted(each))}"
@@ -172,15 +202,8 @@ def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
         yield "", ok("alike")
 
 
-def differences(hosts: list[HostReport]) -> list[str]:
-    """The titles of what not all have in the same version."""
-    versions = [report.facts["versions"] for report in hosts]
-    titles = dict.fromkeys(title for found in versions for title in found)
-    return [t for t in titles if len({found.get(t) for found in versions}) > 1]
-
-
 def settings(host: HostContext) -> Iterator[Finding]:
-    """Variables of ringjax can be read, and are spelt as they are."""
+    """Checks that all settings of ringjax are valid and spelt correctly."""
     try:
         config.Config.from_env(host.environ)
     except ValueError as error:

@@ -1,38 +1,38 @@
-"""Asks all hosts: has ringrun's agents run host.py there, twice, and collects answers.
+"""Survey of all hosts: has ringrun's agents run host_probe.py there, twice.
 
-First every host looks at itself and listens, then each calls all others. Judges
-nothing.
+In the first run every host checks itself and listens for connections. In the second run
+each host connects to all others. The survey collects the reports, and the checks of the
+job judge them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ringjax.control import addresses
 from ringjax.doctor.findings import Finding, HostReport
 from ringjax.run import environ
 from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
+from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots
 
-_LOOK = 30.0  # seconds beyond those that ssh may take to connect
-_AFTER = 0.3  # for what ssh has still to say when it has ended
-_MOST = 2000  # characters of it
+_PROBE_TIMEOUT = 30.0  # seconds, in addition to the timeout of ssh
+_OUTPUT_DELAY = 0.3  # seconds to wait for the last output of ssh after its end
+_MAX_ERROR = 2000  # characters of error output of a host
 
 
 class HostSurvey:
-    """One survey of some hosts; `run` makes it and leaves nothing behind.
+    """A survey of some hosts; `run` leaves no process behind.
 
     Args:
-        places: the hosts and how many ranks each is to have.
-        spec: how they are reached, and the environment of the ranks.
+        places: the hosts, with the number of ranks on each.
+        spec: the way to reach hosts, and the environment of the ranks.
     """
 
     def __init__(self, places: Sequence[HostSlots], spec: JobSpec) -> None:
@@ -41,35 +41,35 @@ class HostSurvey:
         self._token = secrets.token_hex(32)
         self._console = Console(0)
         self._agents = AgentPool(spec, self._console, self)
-        self._said: dict[int, bytearray] = {}  # by the number of a process
-        self._errors: dict[str, str] = {}  # by host
-        self._gone: set[int] = set()
+        self._results: dict[int, bytearray] = {}  # by the number of a process
+        self._errors: dict[str, str] = {}  # error output, by host
+        self._ended: set[int] = set()
         self.reports = {h.name: HostReport(name=h.name, ranks=h.slots) for h in places}
 
     def run(self) -> Mapping[str, HostReport]:
-        """Ask, and wait for the answers or for the time that they may take."""
-        patience = self._spec.start_timeout + _LOOK
+        """Runs both rounds; returns the reports by host."""
+        timeout = self._spec.start_timeout + _PROBE_TIMEOUT
         try:
             self._agents.start()
             self._ask({h.name: self._look(h) for h in self._places}, 0)
-            self._wait(patience, self._looked)
+            self._wait(timeout, self._looked)
             found = [r.name for r in self.reports.values() if r.facts]
             if len(found) > 1:
                 first = len(self._places)
                 self._ask({name: self._call(name) for name in found}, first)
-                self._wait(patience, lambda: self._called(found))
+                self._wait(timeout, lambda: self._called(found))
         finally:
             self._agents.end(1.0)
             self._agents.close(1.0)
         return self.reports
 
     def is_local(self) -> dict[str, bool]:
-        """By host, whether ringrun takes it for this machine."""
+        """Returns by host whether ringrun would take it for this machine."""
         return {host.name: self._agents.is_local(host.name) for host in self._places}
 
-    # What is asked.
+    # Orders to the hosts.
 
-    def _look(self, host: HostSlots) -> dict[str, Any]:
+    def _look(self, host: HostSlots) -> Message:
         about = {
             "name": host.name,
             "ranks": host.slots,
@@ -78,7 +78,7 @@ class HostSurvey:
         }
         return {"do": "look", "host": about}
 
-    def _call(self, name: str) -> dict[str, Any]:
+    def _call(self, name: str) -> Message:
         others = {
             r.name: r.facts["places"]
             for r in self.reports.values()
@@ -86,10 +86,10 @@ class HostSurvey:
         }
         return {"do": "call", "others": _without_loopback(others)}
 
-    def _ask(self, orders: Mapping[str, dict[str, Any]], first: int) -> None:
+    def _ask(self, orders: Mapping[str, Message], first: int) -> None:
         names = list(self.reports)
         for name, order in orders.items():
-            argv = [sys.executable, "-P", "-m", "ringjax.doctor.host"]
+            argv = [sys.executable, "-P", "-m", "ringjax.doctor.host_probe"]
             process = {
                 "id": first + names.index(name),
                 "argv": argv,
@@ -102,52 +102,54 @@ class HostSurvey:
         deadline = time.monotonic() + seconds
         while not done() and time.monotonic() < deadline:
             self._agents.poll(0.1)
-        deadline = time.monotonic() + _AFTER
-        while self._gone and time.monotonic() < deadline:
+        deadline = time.monotonic() + _OUTPUT_DELAY
+        while self._ended and time.monotonic() < deadline:
             self._agents.poll(0.05)
         self._note_troubles()
 
     def _looked(self) -> bool:
         return all(
-            report.facts or number in self._gone
+            report.facts or number in self._ended
             for number, report in enumerate(self.reports.values())
         )
 
     def _called(self, names: Sequence[str]) -> bool:
         numbers = {n: i + len(self._places) for i, n in enumerate(self.reports)}
         return all(
-            self.reports[name].calls or numbers[name] in self._gone for name in names
+            self.reports[name].calls or numbers[name] in self._ended for name in names
         )
 
     def _note_troubles(self) -> None:
-        """The last line of ssh, or of a traceback, is the reason."""
+        """Takes the last line of ssh, or of a traceback, as the reason of a failure."""
         for report in self.reports.values():
-            said = self._errors.get(report.name, "").split("\n")
-            last = [line.strip() for line in said if line.strip()][-1:]
+            output = self._errors.get(report.name, "").split("\n")
+            last = [line.strip() for line in output if line.strip()][-1:]
             if last and not report.facts:
                 report.trouble = last[0]
 
-    # What the fleet reports.
+    # Events of processes, from the agents: see `ProcessObserver`.
 
-    def started(self, name: int, pid: int) -> None:
-        """Nothing to note."""
+    def started(self, number: int, pid: int) -> None:
+        pass
 
-    def wrote(self, name: int, stream: str, data: bytes) -> None:
-        """Keeps an answer, and what ssh or Python complain about."""
-        if name < 0 or stream == "stderr":
-            host = self._console.labels.get(name) or self._report(name).name
+    def wrote(self, number: int, stream: str, data: bytes) -> None:
+        """Keeps results, and the error output of ssh or Python."""
+        if number < 0 or stream == "stderr":
+            host = self._console.labels.get(number) or self._report(number).name
             text = self._errors.get(host, "") + data.decode(errors="replace")
-            self._errors[host] = text[-_MOST:]
+            self._errors[host] = text[-_MAX_ERROR:]
         elif stream == "result":
-            self._said.setdefault(name, bytearray()).extend(data)
-            if self._said[name].endswith(b"\n"):
-                self._answered(self._report(name), json.loads(self._said.pop(name)))
+            result = self._results.setdefault(number, bytearray())
+            result.extend(data)
+            if result.endswith(b"\n"):
+                del self._results[number]
+                self._record(self._report(number), json.loads(result))
 
-    def _report(self, name: int) -> HostReport:
-        return list(self.reports.values())[name % len(self._places)]
+    def _report(self, number: int) -> HostReport:
+        return list(self.reports.values())[number % len(self._places)]
 
     @staticmethod
-    def _answered(report: HostReport, answer: Mapping[str, Any]) -> None:
+    def _record(report: HostReport, answer: Message) -> None:
         if "calls" in answer:
             report.calls = answer["calls"]
             return
@@ -157,36 +159,22 @@ class HostSurvey:
             for name, found in answer["findings"].items()
         }
 
-    def exited(self, name: int, code: int, text: str) -> None:
-        """Notes why there will be no answer."""
-        self._end(name, code, text)
-
-    def host_lost(self, names: Sequence[int], text: str) -> None:
-        """Notes that a host was not reached, or no more."""
-        for name in names:
-            self._end(name, 255, text)
-
-    def _end(self, name: int, code: int, text: str) -> None:
-        self._gone.add(name)
-        report = self._report(name)
+    def exited(self, number: int, code: int, text: str) -> None:
+        self._ended.add(number)
+        report = self._report(number)
         report.code = code
         report.trouble = report.trouble or text
 
+    def host_lost(self, numbers: Sequence[int], text: str) -> None:
+        for number in numbers:
+            self.exited(number, 255, text)
+
 
 def _without_loopback(
-    others: Mapping[str, Sequence[Sequence[Any]]],
-) -> dict[str, list[Sequence[Any]]]:
-    """Addresses that another host may call."""
+    others: Mapping[str, Sequence[tuple[str, int]]],
+) -> dict[str, list[tuple[str, int]]]:
+    """Drops loopback addresses, which another host cannot reach."""
     return {
         name: [place for place in places if not addresses.is_loopback(place[0])]
         for name, places in others.items()
     }
-
-
-def spec_of(
-    variables: Mapping[str, str], changes: Mapping[str, str], **given: Any
-) -> JobSpec:
-    """How hosts are reached, as ringrun does it; `given` are fields of `JobSpec`."""
-    env = environ.for_ranks(variables, changes)
-    spec = JobSpec(command=(), env=env, start_timeout=10.0)
-    return dataclasses.replace(spec, **given)

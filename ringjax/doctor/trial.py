@@ -1,8 +1,9 @@
-"""The end of a doctor's visit: a real job for three seconds, and how fast it was.
+"""The trial: runs a real job for three seconds, and judges its speed.
 
-`python -m ringjax.doctor.trial` is one rank of it. What is compared is measured in
-turns: an allreduce, and a plain copy of as much by all ranks at once. Between hosts the
-cost model's constants are compared, too: they may be remembered from another day.
+`python -m ringjax.doctor.trial` is one rank of the job. On one host the job compares an
+allreduce with a plain copy of the same size, which all ranks do at the same time. Both
+are measured in turns. Between hosts it compares the allreduce with the prediction of
+the cost model, whose constants may have been measured on another day.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from ringjax.run import environ
 
 SIZE = 8 << 20  # bytes
 _SECONDS = 3.0
-_LEAST, _EVERY = 4, 4  # rounds; and between two looks at the clock
-_PATIENCE = 60.0  # seconds for the whole job
-_POOR = 0.1  # of the limit
-_SLOWER = 4.0  # than the constants say
+_MIN_ROUNDS = 4
+_CLOCK_ROUNDS = 4  # rounds between two looks at the clock
+_JOB_TIMEOUT = 60.0  # seconds
+_POOR = 0.1  # share of the speed of a copy below which the allreduce is slow
+_SLOWER = 4.0  # times the predicted seconds from which on the network is busy
 _MARK = "ringjax doctor: "
 
 
 def main() -> None:
-    """One rank; rank 0 prints what all have measured."""
+    """Runs one rank; rank 0 prints the measurements of all ranks."""
     born = time.time()
     runtime.init()
     found = _measure()
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def _measure() -> dict[str, Any]:
-    """Seconds of an allreduce and of a copy, each on the rank that took longest."""
+    """Measures an allreduce and a copy, in seconds of the slowest rank."""
     tensor, source = np.ones(SIZE // 4, "f4"), np.ones(SIZE // 4, "f4")
     target = np.empty_like(source)
     times: list[tuple[float, float]] = []
@@ -59,18 +61,25 @@ def _measure() -> dict[str, Any]:
         begun = time.perf_counter()
         eager.allreduce(tensor, ReduceOp.Max, name="doctor", out=tensor)
         times.append((time.perf_counter() - begun, copied))
-        if len(times) % _EVERY == 0:
+        if len(times) % _CLOCK_ROUNDS == 0:
+            # Rank 0 decides, so that all ranks make the same calls.
             going = np.array([time.perf_counter() - start < _SECONDS])
             if not eager.broadcast(going, 0, name="going")[0]:
                 break
     slowest = eager.allreduce(np.array(times), ReduceOp.Max, name="times")
-    # Other programs only add time, and what is asked is what the machine can do.
-    moved, copied = (float(x) for x in np.asarray(slowest)[_LEAST // 2 :].min(axis=0))
+    # The minimum is what the machine can do, because other programs only add time.
+    rounds = np.asarray(slowest)[_MIN_ROUNDS // 2 :]
+    moved, copied = (float(x) for x in rounds.min(axis=0))
     return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
 
 
 def _network(born: float) -> dict[str, Any]:
-    """What the cost model says of the same allreduce, and since when it knows."""
+    """Returns the prediction of the cost model, and the age of its constants.
+
+    Args:
+        born: when this rank was started, in seconds since 1970. Constants that were
+            measured later belong to this job.
+    """
     world = runtime.current("doctor")
     communicator = runtime.communicator(op="doctor")
     stats, hosts = communicator.stats(), list(communicator.hosts)
@@ -96,11 +105,11 @@ def _network(born: float) -> dict[str, Any]:
     }
 
 
-# What `ringjax doctor` makes of it.
+# The part that runs in `ringjax doctor`.
 
 
 def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
-    """Runs the job with these options of ringrun, and judges."""
+    """Runs the job with these options of ringrun; returns the findings."""
     python = [sys.executable, "-P", "-m"]
     words = [*python, "ringjax.run", *options, *python, "ringjax.doctor.trial"]
     env = {**variables, "PYTHONPATH": environ.agent_path()}
@@ -116,11 +125,12 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
     )
     command = f"ringrun {' '.join(options)} {sys.executable} -m ringjax.doctor.trial"
     try:
-        out, err = process.communicate(timeout=_PATIENCE)
+        out, err = process.communicate(timeout=_JOB_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate()
-        return [fail(f"a job did not end within {_PATIENCE:.0f} s", command, "stalled")]
+        text = f"a job did not end within {_JOB_TIMEOUT:.0f} s"
+        return [fail(text, command, "stalled")]
     except BaseException:  # Ctrl-C: ringrun ends its ranks
         process.send_signal(signal.SIGTERM)
         process.communicate()
@@ -135,7 +145,7 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
 
 
 def judge(found: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the numbers of a job mean; seconds and bytes."""
+    """Judges the measurements of a job."""
     factor = 2 * (found["ranks"] - 1) / found["ranks"]
     if not factor:
         yield ok("a job of one rank ran")

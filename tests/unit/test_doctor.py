@@ -147,8 +147,8 @@ def test_a_container_that_forbids_to_read_the_memory_of_others() -> None:
 
 def test_a_container_without_memfd() -> None:
     # ringrun's agents need one for themselves, so a process of the check alone.
-    script = "from ringjax.doctor import sharing\n"
-    script += "print([f.text for f in sharing.memfd(None)])"
+    script = "from ringjax.doctor import limits\n"
+    script += "print([f.text for f in limits.memfd(None)])"
     done = subprocess.run(
         [*_forbidden(319), sys.executable, "-c", script],
         env=environment("doctor", {}),

@@ -13,7 +13,7 @@ import pytest
 from support.doctor import DOCTOR, Visit, visit
 from support.launch import ROOT, environment
 
-from ringjax.doctor import checks, limits, network, report, software
+from ringjax.doctor import checks, findings, limits, network, software
 from ringjax.doctor.findings import (
     Finding,
     HostContext,
@@ -57,10 +57,10 @@ def test_what_many_hosts_say_alike_is_one_line() -> None:
     job = _job(*"abcdef")
     rows = [("memfd", name, ok("fine")) for name in "abcdef"]
     rows += [("name", name, warn("bad", "mend it")) for name in "abcde"]
-    text = report.table(rows, job, colour=False)
+    text = findings.table(rows, job, colour=False)
     assert text.count("fine") == text.count("bad") == 1
     assert "a, b, c, 2 more  bad" in text
-    assert report.worst(rows) == "warn"
+    assert findings.worst(rows) == "warn"
 
 
 def test_versions_that_differ_are_marked() -> None:
@@ -68,7 +68,7 @@ def test_versions_that_differ_are_marked() -> None:
     job.reports["b"].facts["versions"] = {"jax": "2", "torch": "3"}
     [(_, jax), (_, torch)] = software.alike(job)
     assert (jax.status, torch.status) == ("FAIL", "warn")
-    text = report.table([], job, colour=False)
+    text = findings.table([], job, colour=False)
     assert re.search(r"b +2\* +3\*", text)
 
 
