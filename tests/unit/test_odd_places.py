@@ -172,7 +172,7 @@ def test_a_client_that_is_not_there(tmp_path: Path) -> None:
 def test_a_rank_that_has_failed_and_stays(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job, "_TO_END", 0.2)
+    monkeypatch.setattr(job, "_HANG_TIMEOUT", 0.2)
 
     def task() -> None:
         import ringjax

@@ -316,7 +316,7 @@ def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
 
 # The first two never come to a commit, so nobody can join them.
 NEVER_COMMIT = (
-    MEMBER.replace("case Update():", "case Update() if worker > 1:")
+    MEMBER.replace("case ResizePending():", "case ResizePending() if worker > 1:")
     + """
 job = enlist()
 signal.signal(signal.SIGUSR1, lambda *_: (job.report_failure("boom"), sys.exit(5)))
