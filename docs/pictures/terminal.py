@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 
-from ringjax.top.job_connection import status
+from ringjax.top.job_connection import parse_status
 from ringjax.top.screen import picture
 
 HERE = Path(__file__).resolve().parent
@@ -60,7 +60,7 @@ class Terminal:
 
     def svg(self) -> str:
         """Returns the text of the SVG file."""
-        seen = status((HERE / "top.json").read_bytes())
+        seen = parse_status((HERE / "top.json").read_bytes())
         self._console.print(picture(seen))
         text = self._console.export_svg(
             title="", theme=SVG_EXPORT_THEME, code_format=_FORMAT, unique_id="top"

@@ -1,1 +1,1 @@
-"""`ringjax top`: a running job, looked at from another terminal of the same user."""
+"""`ringjax top`: shows the ranks of a running job, in another terminal of its user."""

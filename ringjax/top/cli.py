@@ -1,7 +1,8 @@
-"""`ringjax top`: attach to a running job of this user and look at its ranks.
+"""`ringjax top`: connects to the ringrun of a running job, and shows its ranks.
 
-It asks ringrun, which asks the ranks only while somebody looks. On a terminal it fills
-the screen, with colours if rich is installed; else it prints a block of text each time.
+While a viewer is connected, ringrun asks the ranks for samples. On a terminal the view
+fills the screen, with colours if rich is installed. Elsewhere each view is printed as a
+block of text.
 """
 
 from __future__ import annotations
@@ -24,39 +25,44 @@ from ringjax.monitor import sockets
 from ringjax.top import table
 from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus
 
-_FIRST = 15.0  # seconds for ringrun to tell something
+_FIRST_TIMEOUT = 15.0  # seconds to wait for a view with ranks
 _CLEAR = "\x1b[H\x1b[J"
 _ALTERNATE, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 Show = Callable[[JobStatus], None]
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     found = argparse.ArgumentParser(
         prog="ringjax top",
-        description="Look at the ranks of a running job, on the host of its ringrun.",
-        epilog="It shows the last five to ten seconds. waits, moves: share of the time "
-        "in which a call waited for other ranks, or moved data; last in: of the calls; "
-        "late by: how much, usually; at: where the program is most of the time.",
+        description="Show the ranks of a running job, on the host of its ringrun.",
+        epilog="The view covers the last five to ten seconds. waits, moves: the share "
+        "of the time in which calls waited for other ranks, or moved data. last in: "
+        "the share of the calls in which the rank came last. late by: its usual delay "
+        "in these calls. at: the place where the program is most of the time.",
     )
     add = found.add_argument
-    add("pid", nargs="?", help="of ringrun; needed where this user has several jobs")
+    pid = "process id of ringrun, which is needed if this user has several jobs"
+    add("pid", nargs="?", help=pid)
     add("--once", action="store_true", help="print one block of text, and end")
     add(
-        *("-i", "--interval"),
+        "-i",
+        "--interval",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="between two pictures (1)",
+        help="show a new view every SECONDS (1)",
     )
     return found
 
 
 def find(wanted: str | None) -> Path:
-    """The socket of the job that is meant.
+    """Returns the socket of a job.
+
+    Args:
+        wanted: process id of its ringrun; None: the only job of this user.
 
     Raises:
-        JobSocketError: there is none, or it is not clear which.
+        JobSocketError: there is no such job, or there are several.
     """
     known = sockets.find_jobs()
     if wanted is not None:
@@ -79,7 +85,7 @@ def find(wanted: str | None) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 if there was a job, 1 if not."""
+    """Returns the exit code: 0 if there was a job, 1 if not."""
     options = parser().parse_args(argv)
     try:
         job = JobConnection(find(options.pid))
@@ -109,13 +115,13 @@ def _look(job: JobConnection, options: argparse.Namespace) -> None:
 
 
 def _first(job: JobConnection) -> JobStatus:
-    """The first one with ranks in it, or what there is after a while."""
-    deadline = time.monotonic() + _FIRST
+    """Returns the first status with ranks, or the last one after a timeout."""
+    deadline = time.monotonic() + _FIRST_TIMEOUT
     found = None
     while (left := deadline - time.monotonic()) > 0:
         status = job.read(left)
         found = status or found
-        # Two samples of each rank make a share.
+        # A share needs two samples of each rank.
         if status is not None and status.view.rows and status.view.seconds > 2.0:
             return status
     if found is None:
@@ -140,7 +146,7 @@ def _follow(
 
 @contextlib.contextmanager
 def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
-    """How a status is shown, and whether somebody wants to leave."""
+    """Yields a function that shows a status, and one that tells if the user quits."""
     if not sys.stdout.isatty():
         yield _print, lambda: False
         return
@@ -158,7 +164,11 @@ def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[], bool]]:
-    """Whether `q` was typed; without waiting for the end of a line."""
+    """Yields a function that returns whether the user has typed `q`.
+
+    The terminal is in cbreak mode meanwhile, because otherwise input arrives only at
+    the end of a line.
+    """
     if not sys.stdin.isatty():
         yield lambda: False
         return

@@ -1,4 +1,4 @@
-"""A connection with the ringrun of a running job: what it tells, message by message."""
+"""Connection to the ringrun of a running job, which sends its status as messages."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import View, view_from_message
 
-_LONGEST = 1 << 26  # bytes of a message
+_MAX_MESSAGE = 1 << 26  # bytes
 _CHUNK = 1 << 16
 
 
 class JobEnded(Exception):
-    """ringrun has closed the connection: the job is over."""
+    """ringrun has closed the connection, because the job is over."""
 
 
 @dataclass(slots=True)
 class JobStatus:
-    """What ringrun tells about its job.
+    """The status of a job.
 
     Attributes:
-        seconds: since it began.
-        events: seconds ago, and what has happened; the latest last.
+        view: the present values of the ranks.
+        pid: process id of ringrun.
+        command: command of the ranks.
+        seconds: time since the job began.
+        joins: number of workers that have joined after the start.
+        losses: number of members that were lost.
+        events: for each event how many seconds ago it was, and a text; latest last.
     """
 
     view: View
@@ -42,19 +46,19 @@ class JobStatus:
     events: list[tuple[float, str]] = field(default_factory=list)
 
 
-def status(text: bytes) -> JobStatus:
-    """From one message.
+def parse_status(text: bytes) -> JobStatus:
+    """Parses a message.
 
     Raises:
-        ValueError: it is none of a ringrun that this one understands.
+        ValueError: the message is not valid, or comes from another version of ringrun.
 
     Example:
-        >>> status(b'{"view": {"seconds": 1.0}, "job": {"pid": 7}}').pid
+        >>> parse_status(b'{"view": {"seconds": 1.0}, "job": {"pid": 7}}').pid
         7
     """
     try:
         message = json.loads(text)
-        job: dict[str, Any] = message.get("job", {})
+        job = message.get("job", {})
         return JobStatus(
             view_from_message(message["view"]),
             int(job.get("pid", 0)),
@@ -70,31 +74,32 @@ def status(text: bytes) -> JobStatus:
 
 
 class JobConnection:
-    """A job that is looked at.
+    """A connection to the ringrun of a job.
 
     Args:
-        path: ringrun's socket.
+        path: the socket of ringrun.
 
     Raises:
-        JobSocketError: it is not there.
+        JobSocketError: connecting is not possible.
     """
 
     def __init__(self, path: Path) -> None:
         self._sock: socket.socket = sockets.connect(path)
-        with contextlib.suppress(OSError):  # then there is nothing to read either
+        # If ringrun has closed the connection already, `read` finds it out.
+        with contextlib.suppress(OSError):
             self._sock.sendall(sockets.HELLO)
         self._input = b""
 
     def fileno(self) -> int:
-        """Of the socket: there is something to read."""
+        """Returns the descriptor that is readable when a message comes."""
         return self._sock.fileno()
 
     def read(self, limit: float = math.inf) -> JobStatus | None:
-        """The newest message; None if there is none within `limit` seconds.
+        """Returns the newest status; None if none comes within `limit` seconds.
 
         Raises:
-            JobEnded: there will be none any more.
-            ValueError: it cannot be understood.
+            JobEnded: the job is over.
+            ValueError: a message is not valid.
         """
         deadline = time.monotonic() + limit
         while True:
@@ -109,11 +114,10 @@ class JobConnection:
                 raise JobEnded
             self._input += data
             *lines, self._input = self._input.split(b"\n")
-            if len(self._input) > _LONGEST:
+            if len(self._input) > _MAX_MESSAGE:
                 raise ValueError("a message without an end")
             if lines:
-                return status(lines[-1])
+                return parse_status(lines[-1])
 
     def close(self) -> None:
-        """Leaves the job alone."""
         self._sock.close()

@@ -1,6 +1,6 @@
-"""A job on a terminal, drawn with rich: the table of table.py, in colours.
+"""Draws a job on a terminal with rich: the table of table.py, in colours.
 
-Imported only where rich is installed and there is a terminal.
+This module is imported only if rich is installed and there is a terminal.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from ringjax.top import table
 from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
-_AROUND = 12  # lines of the screen that are neither ranks nor events
-_AGO = 17  # columns beside an event
+_FRAME_LINES = 12  # lines of the screen that show neither ranks nor events
+_EVENT_COLUMNS = 17  # columns beside the text of an event
 
 
 def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Panel:
-    """What there is to see, on a screen of so many columns and lines."""
-    events, taken = _events(status, width, max(0, min(height // 3, height - _AROUND)))
-    ranks = _ranks(status, max(1, height - _AROUND - taken))
+    """Draws a status for a screen of `width` columns and `height` lines."""
+    events, taken = _events(
+        status, width, max(0, min(height // 3, height - _FRAME_LINES))
+    )
+    ranks = _ranks(status, max(1, height - _FRAME_LINES - taken))
     first, second = (_line(text) for text in table.head(status))
     first.stylize("bold")
     parts: list[Text | Table] = [first, second, ranks]
     if left := len(status.view.rows) - ranks.row_count:
         parts.append(Text(f" ... and {left} more", "dim"))
-    if text := table.verdict(status):
+    if text := table.straggler_text(status):
         parts.append(Text(text[: 2 * (width - 4)], "bold red"))
     if taken:
         parts.append(events)
@@ -44,11 +46,11 @@ def _line(text: str) -> Text:
 
 
 def _events(status: JobStatus, width: int, most: int) -> tuple[Table, int]:
-    """The last ones that fit into so many lines, and how many these are."""
+    """Draws the latest events that fit into `most` lines; returns the lines taken."""
     shown: list[tuple[str, str]] = []
     taken = 0
     for ago, text in reversed(status.events):
-        lines = len(textwrap.wrap(text, max(10, width - _AGO)))
+        lines = len(textwrap.wrap(text, max(10, width - _EVENT_COLUMNS)))
         if taken + lines > most:
             break
         taken += lines
@@ -81,7 +83,7 @@ def _ranks(status: JobStatus, most: int) -> Table:
 
 
 class Screen:
-    """The whole terminal, for as long as the `with` lasts."""
+    """The whole terminal, which a `with` statement takes and gives back."""
 
     def __init__(self) -> None:
         self._console = Console()
@@ -95,6 +97,5 @@ class Screen:
         self._live.stop()
 
     def show(self, status: JobStatus) -> None:
-        """Draws it anew."""
         width, height = self._console.size
         self._live.update(picture(status, width, height), refresh=True)

@@ -1,6 +1,6 @@
-"""A job as lines of text, with nothing but spaces between columns; 80 of them do.
+"""Formats a job as lines of text, with spaces between columns, for 80 columns or more.
 
-What `ringjax top` prints where it is no terminal, and what its screen is made of.
+`ringjax top` prints these lines if there is no terminal. Its screen has the same cells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE, SILENT_RANK, PLAIN = "late", "silent", ""
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """One of the table of ranks; the last takes what room there is."""
+    """A column of the table of ranks. The last column takes the rest of the width."""
 
     head: str
     width: int
@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def size(count: float) -> str:
-    """Bytes, in five characters.
+    """Formats a number of bytes in at most five characters.
 
     Example:
         >>> size(66019328), size(512), size(1.5e12)
@@ -56,12 +56,11 @@ def size(count: float) -> str:
 
 
 def share(part: float) -> str:
-    """In per cent."""
     return f"{part:.0%}"
 
 
 def age(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Formats seconds as hours, minutes and seconds.
 
     Example:
         >>> age(3725), age(59.7)
@@ -73,27 +72,33 @@ def age(seconds: float) -> str:
 
 
 def cells(row: RankRow) -> list[str]:
-    """A rank, one text for each column."""
+    """Returns the texts of a rank, one for each column."""
     late = format_duration(row.late_by) if row.late_by else "-"
     speed = f"{row.busbw / 1e9:.3g}" if row.busbw else "-"
     place = row.place.rpartition(" in ")[0] or row.place
     silent = row.silent > SILENT_SECONDS
     return [
-        *(str(row.rank), row.host, share(row.waits), share(row.moves)),
-        *(share(row.last_in), late.replace(" ", ""), speed, size(row.memory)),
+        str(row.rank),
+        row.host,
+        share(row.waits),
+        share(row.moves),
+        share(row.last_in),
+        late.replace(" ", ""),
+        speed,
+        size(row.memory),
         f"no news for {age(row.silent)}" if silent else place,
     ]
 
 
 def kind(row: RankRow, status: JobStatus) -> str:
-    """What is to be said about a rank: that all wait for it, that it is silent."""
+    """Returns LATE if all wait for the rank, SILENT_RANK without samples, or PLAIN."""
     if row.rank == status.view.culprit:
         return LATE
     return SILENT_RANK if row.silent > SILENT_SECONDS else PLAIN
 
 
 def head(status: JobStatus) -> list[str]:
-    """What holds for the whole job: two lines."""
+    """Returns two lines about the whole job."""
     view = status.view
     hosts = "1 host" if view.hosts == 1 else f"{view.hosts} hosts"
     parts = [f"job {status.pid}", f"{view.size} ranks on {hosts}"]
@@ -114,7 +119,7 @@ def head(status: JobStatus) -> list[str]:
 
 
 def chosen(status: JobStatus, most: int) -> list[RankRow]:
-    """So many rows at most: those with something to say first, then by rank."""
+    """Selects at most `most` rows: late, silent and often last ranks come first."""
     rows = status.view.rows
     if len(rows) <= most:
         return rows
@@ -122,8 +127,8 @@ def chosen(status: JobStatus, most: int) -> list[RankRow]:
     return sorted(order[:most], key=lambda row: row.rank)
 
 
-def verdict(status: JobStatus) -> str:
-    """Whom all wait for, in a sentence; empty: nobody."""
+def straggler_text(status: JobStatus) -> str:
+    """Says for which rank all others wait; empty if there is no such rank."""
     for row in status.view.rows:
         if row.rank == status.view.culprit:
             where = f", {row.place}" if row.place else ""
@@ -135,10 +140,10 @@ def verdict(status: JobStatus) -> str:
 
 
 def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
-    """The whole of it; no line is longer than `width`.
+    """Yields all lines; none is longer than `width`.
 
     Args:
-        most: ranks.
+        most: the most ranks to show.
     """
     for line in head(status):
         yield line[:width]
@@ -153,7 +158,7 @@ def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterato
         yield _line(cells(row), width - len(mark)) + mark
     if left := len(status.view.rows) - len(rows):
         yield f"     ... and {left} more"
-    if text := verdict(status):
+    if text := straggler_text(status):
         yield ""
         yield from textwrap.wrap(text, width)
     if status.events:

@@ -26,7 +26,7 @@ from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import RankRow, View
 from ringjax.top import cli, screen, table
-from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, status
+from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, parse_status
 
 RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
 
@@ -57,7 +57,7 @@ def _large(ranks: int = 500) -> JobStatus:
 @pytest.fixture(params=["recorded", "large", "empty"])
 def seen(request: pytest.FixtureRequest) -> JobStatus:
     if request.param == "recorded":
-        return status(RECORDED)
+        return parse_status(RECORDED)
     return _large() if request.param == "large" else JobStatus(View(0.0))
 
 
@@ -86,7 +86,7 @@ def test_of_many_ranks_those_are_shown_that_matter() -> None:
 
 
 def test_what_was_recorded() -> None:
-    text = "\n".join(table.lines(status(RECORDED)))
+    text = "\n".join(table.lines(parse_status(RECORDED)))
     assert "4 ranks on 2 hosts" in text and "1 joined, 1 lost" in text
     assert "node-b" in text and " <-" in text and "steps/s" in text
     assert "was killed by signal 9" in text
@@ -105,13 +105,13 @@ def test_what_was_recorded() -> None:
 )
 def test_a_message_of_somebody_else_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        status(text)
+        parse_status(text)
 
 
 def test_a_later_ringrun_may_say_more() -> None:
     message = json.loads(RECORDED)
     message["view"]["new"] = message["view"]["rows"][0]["new"] = message["new"] = 1
-    assert status(json.dumps(message).encode()) == status(RECORDED)
+    assert parse_status(json.dumps(message).encode()) == parse_status(RECORDED)
 
 
 # Finding the job.
