@@ -22,7 +22,7 @@ from ringjax.world import communicator_ids, device_compatibility
 from ringjax.world.device_compatibility import DeviceReport, version_text
 from ringjax.world.rank_info import RankInfo
 
-_LAUNCH_ORDER_DRIVER = 12030  # from CUDA 12.3 on, NCCL can order kernels by launch
+_LAUNCH_ORDER_DRIVER = 12030  # from CUDA 12.3 on, ordered kernels may overlap
 _NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without device code
 
 
@@ -75,8 +75,9 @@ def open_library(setting: str) -> tuple[int, str]:
 def _candidates(setting: str) -> list[str]:
     """Returns the paths to try. The core tries a copy in this process before them."""
     # Without a common order, kernels of two communicators on one device may wait for
-    # each other. Before CUDA 12.3 NCCL orders them by the host's calls, which differ
-    # from rank to rank between compiled programs and the eager lane: leave it off.
+    # each other. Before CUDA 12.3, ordered kernels run one after the other, as the host
+    # calls them. That order differs from rank to rank between compiled programs and the
+    # eager lane, so do not ask for it there.
     has_old_driver = 0 < information().get("driver", 0) < _LAUNCH_ORDER_DRIVER
     implicit = "0" if has_old_driver else "1"
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", implicit)

@@ -1,8 +1,7 @@
 """Solo mode: a newcomer's collectives run on this rank alone until it is a member.
 
 The members are in the middle of their training and admit newcomers at a pause only. A
-newcomer compiles its programs meanwhile. Its collectives have all process sets of the
-job, but each of them has one rank.
+newcomer compiles its programs meanwhile. All its process sets have one rank.
 """
 
 from __future__ import annotations

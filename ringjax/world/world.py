@@ -435,9 +435,7 @@ class World(EpochSequence):
 
         The order matters. Telemetry and profile read the communicators, so they end
         first. Device communicators close before this rank leaves, because calls that
-        still run on devices need all ranks. The lanes of a static job close before
-        their communicators do; those of an elastic job would wait for a next epoch, so
-        `stop` ends their communicators before.
+        still run on devices need all ranks.
         """
         self._end_telemetry()
         self.end_profile()
