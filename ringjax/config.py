@@ -441,12 +441,12 @@ class Config:
             )
 
 
-def variables(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+def variables(field: dataclasses.Field[object]) -> tuple[str, ...]:
     """Returns the environment variables of a field; the first that is set counts."""
     return tuple(name for name, _ in _readings(field))
 
 
-def _readings(field: dataclasses.Field[Any]) -> Iterator[tuple[str, Parser]]:
+def _readings(field: dataclasses.Field[object]) -> Iterator[tuple[str, Parser]]:
     yield f"RINGJAX_{field.name.upper()}", field.metadata["parse"]
     for variable in field.metadata["horovod"]:
         yield f"HOROVOD_{variable.name}", variable.parse

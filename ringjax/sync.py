@@ -26,9 +26,10 @@ from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private, primitive
 
 _global = runtime.global_process_set
+_Array = np.ndarray | np.generic | jax.Array
 _Tree = TypeVar("_Tree")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_REDUCTIONS: dict[ReduceOp, Callable[..., object]] = {
     ReduceOp.Sum: np.sum,
     ReduceOp.Min: np.min,
     ReduceOp.Max: np.max,
@@ -306,17 +307,17 @@ def allreduce_metrics(
 class _Packed(NamedTuple):
     """A leaf as an array that can be sent, and the function that converts it back."""
 
-    array: Any  # None: the leaf is not sent, and every rank keeps its own
+    array: _Array | None  # None: the leaf is not sent, and every rank keeps its own
     kind: str  # a text that must be equal on all ranks
-    unpack: Callable[[Any], Any]
+    unpack: Callable[[Any], object]
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     arrays = np.ndarray | np.generic | jax.Array
     return isinstance(leaf, arrays | bool | int | float | complex)
 
 
-def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
+def _pack(what: str, path: str, leaf: object, eager: bool) -> _Packed:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _pack_array(what, path, leaf, eager)
     for kind, dtype in ((bool, bool), (int, int), (float, float), (complex, complex)):
@@ -340,7 +341,7 @@ def _pack(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     return _Packed(None, comparison_text(leaf), lambda _: leaf)
 
 
-def _can_stay(leaf: Any) -> bool:
+def _can_stay(leaf: object) -> bool:
     """Returns whether a leaf need not be sent: it holds no numbers and has a text."""
     if is_named_callable(leaf):
         return True
@@ -349,10 +350,10 @@ def _can_stay(leaf: Any) -> bool:
     return shown and not any(hasattr(leaf, name) for name in holds)
 
 
-def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
+def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _Packed:
     dtype, dims = leaf.dtype, ",".join(map(str, leaf.shape))
     kind = f"{dtype.name}[{dims}]"
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return _pack_traced(leaf, kind)
     if not eager:
         return _pack_traced(jnp.asarray(leaf), kind)
@@ -371,13 +372,13 @@ def _pack_array(what: str, path: str, leaf: Any, eager: bool) -> _Packed:
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
 
 
-def _pack_traced(array: Any, kind: str) -> _Packed:
+def _pack_traced(array: jax.Array, kind: str) -> _Packed:
     """Packs an array; types that cannot be sent are cast to a larger type."""
     sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
     return _Packed(sent, kind, restore)
 
 
-def _restorer(leaf: Any) -> Callable[[Any], Any]:
+def _restorer(leaf: _Array) -> Callable[[_Array], _Array]:
     if isinstance(leaf, jax.Array):
         return jnp.asarray
     if isinstance(leaf, np.generic):
@@ -385,7 +386,7 @@ def _restorer(leaf: Any) -> Callable[[Any], Any]:
     return lambda out: np.array(out, leaf.dtype)  # a writable copy
 
 
-def _pack_bytes(array: np.ndarray[Any, Any], restore: Callable[[Any], Any]) -> _Packed:
+def _pack_bytes(array: np.ndarray, restore: Callable[[np.ndarray], object]) -> _Packed:
     raw = array.tobytes()
     return _Packed(
         np.ndarray((len(raw),), np.uint8, buffer=raw),

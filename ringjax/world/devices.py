@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ringjax import _native
 from ringjax.config import Config
@@ -22,6 +22,8 @@ from ringjax.world import communicator_ids, device_compatibility
 from ringjax.world.device_compatibility import DeviceReport, version_text
 from ringjax.world.rank_info import RankInfo
 
+_Value = TypeVar("_Value")
+_Report = TypeVar("_Report", bound=Mapping[str, object])
 _LAUNCH_ORDER_DRIVER = 12030  # from CUDA 12.3 on, ordered kernels may overlap
 _NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without device code
 
@@ -176,7 +178,7 @@ class ControlPlane(Protocol):
 
     rank_info: RankInfo
 
-    def exchange(self, value: Any, what: str) -> list[Any]:
+    def exchange(self, value: _Value, what: str) -> list[_Value]:
         """Returns the values of all ranks; `what` names the exchange in errors."""
 
     def connect_control(
@@ -293,7 +295,7 @@ class Devices:
             "shares": shares_gpu(),
             "what": what,
         }
-        reports: list[DeviceReport] = self._exchange(own, what)
+        reports = self._exchange(own, what)
         for rank, report in enumerate(reports):
             if isinstance(report["device"], str):
                 return f"rank {rank} has no CUDA device: {report['device']}"
@@ -386,7 +388,7 @@ class Devices:
         for control in self._control_ids(number):
             self._control_plane.disconnect(control)
 
-    def _exchange(self, value: Mapping[str, Any], what: str) -> list[Any]:
+    def _exchange(self, value: _Report, what: str) -> list[_Report]:
         try:
             received = self._control_plane.exchange(value, what)
         except RingjaxError as error:

@@ -67,20 +67,20 @@ class Group:
         size: processes in each group.
 
     Attributes:
-        mates: the members of the group, by index; no member if groups have one process.
+        members: the members of the group, by index; no member if groups have one process.
         replicas: the ranks of this process's replica set; no rank if groups have one
             process.
 
     Example:
         >>> group = Group(1)
         >>> group.check_job_size(3)
-        >>> group.reserve_port(0), group.mates, group.replicas
+        >>> group.reserve_port(0), group.members, group.replicas
         ({}, (), [])
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.mates: Sequence[Member] = ()
+        self.members: Sequence[Member] = ()
         self.replicas: list[int] = []
         self._port: ReservedPort | None = None
 
@@ -99,7 +99,7 @@ class Group:
         self._port = ReservedPort()
         return {"group_port": self._port.number}
 
-    def join(self, mates: Sequence[Member], job_group_size: int) -> None:
+    def join(self, members: Sequence[Member], job_group_size: int) -> None:
         """Takes over the members of this group, by index.
 
         Raises:
@@ -111,7 +111,7 @@ class Group:
                 f"are lost and join in groups of {job_group_size}: start it by ringrun "
                 f"--group-size {self.size}"
             )
-        self.mates = mates if self.size > 1 else ()
+        self.members = members if self.size > 1 else ()
 
     def update(self, workers: Sequence[int], worker: int) -> list[int]:
         """Sets and returns `replicas` for the workers of a new epoch, by rank."""
@@ -124,11 +124,11 @@ class Group:
             self._port.close()
 
 
-def coordinator_address(mates: Sequence[Member]) -> str:
+def coordinator_address(members: Sequence[Member]) -> str:
     """Returns "host:port" of JAX's coordinator in the first process of a group."""
-    first = mates[0]
+    first = members[0]
     port = int(first.hello["group_port"])
-    machines = {mate.hello.get("machine") for mate in mates}
+    machines = {member.hello.get("machine") for member in members}
     if len(machines) == 1:
         return address.show(address.loopback(), port)
     hosts = [host for host, _ in address.parse(str(first.hello["addresses"]))]

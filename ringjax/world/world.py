@@ -23,7 +23,7 @@ from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
 from ringjax.errors import Mismatch, PeerLost, RingjaxError, StartupError, from_status
 from ringjax.membership.client import CallProgress
-from ringjax.membership.directives import EpochDirective, Welcome
+from ringjax.membership.directives import Dismiss, EpochDirective, Welcome
 from ringjax.membership.rendezvous_discovery import join_job
 from ringjax.settings import horovod_variables
 from ringjax.settings.unknown_variables import unknown_variable_warnings
@@ -125,7 +125,9 @@ class World(EpochSequence):
         )
         if self.client is None:
             alone = (Member(0, "here", hello, 0),)
-            first: Any = EpochDirective(0, "start", alone, 0, (-1,), {}, {}, 1, {})
+            first: EpochDirective | Welcome | Dismiss = EpochDirective(
+                0, "start", alone, 0, (-1,), {}, {}, 1, {}
+            )
         else:
             first = self.client.first
         if isinstance(first, EpochDirective):
@@ -135,6 +137,7 @@ class World(EpochSequence):
             check_hellos(first.members)
             self.group.join(first.group_members, first.group)
         if self.recovery is None:
+            assert isinstance(first, EpochDirective)
             self.install(self.link([first], self.client), [first])
             self._open_records()
         elif not isinstance(first, Welcome):
@@ -150,7 +153,7 @@ class World(EpochSequence):
         self.rank_info = RankInfo.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
         self.group.join(welcome.group_members, welcome.group)
-        self.group.replicas = [rank] if self.group.mates else []
+        self.group.replicas = [rank] if self.group.members else []
         self._registry.update(size, {}, 0, self.group.replicas)
         self.sets = {0: list(range(size))}
         self.devices.counts = [devices.count(self.config)] * size
@@ -226,7 +229,7 @@ class World(EpochSequence):
     def _meet(
         self, launch: launch_environment.LaunchInfo, hello: dict[str, Any]
     ) -> None:
-        def open_listener(secret: bytes, job: str) -> dict[str, Any]:
+        def open_listener(secret: bytes, job: str) -> dict[str, str]:
             # Listen before the hello is sent: the other ranks may connect as soon as
             # they have received it.
             if self._listener is not None:

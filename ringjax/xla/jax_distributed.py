@@ -31,7 +31,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
     Raises:
         StartupError: it is too late, or the group did not come together.
     """
-    if not world.group.mates:
+    if not world.group.members:
         return
     size = world.group.size
     if jax.distributed.is_initialized():
@@ -44,7 +44,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             "ringjax.init() first"
         )
     _configure_jax()
-    where = groups.coordinator_address(world.group.mates)
+    where = groups.coordinator_address(world.group.members)
     _bypass_proxy(where.rpartition(":")[0].strip("[]"))
     try:
         jax.distributed.initialize(

@@ -179,7 +179,7 @@ def test_groups_of_three() -> None:
         group = groups.Group(3)
         group.join(members.group_members, members.group)
         assert group.update(workers, worker) == group.replicas == found[rank]
-        assert group.mates == (everybody[:3] if rank < 3 else everybody[3:])
+        assert group.members == (everybody[:3] if rank < 3 else everybody[3:])
 
 
 def test_whole_groups() -> None:
