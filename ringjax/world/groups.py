@@ -67,9 +67,8 @@ class Group:
         size: processes in each group.
 
     Attributes:
-        members: the members of the group, by index; no member if groups have one process.
-        replicas: the ranks of this process's replica set; no rank if groups have one
-            process.
+        members: the members of the group, by index; empty in a job without groups.
+        replicas: the ranks of this process's replica set; empty without groups.
 
     Example:
         >>> group = Group(1)
