@@ -213,7 +213,7 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    # -- for `run` ---------------------------------------------------------------------
+    # -- called by `run` ---------------------------------------------------------------
 
     def attach(self, state: CheckpointedState) -> Callable[[], bool]:
         """Begins to write commits of the state.

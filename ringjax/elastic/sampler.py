@@ -177,7 +177,7 @@ class ElasticSampler:
         self._returned_at_cut = len(self._returned)
         self._processed_at_cut = self.processed_num
         self._taken = 0
-        self._missed: set[int] = set()  # indices into `_places` of lost ranks
+        self._missed: set[int] = set()  # indices into `_places` that lost ranks had
         self.num_samples = -(-len(self._places) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 

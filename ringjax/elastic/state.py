@@ -94,7 +94,7 @@ class State:
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
 
-    # -- what training calls ----------------------------------------------------------
+    # -- called by training ------------------------------------------------------------
 
     def commit(self) -> None:
         """Keeps the state in memory, then calls `check_host_updates`.
@@ -133,7 +133,7 @@ class State:
         """
         self._reset_callbacks.extend(callbacks)
 
-    # -- what the loop calls -----------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------
 
     def on_reset(self) -> None:
         """Called after a reset of the job, before `sync`."""
@@ -209,7 +209,7 @@ class State:
         """Adapts to the present ranks, after a reset and before `sync`."""
         self._reset_samplers()
 
-    # -- what a checkpointer calls -----------------------------------------------------
+    # -- called by a checkpointer ------------------------------------------------------
 
     def after_save(self, call: Callable[[], None] | None) -> None:
         """Calls `call` in each commit from now on; None: nothing."""
@@ -237,7 +237,7 @@ class State:
         """Returns the checkpoint layout of this kind of state."""
         return ArrayFiles()
 
-    # -- inside ------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------
 
     def _reset_samplers(self) -> None:
         """Makes samplers distribute the remaining samples to the present ranks."""

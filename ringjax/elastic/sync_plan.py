@@ -20,9 +20,9 @@ from ringjax.errors import PeerLost
 
 
 class HeldState(enum.IntEnum):
-    """What a rank holds of the training state."""
+    """The training state that a rank holds."""
 
-    CURRENT = 0  # equal on all ranks that say this
+    CURRENT = 0  # the present state, equal on all ranks that hold it
     COMMITTED = 1  # its last commit; all ranks take the commit of one rank
     NOTHING = 2  # the rank has just joined
 

@@ -113,7 +113,7 @@ def kept(value: Any, *, copied: bool) -> Any:
         if part is not None and part.is_array(leaf):
             return part.copy_of(leaf) if copied and not part.is_deleted(leaf) else leaf
         in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
-        # As in Horovod, objects of other kinds are only copied within containers.
+        # Horovod copies objects of other kinds only within containers, and so do we.
         if (leaf is value and not in_place) or is_named_callable(leaf):
             return leaf
         try:

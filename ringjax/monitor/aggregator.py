@@ -143,7 +143,7 @@ class Aggregator:
             if base is None or totals.calls < base[0].calls:
                 window.baseline[worker] = totals, now
         old = CallTotals() if before is None else before.totals
-        # Fewer calls than before: the process has called `init` again, and counts anew.
+        # Fewer calls: the process has called `init` again, and counts from 0.
         restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
         new_totals = totals if restarted else totals.since(old)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 GARBAGE_COLLECTION = "garbage collection"
 IN_COLLECTIVE = " (exchanging)"  # ends a location where the program is in a call
-_MAX_BYTES = 180  # the heartbeat has room for so many
+_MAX_BYTES = 180  # the heartbeat's messages have no room for more
 _SEPARATOR = "|"
 
 

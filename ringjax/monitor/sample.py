@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ringjax.monitor.stragglers import WaitRecord
 
-BUCKETS = 26  # histograms have as many in the core's recorder
+BUCKETS = 26  # equal to Totals::kBuckets of the core's recorder
 _MAX_COLLECTIVES = 1024
 _MAX_TEXT = 255  # characters
 _MAX_RANKS = 1 << 20

@@ -22,7 +22,7 @@ _MIN_SHARE = 0.5  # a straggler has this share of the calls or of the waiting
 _MIN_SHARE_OF_TWO = 2 / 3  # more, because one of two ranks is always the last
 MIN_COST = 0.02  # a straggler costs the others this share of their time
 _MAX_OUTLIERS = 3  # the most expensive calls of each rank, which do not count
-MIN_CALLS = 8  # for a judgement
+MIN_CALLS = 8  # with fewer calls, no rank counts as a straggler
 
 
 class LastArrival(NamedTuple):

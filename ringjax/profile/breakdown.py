@@ -237,7 +237,7 @@ def _rank_table(ranks: Sequence[RankBreakdown]) -> list[str]:
 
 
 def _operation_table(profile: MergedProfile) -> list[str]:
-    """Formats the operations that took most time, per rank."""
+    """Formats the ten operations that took most time, as means over the ranks."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     algorithms: dict[tuple[str, str, str], Counter[str]] = {}
     for exchange in profile.exchanges:

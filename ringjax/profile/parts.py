@@ -78,7 +78,7 @@ class ClockReading:
 
 @dataclass(slots=True)
 class ProfilePart:
-    """The file of one process.
+    """The contents of the part file of one process.
 
     Attributes:
         who: "rank 3", or "worker 3" of an elastic job.

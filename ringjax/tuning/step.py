@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
@@ -13,8 +13,11 @@ from ringjax import optim, runtime
 from ringjax.tuning import trials
 from ringjax.tuning.tuning import Tuning
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def autotune(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+
+def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
     """Compiles a training step as `jax.jit`, and tunes how its gradients travel.
 
     The first calls are normal steps, which try one setting of `allreduce_grads` after
@@ -58,42 +61,45 @@ def autotune(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return _AutotunedStep(fun, options)
 
 
-class _AutotunedStep:
-    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
+class _AutotunedStep(Generic[_P, _R]):
+    def __init__(self, fun: Callable[_P, _R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._options = fun, options
         self._programs: dict[trials.Setting | None, Any] = {}
         self._tuning: Tuning | None = None
-        self._settled: Any = None
+        self._settled: Callable[_P, _R] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if self._settled is not None:
             return self._settled(*args, **kwargs)
-        return self._try(args, kwargs)
+        return self._try(*args, **kwargs)
 
     @property
     def setting(self) -> trials.Setting | None:
         """The setting of the next call; None: the job's, before the first call."""
         return self._tuning.setting if self._tuning else None
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Lowered:
         """Lowers the step with the setting of the next call, see `jax.jit`."""
-        return self._program(self.setting).lower(*args, **kwargs)
+        lowered: jax.stages.Lowered
+        lowered = self._program(self.setting).lower(*args, **kwargs)
+        return lowered
 
     def _program(self, setting: trials.Setting | None) -> Any:
         if setting not in self._programs:
             # JAX caches traces by function, so each setting needs its own function.
             @functools.wraps(self._fun)
-            def step(*args: Any, **kwargs: Any) -> Any:
+            def step(*args: _P.args, **kwargs: _P.kwargs) -> _R:
                 with trials.use_setting(setting):
                     return self._fun(*args, **kwargs)
 
             self._programs[setting] = jax.jit(step, **self._options)
         return self._programs[setting]
 
-    def _try(self, args: Any, kwargs: Any) -> Any:
+    def _try(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not runtime.is_initialized():
-            return self._program(None)(*args, **kwargs)
+            untuned: _R = self._program(None)(*args, **kwargs)
+            return untuned
         if self._tuning is None:
             world, config = runtime.communicator(op="autotune"), runtime.config()
             self._tuning = Tuning(
@@ -103,7 +109,7 @@ class _AutotunedStep:
             )
         tuning = self._tuning
         began = time.perf_counter()
-        results = self._program(tuning.setting)(*args, **kwargs)
+        results: _R = self._program(tuning.setting)(*args, **kwargs)
         if not tuning.settled:
             jax.block_until_ready(results)
             tuning.record_step(time.perf_counter() - began)
@@ -113,7 +119,7 @@ class _AutotunedStep:
         return results
 
 
-def _shapes(tree: Any) -> list[Any]:
+def _shapes(tree: object) -> list[tuple[list[int], str]]:
     return [
         (list(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", type(leaf))))
         for leaf in jax.tree.leaves(tree)

@@ -107,7 +107,7 @@ class Trials:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are over."""
+        """Whether all rounds have been completed."""
         return self._steps >= (self._warmup + self._rounds) * len(self.settings)
 
     @property

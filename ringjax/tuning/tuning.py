@@ -48,7 +48,7 @@ class Tuning:
         self._name, self._set = name, process_set
         self.setting = Setting(config.bucket_bytes, config.overlap_memory)
         self._trials: Trials | None = None
-        # One rank sends nothing. A rank that joins an elastic job has tried nothing.
+        # A single rank sends nothing, and a rank that joins later has tried nothing.
         if process_set.size() == 1 or config.elastic:
             return
         communicator = runtime.communicator(process_set, "autotune")
