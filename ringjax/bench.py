@@ -149,6 +149,7 @@ class Bench:
             A value for each of FIELDS, in bytes, microseconds and GB/s. None if the
             collective has no such value.
         """
+        # A multiple of the ranks, because some collectives divide the array evenly.
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
         values = tensor(*about)
@@ -157,7 +158,7 @@ class Bench:
             want = expected(self.collective, self.options.op, *about[1:])
             what = f"ringjax.bench: rank {self.rank}: {self.collective} of {size} B"
             check(result, want, what)
-        del result
+        del result  # frees its memory before the measurement
         before = self._algorithms()
         # Enough calls to make the cost of reading the clock small, equally many on all
         # ranks.
@@ -213,6 +214,7 @@ class Bench:
                 x = out if self.options.mode == "donated" else x
                 ends.append(time.perf_counter())
             if self.gpu:
+                # Calls were only queued, so single times say nothing: take the mean.
                 jax.block_until_ready(out)
                 ends = [ends[0], ends[0] + (time.perf_counter() - ends[0]) / calls]
             if batch >= 0:

@@ -156,6 +156,7 @@ class AsyncDataLoaderMixin:
             raise RuntimeError("this loader was closed by close_async_loader()")
         self.started = True
         epoch, self._epoch = self._epoch or self._read(), None
+        # The program may leave the loop early: then end the thread of this epoch.
         try:
             for batch in epoch:
                 yield self._process_batch(batch)  # type: ignore[attr-defined]

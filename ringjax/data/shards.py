@@ -144,6 +144,8 @@ class _Shard:
             if len(first) < count:
                 first.append(element)
             round_.append(element)
+            # Yield only after a whole round, because "drop" must not yield elements of
+            # an incomplete one, and the end of the dataset is not known before.
             if len(round_) == count:
                 yield round_[index]
                 round_ = []

@@ -67,6 +67,7 @@ def even_steps(
     has_any = batch is not _NOTHING
     length = _length(batches)
     members = process_set.ranks
+    # A rank outside of the set gets its error from the allreduce below.
     place = members.index(runtime.rank()) if runtime.rank() in members else 0
     # In an elastic job, the rank with most batches may be lost, so that the number of
     # steps is unknown. `first` is larger for a rank that comes earlier in the set.
@@ -94,6 +95,7 @@ def even_steps(
             return
         yield _filled(_arrays(batch) if has_any else None, example, rows)
         done += 1
+        # Only now, so that the program has used the batch before the next is read.
         batch = next(own, _NOTHING)
 
 

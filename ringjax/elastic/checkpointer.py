@@ -265,6 +265,9 @@ class Checkpointer:
             unfinished.mkdir(parents=True)
             failpoints.passing("checkpoint.begun")
             files.write(unfinished, prepared)
+            # After a crash of the host, a folder with a name must be complete. So the
+            # files and their folder are on the disk before the folder gets its name,
+            # and the parent folder is forced to the disk with the new name.
             with synced(unfinished / _ABOUT) as file:
                 file.write(json.dumps({"format": 1, "number": number}).encode())
             _force_to_disk(unfinished)

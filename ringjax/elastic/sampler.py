@@ -119,6 +119,7 @@ class ElasticSampler:
         start, stop = self._taken, self._taken + batch_size
         self._taken = stop
         absent = sync_plan.absent_from_last_call()
+        # Shares are interleaved: in step s, rank r has position s * num_replicas + r.
         known = len(self._places)
         if absent:
             first, last = min(start, self.num_samples), min(stop, self.num_samples)
@@ -142,6 +143,8 @@ class ElasticSampler:
 
     def _count_processed(self) -> None:
         taken = self._taken * self.num_replicas
+        # The first _returned_at_cut entries of _places are before processed_num. Those
+        # that are not taken yet must come again, like the samples of lost ranks.
         ahead = sorted(self._missed) + list(range(taken, self._returned_at_cut))
         self._returned = self._places[ahead].tolist() if ahead else []
         beyond = max(0, taken - self._returned_at_cut)

@@ -90,6 +90,7 @@ class State:
         State.save(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A subclass may set attributes before it calls this class's __init__.
         if name in self.__dict__.get("_handlers", ()):
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
@@ -128,8 +129,8 @@ class State:
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
         """Adds functions to call after every reset, when rank and size are known again.
 
-        Their place is what depends on the size, such as the learning rate. A rank that
-        joins calls them only if it has called collectives before `run`.
+        Use them to adapt values that depend on the size, such as the learning rate. A
+        rank that joins calls them only if it has called collectives before `run`.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -153,6 +154,8 @@ class State:
             JaxRuntimeError, PeerLost: an attribute could not be computed, for example
                 because a rank was lost. The previous commit stays.
         """
+        # A program may still compute the state, and may fail because a rank is lost. So
+        # wait before anything of the previous commit is replaced.
         self._wait()
         runtime.confirm()
         for handler in self._handlers.values():
@@ -168,6 +171,7 @@ class State:
         """Sets the attributes to their values at the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
+        # The snapshot must survive the next step, which may donate what it gets.
         restored = {
             name: values.kept(value, copied=self._donation.is_possible(name))
             for name, value in self._saved_state.items()

@@ -184,6 +184,7 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
         yield _LaneTransfer(participants.source)
         return
     ranks = sorted({participants.source, *participants.receivers})
+    # Links of their own: over the lane, all other ranks would have to take part, too.
     try:
         with runtime.private_communicator(ranks) as communicator:
             yield _LinkTransfer(communicator, ranks.index(participants.source))

@@ -106,6 +106,7 @@ class Profile:
         from ringjax import stderr
         from ringjax.profile import parts
 
+        # Other processes write the parts, and nothing notifies this one: poll.
         until = time.monotonic() + MERGE_TIMEOUT
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
@@ -163,6 +164,7 @@ def show(directory: Path) -> str:
 class _Callable(types.ModuleType):
     """A module that can be called like its function `profile`."""
 
+    # Pickles refer to the module by name, as cloudpickle does for plain modules.
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)
 

@@ -171,6 +171,7 @@ def _heads(folder: Path, run: str) -> Iterator[ProfilePart]:
 
 def _closed(part: ProfilePart) -> bool:
     with open(part.path, "rb") as file:
+        # The record of the end is one short line, so the last page suffices.
         file.seek(max(part.path.stat().st_size - 4096, 0))
         last = file.read().splitlines()[-1:]
     return bool(last) and last[0].startswith(b'{"end"')
@@ -227,6 +228,7 @@ def _new_part(path: Path, head: dict[str, Any], max_calls: int) -> ProfilePart:
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:
+    # A full file was renamed to end in ".1", and a new file begun.
     for file in (path.with_name(path.name + ".1"), path):
         if not file.exists():
             continue
