@@ -100,14 +100,9 @@ def _allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
+    scales = prescale_factor, postscale_factor
     return _grouped_allreduce(
-        [tensor],
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        ignore_name_scope,
-        process_set,
+        [tensor], name, op, *scales, ignore_name_scope, process_set
     )[0]
 
 
@@ -138,14 +133,9 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
+    scales = prescale_factor, postscale_factor
     return _grouped_reducescatter(
-        [tensor],
-        name,
-        op,
-        ignore_name_scope,
-        process_set,
-        prescale_factor,
-        postscale_factor,
+        [tensor], name, op, ignore_name_scope, process_set, *scales
     )[0]
 
 

@@ -43,23 +43,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             `tf.compat.v1.train.Optimizer`, whose `compute_gradients` then reduces.
         name: the prefix of the operations' names; None derives it from the class.
         use_locking: an argument of `tf.compat.v1.train.Optimizer`.
-        device_dense: where dense gradients are reduced.
-        device_sparse: where `tf.IndexedSlices` are reduced.
-        compression: the representation on the wire, for instance `Compression.fp16`.
-        sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
         backward_passes_per_step: gradients of so many steps are added up before they
             are reduced and applied.
         op: Average, Sum, or Adasum (not for optimizers of Keras).
-        gradient_predivide_factor: with Average, gradients are divided by this factor
-            before the sum; the sum is multiplied by it and divided by the size.
         average_aggregated_gradients: divide the sums of several steps by
             `backward_passes_per_step`.
-        num_groups: Horovod's former name of an integer for `groups`.
-        groups: the number of operations for all gradients, or lists of variables whose
-            gradients travel in one operation each.
-        process_set: the ranks that take part. On other ranks the result works like
-            `optimizer`.
-        scale_local_gradients: divide gradients of local variables by the size.
+        device_dense, device_sparse, compression, sparse_as_dense, num_groups, groups,
+            gradient_predivide_factor, process_set, scale_local_gradients: as for
+            `DistributedGradientTape`.
 
     Raises:
         ValueError: an argument is wrong, or `optimizer` is no optimizer; the text is

@@ -186,17 +186,12 @@ def reducescatter(
         >>> hvd.reducescatter(tf.ones([4, 2])).shape[0] * hvd.size()
         4
     """
-    return grouped_reducescatter(
-        [tensor],
-        device_dense,
-        compression,
-        op,
-        process_set,
-        ignore_name_scope,
-        prescale_factor,
-        postscale_factor,
-        name=name,
-    )[0]
+    del device_dense
+    options = reduction_options(
+        "reducescatter", None, op, prescale_factor, postscale_factor
+    )
+    call = make_spec("reducescatter", name, process_set, ignore_name_scope, **options)
+    return run_compressed(run_reducescatter, call, [tensor], compression)[0]
 
 
 @do_not_convert

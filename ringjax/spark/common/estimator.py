@@ -18,7 +18,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType
 
 from ringjax.spark.common.backend import Backend, SparkBackend
-from ringjax.spark.common.columns import get_spark_df_output_schema
+from ringjax.spark.common.columns import (
+    Shapes,
+    check_shape_compatibility,
+    get_spark_df_output_schema,
+)
 from ringjax.spark.common.params import EstimatorParams, ModelParams
 from ringjax.spark.common.params_io import PersistentParams
 from ringjax.spark.common.parquet_rows import Array, ParquetRows, decode_column
@@ -48,7 +52,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         TypeError: a Param does not exist.
     """
 
-    _run_prefix = "run"  # of the ids of its runs
+    _run_prefix = "run"  # each run id begins with it
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
@@ -56,8 +60,10 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
 
     # -- the parts of a framework ------------------------------------------------------
 
-    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
-        """Checks that the columns fit the model."""
+    def _input_shapes(self) -> Shapes | None:
+        """Returns the shapes of the model's inputs, if they are known."""
+        shapes: Shapes | None = self.getInputShapes()
+        return shapes
 
     @abstractmethod
     def _pickle_spec(self) -> bytes:
@@ -129,6 +135,15 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         ) as number:
             found = get_dataset_properties(number)
             return self._fit_on_prepared_data(backend, *found, number)
+
+    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            metadata,
+            self.getFeatureCols(),
+            self.getLabelCols(),
+            input_shapes=self._input_shapes(),
+            label_shapes=self.getLabelShapes(),
+        )
 
     def _check_required(self) -> None:
         for name in ("model", "store", "feature_cols", "label_cols"):

@@ -19,7 +19,7 @@ from pyspark.ml.util import (
     MLWriter,
 )
 
-_NOT_SAVED = ("backend", "store")  # they belong to a cluster; a program sets them again
+_NOT_SAVED = ("backend", "store")  # belong to a cluster
 
 
 class HorovodParamsWriter(MLWriter):

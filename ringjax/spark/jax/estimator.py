@@ -8,7 +8,7 @@ from functools import partial
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import check_shape_compatibility, to_list
+from ringjax.spark.common.columns import to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -49,15 +49,6 @@ class FlaxEstimator(HorovodEstimator):
 
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
     _run_prefix = "flax"
-
-    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
-        check_shape_compatibility(
-            metadata,
-            self.getFeatureCols(),
-            self.getLabelCols(),
-            input_shapes=self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-        )
 
     def _pickle_spec(self) -> bytes:
         if self.getLoss() is None or self.getOptimizer() is None:

@@ -10,7 +10,6 @@ import cloudpickle
 import keras
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import check_shape_compatibility
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -77,14 +76,8 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
         )
         return inputs, outputs
 
-    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
-        check_shape_compatibility(
-            metadata,
-            self.getFeatureCols(),
-            self.getLabelCols(),
-            input_shapes=self.get_model_shapes()[0],
-            label_shapes=self.getLabelShapes(),
-        )
+    def _input_shapes(self) -> list[list[int]]:
+        return self.get_model_shapes()[0]
 
     def _pickle_spec(self) -> bytes:
         model = self.getModel()

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import check_shape_compatibility, to_list
+from ringjax.spark.common.columns import to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -19,12 +19,22 @@ from ringjax.spark.common.estimator import (
     pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
+from ringjax.spark.common.params import ParamAccessors
 from ringjax.spark.common.training_data import Metadata
 from ringjax.spark.common.training_loop import TrainingJob, train
 from ringjax.spark.trainers import torch as trainer
 
 
-class TorchEstimator(HorovodEstimator):
+class _BoundOptimizer(ParamAccessors):
+    def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
+        """Returns the optimizer, with the parameters of the model."""
+        optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
+        if model and optimizer:
+            return trainer.bind_optimizer(optimizer, model)
+        return optimizer
+
+
+class TorchEstimator(_BoundOptimizer, HorovodEstimator):
     """Trains a PyTorch model on a DataFrame.
 
     The learning rate is multiplied by the number of ranks, as in Horovod. Inputs,
@@ -69,22 +79,6 @@ class TorchEstimator(HorovodEstimator):
         self._setDefault(backward_passes_per_step=1)
         if params.get("loss") is not None and params.get("loss_constructors"):
             raise ValueError("loss and loss_constructors are both given")
-
-    def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
-        """Returns the optimizer, with the parameters of the model."""
-        optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
-        if model and optimizer:
-            return trainer.bind_optimizer(optimizer, model)
-        return optimizer
-
-    def _check_metadata_compatibility(self, metadata: Metadata) -> None:
-        check_shape_compatibility(
-            metadata,
-            self.getFeatureCols(),
-            self.getLabelCols(),
-            input_shapes=self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-        )
 
     def _pickle_spec(self) -> bytes:
         count = len(self.getLabelCols())
@@ -132,7 +126,7 @@ class TorchEstimator(HorovodEstimator):
         )
 
 
-class TorchModel(HorovodModel):
+class TorchModel(_BoundOptimizer, HorovodModel):
     """A trained PyTorch model, which adds predictions to a DataFrame.
 
     Args:
@@ -144,13 +138,6 @@ class TorchModel(HorovodModel):
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
     loss = Param(Params._dummy(), "loss", "the losses")
     loss_constructors = Param(Params._dummy(), "loss_constructors", "make losses")
-
-    def getOptimizer(self) -> Any:  # noqa: N802  (Spark ML's way of names)
-        """Returns the optimizer, with the parameters of the model."""
-        optimizer, model = self.getOrDefault(self.optimizer), self.getModel()
-        if model and optimizer:
-            return trainer.bind_optimizer(optimizer, model)
-        return optimizer
 
     def _predictor(self) -> Callable[[], Predict]:
         model = cloudpickle.dumps(self.getModel())
