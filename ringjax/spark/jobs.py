@@ -156,12 +156,7 @@ def run_elastic(
             keep_output=stdout is not None or stderr is not None,
         )
         return launch(
-            spark,
-            job,
-            rank_task,
-            stdout=stdout,
-            stderr=stderr,
-            reset_limit=reset_limit,
+            spark, job, rank_task, stdout=stdout, stderr=stderr, reset_limit=reset_limit
         )
 
 

@@ -333,9 +333,7 @@ def _split_by_kind(
 
 
 def group_indices(
-    groups: Groups,
-    gradients: Sequence[Gradient],
-    variables: Sequence[Variable] | None,
+    groups: Groups, gradients: Sequence[Gradient], variables: Sequence[Variable] | None
 ) -> list[list[int]]:
     """Returns Horovod's argument `groups` as indices of gradients.
 

@@ -37,9 +37,7 @@ def _node_name(call: CollectiveSpec, inputs: Sequence[tf.Tensor]) -> str:
 
 
 def run(
-    call: CollectiveSpec,
-    tensors: Sequence[tf.Tensor],
-    splits: tf.Tensor | None = None,
+    call: CollectiveSpec, tensors: Sequence[tf.Tensor], splits: tf.Tensor | None = None
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Adds a collective to the current graph.
 

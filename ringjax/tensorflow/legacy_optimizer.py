@@ -213,10 +213,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
             return tf.group(steps.assign_add(1))
 
     def _combine_deltas(
-        self,
-        moved: list[tf.Variable],
-        starts: list[tf.Variable],
-        ends: list[tf.Tensor],
+        self, moved: list[tf.Variable], starts: list[tf.Variable], ends: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the values from which all ranks go on, and keeps them as starts."""
         deltas = [

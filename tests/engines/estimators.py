@@ -1,4 +1,4 @@
-"""What the tests of Spark's estimators train: a model of each framework, and ranks."""
+"""Models of each framework, and ranks, for the tests of Spark's estimators."""
 
 # ruff: noqa: E402
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Keras loads TensorFlow if it is there, which may not be beside PyTorch.
+# Keras loads TensorFlow if it is installed, but PyTorch may not be in its process.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.modules["tensorflow"] = None  # type: ignore[assignment]
 
@@ -84,7 +84,7 @@ def torch_estimator(store: Any, **params: Any) -> Any:
 def flax_model() -> Any:
     from flax import nnx
 
-    class Model(nnx.Module):  # of this module, so it travels by value
+    class Model(nnx.Module):  # defined in this module, so it is pickled by value
         def __init__(self, rngs: Any) -> None:
             self.first = nnx.Linear(2, 8, rngs=rngs)
             self.second = nnx.Linear(8, 1, rngs=rngs)

@@ -1,4 +1,4 @@
-"""A Spark session on this machine only, quick to start. One for a file of tests."""
+"""A Spark session on this machine that starts quickly, one for each file of tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 MARKS = [
     pytest.mark.timeout(180),
-    # Of Spark, and of what it is used with.
+    # Warnings of Spark and of the packages that it uses.
     pytest.mark.filterwarnings("ignore:PySpark does not yet:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

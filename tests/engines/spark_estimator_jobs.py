@@ -40,7 +40,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
-    """Vectors, every second one a sparse one."""
+    """Rows with vectors, of which every second one is sparse."""
     from pyspark.ml.linalg import Vectors
 
     rows = []
@@ -54,7 +54,7 @@ def frame(spark: Any) -> Any:
 
 
 def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
-    """By Spark's tasks, with a validation column; the model says what it said."""
+    """Tasks of Spark train with a validation column, and the model predicts."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     store = Store.create(str(tmp_path / "store"))
     how: dict[str, Any] = {"num_proc": 2, "batch_size": 16, "epochs": 2}
@@ -77,7 +77,7 @@ def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose([row.p for row in rows], expected, rtol=1e-5)
     assert rows[1].features.toArray().tolist() == table()["features"][1].as_py()
 
-    # The same DataFrame is not written again; other Params are given for one fit.
+    # A second fit on a DataFrame writes no files. Its Params hold for one fit only.
     file = Path(store.get_localized_path(store.get_train_data_path(0)), "_SUCCESS")
     before = file.stat().st_mtime_ns
     again = estimator.fit(frame, {estimator.epochs: 1})

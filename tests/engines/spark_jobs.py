@@ -26,7 +26,7 @@ pytestmark = WITH_JAVA
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    """Two executors in processes of their own, with room for two tasks each."""
+    """Two executors in processes of their own, with two slots for tasks each."""
     more = {"spark.executor.memory": "512m", "spark.task.maxFailures": "5"}
     with local_spark("local-cluster[2,2,512]", **more) as session:
         yield session
@@ -36,7 +36,7 @@ def spark() -> Iterator[SparkSession]:
 def test_a_function_on_tasks(spark: SparkSession, size: int) -> None:
     results = ringjax.spark.run(programs.allreduce, (2.0,), num_proc=size)
     total = 2.0 * sum(range(1, size + 1))
-    # All executors are on this host, so local ranks are ranks.
+    # All executors are on this host, so a local rank equals the rank.
     assert results == [(rank, size, rank, total) for rank in range(size)]
 
 
@@ -82,7 +82,7 @@ def test_too_few_slots(spark: SparkSession) -> None:
 
 
 def test_slow_tasks_have_started(spark: SparkSession) -> None:
-    """They only take longer than all of them may take to start."""
+    """The ranks run longer than `start_timeout`, but they start in time."""
     begin = time.monotonic()
     ringjax.spark.run(int, num_proc=2)
     enough = 3 * (time.monotonic() - begin)  # to start them, here and now
@@ -105,7 +105,7 @@ def test_no_session() -> None:
 
 
 def test_the_workers_of_spark_stay_as_they_were(spark: SparkSession) -> None:
-    """Spark uses its Python workers again, for others."""
+    """Spark reuses its Python workers for later jobs."""
     ringjax.spark.run(programs.allreduce, num_proc=2)
 
     def look(_: Any) -> list[Any]:
@@ -142,7 +142,7 @@ def test_distributor_here() -> None:
 
 
 def test_random_kills(spark: SparkSession, tmp_path: Path) -> None:
-    """Executors and ranks: the others go on at once, Spark's next tries join them."""
+    """Executors and ranks are killed; the others go on, and new tries join them."""
     times = random_kills(spark, tmp_path, ["executor", "rank", "executor"], seed=1)
     print("the next step of all survivors came after", [f"{t:.2f} s" for t in times])
     assert max(times) < 10
@@ -165,7 +165,7 @@ def random_kills(
             for kind in kinds:
                 programs.wait_for_sizes(folder, 4, 4, seconds=120)
                 time.sleep(random.random())
-                # Of a rank's file the name is its process.
+                # The name of a rank's file is the id of its process.
                 ranks = [int(f.name) for f in folder.iterdir() if _lives(f.name)]
                 victim = random.choice(_executors() if kind == "executor" else ranks)
                 began = time.time()
@@ -196,14 +196,14 @@ def _lives(name: str) -> bool:
 
 
 def _executors() -> list[int]:
-    """Executors of Spark below this process."""
+    """Returns the executors of Spark that are descendants of this process."""
     mine = {os.getpid()}
     found = []
     for entry in sorted(Path("/proc").iterdir(), key=lambda p: p.name.zfill(10)):
         try:
             stat = (entry / "stat").read_text()
             line = (entry / "cmdline").read_bytes()
-        except OSError:  # no process, or not any more
+        except OSError:  # no process, or one that has ended
             continue
         if entry.name.isdigit() and int(stat.rpartition(")")[2].split()[1]) in mine:
             mine.add(int(entry.name))
@@ -229,7 +229,7 @@ def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) 
 
 
 def test_all_ranks_raise_at_once(spark: SparkSession, tmp_path: Path) -> None:
-    """Nobody is left who has the state, so the job ends, with the error."""
+    """No rank with the state is left, so the job ends with the error."""
 
     def fn(folder: str) -> None:
         import ringjax

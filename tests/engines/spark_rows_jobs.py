@@ -57,7 +57,7 @@ def test_the_order_of_rows(store: Any) -> None:
 
     assert order() == list(range(ROWS)) == order(seed=1, buffer=0)
     assert order(seed=1) == order(seed=1) != order(seed=1, epoch=1)
-    near = order(seed=1, buffer=1)  # the row groups only
+    near = order(seed=1, buffer=1)  # shuffles row groups only
     assert near != list(range(ROWS)) and sorted(near) == list(range(ROWS))
 
 
@@ -84,11 +84,11 @@ def test_rows_are_read_piece_by_piece(
     rows = ParquetRows.scan(store, store.get_train_data_path(), ["number"], keep=True)
     batches = rows.batches(1, 4, 4)
     next(batches)
-    assert seen == [1, 8]  # of rows 25 to 50; the second file begins with 34
+    assert seen == [1, 8]  # rows 25 to 50; the second file begins with row 34
     list(batches)
     assert seen == [1, 8, 13, 3]
     list(rows.batches(1, 4, 4))
-    assert seen == [1, 8, 13, 3]  # it was kept
+    assert seen == [1, 8, 13, 3]  # the decoded rows were kept
 
 
 def vectors(*rows: Any) -> Any:
@@ -147,7 +147,7 @@ def test_rows_of_different_lengths(array: Any) -> None:
     ],
 )
 def test_a_store_in_hdfs(root: str, host: str, port: int, full: str) -> None:
-    found = copy.copy(HDFSStore(root, val_path="/val"))  # as a rank gets it
+    found = copy.copy(HDFSStore(root, val_path="/val"))  # a rank receives such a copy
     assert (found._hdfs_kwargs["host"], found._hdfs_kwargs["port"]) == (host, port)
     assert found.get_full_path("/user/out") == full
     assert found.get_localized_path(full) == "/user/out"

@@ -34,14 +34,14 @@ def store(tmp_path: Path) -> Any:
 
 
 def test_torch_steps_are_those_of_one_process(store: Any) -> None:
-    """A step's gradient is the mean over the rows of both ranks, even of the last."""
+    """A gradient is the mean over the rows of both ranks, also in the last step."""
     estimator = torch_estimator(
         store, backend=Here(2), batch_size=8, epochs=2, validation=0.2
     )
     model = estimator.fit_on_parquet()
     import torch
 
-    # The same in one process: the batches of both ranks, and twice the learning rate.
+    # One process trains on the batches of both ranks with twice the learning rate.
     alone = torch_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
     names = ["features", "y", "weight"]
@@ -74,7 +74,7 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
         model.getModel().parameters(), alone.parameters(), strict=True
     ):
         np.testing.assert_allclose(found.detach(), expected.detach(), atol=1e-6)
-    # And what was judged is what the model of the end says.
+    # The validation has measured the final model.
     val = table(20, 1)
     with torch.no_grad():
         x = torch.tensor(val["features"].to_pylist(), dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
 
 
 def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
-    """In several steps, with a layer of the program's own."""
+    """The validation has several steps, and the model has a layer of the program."""
     keras = pytest.importorskip("keras", reason="Keras is not installed")
 
     class Twice(keras.layers.Layer):
@@ -136,7 +136,7 @@ def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
 def test_a_run_goes_on_from_its_checkpoint(
     store: Any, make: Callable[..., Any]
 ) -> None:
-    """Two epochs and one more are three; three more are six."""
+    """A run with two epochs goes on to three; a finished one makes three more."""
     how = {"backend": Here(2), "batch_size": 8}
 
     def epochs(model: Any) -> int:

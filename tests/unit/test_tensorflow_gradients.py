@@ -1,4 +1,4 @@
-"""Which gradients travel together, and which arguments are refused; one process."""
+"""Buckets of gradients, names, aggregation and refused arguments; one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 
 @pytest.fixture(scope="module")
 def tf() -> Iterator[Any]:
-    """Imported when a test of this file runs."""
+    """TensorFlow, imported when the first test of this file runs."""
     import tensorflow
 
     ringjax.init()
@@ -67,7 +67,7 @@ def test_buckets_of_unknown_shapes(tf: Any) -> None:
 
 
 def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
-    """One that makes variables is traced twice, on ranks where they are not there."""
+    """A function that creates variables is traced twice, but not on all ranks."""
     from ringjax.tensorflow.gradient_names import gradient_namer
 
     def program(made: list[Any]) -> list[str]:
@@ -229,7 +229,7 @@ def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
     assert sums.compute_gradients(given, [])[1] is None
     with pytest.raises(errors.PeerLost):
         sums.compute_gradients(given, [])
-    assert int(sums.counter) == 0  # they begin anew
+    assert int(sums.counter) == 0  # the sums begin anew
     for step in range(4):
         found = sums.compute_gradients(given, [])
         call = lambda step=step: applied.append(step)  # noqa: E731
@@ -248,7 +248,7 @@ def test_failures_that_come_through_tensorflow(tf: Any) -> None:
 
     lost = to_tensorflow_error(errors.PeerLost("RINGJAX[world]: rank 2 is gone", 2))
     assert isinstance(lost, tf.errors.UnknownError) and failure(lost) is lost
-    again = copy.copy(lost)  # as pickle makes one
+    again = copy.copy(lost)  # calls __reduce__, as pickle does
     assert isinstance(again, errors.PeerLost)
     assert (again.rank, str(again)) == (2, str(lost))
     node = "\n\t [[{{node RingjaxFinish}}]] [Op:__inference_step_7]"

@@ -1,4 +1,4 @@
-"""What TensorFlow hands to an asynchronous kernel is moved away, or left as it is."""
+"""The done callback of a kernel moves a `std::function`, or leaves it in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_is_moved_away_and_called_from_there() -> None:
 
     then = kernel_registration.KernelDoneCallback(ctypes.addressof(theirs), run)
     assert then.outlives_kernel
-    assert theirs[2] is None  # so its owner destroys nothing
+    assert theirs[2] is None  # so the owner destroys nothing
     theirs[0] = 0
     then()
     assert called == [[5, 6, code, code]]

@@ -50,7 +50,7 @@ def test_signatures_are_those_of_horovod() -> None:
             f"tensor, {scatter}, name=None, process_set=global, "
             f"ignore_name_scope=False, {factors}"
         ),
-        # The name behind the star is ours.
+        # Only ringjax has the argument behind the star.
         "grouped_reducescatter": (
             f"tensors, {scatter}, process_set=global, ignore_name_scope=False, "
             f"{factors}, name=None"

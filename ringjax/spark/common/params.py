@@ -125,9 +125,7 @@ class EstimatorParams(ParamAccessors):
         "partitions_per_process", "Parquet files for a rank", TypeConverters.toInt
     )
     run_id = _param(
-        "run_id",
-        "an existing run goes on from its checkpoint",
-        TypeConverters.toString,
+        "run_id", "an existing run goes on from its checkpoint", TypeConverters.toString
     )
     transformation_fn = _param("transformation_fn", "changes the columns of a batch")
     gradient_compression = _param(

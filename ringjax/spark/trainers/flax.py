@@ -131,11 +131,7 @@ class FlaxModelTrainer:
         return optax.apply_updates(params, updates), rest, state, means
 
     def _forward(
-        self,
-        graph: nnx.GraphDef[nnx.Module],
-        params: State,
-        rest: State,
-        *arrays: Any,
+        self, graph: nnx.GraphDef[nnx.Module], params: State, rest: State, *arrays: Any
     ) -> tuple[list[jax.Array], State]:
         """Returns the means over the rows that count, and the module's other state."""
         inputs, labels, weights, rows = arrays

@@ -1,4 +1,4 @@
-"""Fixtures that several files of this folder share."""
+"""Fixtures of the tests of ringjax.tensorflow in ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    """Imported in ranks only."""
+    """The module, which only ranks import."""
     import tensorflow
 
     return tensorflow
@@ -17,7 +17,7 @@ def tf() -> Any:
 
 @pytest.fixture(scope="module")
 def hvd() -> Any:
-    """Imported in ranks only."""
+    """The module, which only ranks import."""
     import ringjax.tensorflow
 
     return ringjax.tensorflow

@@ -1,4 +1,4 @@
-"""TensorFlow's data service: a job that prepares data, and one that trains on them."""
+"""TensorFlow's data service: one job prepares data, and another trains on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")
 
 
 def serve(world: Any, path: Path, dispatchers: int, **how: bool) -> list[int]:
-    """What this rank gets of the numbers to 64; both jobs are the same ranks here."""
+    """Returns this rank's numbers of 0 to 63; each rank takes part in both jobs."""
     import tensorflow as tf
 
     from ringjax.tensorflow.data.compute_service import TfDataServiceConfig
@@ -42,7 +42,7 @@ def serve(world: Any, path: Path, dispatchers: int, **how: bool) -> list[int]:
 
 @pytest.fixture
 def path(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The same new file for all ranks."""
+    """A new file, the same for all ranks."""
     import ringjax
 
     mine = str(tmp_path_factory.mktemp("data") / "config.json")

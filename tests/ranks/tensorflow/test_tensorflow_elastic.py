@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from support.elastic_job import Start
 
-RANKS = pytest.mark.ranks(3)  # two do nothing that three do not
+RANKS = pytest.mark.ranks(3)  # two ranks cover no more code than three
 pytestmark = pytest.mark.launch("tensorflow")
 
 
 class Trained:
-    """A model that begins differently on each rank, and its state."""
+    """A model with other initial values on each rank, and its state."""
 
     def __init__(self, world: Any, tf: Any, hvd: Any, mode: str, **more: Any) -> None:
         import keras
 
         self.world, self.tf = world, tf
         keras.utils.set_random_seed(world.rank)
-        # No bias, whose gradient would be rounding errors, which Adam makes much of.
+        # No bias: its gradient would be rounding errors, which Adam amplifies.
         first = keras.layers.Dense(3, use_bias=False)
         layers = [first, keras.layers.BatchNormalization()]
         self.model = keras.Sequential([keras.layers.Input((2,)), *layers])
@@ -88,7 +88,8 @@ def test_a_state_of_variables(world, tf, hvd) -> None:
         assert (state.batch, state.epoch, int(more)) == (20, 10, 1)
     change()
     state.commit()
-    variables[0].assign_add(np.ones((2, 2)))  # in place, if nobody else had it
+    # A write in place would change the saved values, which share the memory.
+    variables[0].assign_add(np.ones((2, 2)))
     variables[1].scatter_nd_update([[0]], [5.0])
     state.restore()
     np.testing.assert_array_equal(variables[0], [[1.0, 2.0], [3.0, 4.0]])
@@ -140,7 +141,7 @@ def test_training_goes_on_after_a_failure(world, tf, hvd, mode, failure) -> None
         return state.step
 
     def fail() -> None:
-        # What a step in the middle may have left behind.
+        # Change the model, as a step that fails in the middle may do.
         trained.model.variables[0].assign_add(np.ones((2, 3)) * world.rank)
         if failure == "mismatch":
             graph_of([1 + world.rank], "mismatch")()
@@ -150,7 +151,7 @@ def test_training_goes_on_after_a_failure(world, tf, hvd, mode, failure) -> None
 
     assert train(trained.state, 8) == 8
     assert resets == [world.size] * 2
-    assert trained.state.log == list(range(8))  # none is lost, none counted twice
+    assert trained.state.log == list(range(8))  # no step is lost or counted twice
     same_everywhere(hvd, trained.values())
     reference = Trained(world, tf, hvd, mode)
     reference.state.sync()
@@ -181,7 +182,8 @@ def test_mistakes_are_not_tried_again(world, tf, hvd) -> None:
         other.restore()
 
 
-# A worker dies in a step of a compiled function, another one comes; nobody starts over.
+# A worker dies in a step of a compiled function and another one joins. No worker starts
+# again from the beginning.
 DYING = """
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
@@ -201,7 +203,7 @@ def step(rows):
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
     return hvd.size_op()
 
-def over():  # agreed upon: one of them may look earlier
+def over():  # the ranks must agree: one of them may check earlier
     told = tf.constant(float(os.path.exists(sys.argv[0] + ".stop")))
     return bool(hvd.allreduce(told, op=hvd.Max, name="over"))
 

@@ -1,4 +1,4 @@
-"""Variables and objects of TensorFlow from one rank to all, and batch norms."""
+"""Broadcasts of variables and objects in TensorFlow, and batch normalization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Most tests run on three ranks only; one test of each file also runs on two.
 RANKS = pytest.mark.ranks(3)
 
 
@@ -97,7 +97,7 @@ def test_a_process_set_has_broadcasts_of_its_own(world, tf, hvd) -> None:
 
 
 class Thing:
-    """No plain data, so it travels as a pickle."""
+    """An object that is no plain data, so it travels as a pickle."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""ringjax.tensorflow in graphs: many at once, loops, branches, threads, sessions."""
+"""Collectives in graphs: many at once, in loops, branches, threads and sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 kernels = in_ranks("ringjax.tensorflow.kernels")
 
 if "RINGJAX_RANK" in os.environ:
-    # TensorFlow reads it when its first operation runs: two threads for all graphs.
+    # Two threads for all graphs. TensorFlow reads it when its first operation runs.
     os.environ["TF_NUM_INTEROP_THREADS"] = "2"
 
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
@@ -37,7 +37,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def test_many_on_two_threads_in_any_order(world) -> None:
-    """Blocking operations would hang: two threads, and each rank begins with others."""
+    """Two threads, and each rank begins with other operations: none may block."""
     count = 60
     order = list(range(count))
     random.Random(world.rank).shuffle(order)
@@ -63,7 +63,7 @@ def test_many_on_two_threads_in_any_order(world) -> None:
 
 
 def test_operations_do_not_wait_for_each_other(world) -> None:
-    """One that needs the result of nobody is submitted before the others have ended."""
+    """An operation that needs no result is submitted before others have ended."""
     started = []
 
     def note(x: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_operations_do_not_wait_for_each_other(world) -> None:
 
     @tf.function(autograph=False)
     def both(x: Any) -> Any:
-        slow = hvd.allreduce(x, name="slow")  # the last rank comes late, on purpose
+        slow = hvd.allreduce(x, name="slow")  # the last rank submits it late on purpose
         fast = hvd.allreduce(x + 1, op=hvd.Sum, name="fast")
         return slow, tf.numpy_function(note, [fast], tf.float32)
 
@@ -84,7 +84,7 @@ def test_operations_do_not_wait_for_each_other(world) -> None:
         with tf.control_dependencies([tf.numpy_function(note, [fast], tf.float32)]):
             return hvd.allreduce(tf.identity(x), name="slow"), fast
 
-    # If "fast" waited for "slow" on the others, the last rank would wait for ever.
+    # If "fast" waited for "slow" on the other ranks, the last rank would hang.
     (late if last else both)(mine(world))
     assert len(started) == 1
 
@@ -143,7 +143,7 @@ def test_branches(world) -> None:
 
 
 def test_functions_in_functions(world) -> None:
-    """One line of the source is several operations, of other shapes, at once."""
+    """One line of source becomes several operations of different shapes at once."""
 
     @tf.function(reduce_retracing=False)
     def inner(x: Any) -> Any:
@@ -168,7 +168,7 @@ def test_functions_in_functions(world) -> None:
 
 
 def test_names_and_scopes(world) -> None:
-    """In a graph a name is in its scope, unless that is to be ignored."""
+    """In a graph a name is in its scope, unless `ignore_name_scope` is given."""
     x, odd = mine(world), world.rank % 2
 
     @tf.function
@@ -183,7 +183,7 @@ def test_names_and_scopes(world) -> None:
         with tf.name_scope("here"):
             return hvd.allreduce(x, op=hvd.Sum, name="a:0")
 
-    # Outside of a graph the names are what they are, so that both can meet.
+    # An eager operation has no scope: it meets the one of the graph by its whole name.
     name = "here/a:0"
     out = hvd.allreduce(x, op=hvd.Sum, name=name) if odd else in_scope(x)
     same(out, np.full(3, added_up(world), np.float32))
@@ -205,12 +205,12 @@ def test_shapes_are_known_as_far_as_they_can_be(world) -> None:
 
 
 def test_a_failure_leaves_nothing_behind(world) -> None:
-    """What else is under way in a graph that fails does not disturb later ones."""
+    """Operations that run in a graph that fails do not disturb later graphs."""
 
     @tf.function
     def fails(x: Any) -> Any:
         good = [hvd.allreduce(x, op=hvd.Sum, name=f"good.{i}") for i in range(8)]
-        with tf.control_dependencies(good):  # or some ranks might not begin them
+        with tf.control_dependencies(good):  # so that all ranks begin them
             return hvd.allreduce(tf.ones(1 + world.rank), name="bad")
 
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_functions_in_threads(world) -> None:
 
 
 def test_unused_results_are_computed_all_the_same(world) -> None:
-    """Or a rank that uses one would wait for those that do not."""
+    """A rank that uses a result would wait for ranks that do not use it."""
 
     @tf.function
     def unused(x: Any) -> Any:
@@ -323,7 +323,7 @@ def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
         return out
 
     if world.rank == 0:
-        time.sleep(0.5)  # the others' graphs end before theirs has the result
+        time.sleep(0.5)  # the graphs of other ranks fail before the operation ends
     with pytest.raises(tf.errors.InvalidArgumentError, match="falls"):
         falls(mine(world))
     with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:

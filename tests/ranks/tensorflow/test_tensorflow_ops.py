@@ -17,7 +17,7 @@ from ringjax.eager.dtypes import NUMBERS
 from ringjax.errors import HorovodInternalError, Mismatch
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
-# Two ranks do nothing that three do not; a test of each file proves it.
+# Most tests run on three ranks only; one test of each file also runs on two.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
 
 SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3)]
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 @contextlib.contextmanager
 def raises(kind: Any, *texts: str) -> Iterator[None]:
-    """Expects an error that says all of this."""
+    """Expects an error whose text has all of these words."""
     with pytest.raises(kind) as caught:
         yield
     for text in texts:
@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "eager":
         return lambda function, *tensors: function(*tensors)
 
-    traced: dict[Any, Any] = {}  # tracing is dear; loops are test_tensorflow_graph.py's
+    traced: dict[Any, Any] = {}  # tracing is slow; test_tensorflow_graph.py tests loops
 
     def in_graph(function: Callable[..., Any], *tensors: Any) -> Any:
         specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
@@ -81,7 +81,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def test_every_dtype_there_and_back(world, run: Run) -> None:
-    """Into memory like the tensor's, and into what the core makes."""
+    """Results are written into our memory (allreduce) or the core's (allgather)."""
     kinds = [(shape, tf.as_dtype(n)) for n in NUMBERS for shape in ((), (2, 3))]
 
     def both(*xs: Any) -> Any:
@@ -134,11 +134,11 @@ def test_ops_factors_and_compression(world, run: Run) -> None:
     same(run(lambda x: hvd.allreduce(x, op=hvd.Sum, **factors), x), three)
     out = run(lambda x: hvd.reducescatter(x, op=hvd.Sum, **factors), x)
     same(out, share(three, world))
-    # A third is the same factor as in float64, not as in float32.
+    # The factor 1/3 must have the precision of float64, not of float32.
     y = tf.constant(3.0, tf.float64)
     out = run(lambda y: hvd.allreduce(y, op=hvd.Sum, prescale_factor=1 / 3), y)
     same(out, np.float64(size * (1 / 3 * 3)))
-    # Average of integers stays one.
+    # The average of integers is an integer.
     n = draw(world.rank, shape, tf.int32)
     means = stacked(size, shape, tf.float64).mean(0)
     same(run(hvd.allreduce, n), np.trunc(means).astype(np.int32))
@@ -242,7 +242,7 @@ def test_variables(world, run: Run) -> None:
 
 
 def test_gradients(world, run: Run) -> None:
-    """Of weighted sums, where rank r weighs row i with (r + 1) * (i + 1)."""
+    """The loss is a weighted sum: rank r gives row i the weight (r + 1) * (i + 1)."""
     rank, size = world.rank, world.size
 
     def gradient(function: Callable[[Any], Any]) -> Any:
@@ -262,15 +262,15 @@ def test_gradients(world, run: Run) -> None:
     near = np.testing.assert_allclose
     near(gradient(hvd.allreduce), sums / size, rtol=1e-6)
     near(gradient(lambda x: hvd.grouped_allreduce([x, x])[1]), sums / size, rtol=1e-6)
-    # Horovod's: the average of the gradients, as far as it belongs to this rank.
-    first = sum(r + 1 for r in range(rank))  # rank r gives r + 1 rows
+    # As in Horovod: this rank's rows of the average of the gradients.
+    first = sum(r + 1 for r in range(rank))  # rank r sends r + 1 rows
     mean = ranks.mean() * (np.arange(sum(range(size + 1))) + 1)
     expected = np.zeros(2 * size)
     expected[: rank + 1] = mean[first : first + rank + 1]
     near(gradient(lambda x: hvd.allgather(x[: rank + 1])), expected, rtol=1e-6)
     on_root = sums / size if rank == 1 else np.zeros(2 * size)
     near(gradient(lambda x: hvd.broadcast(x, 1)), on_root, rtol=1e-6)
-    # Row 2q and 2q + 1 go to rank q, where they are rows 2r and 2r + 1.
+    # Rows 2q and 2q + 1 go to rank q and become its rows 2r and 2r + 1.
     there = np.array(
         [(q + 1) * (2 * rank + i + 1) for q in range(size) for i in (0, 1)]
     )

@@ -14,7 +14,7 @@ import pytest
 from support.tensorflow_net import Net, adasum, batch, close, everybodys, in_mode, mean
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
-# Tests that need no third rank run on two ranks, which trace less.
+# Tests that need no third rank run on two ranks, because tracing is slow.
 RANKS = pytest.mark.ranks(3)
 
 
@@ -30,7 +30,7 @@ def legacy(tf: Any, kind: str) -> Any:
 def trained(
     tf: Any, kind: str, steps: int, passes: int, op: Callable, ranks: Any
 ) -> Any:
-    """The variables after steps with everybody's gradients, each of some passes."""
+    """Returns the variables after steps with all ranks' gradients of some passes."""
     net, optimizer = Net(tf), legacy(tf, kind)
     for step in range(steps):
         parts = [
@@ -157,7 +157,7 @@ def test_adasum_combines_how_far_ranks_came(world, tf, hvd, mode: str) -> None:
     passes = 2
     starts = [variable.numpy() for variable in Net(tf).variables]
     ends = []
-    for rank in range(world.size):  # each goes its own way
+    for rank in range(world.size):  # each rank makes its own step
         net, optimizer = Net(tf), legacy(tf, "momentum")
         for step in range(passes):
             pairs = net.gradients(tf.constant(batch(rank, step)))
@@ -210,7 +210,7 @@ def test_variables_of_the_old_kind(world, tf, hvd) -> None:
             train.append(optimizer.minimize(loss, var_list=[variable]))
         session.run(tf.compat.v1.global_variables_initializer())
         session.run(train)
-        # Steps of 0.2 and 0.4: their mean, and what Adasum makes of parallel ones.
+        # The ranks step by 0.2 and 0.4. Adasum of parallel steps is their mean, too.
         found = np.concatenate(session.run(variables))
         np.testing.assert_allclose(found, [start[0] - 0.3, start[0] - 0.3], rtol=1e-6)
         session.run(hvd.broadcast_global_variables(1))

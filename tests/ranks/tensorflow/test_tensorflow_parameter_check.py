@@ -14,7 +14,7 @@ from support.parameters import by_the_first, errors, look_every, said
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
-# Tests that need no third rank run on two ranks, which trace less.
+# Tests that need no third rank run on two ranks, because tracing is slow.
 pytestmark = [
     pytest.mark.ranks(3),
     pytest.mark.launch("tensorflow"),
@@ -24,7 +24,7 @@ MODES = pytest.mark.parametrize("mode", ["eager", "function", "xla"])
 
 
 class Training:
-    """Two variables, and steps in which they come nearer to zero."""
+    """Two variables, and steps that make them smaller."""
 
     def __init__(
         self, mode: str, optimizer: Any = None, name: str = "", **options: Any
@@ -72,7 +72,10 @@ def legacy(**options: Any) -> Any:
 
 
 def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
-    """A broadcast is forgotten, then made; then a rank goes astray. Looks: every 2."""
+    """The broadcast is missing, then made; later one rank's values drift.
+
+    The parameters are compared in every second step.
+    """
     last = world.size - 1
     training.change(training.other, world.rank == last)
     training.run(6 * passes)
@@ -127,7 +130,7 @@ def test_the_broadcast_after_the_first_step_is_in_time(
     world, capfd, monkeypatch, mode
 ) -> None:
     look_every(monkeypatch, 1)
-    # Each counts for itself, though they have the same names, but where XLA compiles.
+    # Each training counts its own steps. XLA counts by name, so names differ there.
     names = ("first_", "second_") if mode == "xla" else ("", "")
     both = [Training(mode, name=name) for name in names]
     for training in both:
@@ -172,7 +175,7 @@ def test_a_process_set_is_compared_within_itself(
 def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
     world, capfd, monkeypatch, mode
 ) -> None:
-    # More than what the ranks differ by in their first step, whose limit it is, too.
+    # The limit holds for the first step, too: it must exceed the delay between ranks.
     members = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=5.0))
     look_every(monkeypatch, 2 if world.rank == 0 else 0)
     training = Training(mode, process_set=members)
@@ -182,7 +185,7 @@ def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
             with pytest.raises(tf.errors.DeadlineExceededError, match="the check of"):
                 training.run(1)
     else:
-        training.run(1)  # goes on all the same
+        training.run(1)  # the step does not wait for the check
         text = errors(capfd)
         warned = "warning: parameters could not be compared: Stalled: " in text
         assert warned == (world.rank == 0), text

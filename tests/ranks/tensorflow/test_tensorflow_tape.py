@@ -1,4 +1,4 @@
-"""Tapes of TensorFlow on several ranks, against one process with all ranks' data."""
+"""Tapes on several ranks, compared with one process that has all ranks' data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.tensorflow_net import (
 )
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
-# Tests that need no third rank run on two ranks, which trace less.
+# Tests that need no third rank run on two ranks, because tracing is slow.
 RANKS = pytest.mark.ranks(3)
 MODES = pytest.mark.parametrize("mode", ["eager", "function"])
 

@@ -1,4 +1,4 @@
-"""ringjax.tensorflow in `tf.function(jit_compile=True)`: the handlers of JAX in XLA."""
+"""Collectives in `tf.function(jit_compile=True)`, through the handlers of JAX."""
 
 from __future__ import annotations
 
