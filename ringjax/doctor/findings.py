@@ -39,6 +39,9 @@ class Finding:
         """The command that prints the paragraph; empty if there is no problem."""
         return f"{HELP} {self.help}" if self.help else ""
 
+    def as_json(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
 
 Row = tuple[str, str, Finding]  # name of the check, host ("" means all), finding
 
@@ -173,10 +176,6 @@ class JobContext:
         return [report for report in self.reports.values() if report.facts]
 
 
-def as_json(finding: Finding) -> dict[str, str]:
-    return dataclasses.asdict(finding)
-
-
 # The output of `ringjax doctor`.
 
 
@@ -262,7 +261,7 @@ def as_dict(rows: list[Row], job: JobContext) -> Mapping[str, object]:
     return {
         "status": worst(rows),
         "checks": [
-            {"check": check, "host": host, **as_json(finding), "help": finding.link}
+            {"check": check, "host": host, **finding.as_json(), "help": finding.link}
             for check, host, finding in rows
         ],
         "versions": {r.name: r.facts["versions"] for r in job.reached},

@@ -27,7 +27,7 @@ from pathlib import Path
 from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.doctor import checks
-from ringjax.doctor.findings import Call, Facts, HostContext, InterfaceFacts, as_json
+from ringjax.doctor.findings import Call, Facts, HostContext, InterfaceFacts
 from ringjax.doctor.software import versions
 from ringjax.run import environ
 from ringjax.run.hosts.channel import Message
@@ -184,7 +184,7 @@ def _look(order: Message) -> Message:
     }
     return {
         "facts": facts,
-        "findings": {n: list(map(as_json, found)) for n, found in findings.items()},
+        "findings": {n: [f.as_json() for f in found] for n, found in findings.items()},
     }
 
 

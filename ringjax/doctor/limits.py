@@ -36,8 +36,8 @@ _SET_PTRACER = 0x59616D61  # PR_SET_PTRACER, see Documentation/admin-guide/LSM/Y
 # A program that reads the memory of its parent, as one rank reads that of another.
 _READ = """
 import ctypes, os, sys
-class Piece(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+fields = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+Piece = type("Piece", (ctypes.Structure,), {"_fields_": fields})
 libc = ctypes.CDLL(None, use_errno=True)
 here = ctypes.create_string_buffer(8)
 mine = Piece(ctypes.addressof(here), 8)

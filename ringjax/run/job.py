@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ringjax.run.elastic.elastic_settings import ElasticSettings
     from ringjax.run.elastic.replacement_policy import ReplacementPolicy
     from ringjax.run.hosts.agent_listener import AgentListener
-    from ringjax.run.hosts.discovery import HostDiscovery
+    from ringjax.run.hosts.discovery import ScriptDiscovery
 
 _NOTE_AFTER = 10.0  # seconds of waiting for hosts until the user is told
 _TICK = 0.1  # seconds between two looks at the clock
@@ -72,7 +72,7 @@ class Job:
         self._agents = AgentPool(spec, console, self)
         self._monitor = JobMonitor(self._agents, console, spec, elastic=is_elastic)
         self._coordinator: Coordinator | CoordinatorProcess | None = None
-        self._discovery: HostDiscovery | AgentListener | None = None
+        self._discovery: ScriptDiscovery | AgentListener | None = None
         self._hosts: Sequence[HostSlots] = ()
         self._env: dict[str, str] = {}  # variables that all ranks get
         self._results: dict[int, bytearray] = {}
@@ -158,9 +158,9 @@ class Job:
                 spec, self._agents, self.console.note, *hooks
             )
         elif policy is not None and script:
-            from ringjax.run.hosts.discovery import HostDiscovery
+            from ringjax.run.hosts.discovery import ScriptDiscovery
 
-            self._discovery = HostDiscovery(
+            self._discovery = ScriptDiscovery(
                 script, policy.settings.slots, self._agents, self.console.note
             )
         if policy is not None:

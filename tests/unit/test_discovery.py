@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringjax.run.hosts.discovery import LIMIT, PERIOD, HostDiscovery
+from ringjax.run.hosts.discovery import LIMIT, PERIOD, ScriptDiscovery
 from ringjax.run.hosts.slots import HostSlots, parse_discovered
 
 
@@ -51,7 +51,7 @@ def test_lines() -> None:
 
 
 def test_it_is_asked_every_second(shell: Shell) -> None:
-    discovery = HostDiscovery("./find --all", 2, shell, pytest.fail)
+    discovery = ScriptDiscovery("./find --all", 2, shell, pytest.fail)
     discovery.tick(10.0)
     discovery.tick(15.0)
     assert shell.words == [["sh", "-c", "./find --all"]]
@@ -69,13 +69,13 @@ def test_it_is_asked_every_second(shell: Shell) -> None:
 def test_a_file_needs_no_shell(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "find hosts"
     file.touch()
-    HostDiscovery(str(file), 1, shell, pytest.fail).tick(0.0)
+    ScriptDiscovery(str(file), 1, shell, pytest.fail).tick(0.0)
     assert shell.words == [[str(file)]]
 
 
 def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
     said: list[str] = []
-    discovery = HostDiscovery("find", 1, shell, said.append)
+    discovery = ScriptDiscovery("find", 1, shell, said.append)
     answers = [
         (0, "a:3\n", ""),
         (7, "b:1\n", "warning\nno cluster\n"),
@@ -97,7 +97,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
 
 
 def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
-    discovery = HostDiscovery("find", 1, shell, pytest.fail)
+    discovery = ScriptDiscovery("find", 1, shell, pytest.fail)
     discovery.tick(0.0)
     shell.done[0](127, "", "sh: 1: find: not found\n")
     assert discovery.unusable
@@ -106,7 +106,7 @@ def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
 
 def test_one_that_hangs_is_killed(shell: Shell) -> None:
     said: list[str] = []
-    discovery = HostDiscovery("find", 1, shell, said.append)
+    discovery = ScriptDiscovery("find", 1, shell, said.append)
     discovery.tick(0.0)
     discovery.tick(LIMIT)
     discovery.tick(LIMIT + 0.5)

@@ -28,7 +28,7 @@ from ringjax.control import addresses as address
 from ringjax.control.tls import offer_for
 from ringjax.run import environ
 from ringjax.run.elastic.liveness import LivenessProbe
-from ringjax.run.hosts.channel import Channel, Message, standard_streams
+from ringjax.run.hosts.channel import Channel, Message, dispatch, standard_streams
 from ringjax.run.workers import take_events
 
 # More restarts than this within the window end the job.
@@ -186,9 +186,7 @@ class CoordinatorProcess:
 
     def clear(self) -> None:
         """Handles the messages that have come, so that `wakeup` is not readable."""
-        for key, _ in self._selector.select(0):
-            if self._selector.get_map().get(key.fd) is key:
-                key.data()
+        dispatch(self._selector, self._selector.select(0))
 
     def tick(self, now: float) -> None:
         """Probes the process, and kills it if it has not answered for too long.
@@ -254,9 +252,7 @@ class _CoordinatorServer:
     def run(self) -> None:
         """Serves until ringrun closes the pipe, or is gone."""
         while not self._channel.closed:
-            for key, _ in self._selector.select():
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
+            dispatch(self._selector, self._selector.select())
         if self._coordinator is not None:
             self._coordinator.close()
 

@@ -28,7 +28,7 @@ from ringjax.control import open_files
 from ringjax.control.polling import wait_readable
 from ringjax.run import environ
 from ringjax.run.hosts import processes, profile_files
-from ringjax.run.hosts.channel import Channel, Message, standard_streams
+from ringjax.run.hosts.channel import Channel, Message, dispatch, standard_streams
 from ringjax.run.hosts.telemetry_relay import TelemetryRelay
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ class Agent:
         """Serves until the job is over, then ends the process."""
         processes.become_subreaper()
         while True:
-            for key, _ in self._selector.select(self._timeout()):
-                # An earlier callback of this round may have closed the descriptor.
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
+            dispatch(self._selector, self._selector.select(self._timeout()))
             self._resume()
             self._telemetry.close_silent()
             self._after_events()

@@ -68,7 +68,7 @@ class AgentListener:
         StartupError: listening is not possible.
     """
 
-    # `HostDiscovery` has these attributes, too.
+    # `ScriptDiscovery` has these attributes, too.
     name, problem, unusable = "--listen", "", False
 
     def __init__(

@@ -25,7 +25,7 @@ from ringjax.run import environ
 from ringjax.run.console import Console, pipe_standard_input
 from ringjax.run.hosts import name_lookup, processes
 from ringjax.run.hosts.agent_handle import AgentHandle
-from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.channel import Channel, Message, dispatch
 from ringjax.run.hosts.job_spec import JobSpec, agent_command, client_command
 from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
@@ -361,10 +361,7 @@ class AgentPool:
         self._check_silence(time.monotonic())
         if first is not None:
             first()
-        for key, _ in events:
-            # An earlier callback of this round may have closed the descriptor.
-            if self.selector.get_map().get(key.fd) is key:
-                key.data()
+        dispatch(self.selector, events)
         return bool(events)
 
     def _check_silence(self, now: float) -> None:
@@ -491,9 +488,7 @@ class AgentPool:
             while time.monotonic() < deadline and not all(
                 agent.closed for agent in agents
             ):
-                for key, _ in self.selector.select(0.05):
-                    if self.selector.get_map().get(key.fd) is key:
-                        key.data()
+                dispatch(self.selector, self.selector.select(0.05))
             for agent in agents:
                 if agent.orphaned_client and not agent.closed:
                     processes.kill_group(agent.orphaned_client)

@@ -16,7 +16,7 @@ import os
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ringjax.control.polling import wait_writable
@@ -57,6 +57,18 @@ class _LineCodec:
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
+
+
+def dispatch(
+    selector: selectors.BaseSelector,
+    events: Iterable[tuple[selectors.SelectorKey, int]],
+) -> None:
+    """Calls the callbacks of events, which are the data of their descriptors."""
+    for key, _ in events:
+        # An earlier callback may have closed the descriptor, or registered another one
+        # with the same number.
+        if selector.get_map().get(key.fd) is key:
+            key.data()
 
 
 class Channel:

@@ -34,7 +34,7 @@ class CommandRunner(Protocol):
         """Sends a signal to the commands with these numbers."""
 
 
-class HostDiscovery:
+class ScriptDiscovery:
     """Runs the discovery script again and again.
 
     Attributes:
