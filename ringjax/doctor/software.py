@@ -175,7 +175,7 @@ def _wanted() -> str:
     """Returns the requirement of ringjax, such as "jax<0.13,>=0.10.2"."""
     try:
         needs = metadata.requires("ringjax") or []
-    except metadata.PackageNotFoundError:  # a checkout
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
         needs = []
     return next((need for need in needs if re.match(r"jax[<>=]", need)), "jax")
 

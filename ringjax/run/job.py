@@ -456,8 +456,8 @@ class Job:
             return
         self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
-            # Other ranks may wait for this one: without this they would wait until the
-            # failure timeout.
+            # Other ranks may wait for this one. Without the report they would wait for
+            # the whole failure timeout.
             self._coordinator.process_ended(number, "ended without an error")
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:

@@ -115,7 +115,7 @@ def test_a_template_without_a_place_for_the_host() -> None:
 
 
 def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
-    """Their programs are the stand-in, too; the host is a word of its own."""
+    """The stand-in replaces their programs; the host is a word of its own."""
     stand_in = ENGINE.replace("-*) shift;;", "-*) shift;;\n    n1|n2) NODE=$1; shift;;")
     for name in ("blaunch", "qrsh"):
         (tmp_path / name).write_text(stand_in)
@@ -136,7 +136,7 @@ def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
-    """Its agent hands SIGTERM on, and the ranks there may end in their own way."""
+    """The agent forwards SIGTERM, and the ranks there may end in their own way."""
     wanted = sh(
         '[ "$RINGJAX_RANK" = 0 ] && sleep 0.5 && exit 0\n'
         "trap 'sleep 0.2; echo ended well; exit 0' TERM\n"

@@ -1,4 +1,4 @@
-"""Allocations of batch systems as their variables tell of them."""
+"""Allocations of batch systems, read from their variables."""
 
 from __future__ import annotations
 
@@ -116,4 +116,4 @@ def test_grid_engine(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allocations.find(environ)
-    assert allocations.find_readable(environ) is None  # for who names other hosts
+    assert allocations.find_readable(environ) is None  # the user may name other hosts

@@ -37,7 +37,7 @@ def test_every_line_has_a_prefix_however_it_is_cut(pieces: list[bytes]) -> None:
 
 
 def test_a_line_of_twenty_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """A search of all that waits, with every piece, took 23 s for 64 KiB."""
+    """Searching the whole unfinished line with every piece took 23 s for 64 KiB."""
     feed([b"x" * 50_000] * 400 + [b"\n"])
     assert capsys.readouterr().out == "[1]<stdout>:" + "x" * 20_000_000 + "\n"
 

@@ -1,4 +1,4 @@
-"""The discovery script of an elastic job: run again and again, its last answer kept."""
+"""The discovery script of an elastic job: it runs again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.run.hosts.slots import HostSlots, parse_discovered
 
 
 class Shell:
-    """Notes what is to be run; the test says how it ends."""
+    """Records commands; the test decides how they end."""
 
     def __init__(self) -> None:
         self.words: list[list[str]] = []
@@ -88,7 +88,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
         shell.done[-1](*answer)
         assert discovery.hosts == [HostSlots("a", 3)]
     assert not discovery.unusable
-    first, second = said  # one complaint for each time that it began to fail
+    first, second = said  # one line each time that the script begins to fail
     assert first == (
         "--host-discovery-script find: exit code 7: no cluster; "
         "the hosts stay as they were"
@@ -111,7 +111,7 @@ def test_one_that_hangs_is_killed(shell: Shell) -> None:
     discovery.tick(LIMIT)
     discovery.tick(LIMIT + 0.5)
     assert shell.signals == [(signal.SIGKILL, [-1])]
-    # What it has started may hold its output open; the next run does not wait for it.
+    # A child of the script may keep its output open; the next run does not wait.
     discovery.tick(LIMIT + PERIOD)
     assert said == [f"--host-discovery-script find: it took longer than {LIMIT:g} s"]
     discovery.tick(LIMIT + 2 * PERIOD)

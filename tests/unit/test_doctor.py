@@ -1,4 +1,4 @@
-"""`ringjax doctor` on one host: each fault is planted for real, and named.
+"""`ringjax doctor` on one host: each test plants a real fault, and the doctor finds it.
 
 Where the mend is a command for this machine, it is run, and then all is well again.
 Several hosts: test_doctor_hosts.py.
@@ -23,7 +23,7 @@ from ringjax.doctor import trial
 
 _NETWORK = ["unshare", "-n"]
 MOUNTS = ["unshare", "-m", "--propagation", "private"]
-# What a machine for tests may rightly be warned about.
+# Warnings that are right on a machine for tests.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 
@@ -33,7 +33,7 @@ def one(*words: str, **more: object) -> Visit:
 
 
 def mended(check: str, status: str, folder: Path, **more: object) -> Visit:
-    """Finds a fault, runs the command that mends it, and finds it no more."""
+    """Checks that the doctor finds a fault, and not after its command has run."""
     first, second = visit(again=True, folder=folder, **more)  # type: ignore[arg-type]
     assert [s for s, _ in first.of(check)] == [status], first.found
     assert first.code == (status == "FAIL")
@@ -112,7 +112,7 @@ def test_no_memory_can_be_shared() -> None:
 
 
 def _forbidden(number: int) -> list[str]:
-    """What runs a command whose processes may not make a system call, of x86-64."""
+    """Returns a command prefix that forbids a system call (of x86-64)."""
     code = f"""
 import ctypes, os, struct, sys
 steps = [(0x20, 0, 0, 0), (0x15, 0, 1, {number}), (0x06, 0, 0, 0x50001)]
@@ -209,7 +209,7 @@ def test_several_gpus_a_rank(seen: int, each: str, mend: str) -> None:
 def test_too_few_descriptors() -> None:
     found = one(before="ulimit -n 200")
     assert found.code == 1
-    # Not every root may raise it again, so the mend is not tried.
+    # Not every root may raise the limit again, so the command is not tried.
     assert found.mend("descriptors") == "sudo prlimit --pid $$ --nofile=65536"
     assert "at most 200 (ulimit -Hn)" in found.of("descriptors")[0][1]
     row = next(r for r in found.rows() if r["check"] == "descriptors")
@@ -234,7 +234,7 @@ def test_too_few_threads() -> None:
 
 
 def _cgroup(controller: str) -> Path:
-    """A new group of version 1 or 2 that limits something; skips if there is none."""
+    """Makes a control group (version 1 or 2) with a limit; skips if it cannot."""
     old, new = Path("/sys/fs/cgroup", controller), Path("/sys/fs/cgroup")
     name = f"ringjax-doctor-{os.getpid()}"
     try:
@@ -313,7 +313,7 @@ def test_a_setting_that_cannot_be_meant(
 )
 def test_a_variable_of_nccl_that_was_left(name: str, value: str, text: str) -> None:
     [(status, said)] = one(env={name: value}).of("NCCL")
-    # FAIL where there are GPUs, which would not start.
+    # FAIL if there are GPUs, which would not start.
     assert status in ("warn", "FAIL") and f"{name}={value}" in said and text in said
 
 

@@ -1,4 +1,4 @@
-"""`ringjax doctor` on two hosts: each fault of their network is planted for real.
+"""`ringjax doctor` on two hosts: each test plants a real fault in their network.
 
 The hosts are network namespaces (benchmarks/hosts/namespaces.py) with names of their
 own, so this needs root and `ip`; a stand-in for ssh goes there.
@@ -18,7 +18,7 @@ import pytest
 from support.doctor import Visit, needs_root, visit
 from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
+# In the last place, because the tested ringjax must not come from the checkout.
 sys.path.append(str(ROOT))
 from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
@@ -37,7 +37,7 @@ hostname rj-$0; mount --bind %s/hosts.$0 /etc/hosts; . %s/$0.sh; exec sh -c "$1"
 
 
 class Hosts:
-    """Two hosts, of which anything can be broken before the doctor comes."""
+    """Two hosts whose network a test can break before the doctor runs."""
 
     def __init__(self, network: Namespaces, tag: str, folder: Path) -> None:
         self.network, self.folder = network, folder
@@ -59,7 +59,7 @@ class Hosts:
         _run(f"ip netns exec {self.network.names[number]} {command}")
 
     def visit(self, *words: str, **more: object) -> Visit:
-        """What the doctor says about both."""
+        """Returns the findings of the doctor about both hosts."""
         env = {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         env |= more.pop("env", {})  # type: ignore[arg-type]
         words = words or ("-H", f"{ONE}:1,{TWO}:1")
@@ -132,7 +132,7 @@ def test_a_way_that_is_closed(hosts: Hosts) -> None:
     found = hosts.visit()
     assert found.code == 1
     [(status, text)] = found.of("ports", ONE)
-    # What a firewall that drops looks like: no answer comes.
+    # As with a firewall that drops packets, no reply comes.
     assert status == "FAIL" and f"does not reach {TWO} ({TWO}: timed out)" in text
     rows = {row["host"]: row["mend"] for row in found.rows() if row["check"] == "ports"}
     assert rows[ONE].startswith(f"on {TWO}: sudo ufw allow from {ONE}")
@@ -140,7 +140,7 @@ def test_a_way_that_is_closed(hosts: Hosts) -> None:
 
 
 def test_full_packets_get_lost(hosts: Hosts) -> None:
-    bucket = "tbf rate 1gbit burst 1000 latency 50ms"  # drops what is larger
+    bucket = "tbf rate 1gbit burst 1000 latency 50ms"  # drops larger packets
     hosts.on(0, f"tc qdisc add dev eth0 root {bucket}")
     found = hosts.visit()
     assert [s for s, _ in found.of("messages", ONE)] == ["FAIL"]

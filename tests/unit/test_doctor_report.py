@@ -1,4 +1,4 @@
-"""What `ringjax doctor` says, and where: tables, marks, paragraphs, exit codes."""
+"""Output of `ringjax doctor`: tables, marks, links to paragraphs, exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringjax.doctor.findings import (
     warn,
 )
 
-# What a machine for tests may rightly be warned about.
+# Warnings that are right on a machine for tests.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 
@@ -112,7 +112,7 @@ def test_every_finding_leads_to_a_paragraph() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     heads = re.findall(r"(?m)^## (.*)$", page)
     anchors = {head.lower().replace(" ", "-") for head in heads}
-    used = {"doctor"}  # where nothing else is said
+    used = {"doctor"}  # the default
     for file in (ROOT / "ringjax" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and len(node.args) == 3:

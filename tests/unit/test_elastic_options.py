@@ -1,4 +1,4 @@
-"""Options of elastic jobs: what they mean together, and what is refused."""
+"""Options of elastic jobs: defaults, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringjax.run.job_setup import make_job
 
 
 def parsed(*words: str) -> Job:
-    """The job of a command line."""
+    """Makes the job of a command line."""
     args = options.parse([*words, "true"], "")
     config = Config.from_env(options.environment(args))
     spec = JobSpec(command=args.command, env={}, start_timeout=1.0)
@@ -156,7 +156,7 @@ def test_run_of_an_elastic_job(tmp_path: Path) -> None:
             os.kill(os.getpid(), 9)
         if worker == "3":
             replaced.touch()
-        while not replaced.exists():  # nobody is replaced once one has finished
+        while not replaced.exists():  # no worker is replaced once one has finished
             time.sleep(0.01)
         return worker
 

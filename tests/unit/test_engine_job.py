@@ -1,4 +1,4 @@
-"""Jobs whose processes somebody else starts: tickets, losses, results and errors."""
+"""Jobs whose processes an engine starts: tickets, losses, results and errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_worker_that_was_sent_away_returns_before_the_job_has_heard_of_it() ->
         assert job._coordinator is not None
         job._coordinator.events.put(("dismissed", 0, "it is asked to leave"))
         job.finished(0)
-        assert job.running() == [1] and not job.closing  # another one may come
+        assert job.running() == [1] and not job.closing  # another worker may join
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -132,7 +132,9 @@ def test_newcomers_begin_afresh_if_the_last_member_has_ended(certain: bool) -> N
             job._coordinator.events.put(event)
         job.poll()
         job.lost(0, "killed", certain=certain)
-        assert job.over == (not certain)  # it may go on where it is out of reach
+        assert job.over == (
+            not certain
+        )  # the worker may go on where it is out of reach
 
 
 def test_a_worker_that_never_became_a_member_is_named() -> None:
@@ -155,7 +157,7 @@ def test_an_elastic_job(engine: Processes) -> None:
     ) as job:
         script = RANK + LOOP
         tickets = job.tickets(["one", "two"])
-        # What programs for Horovod read in their environment.
+        # Programs for Horovod read these variables.
         assert [t["HOROVOD_RANK"] + t["HOROVOD_SIZE"] for t in tickets] == ["02", "12"]
         running = {n: engine.start(script, t, "3") for n, t in enumerate(tickets)}
         _until(job, lambda: len(job.members) == 2)
@@ -164,7 +166,7 @@ def test_an_elastic_job(engine: Processes) -> None:
         running[1].wait(10)
         job.lost(1, "killed")
         _until(job, lambda: list(job.members) == [0])
-        for number in (2, 7):  # a number only has to be new
+        for number in (2, 7):  # any new number is allowed
             ticket = job.ticket(number, "three")
             assert ticket["HOROVOD_RANK"] == {2: "1", 7: "2"}[number]
             running[number] = engine.start(script, ticket, "3")

@@ -1,4 +1,4 @@
-"""When a process counts as hung: only after silence in which we looked."""
+"""A process counts as hung only after silence while this process was running."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ringjax.run.elastic.liveness import LivenessProbe
 def looks(
     probe: LivenessProbe, start: float, seconds: float, pause: float = 0.1
 ) -> float:
-    """Looks at the clock again and again; returns the time at the end."""
+    """Calls the probe again and again; returns the time at the end."""
     count = round(seconds / pause)
     for number in range(count):
         assert not probe.should_ask(start + (number + 1) * pause)
@@ -16,7 +16,7 @@ def looks(
 
 
 def known() -> LivenessProbe:
-    """One that has answered before and was asked again, at 10.0."""
+    """Returns a probe that was answered once, and has asked again at 10.0."""
     probe = LivenessProbe(5.0)
     assert probe.should_ask(0.0)
     probe.record_answer(9.0)

@@ -1,4 +1,4 @@
-"""Metrics: the text, the endpoint and the file, and clients that mean no good."""
+"""Metrics: the text, the endpoint and the file, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_dashboard_is_one() -> None:
         places |= cells
 
 
-# Who gets them.
+# Access to the metrics.
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
         socket.create_connection(_address(endpoint), LONG) as sock,
     ):
         sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert sock.recv(1, socket.MSG_PEEK)  # the rest does not fit anywhere
+        assert sock.recv(1, socket.MSG_PEEK)  # the rest fits into no buffer
         endpoint.close()
         until(lambda: not _serving())
 

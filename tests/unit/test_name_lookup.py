@@ -1,4 +1,4 @@
-"""Names of hosts where the name server is slow: asked at once, and never twice."""
+"""Lookups with a slow name server: all at the same time, and each name once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_names_are_asked_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each look-up waits until all four have been begun."""
+    """Each lookup waits until all four have started."""
     hosts, asked = ["a", "b", "c", "d"], []
     together = threading.Barrier(4)
 
@@ -63,7 +63,7 @@ def test_names_of_one_address_are_one_host_of_a_user(
     known = {"n1": "192.0.2.1", "n1.cluster": "192.0.2.1", "n2": "192.0.2.2"}
 
     def find(name: str, port: object, **kinds: Any) -> Any:
-        if name not in known:  # known to ssh alone
+        if name not in known:  # a name that only ssh can resolve
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (known[name], port))]
 

@@ -37,7 +37,7 @@ WITH_SIGNALS = "import os, signal, sys; {}; os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def ringrun_after(before: str, *words: str) -> subprocess.Popen[str]:
-    """ringrun, started by a program that has done something to its signals."""
+    """Runs ringrun from a program that has changed its signals."""
     own = [sys.executable, "-P", "-m", "ringjax.run"]
     return subprocess.Popen(
         [sys.executable, "-c", WITH_SIGNALS.format(before), *own, *words],
@@ -53,7 +53,7 @@ def ringrun_after(before: str, *words: str) -> subprocess.Popen[str]:
     "blocked", ["{signal.SIGCHLD}", "signal.valid_signals()"], ids=["SIGCHLD", "all"]
 )
 def test_signals_that_were_blocked(blocked: str) -> None:
-    """Launchers of Slurm and MPI start programs so."""
+    """Launchers of Slurm and MPI block signals."""
     block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})"
     job = ringrun_after(block, "-np", "2", "echo", "ended")
     text, _ = job.communicate(timeout=LONG)
@@ -61,7 +61,7 @@ def test_signals_that_were_blocked(blocked: str) -> None:
 
 
 def test_an_interrupt_that_was_ignored(tmp_path: Path) -> None:
-    """As in the background of a script, where Ctrl-C is for something else."""
+    """A shell ignores SIGINT for background jobs of a script."""
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     end = tmp_path / "end"
     loop = f"echo runs; until [ -e {end} ]; do sleep 0.05; done; echo to the end"
@@ -76,7 +76,7 @@ def test_an_interrupt_that_was_ignored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def over_ssh(tmp_path: Path) -> Callable[..., Done]:
-    """ringrun, with a script in the place of ssh."""
+    """Runs ringrun with a script in the place of ssh."""
 
     def start(script: str, *words: str) -> Done:
         client = tmp_path / "ssh"
@@ -235,7 +235,7 @@ def test_a_runtime_folder(
 
 @needs_root("unshare")
 def test_children_in_a_pid_namespace_with_the_proc_of_its_host(tmp_path: Path) -> None:
-    """Numbers in /proc are of another namespace, and so would be what is killed."""
+    """Process ids in /proc are of another namespace: the wrong ones would be killed."""
     pid, script = tmp_path / "pid", tmp_path / "rank.py"
     script.write_text(
         f"""
@@ -249,7 +249,7 @@ while not open({str(pid)!r}).read().endswith("\\n"):
 """
     )
     own = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", sys.executable]
-    # A shell is process 1: with that one the kernel would end all others, too.
+    # A shell is process 1: if it ended, the kernel would end all others, too.
     first = ["sh", "-c", '"$@"; echo over; read nothing', "sh", *own, str(script)]
     job = subprocess.Popen(
         ["unshare", "-p", "-f", "--kill-child", *first],
@@ -321,6 +321,6 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(
     hello = {"size": 1}
     with pytest.raises(StartupError, match="ip link set lo up"):
         join(JobCredentials("127.0.0.1:4000", bytes(32), "00" * 8), 0, hello, LONG)
-    assert len(tried) == 1  # and not again and again, until the start timeout
+    assert len(tried) == 1  # and not again and again until the start timeout
     with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
         join(JobCredentials("192.0.2.1:4000", bytes(32), "00" * 8), 0, hello, 0.1)

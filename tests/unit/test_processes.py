@@ -15,7 +15,7 @@ from support.waiting import until
 
 
 def starter(code: str, job: str) -> subprocess.Popen[str]:
-    """A process of its own that runs `code` with `run.hosts.processes` at hand."""
+    """Starts a process that runs `code`, in which `processes` is imported."""
     head = "import os, sys, time\nfrom ringjax.run.hosts import processes\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code],

@@ -1,4 +1,4 @@
-"""Files of a profile on their way to ringrun: what is sent, and where it may go."""
+"""Files of a profile: which are sent to ringrun, and where they may be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringjax.run.hosts.profile_files import FileReceiver, prepare_folder, read_f
 
 
 class Agent:
-    """One that answers at once from a folder."""
+    """An agent that sends the files of a folder at once."""
 
     def __init__(
         self, folder: Path, since: float = 0.0, *, silent: bool = False
@@ -28,14 +28,14 @@ class Agent:
 
 
 def fetch(folder: Path, *agents: Agent) -> list[str]:
-    """Everything, and what was noted."""
+    """Fetches all files; returns the lines that were shown."""
     incoming, notes = FileReceiver(str(folder)), list[str]()
     waiting: list[dict[str, Any]] = []
 
     def turn(seconds: float) -> None:
         assert seconds > 0
         for agent in agents:
-            agent.closed = agent.silent  # it is gone
+            agent.closed = agent.silent  # the agent is gone
         if waiting:
             incoming.receive(waiting.pop(0))
 

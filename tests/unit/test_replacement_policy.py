@@ -1,4 +1,4 @@
-"""What is said of workers that are lost: once, whatever is known first."""
+"""The line about a lost worker: shown once, whichever event comes first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOST = "rank 1 (worker 1) was declared lost: it is silent; 2 ranks go on"
 
 
 class Nobody:
-    """Takes signals for nobody."""
+    """Ignores all signals."""
 
     def signal(
         self, number: int, names: Sequence[int] | None = None, *, alone: bool = False
@@ -25,7 +25,7 @@ class Nobody:
 
 
 class Coordinator:
-    """Hears of workers that have ended; the test answers."""
+    """Records workers that have ended; the test answers."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -41,7 +41,7 @@ class Coordinator:
 
 
 class Said(list[str]):
-    """What is shown."""
+    """Records the lines that are shown."""
 
     note = list.append
 
@@ -50,7 +50,7 @@ class Said(list[str]):
 
 
 class Story:
-    """Three members of a job, and what is said."""
+    """A job with three members, and the lines that are shown."""
 
     def __init__(self) -> None:
         self.said = Said()
@@ -76,7 +76,7 @@ class Story:
 
 @pytest.mark.parametrize("last_words", [0.0, 0.1, 1.0])
 def test_a_worker_that_others_miss_before_its_end_is_known(last_words: float) -> None:
-    # Its peers have noticed first, and what it wrote takes time to arrive.
+    # The peers of the worker notice first, and its output arrives later.
     story = Story()
     story.fenced(1.0)
     story.killed(1.01)
@@ -157,7 +157,7 @@ def test_a_worker_that_the_system_kills_keeps_its_code() -> None:
 
 @pytest.mark.parametrize("dismissed", [True, False])
 def test_a_worker_whose_end_is_known_before_its_reason(dismissed: bool) -> None:
-    # It was asked to leave, and what the coordinator has decided comes another way.
+    # The worker was asked to leave; the coordinator's decision arrives separately.
     story, coordinator = Story(), Coordinator()
     story.policy.coordinator = coordinator  # type: ignore[assignment]
     story.policy.handle_exit(story.worker, 0, "", 1.0)
@@ -169,5 +169,5 @@ def test_a_worker_whose_end_is_known_before_its_reason(dismissed: bool) -> None:
     story.worker.dismissed = dismissed
     story.worker.coordinator_answered = True
     story.policy.tick(30.0)
-    # Others take its place, unless it had come to the end of its program.
+    # Another worker takes the slot, unless the program has reached its end.
     assert len(story.slots.vacant(2, 30.0)) == int(dismissed)

@@ -97,12 +97,14 @@ def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
         job.wait_for(rank, "epoch 0 start")
     pids = [job.rank_pid(rank) for rank in range(3)]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # so that none can leave before all were asked to
+        os.kill(
+            pid, signal.SIGSTOP
+        )  # so that no worker leaves before all were asked to leave
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    assert job.wait(20) == 143  # and not when the time to leave is over, 25 s
+    assert job.wait(20) == 143  # and not only when the 25 s to leave are over
     assert said(job)[-1] == "every rank has left, as it was asked to"
 
 
@@ -136,7 +138,8 @@ def test_an_exception_is_said_and_the_rank_replaced(
     job = start(2, MEMBER + FAILS.format(worker=0, seconds=0.2))
     wait_for(job, "worker 2 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
-    # Which of them is said: test_replacement.py. Ringrun waits 0.3 s for the exit code.
+    # test_replacement_policy.py checks which line is shown.
+    # Ringrun waits 0.3 s for the exit code.
     assert said(job)[0] in (
         "rank 0 (worker 0) failed: ValueError: boom (exit code 5); 1 rank goes on",
         "rank 0 (worker 0) was declared lost: failed: ValueError: boom; 1 rank goes on",
@@ -184,7 +187,7 @@ def test_the_job_does_not_start(start: StartJob) -> None:
 
 @pytest.fixture
 def two_hosts(start_job: StartJob, folder: Path, ssh: dict[str, str]) -> Job:
-    """Rank 0 on this one, ranks 1 and 2 on another one."""
+    """Runs rank 0 on this host, and ranks 1 and 2 on another one."""
     env = {**ssh, "FOLDER": str(folder)}
     job = start_job(3, RUN, env, ["--min-np", "1", "-H", "localhost:1,n1:2"])
     job.wait_for(2, "epoch 0 start")
@@ -192,12 +195,12 @@ def two_hosts(start_job: StartJob, folder: Path, ssh: dict[str, str]) -> Job:
 
 
 def _calls(folder: Path) -> int:
-    """How often the other host was connected."""
+    """Returns how often ringrun connected to the other host."""
     return (folder / "ssh.log").read_text().count(" n1 ")
 
 
 def _agents(job: Job, *, here: bool) -> list[int]:
-    """Ringrun's own on this host, or those behind a client."""
+    """Returns the agents of ringrun on this host, or those behind a client."""
     agents = [
         pid
         for pid, text in leaks.processes(job.id).items()
@@ -230,7 +233,9 @@ def test_the_agent_of_the_first_host_is_replaced(two_hosts: Job, folder: Path) -
     first = "rank 0 (worker 0, on localhost): its agent on this host died"
     assert said(job)[0] == f"{first}; 2 ranks go on"
     assert _calls(folder) == 1
-    [agent] = _agents(job, here=False)  # the end of its client is noticed without it
+    [agent] = _agents(
+        job, here=False
+    )  # ringrun notices the end of the client without its agent
     os.kill(agent, signal.SIGKILL)
     wait_for(job, "on n1 joined as rank 1")
     wait_for(job, "on n1 joined as rank 2; 3 ranks")
@@ -282,7 +287,7 @@ def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
     os.kill(_coordinator(job), signal.SIGSTOP)
     wait_for(job, "the coordinator has not answered for 5 s; it is ended")
     wait_for(job, "the coordinator ended (killed by signal 9 (SIGKILL))")
-    # All are members as before, and the new one does its work.
+    # All workers are members as before, and the new coordinator works.
     job.kill(1)
     wait_for(job, "worker 2 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
@@ -314,7 +319,7 @@ def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
     assert "the coordinator ends again and again" in said(job)[-1]
 
 
-# The first two never come to a commit, so nobody can join them.
+# The first two workers never commit, so no other worker can join them.
 NEVER_COMMIT = (
     MEMBER.replace("case ResizePending():", "case ResizePending() if worker > 1:")
     + """
@@ -326,7 +331,7 @@ follow(job)
 
 
 def last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
-    """A job with one member left, its process, and a newcomer that is ready."""
+    """Starts a job, and waits until one member is left and a newcomer is ready."""
     job = start(2, NEVER_COMMIT)
     job.wait_for(1, "epoch 0 start")
     first = job.rank_pid(0)
@@ -360,7 +365,9 @@ def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
     job.wait_for(1, "epoch 0 start")
     job.kill(1)
     wait_for(job, "1 rank goes on")
-    job.wait_for(0, ": 0/1")  # before, both would be members of what has failed
+    job.wait_for(
+        0, ": 0/1"
+    )  # earlier, both workers would be members of the failed epoch
     job.kill(0)
     assert job.wait() == 137
     assert said(job)[-1] == "rank 0 (worker 0) was killed by signal 9 (SIGKILL)"

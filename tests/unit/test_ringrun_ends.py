@@ -1,4 +1,4 @@
-"""How a job ends from outside: Ctrl-C, kill -9, ssh; nothing of it may be left.
+"""Ends of a job from outside: Ctrl-C, kill -9, ssh; no process may be left.
 
 "Other hosts" are this machine behind a stand-in for ssh, which runs the remote command
 in a shell of its own.
@@ -52,7 +52,7 @@ class Running:
             stdout=writer,
             stderr=writer,
             start_new_session=True,
-            # On a terminal: its foreground group is ours, as in a shell.
+            # On a terminal ringrun is in the foreground group, as in a shell.
             preexec_fn=_take_terminal if terminal else None,
         )
         os.close(writer)
@@ -101,7 +101,7 @@ def _take_terminal() -> None:
 
 
 class Start:
-    """Starts ringruns; at the end nothing of them may be left."""
+    """Starts ringruns, and checks at the end that no process of them is left."""
 
     def __init__(self) -> None:
         self.running: list[Running] = []
@@ -153,7 +153,7 @@ def test_a_second_control_c_ends_at_once(start: Start) -> None:
     job.read_until("ready", 2)
     os.write(job.writer, b"\x03")
     job.read_until("^C")
-    time.sleep(0.05)  # two signals that arrive together would be one
+    time.sleep(0.05)  # the kernel would merge two signals that arrive together
     os.write(job.writer, b"\x03")
     assert job.end()[0] == 130
 
@@ -295,7 +295,9 @@ def test_other_hosts(start: Start, ssh: dict[str, str], tmp_path: Path) -> None:
     words = ["-p", "2222", "-i", "/my key", "-H", "localhost:1,n1:2,n2:1"]
     logs = ["--output-filename", str(tmp_path / "logs")]
     script = "echo $RINGJAX_RANK $RINGJAX_HOSTNAME $RINGJAX_CROSS_RANK; pwd >&2;"
-    script += '[ "$DISPLAY$XDG_SEAT" = :7 ] || exit 9'  # only what -x hands on
+    script += (
+        '[ "$DISPLAY$XDG_SEAT" = :7 ] || exit 9'  # only variables of -x are passed on
+    )
     words += ["-x", "DISPLAY=:7"]
     job = start(*words, *logs, "sh", "-c", script, env={**ssh, "XDG_SEAT": ""})
     code, text = job.end()
@@ -338,7 +340,7 @@ def test_kill_9_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
 def test_control_c_is_sigint_on_other_hosts_too(
     start: Start, ssh: dict[str, str], tmp_path: Path
 ) -> None:
-    # As the real one, it carries all that is said, and dies of a SIGINT of its own.
+    # As the real ssh, this one carries all messages, and dies of a SIGINT to itself.
     client = SSH.replace("exec env -u RINGJAX_SECRET", "cat | setsid") + "| cat\n"
     (tmp_path / "bin" / "ssh").write_text(client.replace('"$*"\n', '"$*" '))
     log = tmp_path / "signals"
@@ -370,7 +372,7 @@ def test_the_secret_is_in_no_command_line(
     assert len(lines) >= 5
     assert not any(secret.encode() in line for line in lines)
     assert secret not in Path(ssh["SSH_LOG"]).read_text()
-    # Only the ranks know it, not ssh, not the agents.
+    # Only ranks have the variable, not ssh and not the agents.
     for pid, command in job.processes().items():
         if "ssh" in command or "ringjax.run" in command:
             assert secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -1,4 +1,4 @@
-"""What ranks of a job read and write through ringrun: lines, bars, files, terminals."""
+"""Input and output of ranks through ringrun: lines, bars, files, terminals."""
 
 from __future__ import annotations
 

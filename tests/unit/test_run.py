@@ -1,4 +1,4 @@
-"""`ringjax.run(fn)`: results, exceptions, and what it leaves behind."""
+"""`ringjax.run(fn)`: results, exceptions, and no process left behind."""
 
 from __future__ import annotations
 

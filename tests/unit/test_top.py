@@ -1,4 +1,4 @@
-"""`ringjax top`: what it shows, in how many columns, and whom it refuses."""
+"""`ringjax top`: the view, its width, and the jobs that are refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_later_ringrun_may_say_more() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    deep = tmp_path / ("deep" * 30)  # longer than an address may be
+    deep = tmp_path / ("deep" * 30)  # longer than the address of a socket may be
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     yield sockets.socket_folder()
@@ -133,7 +133,7 @@ def test_the_socket_is_for_its_user_alone(place: Path) -> None:
         assert cli.find(None) == path == cli.find(str(os.getpid()))
         with sockets.connect(path):
             pass
-        with sockets.listen()[0] as other:  # of a second job of this process
+        with sockets.listen()[0] as other:  # for a second job of this process
             assert other is not sock
             assert len(list(place.iterdir())) == 2
 
@@ -238,7 +238,7 @@ def test_once_prints_one_block(place: Path) -> None:
         done = _top(place, "--once")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.count("4 ranks on 2 hosts") == 1
-    assert "\x1b" not in done.stdout  # it is no terminal
+    assert "\x1b" not in done.stdout  # standard output is not a terminal
 
 
 def test_the_end_of_a_job_is_said(place: Path) -> None:
@@ -329,7 +329,7 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
         stack.callback(process.kill)
         rich = words[0] == "-m"
         text = _shown(ours, b"q: quit" if rich else b"joined as rank")
-        assert text.startswith(b"\x1b[?1049h")  # the screen below is kept
+        assert text.startswith(b"\x1b[?1049h")  # the terminal keeps the screen below
         assert b"node-b" in text and b"was killed by signal 9" in text
         if end is None:
             ringrun.leave()
@@ -343,7 +343,7 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
 
 def _on_its_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # Whoever is started in the background of a script ignores Ctrl-C.
+    # A shell lets background jobs of a script ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

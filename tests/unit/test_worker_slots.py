@@ -1,4 +1,4 @@
-"""Seats of an elastic job: who is replaced, where and when; hosts on the blacklist."""
+"""Slots of an elastic job: which worker is replaced, when, and on which host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seating(
 
 
 def fill(job: WorkerSlots, now: float = 0.0) -> list[WorkerSlot]:
-    """Starts what is due; workers are numbered by their slots."""
+    """Starts the workers that are due; each has the number of its slot."""
     taken = [slot for slot in job.slots if slot.worker is not None]
     started = job.vacant(len(taken), now)
     for slot in started:
@@ -54,7 +54,7 @@ def test_groups_are_started_whole_and_on_as_few_hosts_as_can_be() -> None:
     assert places(slots) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     job.grow()
     job.record_failure(slots[2], member_for=9.0, own_fault=True, now=0.0)
-    assert fill(job, 0.1) == []  # the other one of the group still ends
+    assert fill(job, 0.1) == []  # the other worker of the group has not ended yet
     job.record_failure(slots[3], member_for=9.0, own_fault=False, now=0.2)
     assert places(fill(job, 0.3)) == [("b", 0), ("b", 1)]
 
@@ -78,7 +78,7 @@ def test_a_seat_is_taken_again_at_once_and_then_ever_later() -> None:
         now += pause
         assert fill(job, now) == [slot]
     assert pauses == [0, 1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
-    # One that worked for long is replaced at once.
+    # A worker that was a member for long is replaced at once.
     assert job.record_failure(slot, member_for=60.0, own_fault=True, now=now) == 0
 
 
@@ -94,7 +94,7 @@ def test_a_host_on_the_blacklist_gets_nobody() -> None:
     blacklist = Blacklist((10.0, 35.0), draw=lambda: 0.0)
     job = seating(blacklist=blacklist)
     slots = fill(job)
-    for slot in slots[:2]:  # both of one host count once
+    for slot in slots[:2]:  # two failures on one host count once
         assert job.record_failure(slot, member_for=9.0, own_fault=True, now=0.0) == 10.0
     assert fill(job, 9.9) == []
     assert places(fill(job, 10.0)) == [("a", 0), ("a", 1)]

@@ -1,4 +1,4 @@
-"""Which worker is blamed when several fail within a moment; how a job has ended."""
+"""The first failure, if several workers fail at nearly the same time; outcomes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_last_words_explain_an_exit_code() -> None:
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_report_counts_from_when_it_came(elastic: bool) -> None:
-    # Rank 1 raised; rank 0 heard of it and was quicker to leave.
+    # Rank 1 raised an error; rank 0 noticed it and exited earlier.
     found = ranks()
     found.table._elastic = elastic
     found.reported(1, "ValueError: boom", 1.0)
@@ -81,7 +81,7 @@ def test_a_report_counts_from_when_it_came(elastic: bool) -> None:
     ],
 )
 def test_losing_a_peer_is_a_consequence(text: str) -> None:
-    # The news of the survivor overtook the exit of the one that was killed.
+    # The report of the survivor came before the exit of the killed rank.
     found = ranks(words={0: text})
     found.exited(0, 1, 1.0)
     found.exited(1, 137, 1.2)
@@ -91,7 +91,7 @@ def test_losing_a_peer_is_a_consequence(text: str) -> None:
 
 @pytest.mark.parametrize(("elastic", "rank"), [(False, 1), (True, 0)])
 def test_a_crash_after_a_loss(elastic: bool, rank: int) -> None:
-    # A rank of a static job dies of the loss; in an elastic one it had gone on.
+    # A rank of a static job ends because of the loss; in an elastic job it had gone on.
     found = ranks(words={0: "PeerLost: rank 1 closed its connection"})
     found.table._elastic = elastic
     found.exited(0, 134, 1.0)

@@ -1,1 +1,1 @@
-"""The hosts of a job: which there are, who starts ranks on them, and how they talk."""
+"""The hosts of a job: finds them, starts ranks on them, and exchanges messages."""

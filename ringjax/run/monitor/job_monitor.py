@@ -206,7 +206,7 @@ class JobMonitor:
         return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Returns once True, if no sample of any rank has come for long."""
+        """Returns True, but only once, if no sample of any rank has come for long."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
         first = late and not self._noted_late
         self._noted_late = self._noted_late or late

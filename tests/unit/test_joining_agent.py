@@ -1,4 +1,4 @@
-"""Agents that dial in: `ringrun --listen` and `ringrun --join`, killed on either side.
+"""Agents that join: `ringrun --listen` and `ringrun --join`, killed on either side.
 
 All on this machine, each agent under a host name of its own. Pods are in tests/engines.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from support import leaks
-from support.dialling import Process, Site
 from support.fault_proxy import FaultProxy
+from support.joining_agents import Process, Site
 from support.ringrun import sh
 from support.waiting import LONG, until
 
@@ -140,11 +140,11 @@ def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
     assert f"{words[0]}: no secret; give all hosts the same one" in done.output
 
 
-# What an agent may say.
+# Messages of an agent.
 
 
 def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
-    """Proves the secret; the function says something and returns the answer."""
+    """Connects with the secret; returns a function that exchanges messages."""
     who = HandshakeRequest(_JOB, Purpose.AGENT, 0, -1)
     where = f"127.0.0.1:{site.port}"
     sock, keys, _ = connect_to_server(
@@ -257,7 +257,7 @@ def test_hosts_come_and_go(site: Site) -> None:
     site.end()
     assert job.wait() == 0, job.output
     assert [p.wait() for p in (agents[0], agents[2], again)] == [0, 0, 0]
-    assert len(job.lines(" lost")) == 2  # their host, or their connection
+    assert len(job.lines(" lost")) == 2  # the host of the ranks, or the connection
     assert not job.lines("asked to leave")
 
 
@@ -319,9 +319,9 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
     again = site.listen(
         "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *site.rank
     )
-    # With a new worker on a host of its own.
+    # A new worker joins, on a host of its own.
     again.wait_for("epoch . resize: ./4", 4, also=agents)
-    # That of the killed one's own host has a second to end.
+    # The agent of the killed ringrun's own host has one second to end.
     until(lambda: sum(_runs(pid) for pid in pids) == 3)
     assert site.pids(4) and not site.pids(5)
     agents[0].kill()
@@ -371,9 +371,11 @@ def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:
     agents[1].wait()
     words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
     again = site.listen(*words, *site.rank)
-    agents[1] = site.join("b", 2)  # its name says that what ran there has ended
+    agents[1] = site.join(
+        "b", 2
+    )  # the name of the host says that its old workers have ended
     again.wait_for("epoch . resize: ./4", 4, also=agents)
-    until(lambda: sum(_runs(pid) for pid in pids) == 1)  # it is no new beginning
+    until(lambda: sum(_runs(pid) for pid in pids) == 1)  # the job does not begin again
     site.end()
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
@@ -385,7 +387,7 @@ def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(site: Site) -
     job.wait()
     agents[0].wait_for("1 rank here go on")
     pid = site.pids(0) + site.pids(1) + site.pids(2)
-    again = site.listen("-np", "3", *sh("exit 3"))  # of a fixed size, and another one
+    again = site.listen("-np", "3", *sh("exit 3"))  # a static job, and another one
     assert again.wait() == 3, again.output
     assert [agent.wait() for agent in agents] == [3, 3]
     assert all(agent.lines("another job has begun") for agent in agents)
@@ -402,7 +404,7 @@ def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(site: Site) -
     again = site.listen("-np", "3", "--min-np", "1", *site.rank)
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
-    assert not again.lines("epoch")  # nothing was begun afresh
+    assert not again.lines("epoch")  # the job did not begin again
 
 
 def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
@@ -419,11 +421,11 @@ def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
         pids = [site.pids(worker) for worker in range(3)]
         before = (
             proxy.connections
-        )  # more than one, if it called before ringrun listened
+        )  # several lines, if the agent connected before ringrun listened
         proxy.cut()
         agents[1].wait_for("is gone: 2 ranks here go on, and another is looked for")
         until(lambda: proxy.connections > before)
-        time.sleep(4)  # longer than a host may be silent
+        time.sleep(4)  # longer than the failure timeout
         assert [site.pids(worker) for worker in range(3)] == pids
         site.end()
         assert job.wait() == 0, job.output

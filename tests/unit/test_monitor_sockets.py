@@ -1,4 +1,4 @@
-"""The doors for ranks that tell, and for those who look: who is let in, how long."""
+"""Sockets for telemetry of ranks and for `ringjax top`: access, and timeouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Loop:
         self.sweep: Callable[[], object] = lambda: None
 
     def run(self) -> None:
-        """Until nothing is left to do: on unix sockets all that was said is there."""
+        """Runs until nothing is left to read: unix sockets deliver data at once."""
         while found := self.selector.select(0):
             for key, _ in found:
                 if self.selector.get_map().get(key.fd) is key:
@@ -86,7 +86,9 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
     assert told == [
         {"is": "told", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
     ]
-    with _rank(relay, b'{"id":0}\n') as late:  # asked as soon as it is known
+    with _rank(
+        relay, b'{"id":0}\n'
+    ) as late:  # ranks get the interval after their hello
         relay.set_interval(2)
         loop.run()
         assert late.recv(100) == b"2\n"
@@ -177,11 +179,11 @@ def test_a_rank_that_does_not_read_is_not_waited_for(
 ) -> None:
     with _rank(relay, b'{"id":7}\n'):
         loop.run()
-        for _ in range(10_000):  # more than the kernel keeps for it
+        for _ in range(10_000):  # more than fits into the buffer of the kernel
             relay.set_interval(1)
 
 
-# Those who look.
+# Clients of `ringjax top`.
 
 
 @pytest.fixture
@@ -250,7 +252,7 @@ def test_who_does_not_take_messages_is_cut_off(
     patience = "ringjax.run.monitor.top_server._SEND_TIMEOUT"
     monkeypatch.setattr(patience, 3600.0)
     large = b"x" * (4 << 20) + b"\n"
-    with _client(server), _client(server) as reading:  # the first one is stuck
+    with _client(server), _client(server) as reading:  # the first client does not read
         loop.run()
         reading.setblocking(False)
         for _ in range(2):
@@ -260,7 +262,7 @@ def test_who_does_not_take_messages_is_cut_off(
                 loop.run()
                 got += len(reading.recv(1 << 20))
             assert len(server) == 2
-        monkeypatch.setattr(patience, 0.0)  # now it has not taken it for that time
+        monkeypatch.setattr(patience, 0.0)  # now the client has not read for that time
         server.send(large)
         assert len(server) == 1
         assert reading.recv(1 << 20)
