@@ -1,13 +1,14 @@
-"""The one line that makes an optimizer data-parallel: `allreduce_grads` for optax.
+"""`allreduce_grads`: the optax transformation that makes an optimizer data-parallel.
 
-Decides at trace time what travels when (readiness, buckets, in place or overlapped).
-The call is `xla/gradient_allreduce.py`, the plan of buckets `xla/buckets.py`.
+This module decides at trace time which gradients are sent together, in which order, and
+whether they overlap with the backward pass. `xla/gradient_allreduce.py` has the
+collective itself, and `xla/buckets.py` assigns gradients to buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,17 @@ from ringjax.xla import (
     weights,
 )
 
-_FUNCTION = "allreduce_grads"
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ringjax._native import Communicator
+
+PyTree = Any
+"""A tree of arrays: any nesting of containers that JAX knows."""
+
+_FUNCTION = "allreduce_grads"  # in error messages
 # Functions that optimizers call: the name of the argument, the values that optimizers
-# pass behind the parameters, and a function that is right on several ranks.
+# pass after the parameters, and a function that is right on several ranks.
 _CALLBACKS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
@@ -41,22 +50,24 @@ _USE_WEIGHTED_LOSS = (
     "all ranks are in them already, unweighed. Weigh the loss, and leave out `weight`: "
     "jax.grad(lambda p: ringjax.weighted_loss(loss(p), n))"
 )
-_warned = False  # whether this process has printed that gradients may be of such a loss
+_warned = False  # True if this process has printed _USE_WEIGHTED_LOSS as a warning
 
 
 class AllreduceState(NamedTuple):
-    """What `allreduce_grads` remembers between two steps.
+    """State of `allreduce_grads`.
 
     Attributes:
-      seq: uint32[1], the number of the next step. It orders the steps and travels with
-        the data: ranks whose optimizer states are at different steps find out.
+        seq: uint32[1], the number of the next update. Consecutive updates depend on
+            each other through `seq`, which keeps their collectives in order. On CPUs,
+            `seq` is also compared between ranks: if optimizer states come from
+            different steps, every rank raises an error, and no gradients are averaged.
     """
 
     seq: jax.Array
 
 
 def allreduce_grads(
-    op: Any = ReduceOp.Average,
+    op: ReduceOp | int = ReduceOp.Average,
     *,
     compression: WireDtype = Compression.none,
     bucket_bytes: int | None = None,
@@ -65,83 +76,145 @@ def allreduce_grads(
     overlap: bool | Literal["auto"] = "auto",
     name: str = "grads",
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces the gradients of this rank by their average over all ranks.
+    """Replaces the gradients of each rank by their average over all ranks.
 
-    Goes in front of everything that is not linear in the gradients (clipping, adam, …).
-    Works in optax.chain, masked, MultiSteps, multi_transform and inject_hyperparams, on
-    any tree: flax linen parameters, flax nnx states, plain trees.
+    With gradients ``g_0, …, g_{P-1}`` on P ranks, each rank continues with
+    ``(g_0 + … + g_{P-1}) / P``. Put `allreduce_grads` in front of every
+    transformation that is not linear in the gradients, such as
+    `optax.clip_by_global_norm` or `optax.adam`, so that these see the global gradient.
+
+    The transformation works on any tree, for example parameters of flax linen, states
+    of flax nnx and plain trees, and inside `optax.chain`, `optax.masked`,
+    `optax.MultiSteps`, `optax.multi_transform` and `optax.inject_hyperparams`.
 
     Args:
-      op: Average, Sum, Min, Max, Product or Adasum (as `ringjax.allreduce` describes
-        it: CPUs, a power of two of ranks; every gradient is weighed by itself).
-      compression: Compression.fp16 or .bf16 halves the bytes of float32 gradients.
-      bucket_bytes: how much travels at once when overlapped; None: as
-        RINGJAX_BUCKET_BYTES says.
-      process_set: the ranks that take part; this rank must be one of them. In a job of
-        groups (ringrun --group-size) all of them means `ringjax.replica_set()`.
-      gradient_predivide_factor: divides the gradients before the sum and multiplies the
-        average by it afterwards, against overflow. With op=Average only.
-      overlap: False: all gradients in one call that works in place. True: every bucket
-        starts when its gradients exist and runs beside the rest of the backward pass.
-        "auto": overlapped on CUDA devices; on CPUs in place where all ranks share
-        one host, or did when an elastic job began, overlapped otherwise. Part of the
-        program; RINGJAX_COMM_STREAM=0 lets the same program run on CUDA devices with
-        one stream, hence in turns. Over several CUDA devices all gradients are in one
-        call in any case. In an elastic job the gradients on their way are
-        kept twice, so that all of a step are averaged over the same ranks; if that
-        exceeds RINGJAX_ELASTIC_OVERLAP_MEMORY, they go in one call.
-      name: stands for the gradients in error messages.
+        op: how gradients are reduced: ``Average``, ``Sum``, ``Min``, ``Max``,
+            ``Product`` or ``Adasum``. Adasum needs CPUs and a power of two of
+            ranks, and weights every gradient by itself. See `ringjax.allreduce`.
+        compression: the dtype in which float32 and float64 gradients are sent.
+            `Compression.fp16` and `Compression.bf16` halve the bytes of float32.
+        bucket_bytes: the largest size of a bucket, in bytes. A bucket is the set of
+            gradients that are sent together if `overlap` is in effect; a larger
+            gradient is a bucket of its own. None: the value of RINGJAX_BUCKET_BYTES.
+        process_set: the ranks that take part. This rank must be one of them. In a job
+            of process groups (``ringrun --group-size``) the default means
+            `ringjax.replica_set()`.
+        gradient_predivide_factor: a positive number by which gradients are divided
+            before the sum and by which the average is multiplied afterwards. Prevents
+            overflow of 16-bit gradients. Needs ``op=Average``.
+        overlap: whether communication overlaps with the backward pass.
+
+            * False: all gradients are reduced in place after the backward pass, by one
+              call (on CPUs, by one call per 512 gradients).
+            * True: each bucket is sent as soon as its gradients have been computed.
+              Costs a copy of the gradients that are in flight, on CPUs.
+            * "auto": True on CUDA devices. On CPUs, True if the ranks span several
+              hosts. An elastic job keeps the decision that it began with.
+
+            See the notes for the cases in which `overlap` has no effect.
+        name: stands for the gradients in error messages.
 
     Returns:
-      A transformation whose state is an `AllreduceState`. Its update raises
-      NotInitialized before ringjax.init(), TypeError or ValueError for gradients that
-      cannot be sent; nothing was sent then. Leaves without a value (None, masked nodes)
-      and float0 leaves pass through; a tree without others is not sent, `seq` stays.
+        A `GradientTransformationExtraArgs` with an `AllreduceState`.
 
-      If it is given `params`, it now and then looks whether all ranks have the same
-      ones, and warns if not (RINGJAX_CHECK_PARAMETERS; on CPUs). So it does of
-      `value=` and `grad=`, which optimizers behind it get as they are: give
-      ``value=ringjax.allreduce(loss)``. On CUDA devices nothing is compared: there it
-      warns, when it is compiled, if the program itself computes `value` or `grad`
-      without a collective. A `value_fn=` or `grad_fn=` without a
-      collective is a ValueError that says how to write it.
+        The ``update`` function accepts an optional keyword argument ``weight``, a
+        non-negative scalar that may be traced: the number of samples of which this
+        rank's gradients are the mean. The result is then ``Σ n·g / Σ n``, the mean over
+        all samples. All ranks must
+        pass a weight, or none. The gradients of a rank with weight 0 are ignored, even
+        if they are NaN; if all weights are 0, the result is 0. ``weight`` needs
+        ``op=Average`` and gradients of a floating or complex dtype.
 
-      ``tx.update(grads, state, params, weight=n)`` weighs the averages: this rank's
-      gradients are the mean over its `n` samples, and the result is ``Σ n·g / Σ n``,
-      the mean over all samples, however they are spread. All ranks give a `weight`, a
-      number from 0 that may be traced. A rank whose weight is 0 has no say, whatever
-      its gradients are; if all are, the result is 0. ``n·g`` must not overflow: with
-      float16 gradients, give shares of a batch. Needs op=Average. MultiSteps hands on
-      the last weight only: if weights differ between its micro-batches, add up ``n·g``
-      and `n` yourself. If the loss has a collective in it, use `weighted_loss`.
+        The ``update`` function raises `NotInitialized` before `ringjax.init()`, and
+        `TypeError` or `ValueError` if a gradient has a dtype that cannot be sent. These
+        errors are raised before anything is sent. If other ranks fail or disagree, a
+        compiled update raises an exception of JAX when its result is used; see
+        `ringjax.errors.translated`.
 
     Raises:
-      TypeError, ValueError: a bad argument.
+        TypeError: an argument has a wrong type, or `op` is traced.
+        ValueError: an argument has a value that is not allowed.
 
-    Example:
-      >>> import optax, ringjax
-      >>> ringjax.init()
-      >>> tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-3))
+    Examples:
+        With one rank, the average is the gradient of this rank.
 
-    As the inner factory itself of optax.inject_hyperparams it needs
-    ``static_args=("op", "gradient_predivide_factor")``: both are part of the program.
+        >>> import jax.numpy as jnp, optax, ringjax
+        >>> ringjax.init()
+        >>> tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.5))
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> grads = {"w": jnp.full(2, 4.0)}
+        >>> updates, state = tx.update(grads, state, params)
+        >>> updates["w"].tolist()
+        [-2.0, -2.0]
+        >>> state[0].seq.tolist()
+        [1]
+
+        If ranks have different numbers of samples, pass this rank's number:
+
+        >>> tx = ringjax.allreduce_grads()
+        >>> mean, _ = tx.update(grads, tx.init(params), weight=3)
+        >>> mean["w"].tolist()
+        [4.0, 4.0]
+
+    Notes:
+        *Leaves that are not sent.* None, masked nodes and leaves of dtype float0 pass
+        through unchanged. If a tree has no other leaves, nothing is sent and ``seq``
+        stays as it is.
+
+        *Check of the parameters.* If ``update`` receives ``params``, every
+        RINGJAX_CHECK_PARAMETERS-th update on CPUs compares a hash of the parameters
+        between ranks, and prints a warning if they differ. It also compares ``value=``
+        and ``grad=``, which the optimizers after this transformation receive unchanged:
+        pass ``value=ringjax.allreduce(loss)``. On CUDA devices nothing is compared;
+        there the compilation prints a warning if the program computes ``value`` or
+        ``grad`` without a collective. A ``value_fn=`` or ``grad_fn=`` without a
+        collective is a ValueError, whose text shows a function that is right.
+
+        *Weights.* The product ``weight * gradient`` must not overflow: with float16
+        gradients pass shares of the batch instead of sample counts. `optax.MultiSteps`
+        passes on only the weight of its last micro-batch. If the weights of its
+        micro-batches differ, accumulate ``weight * gradient`` and ``weight`` yourself.
+        If the loss has a collective in it, use `weighted_loss` instead of ``weight``.
+
+        *Overlap.* With several CUDA devices in a process, all gradients are always in
+        one call. An elastic job holds each gradient in flight twice, so that all
+        gradients of a step are averaged over the same ranks; if the copies would exceed
+        RINGJAX_ELASTIC_OVERLAP_MEMORY, all gradients go in one call. In an elastic job
+        of process groups, all gradients go in one call, and ``overlap=True`` is an
+        error. The choice is compiled into the program. On CUDA devices
+        RINGJAX_COMM_STREAM=0 runs the same program without overlap.
+
+        *optax.inject_hyperparams.* If `allreduce_grads` itself is the inner factory,
+        pass ``static_args=("op", "gradient_predivide_factor")``, because both are
+        compiled into the program.
+
+    References:
+        A. Sergeev, M. Del Balso, Horovod: fast and easy distributed deep learning in
+        TensorFlow, 2018, arXiv:1802.05799 (averaged gradients).
+
+        S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel
+        Training, VLDB 2020, arXiv:2006.15704 (buckets, overlap).
+
+        S. Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys
+        2021, arXiv:2006.02924 (Adasum).
     """
     prescale, postscale = _scale_factors(op, gradient_predivide_factor)
     wire = arguments.wire_dtype(_FUNCTION, compression, op)
     _check_bucketing(overlap, bucket_bytes)
 
-    def init(params: Any) -> AllreduceState:
+    def init(params: PyTree) -> AllreduceState:
         del params
         return AllreduceState(seq=jnp.zeros((1,), jnp.uint32))
 
     def update(
-        updates: Any,
+        updates: PyTree,
         state: AllreduceState,
-        params: Any = None,
+        params: PyTree = None,
         *,
-        weight: Any = None,
+        weight: ArrayLike | None = None,
         **extra: Any,
-    ) -> tuple[Any, AllreduceState]:
+    ) -> tuple[PyTree, AllreduceState]:
         chosen, communicator, with_hosts = _resolve(process_set)
         config = runtime.config()
         if communicator.size > 1:
@@ -160,13 +233,22 @@ def allreduce_grads(
             )
             if communicator.size > 1:
                 _check_weighted_loss(arrays, communicator.rank)
-            # The sum of the weights travels with the gradients, and is there first.
+            # One call sums the weights and the gradients, so that both sums are over
+            # the same ranks even if a rank is lost. A weight is known before the
+            # backward pass: it is the first in the order of readiness.
             arrays, names = weights.weight_arrays(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
         seq = _check_parameters(
-            *(updates, params, extra, state.seq, chosen, communicator, config, name)
+            updates,
+            params,
+            extra,
+            state.seq,
+            process_set=chosen,
+            communicator=communicator,
+            config=config,
+            name=name,
         )
-        # Of 0 bytes: no two gradients travel together.
+        # A setting of 0 means one gradient per bucket, hence a limit of one byte.
         setting = trials.active_setting() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = gradient_allreduce.bucketed_allreduce(
@@ -193,34 +275,37 @@ def allreduce_grads(
 
 
 def weighted_loss(
-    loss: Any,
-    weight: Any,
+    loss: ArrayLike,
+    weight: ArrayLike,
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
-) -> Any:
-    """This rank's loss, so that the ranks' average is the mean over all samples.
+) -> jax.Array:
+    """Scales this rank's loss so that the average over ranks is the mean over samples.
 
-    It is ``P·w·loss / Σ w`` for P ranks. Its gradients go through `allreduce_grads()`
-    without a `weight`, and they are right also where the loss has a collective in it (a
-    batch norm over ranks, a contrastive loss), whose cotangents cross the ranks before
-    gradients could be weighed.
+    With P ranks, the result is ``P·w·loss / Σ w``. Pass its gradients to
+    `allreduce_grads()` without a `weight`. Unlike a `weight`, this is also right for a
+    loss with a collective in it (a batch norm over ranks, a contrastive loss). The
+    cotangents of such a loss cross the ranks before the gradients could be weighted.
 
     Args:
-      loss: the mean over this rank's samples, a floating-point scalar.
-      weight: how many samples that are, a number from 0 that may be traced. If it is 0,
-        the result is 0, also for a loss that is NaN. A derivative of the loss that is
-        NaN stays one, though: divide by ``jnp.maximum(n, 1)`` in a mean over n.
-      process_set: the ranks that take part.
+        loss: the mean over this rank's samples, a floating-point scalar.
+        weight: the number of this rank's samples, a number from 0 that may be traced.
+            If it is 0, the result is 0 even if `loss` is NaN. But a derivative of
+            `loss` that is NaN stays NaN: in a mean over n, divide by
+            ``jnp.maximum(n, 1)``.
+        process_set: the ranks that take part.
 
     Returns:
-      A scalar of the dtype of `loss`; 0 if no rank has a weight.
+        A scalar of the dtype of `loss`; 0 if the weights of all ranks are 0.
 
     Example:
-      >>> import jax, jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> x = jnp.arange(4.0)
-      >>> loss = lambda p: ringjax.weighted_loss(jnp.mean(p * x), len(x))
-      >>> gradient = jax.grad(loss)(2.0)  # for allreduce_grads().update
+        >>> import jax, jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> x = jnp.arange(4.0)
+        >>> loss = lambda p: ringjax.weighted_loss(jnp.mean(p * x), len(x))
+        >>> gradient = jax.grad(loss)(2.0)  # for allreduce_grads().update
+        >>> float(gradient)
+        1.5
     """
     loss = jnp.asarray(loss)
     if loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -234,23 +319,21 @@ def weighted_loss(
     own = jax.lax.stop_gradient(own)
     mean = allreduce(own, process_set=process_set, name="weight of the loss")
     share = jnp.where(own > 0, own / jnp.where(own > 0, mean, 1), 0)
-    # Not 0 * loss: of a rank without samples it may be NaN.
+    # 0 * loss would be NaN if the loss of a rank without samples is NaN.
     return jnp.where(own > 0, loss * share.astype(loss.dtype), 0)
 
 
-def _refuse_local_callbacks(params: Any, extra: Mapping[str, Any]) -> None:
-    """Refuses a loss or gradient that an optimizer would call on this rank's data.
+def _refuse_local_callbacks(params: PyTree, extra: Mapping[str, Any]) -> None:
+    """Refuses a loss or gradient function that computes on the data of this rank only.
 
-    A line search or SAM calls it at other parameters, so what it decides is alike on
-    all ranks only if the function reduces over the ranks itself.
+    A line search or SAM calls it at other parameters. The ranks decide equally only if
+    the function itself reduces over the ranks.
     """
     for key, given, remedy in _CALLBACKS:
         function = extra.get(key)
-        known = callable(function) and params is not None
-        if (
-            known
-            and jax_private.has_collective(function, (params, *given), extra) is False
-        ):
+        if not callable(function) or params is None:
+            continue
+        if jax_private.has_collective(function, (params, *given), extra) is False:
             raise ValueError(
                 f"ringjax.{_FUNCTION}: `{key}` computes on the data of this rank "
                 f"alone, so the ranks would part; give {key}={remedy}, and likewise "
@@ -258,11 +341,11 @@ def _refuse_local_callbacks(params: Any, extra: Mapping[str, Any]) -> None:
             )
 
 
-def _check_weighted_loss(arrays: Sequence[Any], rank: int) -> None:
-    """Refuses weights behind a derivative through a collective, or warns of them.
+def _check_weighted_loss(arrays: Sequence[jax.Array], rank: int) -> None:
+    """Refuses a weight for gradients of a loss that has a collective in it.
 
-    Of gradients that another program has computed, only so much is known: whether this
-    process has taken such a derivative at all.
+    If another program has computed the gradients, it is only known whether this process
+    has ever taken a derivative through a collective: then rank 0 prints a warning.
     """
     global _warned
     if jax_private.has_transposed_collective(arrays):
@@ -275,21 +358,26 @@ def _check_weighted_loss(arrays: Sequence[Any], rank: int) -> None:
 
 
 def _check_parameters(
-    updates: Any,
-    params: Any,
+    updates: PyTree,
+    params: PyTree,
     extra: Mapping[str, Any],
-    seq: Any,
+    seq: jax.Array,
+    *,
     process_set: runtime.ProcessSet,
-    communicator: Any,
+    communicator: Communicator,
     config: Config,
     name: str,
-) -> Any:
-    """Returns `seq`, behind a look at what is to be alike on all ranks.
+) -> jax.Array:
+    """Adds the periodic comparison of parameters before the call of the gradients.
 
-    That is the parameters whose gradients are sent, and what optimizers behind this one
-    get beside the gradients: they would decide by the loss of their rank.
+    It compares the parameters whose gradients are sent, and the arguments `value` and
+    `grad` of the update. The optimizers after this transformation decide by these, so
+    they would decide differently on each rank if the values were those of one rank.
+
+    Returns:
+        `seq`, which depends on the comparison; `seq` itself if nothing is compared.
     """
-    compared: dict[str, Any] = {}
+    compared: dict[str, object] = {}
     own: list[str] = []
     treedef: Any
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -320,31 +408,46 @@ def _check_parameters(
     )
 
 
-def readiness_order(values: Sequence[Any]) -> list[int] | None:
-    """The indices of traced `values`, first computed first; None if that is not known.
+def readiness_order(values: Sequence[object]) -> list[int] | None:
+    """Sorts gradients by when the backward pass computes them.
 
-    The order of the equations that are being traced is the order of the backward pass.
-    Plain flatten order is no guide: flax sorts ``layer_10`` before ``layer_2``.
+    JAX traces the backward pass in the order in which it will run, so the position of
+    the equation that produces a gradient is its readiness. The order of the flattened
+    tree says nothing about it: flax sorts ``layer_10`` before ``layer_2``.
+
+    Args:
+        values: gradients, traced or not.
+
+    Returns:
+        The indices of `values`, first computed first. None if the order is not known:
+        the values are not traced, all come from one equation, or this version of JAX
+        does not expose its equations.
     """
     try:
         produced = jax_private.producers(values)
-    except (AttributeError, TypeError):  # another jax, or values that are not traced
+    except (AttributeError, TypeError):
         return None
     if len(set(produced)) < 2:
         return None
-    # Among equals (a scan, an inner jit) the backward pass still ends at layer 0.
+    # Gradients of one equation (a scan, an inner jit) share a position. The backward
+    # pass inside it still ends with the first layer, so take them in reverse.
     return sorted(range(len(values)), key=lambda i: (produced[i], -i))
 
 
-def _scale_factors(op: Any, factor: float) -> tuple[float, float]:
-    """Factors before and after the reduction; the division by the size is native."""
+def _scale_factors(op: object, factor: float) -> tuple[float, float]:
+    """Checks `op` and `factor`.
+
+    Returns:
+        The factors before and after the reduction. The division by the number of ranks
+        is not among them: the native core divides, by the size at run time.
+    """
     if isinstance(op, jax.core.Tracer):
         raise TypeError(
             f"ringjax.{_FUNCTION}: `op` is traced, but it is part of the program; with "
             "optax.inject_hyperparams pass "
             'static_args=("op", "gradient_predivide_factor")'
         )
-    # Of how many ranks is not known yet: one can do everything.
+    # `update` checks the number of ranks, which is not known before `init`.
     chosen = arguments.reduce_op(_FUNCTION, op, [], adasum_ranks=1)
     number = arguments.factor(_FUNCTION, "gradient_predivide_factor", factor, [])
     if not 0.0 < number < float("inf"):
@@ -360,7 +463,7 @@ def _scale_factors(op: Any, factor: float) -> tuple[float, float]:
     return 1.0 / number, number
 
 
-def _check_bucketing(overlap: Any, bucket_bytes: int | None) -> None:
+def _check_bucketing(overlap: object, bucket_bytes: int | None) -> None:
     if overlap not in (True, False, "auto"):
         raise ValueError(
             f"ringjax.{_FUNCTION}: `overlap` is {overlap!r}, expected True, False or "
@@ -373,10 +476,16 @@ def _check_bucketing(overlap: Any, bucket_bytes: int | None) -> None:
         )
 
 
-def _resolve(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, Any]:
-    """The ranks with the same shards, where all ranks are meant; their communicator.
+def _resolve(
+    process_set: runtime.ProcessSet,
+) -> tuple[runtime.ProcessSet, Communicator, Communicator]:
+    """Resolves the argument `process_set`.
 
-    And that of whose hosts it is to be asked: the programs of a group must be the same.
+    Returns:
+        The process set, which is the replica set if all ranks of a job of groups are
+        meant; its communicator; and the communicator whose hosts decide about overlap.
+        In a job of groups that is the communicator of all ranks: all processes of a
+        group must compile one program, but their replica sets may span different hosts.
     """
     chosen = runtime.between_groups(process_set)
     communicator = runtime.communicator(chosen, _FUNCTION)
@@ -385,16 +494,25 @@ def _resolve(process_set: runtime.ProcessSet) -> tuple[runtime.ProcessSet, Any, 
 
 
 def should_overlap(
-    overlap: bool | Literal["auto"], communicator: Any, config: Config
+    overlap: bool | Literal["auto"],
+    communicator: Communicator | None,
+    config: Config,
 ) -> bool:
-    """Whether the buckets of a program travel beside its backward pass.
+    """Decides whether buckets are sent during the backward pass.
 
-    On one host there is no wire to hide, the memory bus is the limit. In an elastic job
-    hosts come and go, and all programs must be the same: what counts is its beginning.
+    "auto" means no overlap if all ranks share a host: there the memory bus is the limit
+    of both computation and communication, so nothing can be hidden. An elastic job uses
+    the hosts with which it began, because hosts come and go while all programs, of
+    joining ranks too, must make the same calls.
 
     Args:
-      communicator: of the ranks that take part, for CPUs; None: on CUDA devices.
-      config: the settings in force.
+        overlap: the argument of `allreduce_grads`.
+        communicator: of the ranks that take part, for a program on CPUs; None for a
+            program on CUDA devices.
+        config: the settings in effect.
+
+    Raises:
+        ValueError: `overlap` is True in an elastic job of process groups.
     """
     if config.elastic and config.group_size > 1:
         if overlap is True:

@@ -1,45 +1,56 @@
-"""Where in the backward pass a bucket starts, when a step is lowered for a GPU.
+"""Positions of STARTs in the backward pass of a step that is lowered for a GPU.
 
-XLA schedules for the least memory. Where weight gradients are no smaller than the
-activations they set free, it computes all of them after everything else, and every
-START with them. So a START is put right behind the operation that completes its bucket,
-and one value that the next bucket still waits for goes through a barrier together with
-the START's order value: XLA must then launch the START first. Nothing is copied and
-nothing is computed twice. It knows MLIR, and nothing of buckets or calls.
+XLA schedules for the least memory. If weight gradients are not smaller than the
+activations that they free, XLA computes all weight gradients last, and every START with
+them. So this module inserts a START right after the operation that completes its
+bucket. One value that the next bucket still needs passes through an optimization
+barrier together with the START's order value: XLA must then launch the START first.
+Nothing is copied, and nothing is computed twice. This module knows MLIR, but no buckets
+or calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 ir = mlir.ir
 
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import IrValue
+
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import IrValue
+
 
 class BackwardPass:
-    """The operations of the block that is being lowered, before any more are added."""
+    """The operations of the block that is lowered, as they are before any START.
 
-    def __init__(self, leaves: Sequence[Any], after: Sequence[Any]) -> None:
-        """The STARTs of `leaves` stay behind the values `after`."""
+    Args:
+        leaves: the values that the STARTs will take.
+        after: values that must be computed before the first START.
+    """
+
+    def __init__(self, leaves: Sequence[IrValue], after: Sequence[IrValue]) -> None:
         block = ir.InsertionPoint.current.block
         self._operations = [x.operation for x in block.operations]
-        self._places = {x: i for i, x in enumerate(self._operations)}
-        self._leaves = {leaf: self._place(leaf) for leaf in leaves}
-        self._last = max((self._place(value) for value in after), default=-1)
+        self._positions = {x: i for i, x in enumerate(self._operations)}
+        self._leaves = {leaf: self._position(leaf) for leaf in leaves}
+        self._last = max((self._position(value) for value in after), default=-1)
 
-    def _place(self, value: Any) -> int:
-        """-1 for the block's arguments and for values from around it."""
+    def _position(self, value: IrValue) -> int:
+        """Returns -1 for arguments of the block, and for values outside the block."""
         if isinstance(value.owner, ir.Block):
             return -1
-        return self._places.get(value.owner.operation, -1)
+        return self._positions.get(value.owner.operation, -1)
 
     @contextlib.contextmanager
-    def insert_after(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """Emits right behind `leaves` and whatever was emitted here before."""
+    def insert_after(self, leaves: Sequence[IrValue]) -> Iterator[None]:
+        """Emits operations right after `leaves`, and after all earlier insertions."""
         self._last = max([self._last, *(self._leaves[leaf] for leaf in leaves)])
         if self._last + 1 < len(self._operations):
             with ir.InsertionPoint(self._operations[self._last + 1]):
@@ -47,27 +58,31 @@ class BackwardPass:
         else:
             yield
 
-    def delay(self, order: Any, waiting: Sequence[Any]) -> Any:
-        """Holds back what `waiting` is computed from until `order` exists.
+    def delay(self, order: IrValue, waiting: Sequence[IrValue]) -> IrValue:
+        """Delays the computation of `waiting` until `order` exists.
 
-        To be called inside `insert_after`; returns what has the place of `order`.
+        Call it inside `insert_after`.
+
+        Returns:
+            The value that replaces `order`.
         """
-        gate = self._newest_input(waiting)
-        if gate is None:
+        newest = self._newest_input(waiting)
+        if newest is None:
             return order
-        uses = [(use.owner.operation, use.operand_number) for use in gate.uses]
-        barrier: Any = stablehlo.optimization_barrier([gate, order])
-        held, order = barrier
+        uses = [(use.owner.operation, use.operand_number) for use in newest.uses]
+        barrier: Any = stablehlo.optimization_barrier([newest, order])
+        results: list[IrValue] = list(barrier)
         for operation, number in uses:
-            place = self._places.get(operation, -1)
-            if place > self._last:
-                operation.operands[number] = held
-                self._places[operation] = place  # its hash covers its operands
-        return order
+            position = self._positions.get(operation, -1)
+            if position > self._last:
+                operation.operands[number] = results[0]
+                # The hash of an operation covers its operands: enter it again.
+                self._positions[operation] = position
+        return results[1]
 
-    def _newest_input(self, waiting: Sequence[Any]) -> Any:
-        """The newest value that the rest of the way to `waiting` needs: a cotangent."""
-        todo = [x.owner for x in waiting if self._leaves[x] > self._last]
+    def _newest_input(self, waiting: Sequence[IrValue]) -> IrValue | None:
+        """Returns the last computed value that `waiting` still needs: a cotangent."""
+        todo: list[Any] = [x.owner for x in waiting if self._leaves[x] > self._last]
         seen, found = set(), {}
         while todo:
             operation = todo.pop().operation
@@ -75,19 +90,19 @@ class BackwardPass:
                 continue
             seen.add(operation)
             for value in operation.operands:
-                place = self._place(value)
-                if place > self._last:
+                position = self._position(value)
+                if position > self._last:
                     todo.append(value.owner)
-                elif place >= 0 and _is_tensor(value) and value not in self._leaves:
-                    found[value] = place
+                elif position >= 0 and _is_tensor(value) and value not in self._leaves:
+                    found[value] = position
         return max(found, key=found.__getitem__, default=None)
 
 
 def _is_tensor(value: Any) -> bool:
-    """Computed, and in floating point: no index, no constant, nothing spread out."""
-    spread = ("stablehlo.constant", "stablehlo.broadcast_in_dim", "stablehlo.iota")
+    """Returns True for a computed tensor of floats: no index and no constant."""
+    constant = ("stablehlo.constant", "stablehlo.broadcast_in_dim", "stablehlo.iota")
     return (
         isinstance(value.type, ir.RankedTensorType)
         and isinstance(value.type.element_type, ir.FloatType)
-        and value.owner.operation.name not in spread
+        and value.owner.operation.name not in constant
     )

@@ -1,7 +1,12 @@
-"""Which gradients travel together, and which at the same time: pure plans from sizes.
+"""Plans which gradients are sent together, and which are in flight at the same time.
 
-No jax and no communication, so that it can be tested and simulated anywhere. Copying
-leaves into the memory of a bucket is native; finding out the readiness is `optim.py`.
+The plans are computed from sizes only: this module uses neither JAX nor communication,
+so it can be tested and simulated anywhere. `optim.py` finds out the order of readiness.
+The native core copies leaves into the memory of a bucket.
+
+References:
+    Li et al, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+    VLDB 2020, arXiv:2006.15704 (buckets in the order of readiness, overlap)
 """
 
 from __future__ import annotations
@@ -13,40 +18,45 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 Cuts = tuple[tuple[int, ...], ...]
 
-ALIGNMENT = 64  # of every leaf in the memory of a bucket; the native core has the same
-MIN_CUT_BYTES = 1 << 18  # bytes of a bucket that are not worth cutting
-# Tensors of one call: XLA's compile time grows with their square, in each call by
-# itself. Some hundred, which most models have, are nothing beside the rest.
+# The alignment of each leaf in the memory of a bucket, as in the native core.
+ALIGNMENT = 64
+# `refine` does not cut buckets below these bytes: the latency of the calls would cost
+# more than overlap gains.
+MIN_CUT_BYTES = 1 << 18
+# The most tensors of one call. XLA's compile time grows with the square of the tensors
+# of each call. For a few hundred tensors, as in most models, it is small beside the
+# rest.
 MAX_TENSORS = 512
 
 
 def plan(
-    avals: Sequence[tuple[Sequence[int], Any]],
+    avals: Sequence[tuple[Sequence[int], npt.DTypeLike]],
     bucket_bytes: int,
     order: Sequence[int] | None = None,
 ) -> Cuts:
-    """Cuts leaves into buckets that can be sent as soon as their leaves exist.
+    """Assigns leaves to buckets that can be sent as soon as their leaves exist.
 
     Args:
-      avals: (shape, dtype) of every leaf.
-      bucket_bytes: the size that a bucket of more than one leaf does not exceed.
-      order: the indices of the leaves, first ready first. None: reversed, because the
-        backward pass reaches the last layer first.
+        avals: the (shape, dtype) of each leaf.
+        bucket_bytes: the most bytes of a bucket that has more than one leaf.
+        order: the indices of the leaves, first ready first. None: the reverse order of
+            the leaves, because the backward pass reaches the last layer first.
 
     Returns:
-      The indices of the leaves of each bucket. Every leaf is in one bucket, a bucket
-      has one dtype, leaves in a bucket and buckets are in the order of readiness; a
-      bucket is ready when the last of its leaves is.
+        The indices of the leaves of each bucket. Each leaf is in one bucket, and a
+        bucket has one dtype. Buckets, and the leaves in a bucket, are in the order of
+        readiness; a bucket is ready when its last leaf is ready.
 
     Raises:
-      ValueError: `bucket_bytes` is below 1, or `order` is not a permutation.
+        ValueError: `bucket_bytes` is below 1, or `order` is not a permutation.
 
     Example:
-      >>> plan([((256,), "float32"), ((256,), "float32"), ((8,), "int32")], 1024)
-      ((2,), (1,), (0,))
+        >>> plan([((256,), "float32"), ((256,), "float32"), ((8,), "int32")], 1024)
+        ((2,), (1,), (0,))
     """
     if bucket_bytes < 1:
         raise ValueError(f"`bucket_bytes` is {bucket_bytes}, expected at least 1")
@@ -66,8 +76,8 @@ def _plan(
     bucket_bytes: int,
     order: tuple[int, ...],
 ) -> Cuts:
-    # One open bucket per dtype: leaves of two dtypes that alternate (weights in
-    # bfloat16, norms in float32) must not make a bucket each.
+    # Keep one open bucket for each dtype. In models whose dtypes alternate (weights in
+    # bfloat16, norms in float32) each leaf would otherwise be a bucket of its own.
     done: list[tuple[int, list[int]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[int]]] = {}
     for place, index in enumerate(order):
@@ -86,19 +96,19 @@ def _plan(
 
 
 def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
-    """Cuts buckets that cross a slow wire into smaller ones, the smaller the later.
+    """Cuts buckets that cross a slow wire into smaller buckets; later ones are smaller.
 
-    What is ready last has nothing left to hide behind, so a bucket takes no more than a
-    quarter of the bytes that are still to come.
+    No computation remains that could hide the last bucket. So a bucket holds at most a
+    quarter of the bytes that are not sent yet.
 
     Args:
-      cuts: the indices of the leaves of each bucket, in the order of readiness.
-      sizes: the bytes of each leaf.
-      most: the bytes that a bucket of more than one leaf does not exceed.
+        cuts: the indices of the leaves of each bucket, in the order of readiness.
+        sizes: the bytes of each leaf.
+        most: the most bytes of a bucket that has more than one leaf.
 
     Example:
-      >>> refine(((0, 1, 2, 3, 4, 5),), [4 << 20] * 5 + [1 << 20], 8 << 20)
-      ((0,), (1,), (2,), (3,), (4,), (5,))
+        >>> refine(((0, 1, 2, 3, 4, 5),), [4 << 20] * 5 + [1 << 20], 8 << 20)
+        ((0,), (1,), (2,), (3,), (4,), (5,))
     """
     left, out = sum(sizes), []
     for cut in cuts:
@@ -117,28 +127,28 @@ def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:
-    """The memory that leaves of these many bytes need between START and DONE."""
+    """Returns the bytes that leaves of these sizes occupy between START and DONE."""
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
-    """The order of the calls of overlapped buckets, so that `memory` is enough.
+    """Orders the calls of overlapped buckets so that `memory` suffices.
 
-    A bucket is on its way from its START to its DONE. The oldest is waited for as late
-    as possible: when the next one has no room, or at the end. A bucket that alone needs
-    more than `memory` is reduced in place by a RUN, which waits.
+    A bucket is in flight from its START to its DONE. The DONE of the oldest bucket
+    comes as late as possible: when the next bucket does not fit into the memory, or at
+    the end. A bucket that alone needs more than `memory` is reduced in place by a RUN,
+    which waits.
 
     Args:
-      needs: the bytes that each bucket needs on its way, in the order of readiness.
-      memory: the most bytes on their way; infinity: all STARTs come before all DONEs.
+        needs: the bytes that each bucket needs in flight, in the order of readiness.
+        memory: the most bytes in flight. Infinity: all STARTs come before all DONEs.
 
     Returns:
-      (call, bucket) in order, and the most bytes on their way at once.
+        The (call, bucket) pairs in order, and the most bytes in flight at one time.
 
     Example:
-      >>> window([2, 2, 9, 2], 4)[0]
-      [('start', 0), ('start', 1), ('run', 2), ('done', 0), ('start', 3), ('done', 1), \
-('done', 3)]
+        >>> window([2, 2, 9, 2], 4)[0][:4]
+        [('start', 0), ('start', 1), ('run', 2), ('done', 0)]
     """
     calls: list[tuple[str, int]] = []
     started: list[int] = []
@@ -159,11 +169,14 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
 
 
 def split_evenly(count: int, most: int = MAX_TENSORS) -> Cuts:
-    """The indices below `count`, in order, as few as even pieces of at most `most`.
+    """Splits the indices below `count` into as few even parts as possible.
+
+    Args:
+        most: the most indices of a part.
 
     Example:
-      >>> split_evenly(5, most=2), split_evenly(0)
-      (((0,), (1, 2), (3, 4)), ((),))
+        >>> split_evenly(5, most=2), split_evenly(0)
+        (((0,), (1, 2), (3, 4)), ((),))
     """
     number = max(1, -(-count // most))
     ends = [count * i // number for i in range(number + 1)]
@@ -177,23 +190,26 @@ def plan_calls(
     elastic_memory: int | None,
     overlapped: bool,
 ) -> tuple[Cuts, list[tuple[str, int]], int, bool]:
-    """The buckets, the calls in order, the most bytes between START and DONE.
-
-    And whether they are overlapped.
+    """Plans the native calls of a training step.
 
     Args:
-      sizes: the bytes of each leaf.
-      cuts: the indices of the leaves of each bucket, in the order of readiness.
-      memory: the most bytes on their way; infinity for a device.
-      elastic_memory: of an elastic job, where all leaves are reduced over the same
-        ranks: all STARTs come before all DONEs, if this is enough for each bucket as it
-        is and as a sum, so that all can run again. Else, and in place, there is one
-        call. None: the job is not elastic.
-      overlapped: False: calls that work in place, one after the other.
+        sizes: the bytes of each leaf.
+        cuts: the indices of the leaves of each bucket, in the order of readiness.
+        memory: the most bytes in flight; infinity for a CUDA device.
+        elastic_memory: for an elastic job, which reduces all leaves over the same
+            ranks. All STARTs come before all DONEs if these bytes suffice for two
+            copies of each bucket, its input and its sum, so that all buckets can run
+            again. Otherwise, and without overlap, there is one call. None: the job is
+            not elastic.
+        overlapped: False: the calls work in place, one after another.
+
+    Returns:
+        The buckets; the (call, bucket) pairs in order; the most bytes in flight; and
+        whether the calls overlap.
 
     Example:
-      >>> plan_calls([8, 8], ((1,), (0,)), 1024, None, overlapped=False)
-      (((0, 1),), [('run', 0)], 0, False)
+        >>> plan_calls([8, 8], ((1,), (0,)), 1024, None, overlapped=False)
+        (((0, 1),), [('run', 0)], 0, False)
     """
     on_device = memory == math.inf
     if elastic_memory is not None and not on_device:
@@ -206,7 +222,7 @@ def plan_calls(
         cuts = tuple(
             tuple(cut[i] for i in p) for cut in cuts for p in split_evenly(len(cut))
         )
-        # So that several are on their way at once.
+        # Small buckets, so that several are in flight at one time.
         cuts = refine(cuts, sizes, int(memory) // 8)
     needs = [packed_bytes([sizes[i] for i in cut]) for cut in cuts]
     return (cuts, *window(needs, math.inf if whole else memory), True)

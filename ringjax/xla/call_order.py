@@ -1,17 +1,18 @@
-"""What orders the calls of one program: each is tied to the one before in its block.
+"""Order of the calls of one program: each call depends on the previous call.
 
-XLA runs calls that share no value in any order, and ranks would disagree. So the last
-ringjax value of the MLIR block that is being lowered is remembered here, for the next
-call to take as an operand that nobody reads. Also the way from JAX's token to a number
-and back, for what cannot take tokens.
+XLA runs calls that share no value in any order, and ranks would make their calls in
+different orders. So each call takes the last ringjax value of its MLIR block, its
+*order value*, as one more operand, which the handler ignores. This module remembers
+that value while a module is lowered. It also converts JAX's token into a number and
+back, for programs that cannot take tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,17 +20,23 @@ from jax.interpreters import mlir
 
 from ringjax.xla import tokens
 
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import Context, IrValue
+
+    OrderValue = tuple[IrValue, jax.core.AbstractValue]
+
 
 class _CallOrder(threading.local):
-    """The last ringjax value of every block of the module being lowered."""
+    """The last ringjax value of each block of the module that this thread lowers."""
 
-    module: Any = None
-    values: dict[Any, tuple[Any, Any]]
+    module: mlir.ir.Module | None = None
+    values: dict[mlir.ir.Block, OrderValue]
     chains = 0
     enabled = True
 
-    def of(self, module: Any) -> dict[Any, tuple[Any, Any]]:
-        # Holding the module keeps its blocks alive: no address is reused meanwhile.
+    def of(self, module: mlir.ir.Module) -> dict[mlir.ir.Block, OrderValue]:
+        # The reference to the module keeps its blocks alive, so that no later block can
+        # have the address, and thus the entry, of an earlier one.
         if self.module is not module:
             self.module, self.values, self.chains = module, {}, 0
         return self.values
@@ -39,33 +46,35 @@ _order = _CallOrder()
 
 
 def release_module() -> None:
-    """Lets go of the module of this thread."""
+    """Drops the reference to the module that this thread has lowered last."""
     _order.module = None
 
 
-def chain_number(ctx: Any) -> int:
-    """A number for a chain of overlapped calls: another one for each in a module."""
+def chain_number(ctx: Context) -> int:
+    """Returns a number for a chain of overlapped calls, unique within the module."""
     _order.of(ctx.module_context.module)
     number, _order.chains = _order.chains, _order.chains + 1
     return number
 
 
-def previous_value(ctx: Any) -> list[tuple[Any, Any]]:
-    """The order value that the next call of this block is tied to, if any; its aval."""
-    last = _order.of(ctx.module_context.module)
+def previous_value(ctx: Context) -> list[OrderValue]:
+    """Returns the order value of the previous call of this block, or nothing."""
+    values = _order.of(ctx.module_context.module)
     block = mlir.ir.InsertionPoint.current.block
-    return [last[block]] if _order.enabled and block in last else []
+    return [values[block]] if _order.enabled and block in values else []
 
 
-def set_previous_value(ctx: Any, value: Any, aval: Any) -> None:
-    """The next call of this block is tied to `value`."""
-    last = _order.of(ctx.module_context.module)
-    last[mlir.ir.InsertionPoint.current.block] = (value, aval)
+def set_previous_value(
+    ctx: Context, value: IrValue, aval: jax.core.AbstractValue
+) -> None:
+    """Makes the next call of this block depend on `value`."""
+    values = _order.of(ctx.module_context.module)
+    values[mlir.ir.InsertionPoint.current.block] = (value, aval)
 
 
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
-    """Lowers without the tie. For the control experiment of the order tests only."""
+    """Lowers without the dependency. Only for the control experiment of the tests."""
     _order.enabled = False
     try:
         yield
@@ -76,29 +85,30 @@ def unordered() -> Iterator[None]:
 ORDER = jax.core.ShapedArray((1,), np.dtype(np.uint32))
 
 
-def order_of_token(ctx: Any) -> tuple[Any, Any]:
-    """A number behind JAX's token of the `CollectiveTokenEffect`, and its aval."""
+def order_of_token(ctx: Context) -> OrderValue:
+    """Emits the conversion of JAX's token into an order value."""
     token = ctx.tokens_in.get(tokens.EFFECT)
-    last = [x for x in previous_value(ctx) if x[1] is not tokens.ABSTRACT]
-    rule = jax.ffi.ffi_lowering("ringjax_order")
-    values, avals = (
-        [token, *(v for v, _ in last)],
-        [tokens.ABSTRACT, *(a for _, a in last)],
-    )
-    (order,) = rule(ctx.replace(avals_in=avals, avals_out=[ORDER]), *values)
-    return order, ORDER
+    previous = [x for x in previous_value(ctx) if x[1] is not tokens.ABSTRACT]
+    return _convert(ctx, [(token, tokens.ABSTRACT), *previous], ORDER), ORDER
 
 
-def token_of_order(ctx: Any, order: Any, aval: Any) -> None:
-    """JAX's token is behind the number `order`, and so is the next call."""
-    rule = jax.ffi.ffi_lowering("ringjax_order")
-    local = ctx.replace(avals_in=[aval], avals_out=[tokens.ABSTRACT])
-    (token,) = rule(local, order)
-    set_token(ctx, token)
+def token_of_order(ctx: Context, order: IrValue, aval: jax.core.AbstractValue) -> None:
+    """Makes JAX's token, and the next call, depend on the order value `order`."""
+    set_token(ctx, _convert(ctx, [(order, aval)], tokens.ABSTRACT))
     set_previous_value(ctx, order, aval)
 
 
-def set_token(ctx: Any, token: Any) -> None:
-    """JAX's token of the `CollectiveTokenEffect` from here on; those of others stay."""
+def _convert(
+    ctx: Context, values: Sequence[OrderValue], aval: jax.core.AbstractValue
+) -> IrValue:
+    rule = jax.ffi.ffi_lowering("ringjax_order")
+    local = ctx.replace(avals_in=[a for _, a in values], avals_out=[aval])
+    results: Any = rule(local, *(value for value, _ in values))
+    result: IrValue = results[0]
+    return result
+
+
+def set_token(ctx: Context, token: IrValue) -> None:
+    """Sets JAX's token of `CollectiveTokenEffect`; tokens of other effects stay."""
     after = mlir.TokenSet({tokens.EFFECT: token})
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(after))

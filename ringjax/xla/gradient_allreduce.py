@@ -1,14 +1,14 @@
-"""The gradients' allreduce: one primitive whose order is an array instead of an effect.
+"""The allreduce of gradients: a primitive that an array orders instead of an effect.
 
-What all collectives share is in `primitive.py`; which gradients travel when was decided
-in `optim.py` and is a plan of `buckets.py`. No input checks.
+`optim.py` decides which gradients are sent together and when, and `buckets.py` plans
+the calls. `primitive.py` has the parts that all collectives share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,36 @@ from ringjax.xla import (
 )
 from ringjax.xla.backward import BackwardPass
 
-_chained_p = jax_private.new_primitive("allreduce")
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import (
+        Batched,
+        Context,
+        IrValue,
+        Jvp,
+        Params,
+        Tangent,
+        Traced,
+    )
+    from ringjax.xla.program import Program
+
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import (
+        Batched,
+        Context,
+        IrValue,
+        Jvp,
+        Params,
+        Tangent,
+        Traced,
+    )
+    from ringjax.xla.program import Program
+
+_gradients_p = jax_private.new_primitive("allreduce")
 
 
 def bucketed_allreduce(
-    leaves: Sequence[Any],
-    seq: Any,
+    leaves: Sequence[Traced],
+    seq: Traced,
     *,
     op: int,
     wire: int,
@@ -44,36 +68,39 @@ def bucketed_allreduce(
     elastic_memory: int | None,
     name: str,
     names: tuple[str, ...],
-) -> tuple[list[Any], Any]:
-    """Allreduces all `leaves` in one chain that starts and ends in a sequence number.
+) -> tuple[list[Traced], Traced]:
+    """Allreduces all `leaves` in one chain that begins and ends with a sequence number.
 
-    No JAX effect: the call keeps JAX's fast dispatch, and a failure poisons nothing.
+    The primitive has no effect of JAX, so its programs keep JAX's fast dispatch, and a
+    failure does not make later programs fail.
 
     Args:
-      leaves: arrays of any shapes and dtypes.
-      seq: uint32[1], the result of the previous call of the same chain.
-      op: a `ReduceOp`.
-      wire: the number of the dtype on the wire, -1 for none.
-      prescale: multiplies each rank's leaves.
-      postscale: multiplies the results.
-      comm: who takes part.
-      timeout: of waiting for other ranks.
-      cuts: the indices of the leaves of each bucket, in the order of readiness.
-      overlapped: False: one call that works in place. True: one START per bucket as
-        soon as its leaves exist, and its DONE as late as possible: after the last
-        START, or, on CPUs, when the gradients on their way are `memory` bytes. CPUs
-        also cut buckets for that; ranks with other settings get an error that says
-        which of them sent what. In an elastic job all of them are on their way, and
-        there is one call if `elastic_memory` is not enough.
-      overlapped_on_device: the same where the program is compiled for a CUDA device,
-        which is known only later. None: as `overlapped`.
-      memory: as RINGJAX_OVERLAP_MEMORY.
-      elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY; None: the job is not elastic.
-      name: stands for the call in error messages.
-      names: one for each leaf, for error messages, or none.
+        leaves: arrays of any shapes and dtypes.
+        seq: uint32[1], the result of the previous call of the same chain.
+        op: a `ReduceOp`.
+        wire: the number of the wire dtype; -1: none.
+        prescale: multiplies each rank's leaves.
+        postscale: multiplies the results.
+        comm: the id of the communicator.
+        timeout: seconds to wait for other ranks.
+        cuts: the indices of the leaves of each bucket, in the order of readiness.
+        overlapped: False: one call that works in place. True: one START for each bucket
+            as soon as its leaves exist, and its DONE as late as possible: after the
+                last
+            START, or, on CPUs, when the gradients in flight are `memory` bytes. CPUs
+            also cut buckets for that. If the settings of the ranks differ, the error
+            names the calls of each rank. In an elastic job all buckets are in flight;
+            if `elastic_memory` does not suffice, there is one call.
+        overlapped_on_device: as `overlapped`, for a program that is compiled for a CUDA
+            device; the device is known only then. None: as `overlapped`.
+        memory: as RINGJAX_OVERLAP_MEMORY, in bytes.
+        elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes; None: the job is
+            not elastic.
+        name: stands for the call in error messages.
+        names: for error messages, a name for each leaf, or none.
 
     Returns:
-      The reduced leaves and ``seq + 1``.
+        The reduced leaves, and ``seq + 1``.
     """
     if sorted(i for cut in cuts for i in cut) != list(range(len(leaves))):
         raise ValueError(
@@ -108,43 +135,43 @@ def bucketed_allreduce(
         overlapped
         or len(primitive.split_programs([*leaves, seq], params["elastic"])) == 1
     ):
-        *out, seq = _chained_p.bind(*leaves, seq, cuts=cuts, **params)
-        return list(out), seq
-    out, before = [], seq
+        *results, seq = _gradients_p.bind(*leaves, seq, cuts=cuts, **params)
+        return results, seq
+    out: list[Traced] = []
+    before = seq
     for cut in buckets.split_evenly(len(leaves)):
         alone = {
             **primitive.select_operands(params, cut),
             "cuts": (tuple(range(len(cut))),),
         }
-        *ys, seq = _chained_p.bind(*(leaves[i] for i in cut), before, **alone)
-        out, before = (
-            [*out, *ys],
-            seq - jnp.uint32(1),
-        )  # one step, however many programs
+        *ys, seq = _gradients_p.bind(*(leaves[i] for i in cut), before, **alone)
+        out += ys
+        # Each program increments `seq`, but all of them are one step.
+        before = seq - jnp.uint32(1)
     return out, seq
 
 
-def _chained_lower(
-    ctx: Any,
-    program: Any,
-    *operands: Any,
-    cuts: Any,
+def _gradients_lower(
+    ctx: Context,
+    program: Program,
+    *operands: IrValue,
+    cuts: buckets.Cuts,
     overlapped: bool,
     overlapped_on_device: bool,
     memory: float,
     elastic_memory: int | None,
     **params: Any,
-) -> list[Any]:
-    *avals, seq_aval = ctx.avals_in
+) -> list[IrValue]:
+    *avals, seq_aval = jax_private.avals_in(ctx)
     what, devices = "allreduce_grads", len(program.devices)
     if devices:
         primitive.refuse_adasum(what, params["reduce_op"], primitive.NO_SHARDS)
     if on_device := program.platform == "cuda":
         primitive.check_nccl(what, avals, params)
-        # XLA has sums over several devices at the end of the backward pass, and would
-        # start nothing before.
+        # XLA puts sums over several devices at the end of the backward pass, so no
+        # bucket could start earlier.
         overlapped, memory = overlapped_on_device and not devices, math.inf
-    # Inside of a shard_map a leaf is what one device has. Shards are rounded up, too.
+    # In a shard_map a leaf is the part of one device. The core aligns each shard.
     sizes = [
         math.prod(aval.shape) * aval.dtype.itemsize * (devices if program.mesh else 1)
         + buckets.ALIGNMENT * devices
@@ -170,28 +197,34 @@ def _chained_lower(
     ]
     emit = multi_device.lower_chain if devices else _emit_chain
     *out, seq = emit(ctx, program, operands, calls)
-    # The handlers of a device cannot read seq: there it only orders, and is counted up
-    # by the program.
+    # The handlers of a CUDA device cannot read `seq`: it only orders the calls, and the
+    # program increments it.
     return [*out, jax_private.increment(seq, seq_aval) if on_device else seq]
 
 
 def _emit_chain(
-    ctx: Any, program: Any, operands: Sequence[Any], calls: multi_device.Calls
-) -> list[Any]:
-    """As `multi_device.lower_chain`, for one device."""
+    ctx: Context,
+    program: Program,
+    operands: Sequence[IrValue],
+    calls: multi_device.Calls,
+) -> list[IrValue]:
+    """Emits a chain on one device; `multi_device.lower_chain` does it on several."""
     *leaves, seq = operands
-    *avals, seq_aval = ctx.avals_in
+    *avals, seq_aval = jax_private.avals_in(ctx)
 
-    def call(number: int, seq: Any) -> Any:
+    def call(number: int, seq: IrValue) -> IrValue:
         cut, attributes, kind = calls[number]
         types = [*(avals[i] for i in cut), seq_aval]
         *out, seq = jax_private.emit(
-            *(ctx, program, f"ringjax_{kind}"),
-            *([*(leaves[i] for i in cut), seq], types, types),
+            ctx,
+            program,
+            f"ringjax_{kind}",
+            [*(leaves[i] for i in cut), seq],
+            types,
+            types,
             aliases={i: i for i in range(len(types))},
             attributes=attributes,
-            # The others hang on the first one by seq.
-            tie=number == 0,
+            tie=number == 0,  # `seq` orders all other calls behind the first call
         )
         for i, value in zip(cut, out, strict=True):
             leaves[i] = value
@@ -212,20 +245,24 @@ def _emit_chain(
     return [*leaves, seq]
 
 
-def _chained_batch(args: Any, dims: Any, **params: Any) -> Any:
-    """An ensemble: all members carry the same seq, and one call moves them all."""
+def _gradients_batch(
+    args: Sequence[Traced], dims: Sequence[int | None], **params: Any
+) -> Batched:
+    """Batches an ensemble: all members have the same `seq`, and one call sends all."""
     primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_VMAP)
     *leaves, seq = args
     *leaf_dims, seq_dim = dims
     if seq_dim is not None:
         seq = jax.lax.index_in_dim(seq, 0, seq_dim, keepdims=False)
-    return _chained_p.bind(*leaves, seq, **params), [*leaf_dims, None]
+    return _gradients_p.bind(*leaves, seq, **params), [*leaf_dims, None]
 
 
-def _chained_jvp(args: Any, ts: Any, **params: Any) -> Any:
-    """Tangents travel by the stand-alone allreduce, which has all derivative rules."""
+def _gradients_jvp(args: Sequence[Traced], ts: Sequence[Tangent], **params: Any) -> Jvp:
+    """Sends tangents by the stand-alone allreduce, which has all derivative rules."""
 
-    def tangents(_xs: Any, live: Any, _ys: Any, kw: Any) -> Any:
+    def tangents(
+        _xs: list[Traced], live: list[Traced], _ys: list[Traced], kw: Params
+    ) -> list[Traced]:
         kept = {k: v for k, v in kw.items() if k in primitive.DEFAULTS}
         op = ReduceOp(kept["reduce_op"])
         if op not in primitive.LINEAR:
@@ -235,22 +272,24 @@ def _chained_jvp(args: Any, ts: Any, **params: Any) -> Any:
             )
         return primitive.bind("allreduce", live, **kept)
 
-    # seq is an integer: its tangent is a symbolic zero, so it never is live.
-    float0 = [
+    # `seq` is an integer: its tangent becomes a symbolic zero, which is not sent.
+    symbolic = [
         t if _is_live(t) else jax_private.zero_tangent(x)
         for x, t in zip(args, ts, strict=True)
     ]
-    return primitive.sparse_jvp(_chained_p, args, float0, params, tangents)
+    return primitive.sparse_jvp(_gradients_p, args, symbolic, params, tangents)
 
 
-def _is_live(tangent: Any) -> bool:
-    return type(tangent) is not jax_private.Zero and tangent.dtype != jax.dtypes.float0
+def _is_live(tangent: Tangent) -> bool:
+    return not (
+        isinstance(tangent, jax_private.Zero) or tangent.dtype == jax.dtypes.float0
+    )
 
 
 jax_private.set_shape_rule(
-    _chained_p, lambda *a, **kw: primitive.same_shape(a, **kw), ordered=False
+    _gradients_p, lambda *a, **kw: primitive.same_shape(a, **kw), ordered=False
 )
 jax_private.set_rules(
-    _chained_p, batch=_chained_batch, jvp=_chained_jvp, transpose=None
+    _gradients_p, batch=_gradients_batch, jvp=_gradients_jvp, transpose=None
 )
-lowering.register(_chained_p, _chained_lower)
+lowering.register(_gradients_p, _gradients_lower)

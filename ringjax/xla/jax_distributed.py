@@ -1,7 +1,8 @@
-"""Joins this process and the others of its group to one in JAX, at `ringjax.init`.
+"""Initialisation of jax.distributed for the process group of this rank.
 
-Who is in the group, and where its first process listens, ringjax knows by then; what
-groups are for is told in `world/groups.py`. Uses what is public of JAX only.
+In a job of groups, JAX's programs span all processes of a group (`world/groups.py`).
+`ringjax.init` calls this module when the members of the group, and the address of its
+first process, are known. This module uses public names of JAX only.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from ringjax.errors import StartupError
 from ringjax.world import groups
 from ringjax.world.world import World
 
-# Variables of gRPC: those that it asks for a proxy, and for what needs none.
+# gRPC reads the addresses of proxies from these variables, and from the next two the
+# hosts that it reaches without a proxy.
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
 def initialize_group(world: World, started: bool, *, place: int) -> None:
-    """Calls ``jax.distributed.initialize``, if there are groups; at every init.
+    """Calls ``jax.distributed.initialize`` in a job of groups; called at each init.
 
     Args:
-        world: has the processes of the group.
-        started: whether JAX's backends have been started already.
-        place: of this process in it.
+        started: True if JAX's backends have been started already.
+        place: the number of this process in its group.
 
     Raises:
-        StartupError: it is too late, or the group did not come together.
+        StartupError: JAX's backends have been started already, or a process of the
+            group did not join in time.
     """
     if not world.group.members:
         return
@@ -51,12 +53,15 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             where,
             size,
             place,
-            # Not on other interfaces: JAX's coordinator knows no secret.
+            # JAX's coordinator does not authenticate its clients: do not let it listen
+            # on other interfaces.
             coordinator_bind_address=where if place == 0 else None,
             initialization_timeout=max(1, int(world.config.start_timeout)),
             cluster_detection_method="deactivate",
         )
-    except Exception as error:  # JAX's own, and ValueError for what a version lacks
+    # JAX raises its own types; a version without one of the arguments raises
+    # ValueError.
+    except Exception as error:
         names = ", ".join(str(world.rank - place + i) for i in range(size))
         raise StartupError(
             f"the group of ranks {names} did not come together at {where}: {error}"
@@ -65,7 +70,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
 
 
 def _bypass_proxy(host: str) -> None:
-    """JAX's coordinator is a neighbour; gRPC would go there through http_proxy."""
+    """Makes gRPC connect to JAX's coordinator on `host` without http_proxy."""
     if not any(os.environ.get(name) for name in _PROXY_VARIABLES):
         return
     without = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_OF_ALL, "")
@@ -74,7 +79,7 @@ def _bypass_proxy(host: str) -> None:
 
 def _configure_jax() -> None:
     settings: Any = jax.config
-    # SIGTERM is ringjax's and the program's matter, not JAX's.
+    # ringjax and the program handle SIGTERM. JAX's preemption service would catch it.
     if "jax_enable_preemption_service" in settings.values:
         settings.update("jax_enable_preemption_service", False)
     if settings.values.get("jax_cpu_collectives_implementation") in (None, "", "none"):
@@ -82,7 +87,7 @@ def _configure_jax() -> None:
 
 
 def _check_initialized(size: int, place: int) -> None:
-    """Somebody has called it already; what for must be the same."""
+    """Checks that the program has initialised jax.distributed for the same group."""
     found = jax.process_count(), jax.process_index()
     if found != (size, place):
         raise StartupError(

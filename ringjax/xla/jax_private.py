@@ -1,8 +1,8 @@
-"""What touches JAX's private or moving names: primitives, tracers, custom calls.
+"""Access to JAX's private and moving names: primitives, tracers, custom calls.
 
-No other file but ``tokens.py`` may import ``jax._src``; the tests run both on the
-oldest and the newest supported JAX. It knows how a call is emitted and ordered, and
-nothing about what a collective means: that is ``primitive.py`` and ``collectives/``.
+Only this file and `tokens.py` may import ``jax._src``. The tests run both files with
+the oldest and the newest supported JAX. This module emits calls and orders them; the
+meaning of collectives is in `primitive.py` and `collectives/`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend.core
@@ -32,43 +32,61 @@ from ringjax import runtime
 from ringjax.world.world import World
 from ringjax.xla import call_order, jax_distributed, placement, tokens
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, Sharding
+
+    from ringjax.xla.jax_types import (
+        Aval,
+        Context,
+        IrValue,
+        Primitive,
+        Rule,
+        Traced,
+    )
+    from ringjax.xla.program import Program
+
+    AnyAval = jax.core.AbstractValue  # of an array or of a token
+
 Zero = ad.Zero
-Primitive = jax.extend.core.Primitive
 
 
 # -- primitives and tracers ------------------------------------------------------------
 
 
-def new_primitive(name: str) -> Any:
-    """A primitive with several results that also works outside of jit.
+def new_primitive(name: str) -> Primitive:
+    """Returns a primitive with several results that also works outside of jit.
 
-    XLA names its instructions after it, and so do the traces of jax.profiler.
+    XLA and jax.profiler name its operations ``ringjax.<name>``.
     """
-    primitive = Primitive(f"ringjax.{name}")
+    primitive = jax.extend.core.Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     primitive.def_impl(partial(_apply, primitive))
-    check = partial(_checkify.nan_error_check, primitive)  # another rank's NaN, perhaps
+    # Results may hold NaNs of other ranks: checkify then checks them, too.
+    check = partial(_checkify.nan_error_check, primitive)
     _checkify.error_checks[primitive] = check
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
 
 
-def _apply(primitive: Any, *values: Any, **params: Any) -> Any:
+def _apply(primitive: Primitive, *values: Traced, **params: Any) -> Any:
     """Runs a primitive outside of jit.
 
     With jax_debug_nans, JAX runs a program that has returned a NaN again, operation by
-    operation, within the handler of its own exception. Other ranks may have no NaN, so
-    the call has another name there: such ranks disagree, and their error says why.
+    operation, inside the handler of its own exception. Other ranks may have no NaN and
+    not make the call again. So the second call has another name: the ranks then
+    disagree, and the error says why.
 
     Raises:
-      FloatingPointError: a call that was made again has failed.
+        FloatingPointError: a call that was made again has failed.
     """
     if not isinstance(sys.exc_info()[1], InternalFloatingPointError):
         return _dispatch.apply_primitive(primitive, *values, **params)
     name = f"{params['name'] or primitive.name} again, for jax_debug_nans"
     try:
-        found = _dispatch.apply_primitive(primitive, *values, **params | {"name": name})
-        return jax.block_until_ready(found)
+        results = _dispatch.apply_primitive(
+            primitive, *values, **params | {"name": name}
+        )
+        return jax.block_until_ready(results)
     except jax.errors.JaxRuntimeError as error:
         raise FloatingPointError(
             "a jit function has returned a NaN, and no operation in front of a "
@@ -77,8 +95,15 @@ def _apply(primitive: Any, *values: Any, **params: Any) -> Any:
         ) from None
 
 
-def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
-    """Installs ``rule(*avals, **params) -> avals``; `ordered` adds the effects."""
+def set_shape_rule(
+    primitive: Primitive, rule: Callable[..., Sequence[Aval]], *, ordered: bool
+) -> None:
+    """Installs the rule ``(*avals, **params) -> avals of the results``.
+
+    Args:
+        ordered: True gives the primitive the ordered effect, so that JAX keeps its
+            calls in the order of the program.
+    """
     if ordered:
         primitive.def_effectful_abstract_eval(
             lambda *avals, **params: (rule(*avals, **params), {tokens.EFFECT})
@@ -87,8 +112,14 @@ def set_shape_rule(primitive: Any, rule: Any, *, ordered: bool) -> None:
         primitive.def_abstract_eval(rule)
 
 
-def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
-    """Installs the rules of `vmap` and of derivatives; None for what it has not."""
+def set_rules(
+    primitive: Primitive,
+    *,
+    batch: Rule | None,
+    jvp: Rule | None,
+    transpose: Rule | None,
+) -> None:
+    """Installs the rules of vmap and of derivatives; None if a rule does not exist."""
     if batch is not None:
         batching.primitive_batchers[primitive] = batch
     if jvp is not None:
@@ -97,43 +128,44 @@ def set_rules(primitive: Any, *, batch: Any, jvp: Any, transpose: Any) -> None:
         ad.primitive_transposes[primitive] = partial(_apply_transpose, transpose)
 
 
-_transposed_any = False  # this process has taken a derivative through a collective
+_has_transposed = False  # this process has taken a derivative through a collective
 
 
-def _apply_transpose(rule: Any, *values: Any, **params: Any) -> Any:
-    global _transposed_any
-    _transposed_any = True
+def _apply_transpose(rule: Rule, *values: Any, **params: Any) -> Any:
+    global _has_transposed
+    _has_transposed = True
     return rule(*values, **params)
 
 
-def with_rows(aval: Any, rows: int) -> Any:
-    """`aval` with another first dimension; its dtype and mesh axes stay."""
-    return aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
+def with_rows(aval: Aval, rows: int) -> Aval:
+    """Returns `aval` with another first dimension; its dtype and mesh axes stay."""
+    result: Aval = aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
+    return result
 
 
-def zero_tangent(value: Any) -> Any:
-    """The symbolic zero tangent of `value`."""
+def zero_tangent(value: Traced) -> Zero:
+    """Returns the symbolic zero tangent of `value`."""
     return Zero(jax.typeof(value).to_tangent_aval())
 
 
-def zero_cotangent(linear: Any) -> Any:
-    """The symbolic zero cotangent of an undefined primal."""
+def zero_cotangent(linear: Any) -> Zero:
+    """Returns the symbolic zero cotangent of an undefined primal."""
     return Zero(linear.aval)
 
 
-def is_linear(value: Any) -> bool:
-    """Whether a transpose rule is asked for the cotangent of this operand."""
+def is_linear(value: object) -> bool:
+    """Returns True if a transpose rule must return the cotangent of this operand."""
     return bool(ad.is_undefined_primal(value))
 
 
-def is_eager(values: Sequence[Any]) -> bool:
-    """True if a collective bound now runs now, on exactly these values."""
+def is_eager(values: Sequence[object]) -> bool:
+    """Returns True if a collective that is bound now runs now, on these values."""
     concrete = all(_core.is_concrete(v) for v in values)
     return concrete and not _core.unsafe_am_i_under_a_jit()
 
 
-def device_count(value: Any) -> int:
-    """The number of devices that hold `value`; 1 if that is not known yet."""
+def device_count(value: object) -> int:
+    """Returns the number of devices that hold `value`; 1 if it is not known yet."""
     concrete = _core.to_concrete_value(value)
     if isinstance(concrete, jax.Array) and not isinstance(concrete, _core.Tracer):
         return len(concrete.sharding.device_set)
@@ -141,58 +173,74 @@ def device_count(value: Any) -> int:
 
 
 def producers(values: Sequence[Any]) -> list[int]:
-    """The place of the equation that produces each traced value; -1 for an input.
+    """Returns the position of the equation that produces each traced value.
+
+    Returns:
+        Positions in the order in which JAX traces; -1 for an input of the program.
 
     Raises:
-      AttributeError, TypeError: the values are not traced together, or this jax keeps
-        its equations elsewhere.
+        AttributeError, TypeError: the values are not traced together, or this version
+            of JAX keeps its equations elsewhere.
     """
     if len({id(v._trace) for v in values}) != 1:
         raise TypeError("values of several traces, or of none")
     equations = values[0]._trace.frame.tracing_eqns
-    entries = [e() if callable(e) else e for e in equations]  # weak references or not
-    places = {id(e): place for place, e in enumerate(entries) if e is not None}
-    return [places.get(id(v.parent), -1) for v in values]
+    # Versions of JAX hold either the equations or weak references to them.
+    entries = [e() if callable(e) else e for e in equations]
+    positions = {id(e): i for i, e in enumerate(entries) if e is not None}
+    return [positions.get(id(v.parent), -1) for v in values]
 
 
 def has_collective(
-    function: Any, arguments: Sequence[Any], named: Mapping[str, Any]
+    function: Callable[..., object],
+    arguments: Sequence[object],
+    named: Mapping[str, object],
 ) -> bool | None:
-    """Whether `function` has a collective; None if it cannot be traced.
+    """Traces `function` and returns whether it calls a collective.
 
     Args:
-      function: is traced, with as many of `arguments` as it takes.
-      arguments: by their places.
-      named: of these, those that it takes by their names.
+        arguments: positional arguments; only as many as `function` takes are passed.
+        named: keyword arguments; only those that `function` takes are passed.
+
+    Returns:
+        None if `function` cannot be traced.
     """
     try:
-        taken = list(inspect.signature(function).parameters)
-        first = [n for n in taken if n not in named][: len(arguments)]
-        options = {n: named[n] for n in taken if n in named}
+        parameters = list(inspect.signature(function).parameters)
+        positional = [n for n in parameters if n not in named][: len(arguments)]
+        options = {n: named[n] for n in parameters if n in named}
         jaxpr = jax.make_jaxpr(lambda *args: function(*args, **options))(
-            *arguments[: len(first)]
+            *arguments[: len(positional)]
         )
-    except Exception:  # whatever it raises, it will raise where it is called
+    except Exception:  # the optimizer calls `function` later, and raises the error then
         return None
     return tokens.EFFECT in jaxpr.effects
 
 
-def has_transposed_collective(values: Sequence[Any]) -> bool:
-    """Whether traced gradients come from a derivative through a collective.
+def has_transposed_collective(values: Sequence[object]) -> bool:
+    """Returns True if gradients come from a derivative through a collective.
 
-    Then cotangents of all ranks are in them already. Not seen are gradients that come
-    from another program: see `may_have_transposed_collective`.
+    Such gradients already contain cotangents of all ranks. Gradients that another
+    program has computed are not seen: see `may_have_transposed_collective`.
+
+    Args:
+        values: traced gradients.
     """
     return any(map(_is_transposed, _upstream(values)))
 
 
-def may_have_transposed_collective(values: Sequence[Any]) -> bool:
-    """Whether gradients that another program has computed may be such ones."""
-    return _transposed_any and any(next(_upstream([v]), None) is None for v in values)
+def may_have_transposed_collective(values: Sequence[object]) -> bool:
+    """Returns True if another program may have taken such a derivative.
+
+    That is: some of the gradients are inputs of this program, and this process has
+        taken
+    a derivative through a collective before.
+    """
+    return _has_transposed and any(next(_upstream([v]), None) is None for v in values)
 
 
-def is_computed_locally(value: Any) -> bool:
-    """Whether the program that is traced computes the value without a collective.
+def is_computed_locally(value: object) -> bool:
+    """Returns True if the traced program computes `value` without a collective.
 
     False for an input of the program, and for a value that is not traced.
     """
@@ -200,8 +248,8 @@ def is_computed_locally(value: Any) -> bool:
     return bool(equations) and all(tokens.EFFECT not in e.effects for e in equations)
 
 
-def _upstream(values: Sequence[Any]) -> Iterator[Any]:
-    """The equations of this program that traced values are computed by."""
+def _upstream(values: Sequence[object]) -> Iterator[Any]:
+    """Yields the equations of this program that compute traced values."""
     seen: set[int] = set()
     equations = [getattr(v, "parent", None) for v in values]
     while equations:
@@ -214,85 +262,95 @@ def _upstream(values: Sequence[Any]) -> Iterator[Any]:
         equations += [getattr(v, "parent", None) for v in operands]
 
 
-def _is_transposed(equation: Any, within: bool = False) -> bool:
+def _is_transposed(equation: Any, inside_transpose: bool = False) -> bool:
     if tokens.EFFECT not in equation.effects:
         return False
-    # The operations in a jax.checkpoint that is transposed do not say that they are.
-    within = within or "transpose(" in str(equation.source_info.name_stack)
+    # Only the outermost equation names the transposition: the operations inside a
+    # transposed jax.checkpoint do not.
+    inside_transpose |= "transpose(" in str(equation.source_info.name_stack)
     if equation.primitive.name.startswith("ringjax."):
-        return within
+        return inside_transpose
     inner = _core.jaxprs_in_params(equation.params)
-    return any(_is_transposed(e, within) for jaxpr in inner for e in jaxpr.eqns)
+    return any(_is_transposed(e, inside_transpose) for j in inner for e in j.eqns)
 
 
 def in_mesh() -> bool:
-    """Whether this is not traced, and `jax.set_mesh` has set a mesh."""
+    """Returns True outside of a trace if `jax.set_mesh` has set a mesh."""
     return _core.trace_state_clean() and not jax.sharding.get_abstract_mesh().empty
 
 
 # -- lowering --------------------------------------------------------------------------
 
 
+def avals_in(ctx: Context) -> list[Aval]:
+    """Returns the avals of the operands of a primitive, all of which are arrays."""
+    return [aval for aval in ctx.avals_in if isinstance(aval, jax.core.ShapedArray)]
+
+
 def emit(
-    ctx: Any,
-    program: Any,
+    ctx: Context,
+    program: Program,
     target: str,
-    operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
+    operands: Sequence[IrValue],
+    operand_avals: Sequence[AnyAval],
+    result_avals: Sequence[AnyAval],
     *,
     aliases: Mapping[int, int],
-    attributes: Mapping[str, Any],
+    attributes: Mapping[str, object],
     tie: bool = True,
     inside: bool = False,
-) -> list[Any]:
+) -> list[IrValue]:
     """Emits one custom call whose last operand and last result are its order value.
 
-    The tie: XLA runs calls that share no value in any order, and ranks would disagree.
-    So the order value of the previous call in the same block, whichever kind it has,
-    becomes an extra operand that the handler ignores.
-
-    Of `aliases`, operand to result, those stay out that would cost a copy, and in an
-    elastic job all: a call that the loss of a rank breaks off is repeated. `program` is
-    a `Program`.
-
-    `inside`: it is lowered for a program that has been lowered already, on a thread of
-    XLA's, which must remember nothing; aliases and ties are the caller's.
+    Args:
+        target: the name of the native handler.
+        aliases: operand to result: the result may use the memory of the operand. The
+            alias is dropped if it would cost a copy. In an elastic job all aliases are
+            dropped, because a call that the loss of a rank interrupts is repeated.
+        attributes: the attributes of the call.
+        tie: makes the call depend on the previous call of the block, of whichever kind:
+            XLA runs calls that share no value in any order (see `call_order.py`).
+        inside: True if XLA asks for the call of one device while it compiles, on its
+            own thread. Then nothing may be remembered in the thread, and the caller
+            provides aliases and order.
     """
     kept = () if inside else unaliasable(program, operands)
-    operands, avals_in = list(operands), list(avals_in)
-    if tie and not inside:
-        for value, aval in call_order.previous_value(ctx):
-            operands.append(value)
-            avals_in.append(aval)
+    previous = call_order.previous_value(ctx) if tie and not inside else []
     rule = jax.ffi.ffi_lowering(
         target,
         has_side_effect=True,
         operand_output_aliases={i: o for i, o in aliases.items() if i not in kept},
         backend_config={k: _attribute(v) for k, v in attributes.items()},
     )
-    local = ctx.replace(avals_in=avals_in, avals_out=list(avals_out))
-    results: list[Any] = list(rule(local, *operands))
+    local = ctx.replace(
+        avals_in=[*operand_avals, *(aval for _, aval in previous)],
+        avals_out=list(result_avals),
+    )
+    results: list[Any] = list(rule(local, *operands, *(value for value, _ in previous)))
     if not inside:
-        call_order.set_previous_value(ctx, results[-1], avals_out[-1])
+        call_order.set_previous_value(ctx, results[-1], result_avals[-1])
     return results
 
 
-def unaliasable(program: Any, values: Sequence[Any]) -> tuple[int, ...]:
-    """The places of values whose memory a result must not have."""
+def unaliasable(program: Program, values: Sequence[IrValue]) -> tuple[int, ...]:
+    """Returns the positions of values whose memory a result must not use."""
     return tuple(
-        i for i, v in enumerate(values) if program.elastic or _is_undonated_argument(v)
+        i
+        for i, value in enumerate(values)
+        if program.elastic or _is_undonated_argument(value)
     )
 
 
 def _is_undonated_argument(value: Any) -> bool:
-    """True for an argument of the whole program that its caller keeps.
+    """Returns True for an argument of the whole program that its caller keeps.
 
-    XLA must not write to one that is not donated: a result that aliased it would first
-    be a copy of it, one more pass over memory. Of arguments of an inner jit, of a loop
-    and of the like, nobody knows here; in a training step, gradients are temporaries.
+    XLA must not write to an argument that is not donated. If a result aliased it, XLA
+    would first copy it, which is one more pass over memory. For arguments of an inner
+    jit or a loop nothing is known here; in a training step, gradients are temporaries.
     """
-    while isinstance(value.owner, stablehlo.ReshapeOp):  # the same memory
+    while isinstance(
+        value.owner, stablehlo.ReshapeOp
+    ):  # uses the memory of its operand
         value = value.owner.operands[0]
     block = value.owner
     if not isinstance(block, mlir.ir.Block):
@@ -309,22 +367,23 @@ def _is_undonated_argument(value: Any) -> bool:
 
 
 def emit_ordered(
-    ctx: Any,
-    program: Any,
+    ctx: Context,
+    program: Program,
     target: str,
-    operands: Sequence[Any],
-    calls: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
+    operands: Sequence[IrValue],
+    calls: Sequence[tuple[Sequence[int], Mapping[str, object]]],
     *,
     in_place: bool,
-) -> list[Any]:
-    """`emit` with JAX's token of the `CollectiveTokenEffect` as the order value.
+) -> list[IrValue]:
+    """Emits calls whose order value is JAX's token of `CollectiveTokenEffect`.
 
     Args:
-      calls: for each native call the places of its operands and its attributes; all
-        operands in order.
-      in_place: results may be in the memory of the operands.
+        calls: for each native call the positions of its operands, and its attributes.
+            Together the calls hold all operands, in order.
+        in_place: True if results may use the memory of the operands.
     """
-    out, token = [], ctx.tokens_in.get(tokens.EFFECT)
+    out: list[IrValue] = []
+    token = ctx.tokens_in.get(tokens.EFFECT)
     for cut, attributes in calls:
         *results, token = emit(
             ctx,
@@ -342,16 +401,16 @@ def emit_ordered(
 
 
 def lower_function(
-    ctx: Any,
-    function: Any,
-    operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-) -> list[Any]:
-    """Emits what ``function(*operands)`` traces to, which has no effects."""
+    ctx: Context,
+    function: Callable[..., Sequence[Traced]],
+    operands: Sequence[IrValue],
+    operand_avals: Sequence[AnyAval],
+    result_avals: Sequence[AnyAval],
+) -> list[IrValue]:
+    """Traces ``function(*operands)``, which has no effects, and emits the result."""
     local = ctx.replace(
-        avals_in=list(avals_in),
-        avals_out=list(avals_out),
+        avals_in=list(operand_avals),
+        avals_out=list(result_avals),
         tokens_in=mlir.TokenSet(),
         tokens_out=None,
     )
@@ -360,49 +419,54 @@ def lower_function(
 
 
 @contextlib.contextmanager
-def named_axes(mesh: Any) -> Iterator[None]:
-    """What `lower_function` traces inside may name the axes of `mesh`."""
+def named_axes(mesh: Mesh) -> Iterator[None]:
+    """Lets functions that `lower_function` traces name the axes of `mesh`."""
     with _core.extend_axis_env_nd(mesh.shape.items()):
         yield
 
 
-def tiled_sharding(devices: Sequence[Any], assignment: np.ndarray) -> Any:
-    """A sharding that cuts a tensor into tiles, one for each device.
+def tiled_sharding(
+    devices: Sequence[jax.Device], assignment: np.ndarray[Any, Any]
+) -> Sharding:
+    """Returns a sharding that cuts a tensor into tiles, one for each device.
 
     Args:
-      devices: those of the program, in its order.
-      assignment: for each tile, by its place in the tensor, the place of its device.
+        devices: the devices of the program, in its order.
+        assignment: an array with one element for each tile, at the tile's position in
+            the tensor: the position of its device in `devices`.
     """
     tiles = np.ascontiguousarray(assignment, np.int64)
     hlo = _client.HloSharding.subgroup_with_device_ordering(tiles)
     return _shardings.GSPMDSharding(tuple(devices), hlo)
 
 
-def without_mesh(aval: Any) -> Any:
-    """`aval` without what JAX knows about a mesh."""
+def without_mesh(aval: Aval) -> Aval:
+    """Returns `aval` without its axes of a mesh."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
-def varying_axes(aval: Any) -> frozenset[str] | None:
-    """The axes of the mesh over which a value in shard_map differs, if known."""
-    kind = getattr(aval, "mat", aval)
-    return getattr(kind, "varying", getattr(kind, "vma", None))
+def varying_axes(aval: Aval) -> frozenset[str] | None:
+    """Returns the mesh axes over which a value in shard_map differs; None: unknown."""
+    kind: Any = getattr(aval, "mat", aval)  # versions of JAX keep them in other places
+    axes: frozenset[str] | None = getattr(kind, "varying", getattr(kind, "vma", None))
+    return axes
 
 
 def checks_varying() -> bool:
-    """Whether the shard_map that is being lowered knows what varies (check_vma).
+    """Returns True if the shard_map that is lowered tracks what varies (check_vma).
 
-    Without, JAX says of every value that it varies over nothing.
+    Without check_vma JAX says of every value that it varies over no axis.
     """
     return bool(_config._check_vma.value)
 
 
-def increment(value: Any, aval: Any) -> Any:
-    """Emits the addition of 1 to an integer array that is being lowered."""
-    return stablehlo.add(value, mlir.ir_constant(np.ones(aval.shape, aval.dtype)))
+def increment(value: IrValue, aval: Aval) -> IrValue:
+    """Emits the addition of 1 to an integer array."""
+    one: Any = mlir.ir_constant(np.ones(aval.shape, aval.dtype))
+    return stablehlo.add(value, one)
 
 
-def _attribute(value: Any) -> Any:
+def _attribute(value: Any) -> mlir.ir.Attribute:
     if isinstance(value, tuple):
         return mlir.ir.DenseI64ArrayAttr.get(list(value))
     if isinstance(value, bool | int):
@@ -416,16 +480,14 @@ def _attribute(value: Any) -> Any:
 
 
 def _wait_for_programs() -> None:
-    """Lets dispatched programs finish before the links under them are closed."""
+    """Lets dispatched programs finish before `shutdown` closes their links."""
     call_order.release_module()
     if not _bridge.backends_are_initialized():
-        return  # nothing ever ran, or JAX's own exit came first
-    waits = [
-        tokens.wait_for_programs,
-        *(a.block_until_ready for a in jax.live_arrays()),
-    ]
-    for wait in waits:
-        # A failure is reported where the result is used, if anywhere.
+        return  # no program has run, or JAX's own exit came first
+    arrays = jax.live_arrays()
+    for wait in [tokens.wait_for_programs, *(a.block_until_ready for a in arrays)]:
+        # A program that uses the result of a failed program raises its error. Here the
+        # error would only stop the wait for the other programs.
         with contextlib.suppress(Exception):
             wait()
 
@@ -434,20 +496,23 @@ _rank_and_size: tuple[int, int] | None = None
 
 
 def _clear_stale_programs() -> None:
-    """After a restart in another place: shapes that hold rank or size are stale."""
+    """Clears JAX's caches if the rank or the size is another one since the last init.
+
+    Shapes in compiled programs depend on both.
+    """
     global _rank_and_size
-    place = (runtime.rank(), runtime.size())
-    if _rank_and_size not in (None, place):
+    current = (runtime.rank(), runtime.size())
+    if _rank_and_size not in (None, current):
         jax.clear_caches()
-    _rank_and_size = place
+    _rank_and_size = current
 
 
 def _init_arguments() -> tuple[World, bool]:
-    """The world, and whether JAX's backends have been started already."""
+    """Returns the world, and whether JAX's backends have been started already."""
     return runtime.current("init"), _bridge.backends_are_initialized()
 
 
-# First: once JAX has looked for its devices, it is too late.
+# The group comes first: JAX must join it before it looks for its devices.
 runtime.on_init(
     lambda: jax_distributed.initialize_group(
         *_init_arguments(), place=runtime.group_rank()
@@ -455,5 +520,5 @@ runtime.on_init(
 )
 runtime.on_init(_clear_stale_programs)
 runtime.on_shutdown(_wait_for_programs)
-# Last: it may raise.
+# The devices come last, because opening them may raise.
 runtime.on_init(lambda: placement.open_devices(*_init_arguments()))

@@ -1,15 +1,15 @@
-"""For which devices a primitive is lowered: one or several, of a CPU or CUDA.
+"""Registration of lowering rules for CPU and CUDA devices, and of the native handlers.
 
-What they become is said by the rules that are registered here; the private names of JAX
-are in `jax_private.py`.
+`program.py` describes the program that is lowered; `jax_private.py` holds JAX's private
+names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.interpreters import mlir
@@ -18,37 +18,45 @@ from ringjax import _native, runtime
 from ringjax.xla import tokens
 from ringjax.xla.program import check_joined_devices, check_processes, program_of
 
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import Context, IrValue, Primitive
 
-def register(primitive: Any, rule: Any) -> None:
-    """Lowers `primitive` by ``rule(ctx, program, *operands, **params)``.
+    LoweringRule = Callable[..., Sequence[IrValue]]
 
-    Platforms other than CPU and CUDA are refused. The parameter `elastic`, if there is
-    one, is in the program.
 
-    ``cacheable=False`` is essential: by default JAX lowers every equation into a
-    function of its own, no two calls would share a block, and the tie would silently
-    do nothing.
+def register(primitive: Primitive, rule: LoweringRule) -> None:
+    """Lowers `primitive` on CPU and CUDA devices; refuses other platforms.
+
+    ``cacheable=False`` is essential. By default JAX lowers each equation into a
+    function of its own: no two calls would then share a block, and nothing would order
+    them.
+
+    Args:
+        rule: ``(ctx, program, *operands, **params) -> results``. The parameter
+            `elastic` of the primitive, if it has one, becomes part of `program`.
     """
     name = primitive.name.removeprefix("ringjax.")
 
-    def on(platform: str) -> Any:
+    def rule_for(platform: str) -> LoweringRule:
         def lower(
-            ctx: Any, *operands: Any, elastic: bool = False, **params: Any
-        ) -> Any:
+            ctx: Context, *operands: IrValue, elastic: bool = False, **params: Any
+        ) -> Sequence[IrValue]:
             program = program_of(ctx, name, platform)._replace(elastic=elastic)
-            # A part of one device is of a call that has been looked at as a whole.
+            # The part of one device has no parameter "comm": its program was checked
+            # when the whole call was lowered.
             if platform == "cuda" and "comm" in params:
                 devices = runtime.current(name).devices
                 program = program._replace(joined=devices.numbers)
-                if not _lowering.only:
-                    check_joined_devices(name, devices.problem(params["comm"]), program)
+                if not _lowering_mode.without_device:
+                    problem = devices.problem(params["comm"])
+                    check_joined_devices(name, problem, program)
             _register_handlers(platform)
             check_processes(program, name, params)
             return rule(ctx, program, *operands, **params)
 
         return lower
 
-    def elsewhere(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def refuse(ctx: Context, *operands: IrValue, **params: Any) -> Sequence[IrValue]:
         platforms = "/".join(ctx.module_context.platforms)
         raise ValueError(
             f"{primitive.name}: `tensor` is on a {platforms} device, but the "
@@ -56,30 +64,33 @@ def register(primitive: Any, rule: Any) -> None:
         )
 
     for platform in ("cpu", "cuda"):
-        rule_of = on(platform)
-        mlir.register_lowering(primitive, rule_of, platform=platform, cacheable=False)
-    mlir.register_lowering(primitive, elsewhere, cacheable=False)
+        platform_rule = rule_for(platform)
+        mlir.register_lowering(
+            primitive, platform_rule, platform=platform, cacheable=False
+        )
+    mlir.register_lowering(primitive, refuse, cacheable=False)
 
 
-class _Lowering(threading.local):
-    only = False
+class _LoweringMode(threading.local):
+    without_device = False
 
 
-_lowering = _Lowering()
+_lowering_mode = _LoweringMode()
 
 
 @contextlib.contextmanager
 def without_device() -> Iterator[None]:
-    """Lowers for CUDA devices that are not there: to look at a program, not to run it.
+    """Lowers for CUDA devices that this machine does not have.
 
-    For compilation ahead of time against the description of a device, as the test of
-    XLA's schedules does. A program that ran after all would end in an error.
+    For compilation ahead of time against the description of a device, for example in
+    the test of XLA's schedules. If such a program ran, it would end in an error.
     """
-    before, _lowering.only = _lowering.only, True
+    before = _lowering_mode.without_device
+    _lowering_mode.without_device = True
     try:
         yield
     finally:
-        _lowering.only = before
+        _lowering_mode.without_device = before
 
 
 _registration = threading.Lock()
@@ -87,8 +98,9 @@ _registered: set[str] = set()
 
 
 def _register_handlers(platform: str) -> None:
-    # Not at import: a handler registered before the backend exists is checked only when
-    # the backend starts, and takes all of it down if it is refused.
+    # Not at import: JAX checks a handler that is registered before its backend exists
+    # only when the backend starts, and a handler that it refuses then stops the
+    # backend.
     with _registration:
         if platform in _registered:
             return

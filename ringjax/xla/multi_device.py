@@ -1,10 +1,10 @@
-"""A call in a program over several devices of this process, which is one call still.
+"""Lowering of calls in a program over several devices of this process.
 
-Every device calls with its shard of each tensor, on CUDA with a share of what it has
-alike with others (`shares.py`). In `jit`, XLA decides how tensors are cut long after
-the lowering: it asks for it through JAX's custom_partitioning, by a rule that lets
-every sharding pass. Inside of shard_map they are cut already. Which device has which
-shard is in `shards.py`.
+Each device calls with its shard of each tensor (`shards.py`), on CUDA with a share of a
+replicated tensor (`shares.py`). In `jit`, XLA decides long after the lowering how
+tensors are sharded. It then asks for the call of one device through JAX's
+custom_partitioning, whose rule here allows every sharding. Inside shard_map the tensors
+are sharded already.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,16 +20,22 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ringjax.xla import call_order, jax_private, lowering, shards, shares
-from ringjax.xla.program import Program
 
-_AXIS = "devices"  # of the mesh of a program that is cut
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, Sharding
+
+    from ringjax.xla.call_order import OrderValue
+    from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
+    from ringjax.xla.program import Program
+
+_AXIS = "devices"  # of the mesh of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
 
-# Its operands, its attributes if the tensors were undivided, and what it is: a "run",
-# or the "start" or the "done" of one, or a "check".
+# The positions of the operands, the attributes, and the kind: "run", "start", "done" or
+# "check". The attributes are those of tensors that are not sharded.
 Call = tuple[tuple[int, ...], Mapping[str, Any], str]
 Calls = Sequence[Call]
-# On CPUs; on CUDA devices they are those of one device.
+# The handlers on CPUs. On CUDA devices each device uses the handlers of one device.
 _TARGETS = {
     "run": "ringjax_meet",
     "start": "ringjax_meet_start",
@@ -39,52 +45,69 @@ _TARGETS = {
 
 
 def lower_chain(
-    ctx: Any, program: Any, operands: Sequence[Any], calls: Calls
-) -> list[Any]:
+    ctx: Context, program: Program, operands: Sequence[IrValue], calls: Calls
+) -> list[IrValue]:
     """Lowers calls in one chain; the last operand and result is its order value."""
     if program.mesh is not None:
         return _emit_manual(ctx, program, operands, calls)
-    last = call_order.previous_value(ctx)
-    out = _lower_partitioned(ctx, program, operands, ctx.avals_in, calls, last)
-    call_order.set_previous_value(ctx, out[-1], ctx.avals_in[-1])
+    avals = jax_private.avals_in(ctx)
+    previous = call_order.previous_value(ctx)
+    out = _lower_partitioned(ctx, program, operands, avals, calls, previous)
+    call_order.set_previous_value(ctx, out[-1], avals[-1])
     return out
 
 
 def lower_check(
-    ctx: Any, program: Any, operands: Sequence[Any], whole: Mapping[str, Any]
-) -> Any:
-    """Lowers a call that only reads; `operands` as for a chain, results its order."""
-    # The order value comes first in the primitive, and last in all calls.
-    avals = [*ctx.avals_in[1:], ctx.avals_in[0]]
+    ctx: Context,
+    program: Program,
+    operands: Sequence[IrValue],
+    whole: Mapping[str, Any],
+) -> IrValue:
+    """Lowers a call that only reads its tensors.
+
+    Args:
+        operands: the tensors, and the order value.
+        whole: the attributes of the call if the tensors were not sharded.
+
+    Returns:
+        The order value.
+    """
+    # In the primitive the order value is the first operand, in calls the last.
+    order_aval, *leaf_avals = jax_private.avals_in(ctx)
+    avals = [*leaf_avals, order_aval]
     calls = [(tuple(range(len(avals) - 1)), whole, "check")]
     if program.mesh is not None:
-        own = _shard_calls(
-            program, shards.of_mesh(program, shares.varying_axes(avals[:-1])), calls
-        )
+        held = shards.of_mesh(program, shares.varying_axes(leaf_avals))
+        own = _shard_calls(program, held, calls)
         return _emit(ctx, program, operands, avals, own, kept=(), reads=True)[-1]
-    last = call_order.previous_value(ctx)
+    previous = call_order.previous_value(ctx)
     (order,) = _lower_partitioned(
-        ctx, program, operands, avals, calls, last, reads=True
+        ctx, program, operands, avals, calls, previous, reads=True
     )
     call_order.set_previous_value(ctx, order, avals[-1])
     return order
 
 
 def lower_ordered(
-    ctx: Any,
-    program: Any,
-    operands: Sequence[Any],
+    ctx: Context,
+    program: Program,
+    operands: Sequence[IrValue],
     wholes: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
     *,
     in_place: bool,
-) -> list[Any]:
-    """Lowers calls that JAX's token of the ordered effect goes through."""
+) -> list[IrValue]:
+    """Lowers calls that JAX's token orders.
+
+    Args:
+        wholes: for each call the positions of its operands, and its attributes if the
+            tensors were not sharded.
+    """
     calls = [(cut, whole, "run") for cut, whole in wholes]
     if program.mesh is not None:
         return _emit_ordered_manual(ctx, program, operands, calls, in_place=in_place)
-    # What XLA cuts has no tokens, so a number has to stand for it meanwhile.
+    # A function that XLA partitions cannot take a token, so pass a number instead.
     order, aval = call_order.order_of_token(ctx)
-    avals = [*ctx.avals_in, aval]
+    avals = [*jax_private.avals_in(ctx), call_order.ORDER]
     *out, order = _lower_partitioned(ctx, program, [*operands, order], avals, calls, [])
     call_order.token_of_order(ctx, order, aval)
     return out
@@ -95,7 +118,7 @@ def _target(program: Program, kind: str) -> str:
 
 
 def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
-    """With the attributes and the handlers of the devices' calls."""
+    """Returns the calls of the devices: with their attributes and handlers."""
     out = []
     for cut, whole, kind in calls:
         own = which.select(cut)
@@ -108,15 +131,15 @@ def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
 
 
 def _tensor_count(calls: Calls) -> int:
-    """The number of tensors of calls."""
+    """Returns the number of tensors of calls."""
     return len({i for cut, _, _ in calls for i in cut})
 
 
 def _emit_manual(
-    ctx: Any, program: Program, operands: Sequence[Any], calls: Calls
-) -> list[Any]:
-    """A chain inside of a shard_map."""
-    *avals, order = ctx.avals_in
+    ctx: Context, program: Program, operands: Sequence[IrValue], calls: Calls
+) -> list[IrValue]:
+    """Emits a chain inside a shard_map."""
+    *avals, order = jax_private.avals_in(ctx)
     inside = shares.ManualShares(ctx, program, avals)
     own = _shard_calls(program, shards.of_mesh(program, inside.varying), calls)
     sent = inside.slice_values(operands[:-1])
@@ -126,16 +149,22 @@ def _emit_manual(
 
 
 def _emit_ordered_manual(
-    ctx: Any,
+    ctx: Context,
     program: Program,
-    operands: Sequence[Any],
+    operands: Sequence[IrValue],
     calls: Calls,
     *,
     in_place: bool,
-) -> list[Any]:
-    """The same with JAX's token; what changes shapes goes as it is."""
-    inside = shares.ManualShares(ctx, program, ctx.avals_in if in_place else [])
-    varying = inside.varying if in_place else shares.varying_axes(ctx.avals_in)
+) -> list[IrValue]:
+    """Emits calls inside a shard_map that JAX's token orders.
+
+    A collective that changes shapes sends whole values: its shares would not be parts
+        of
+    its results.
+    """
+    avals = jax_private.avals_in(ctx)
+    inside = shares.ManualShares(ctx, program, avals if in_place else [])
+    varying = inside.varying if in_place else shares.varying_axes(avals)
     own = _shard_calls(program, shards.of_mesh(program, varying), calls)
     plain = [(cut, attributes) for cut, attributes, _ in own]
     target = _target(program, "run")
@@ -151,20 +180,28 @@ def _emit_ordered_manual(
 
 
 def _emit(
-    ctx: Any,
+    ctx: Context,
     program: Program,
-    operands: Sequence[Any],
-    avals: Sequence[Any],
+    operands: Sequence[IrValue],
+    avals: Sequence[Aval],
     calls: Calls,
     *,
     kept: Sequence[int],
-    behind: Sequence[Any] = (),
+    behind: Sequence[IrValue] = (),
     inside: bool = False,
     reads: bool = False,
-) -> list[Any]:
-    """One device's calls, each with the order value of the one before.
+) -> list[IrValue]:
+    """Emits the calls of one device; each takes the order value of the previous call.
 
-    `reads`: they have no other result, and their tensors are returned as they are.
+    Args:
+        kept: the positions of tensors whose memory results must not use.
+        behind: more values on which the first call depends.
+        inside: as for `jax_private.emit`.
+        reads: True if the calls only read their tensors. Their only result is the order
+            value.
+
+    Returns:
+        The tensors after the calls, and the order value.
     """
     *values, order = operands
     for number, (cut, attributes, target) in enumerate(calls):
@@ -189,34 +226,40 @@ def _emit(
 
 
 def _lower_partitioned(
-    ctx: Any,
-    program: Any,
-    operands: Sequence[Any],
-    avals: Sequence[Any],
+    ctx: Context,
+    program: Program,
+    operands: Sequence[IrValue],
+    avals: Sequence[Aval],
     calls: Calls,
-    behind: Sequence[tuple[Any, Any]],
+    behind: Sequence[OrderValue],
     *,
     reads: bool = False,
-) -> list[Any]:
-    """The calls in a program that XLA is still to cut: it asks how when it does.
+) -> list[IrValue]:
+    """Lowers calls in a program that XLA will partition.
 
-    `reads`: only the order value is returned, and tensors lie as they did.
+    XLA asks for the calls of one device when it partitions. XLA caches programs by
+    their text, which does not contain the calls; so a digest of the calls is one more
+    operand.
 
-    XLA's programs are kept by their text, which says nothing about the calls: so their
-    digest is one more operand.
+    Args:
+        behind: more values on which the first call depends.
+        reads: True if the calls only read their tensors. The only result is then the
+            order value, and the tensors keep their shardings.
     """
-    count = len(operands) - 1  # of tensors
-    first = count if reads else 0  # of the values that are results
+    count = len(operands) - 1  # of the tensors; the last operand is the order value
+    first = count if reads else 0  # the position of the first result in the operands
     kept = jax_private.unaliasable(program, operands[:-1])
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
-    nowhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    # Perhaps on a thread of XLA's, whose Python state ends with it: nothing may stay
-    # there.
-    def partition(_mesh: Any, args: Any, results: Any) -> Any:
+    # XLA may call this on a thread of its own, whose Python state ends with the thread.
+    # So it must not store anything in a threading.local.
+    def partition(
+        _mesh: Mesh, args: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Any, ...]:
         shapes = [aval.shape for aval in avals[:count]]
         chosen = [
-            r.sharding if _is_even(r.sharding, shape) else nowhere
+            r.sharding if _is_even(r.sharding, shape) else replicated
             for r, shape in zip(args if reads else results, shapes, strict=False)
         ]
         cut: list[shares.Replicas | None] = [None] * count
@@ -227,20 +270,20 @@ def _lower_partitioned(
         )
         frozen = tuple((i, tuple(named.items()), target) for i, named, target in own)
 
-        def lower(*values: Any) -> Any:
+        def lower(*values: Traced) -> Sequence[Traced]:
             return _device_part(values[:-1], cut, calls=frozen, kept=kept, reads=reads)
 
-        placed = (*chosen, nowhere)
+        placed = (*chosen, replicated)
         return (
             mesh,
             lower,
             placed[first:],
-            (*placed, *(nowhere for _ in behind), nowhere),
+            (*placed, *(replicated for _ in behind), replicated),
         )
 
-    # XLA asks for what becomes of the results; every dimension of every tensor may be
-    # cut, and results are cut as the tensors are.
-    def rule(_mesh: Any, operands: Any, _results: Any) -> str:
+    # Every dimension of every tensor may be sharded, and a result has the sharding of
+    # its operand.
+    def rule(_mesh: Mesh, operands: Sequence[Any], _results: Sequence[Any]) -> str:
         numbers = itertools.count()
         sides = [" ".join(f"i{next(numbers)}" for _ in t.shape) for t in operands]
         return f"{', '.join(sides)} -> {', '.join(sides[first : count + 1])}"
@@ -261,23 +304,25 @@ def _lower_partitioned(
 
 
 def _device_part(
-    values: Sequence[Any], cut: Sequence[shares.Replicas | None], **parameters: Any
-) -> tuple[Any, ...]:
-    """One device's part, with its shares of the tensors that are `cut`.
+    values: Sequence[Traced],
+    cut: Sequence[shares.Replicas | None],
+    **parameters: Any,
+) -> tuple[Traced, ...]:
+    """Binds the calls of one device, with its shares of the tensors in `cut`.
 
-    XLA asks for it while it compiles, with jax 0.12 on the thread that compiles, where
-    `jax.set_mesh` holds. That mesh is not for this part: with explicit axes JAX would
-    write shardings into what lies on one device already, behind all passes of XLA that
-    take them out again.
+    XLA asks for them while it compiles. With jax 0.12 that is on the thread that
+    compiles, where `jax.set_mesh` is in effect. Hide that mesh: with explicit axes JAX
+    would add shardings to values that are on one device already, after the passes of
+    XLA that remove shardings.
     """
     with jax.sharding.use_abstract_mesh(_NO_MESH):
-        place = jax.lax.axis_index(_AXIS)
-        out = _part_p.bind(*shares.slice_all(values, cut, place), **parameters)
+        position = jax.lax.axis_index(_AXIS)
+        out = _part_p.bind(*shares.slice_all(values, cut, position), **parameters)
         return tuple(shares.gather_all(out, values, cut, _AXIS))
 
 
-def _is_even(sharding: Any, shape: Sequence[int]) -> bool:
-    """Whether all shards are alike, so that none has to be filled up."""
+def _is_even(sharding: Sharding | None, shape: Sequence[int]) -> bool:
+    """Returns True if all shards have one shape, so that no shard is padded."""
     if sharding is None:
         return False
     try:
@@ -287,19 +332,24 @@ def _is_even(sharding: Any, shape: Sequence[int]) -> bool:
     return True
 
 
-# The part of one device, where XLA has asked for it.
+# The calls of one device in a program that XLA partitions.
 _part_p = jax_private.new_primitive("part")
 
 
 def _lower_part(
-    ctx: Any, program: Any, *operands: Any, calls: Any, kept: Any, reads: bool
-) -> list[Any]:
+    ctx: Context,
+    program: Program,
+    *operands: IrValue,
+    calls: Sequence[tuple[Any, ...]],
+    kept: Sequence[int],
+    reads: bool,
+) -> list[IrValue]:
     count = 1 + _tensor_count(calls)
     out = _emit(
         ctx,
         program,
         operands[:count],
-        ctx.avals_in,
+        jax_private.avals_in(ctx),
         [(cut, dict(attributes), target) for cut, attributes, target in calls],
         kept=kept,
         behind=operands[count:],
@@ -309,7 +359,9 @@ def _lower_part(
     return out[-1:] if reads else out
 
 
-def _part_shapes(*avals: Any, calls: Any, kept: Any, reads: bool) -> list[Any]:
+def _part_shapes(
+    *avals: Aval, calls: Calls, kept: Sequence[int], reads: bool
+) -> list[Aval]:
     del kept
     count = 1 + _tensor_count(calls)
     out = [aval.update(weak_type=False) for aval in avals[:count]]

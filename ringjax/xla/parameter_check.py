@@ -1,15 +1,16 @@
-"""Now and then, a look whether all ranks have the same parameters: a native call.
+"""Periodic comparison of parameters between ranks, in compiled steps.
 
-It stands before the gradients' call in the chain of `seq`, and ends at once in most
-steps. When it is due, how it compares and what it says is native (`ffi/check.cc`). On
-CUDA devices there is none, since handlers there never wait for the device: what the
-program itself shows is a warning when it is lowered.
+The comparison is a native call in the chain of `seq`, before the call of the gradients.
+In most steps it returns at once. The handler (`ffi/check.cc`) decides when a comparison
+is due, compares, and prints the warning. On CUDA devices there is no such call, because
+handlers there must not wait for the device. The lowering then warns only about values
+that the program visibly computes without a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -17,12 +18,16 @@ from ringjax import stderr
 from ringjax.eager import dtypes
 from ringjax.xla import buckets, jax_private, lowering, multi_device
 
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import Batched, Context, IrValue, Jvp, Tangent, Traced
+    from ringjax.xla.program import Program
+
 _check_p = jax_private.new_primitive("check_alike")
 
 
 def check(
-    seq: Any,
-    params: Sequence[Any],
+    seq: Traced,
+    params: Sequence[object],
     names: Sequence[str],
     *,
     comm: int,
@@ -31,23 +36,30 @@ def check(
     timeout: float,
     first: int = -1,
     own: Sequence[str] = (),
-) -> Any:
-    """Returns `seq`; parameters that differ between ranks are a warning, no error.
+) -> Traced:
+    """Adds a comparison of parameters to a program.
+
+    If parameters differ between ranks, the first rank prints a warning.
 
     Args:
-      seq: uint32[1], the number of the step.
-      params: whatever are no arrays of numbers is left out.
-      names: their names, for the warning.
-      comm: who takes part.
-      every: at how manieth steps they are compared.
-      name: stands for the call in error messages.
-      timeout: of waiting for other ranks.
-      first: from 0: `seq` has no number of the step, so calls are counted, and
-        this is the first one to look at. In elastic jobs, none is.
-      own: those of `names` that this rank computes without a collective. They may be
-        alike all the same; if nobody compares them, they are a warning.
+        seq: uint32[1], the number of the step.
+        params: the parameters. Values that are not arrays of numbers are ignored.
+        names: the names of the parameters, for the warning.
+        comm: the id of the communicator.
+        every: compare in every so many steps.
+        name: stands for the call in error messages.
+        timeout: seconds to wait for other ranks.
+        first: -1: `seq` is the number of the step. From 0: `seq` is not the number of
+            the step, so the handler counts its calls, and this is the number of the
+            first call that compares. In elastic jobs no such call compares.
+        own: the names of the parameters that this rank computes without a collective.
+            They may still be equal on all ranks, so on CPUs they are compared like the
+            other parameters. On CUDA devices each of them causes a warning.
+
+    Returns:
+        `seq`, which depends on the comparison.
     """
-    chosen = [
+    chosen: list[tuple[Any, str]] = [
         (x, n)
         for x, n in zip(params, names, strict=True)
         if getattr(getattr(x, "dtype", None), "name", None) in dtypes.NUMBERS
@@ -67,18 +79,25 @@ def check(
     return seq
 
 
-def _lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+def _lower(
+    ctx: Context, program: Program, *operands: IrValue, **params: Any
+) -> list[IrValue]:
     seq, *leaves = operands
     if program.platform == "cuda":
         _warn(**params)
         return [seq]
     whole = _attributes(**params)
     if program.devices:
-        # Each shard is compared by itself, with that of its place on the other ranks.
+        # Each shard is compared with the shard of its position on the other ranks.
         return [multi_device.lower_check(ctx, program, [*leaves, seq], whole)]
     return jax_private.emit(
-        *(ctx, program, "ringjax_check", operands, ctx.avals_in, ctx.avals_out),
-        aliases={},  # a call that is repeated needs its `seq` still, which is small
+        ctx,
+        program,
+        "ringjax_check",
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        aliases={},  # `seq` is small, and a call that is repeated needs it again
         attributes=whole,
     )
 
@@ -104,16 +123,19 @@ def _attributes(
     }
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    """An ensemble: the parameters of all members at once, and one seq for all."""
+def _batch(
+    args: Sequence[Traced], dims: Sequence[int | None], **params: Any
+) -> Batched:
+    """Batches an ensemble: compares all members at once, with one `seq` for all."""
     seq, *leaves = args
     if dims[0] is not None:
         seq = seq[(slice(None),) * dims[0] + (0,)]
-    return _check_p.bind(seq, *leaves, **params), [None]
+    results: list[Traced] = _check_p.bind(seq, *leaves, **params)
+    return results, [None]
 
 
-def _jvp(args: Any, ts: Any, **params: Any) -> Any:
-    out = _check_p.bind(*args, **params)
+def _jvp(args: Sequence[Traced], ts: Sequence[Tangent], **params: Any) -> Jvp:
+    out: list[Traced] = _check_p.bind(*args, **params)
     return out, [jax_private.zero_tangent(x) for x in out]
 
 

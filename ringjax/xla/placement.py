@@ -1,9 +1,8 @@
-"""Which CUDA devices JAX computes on, asked once ringjax knows its ranks.
+"""Assignment of a host's CUDA devices to its ranks, after `ringjax.init` knows them.
 
-Ranks of a host share out its devices, unless somebody has chosen already: one each, or
-as many as RINGJAX_DEVICES_PER_RANK says. The device communicators are built in
-`world/devices.py`, which knows no framework. Not for CPU devices: there is nothing to
-build for them. Uses what is public of JAX only.
+Unless the user has chosen devices, each rank gets one device, or as many devices as
+RINGJAX_DEVICES_PER_RANK says. `world/devices.py`, which knows no framework, builds the
+device communicators. CPU devices need none. This module uses public names of JAX only.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _VISIBLE = "jax_cuda_visible_devices"
 
 
 def open_devices(world: World, started: bool) -> None:
-    """Builds the device communicators if any rank can have one; at every init.
+    """Builds the device communicators if any rank can have one; called at each init.
 
-    Asking JAX for its device starts its backends, so where no rank has a CUDA driver it
-    is not asked. NCCL is opened afterwards: then JAX has mapped its copy.
+    A query for JAX's devices starts its backends. So if no rank has a CUDA driver, this
+    function does not query. NCCL is opened after the query, because JAX has then loaded
+    its own copy of NCCL, which both use.
 
     Args:
-        world: knows which ranks have devices.
-        started: whether JAX's backends have been started already.
+        started: True if JAX's backends have been started already.
     """
     if not world.devices.possible:
         if world.config.devices_per_rank != 1 and world.rank == 0:
@@ -45,29 +44,31 @@ def open_devices(world: World, started: bool) -> None:
 def restrict_visible_devices(
     numbers: Sequence[int], started: bool, log: Callable[[str, str], None]
 ) -> None:
-    """Lets JAX see this rank's devices only, unless somebody has chosen already."""
+    """Lets JAX see only this rank's devices, unless the user has chosen devices."""
     settings: Any = jax.config
     if settings.values.get(_VISIBLE, "all") not in ("", "all"):
         return
-    mine = ",".join(map(str, numbers))
+    visible = ",".join(map(str, numbers))
     if not started:
-        jax.config.update(_VISIBLE, mine)
+        jax.config.update(_VISIBLE, visible)
     elif jax.default_backend() == "gpu" and jax.local_device_count() > len(numbers):
         log(
             "warning",
             f"JAX was used before ringjax.init() and holds all "
             f"{jax.local_device_count()} devices of this host; call ringjax.init() "
-            f"first, or set CUDA_VISIBLE_DEVICES={mine} for this rank",
+            f"first, or set CUDA_VISIBLE_DEVICES={visible} for this rank",
         )
 
 
 def cuda_devices(each: int = 1) -> tuple[Sequence[int], str]:
-    """The numbers of the CUDA devices that JAX computes on; or none, and why.
-
-    Numbers are the driver's, whatever JAX was told to see.
+    """Returns the driver's numbers of the CUDA devices that JAX computes on.
 
     Args:
-        each: how many are wanted: 1 is JAX's default device, else all that it sees.
+        each: 1: the number of JAX's default device. Any other value: the numbers of all
+            devices that JAX sees.
+
+    Returns:
+        The numbers and an empty text; or no numbers, and the reason.
     """
     settings: Any = jax.config
     platforms = settings.jax_platforms

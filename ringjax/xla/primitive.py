@@ -1,27 +1,52 @@
-"""From a declaration to a JAX primitive: shapes, batching, derivatives, order.
+"""Construction of JAX primitives: shapes, batching, derivatives, native calls.
 
-A collective takes any number of operands and is one native call. What it means is said
-in `collectives/<op>.py`; what JAX calls things in `jax_private.py`. The allreduce of
-gradients is in `chained.py`. No input checks.
+A collective takes any number of operands and is one native call. `collectives/<op>.py`
+defines each collective with the functions of this module. The allreduce of gradients is
+in `gradient_allreduce.py`. Arguments are checked in `collectives/arguments.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ringjax import _native, errors, runtime
-from ringjax.ops import ReduceOp as ReduceOp
+from ringjax.ops import ReduceOp
 from ringjax.xla import buckets, jax_private, lowering, multi_device
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ringjax.xla.jax_types import (
+        Aval,
+        Batched,
+        Context,
+        IrValue,
+        Jvp,
+        Params,
+        Primitive,
+        Tangent,
+        Traced,
+    )
+    from ringjax.xla.program import Program
+
+    ShapeRule = Callable[..., list[Aval]]
+    # ``(cotangents, avals of the operands, params) -> cotangents of the operands``
+    TransposeRule = Callable[[list[Traced], list[Aval], Params], Sequence[Traced]]
+    # ``(operands, tangents, results, params) -> tangents of the results``
+    TangentRule = Callable[
+        [list[Traced], list[Traced], list[Traced], Params], Sequence[Traced]
+    ]
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
-# Every collective has the same parameters, so that one lowering serves all of them.
-# counts and names have one entry per operand; counts are rows (dimension 0) per rank.
+# All collectives have these parameters, so that one lowering serves all of them.
+# `counts` and `names` have one entry for each operand: the rows (dimension 0) of each
+# rank, and a name for errors.
 DEFAULTS: dict[str, Any] = {
     "comm": 0,
     "reduce_op": int(ReduceOp.Sum),
@@ -36,10 +61,7 @@ DEFAULTS: dict[str, Any] = {
     "timeout": -1.0,
 }
 
-ShapeRule = Callable[..., list[Any]]
-TransposeRule = Callable[[list[Any], list[Any], dict[str, Any]], Sequence[Any]]
-
-_primitives: dict[str, Any] = {}
+_primitives: dict[str, Primitive] = {}
 
 
 def define_collective(
@@ -47,20 +69,23 @@ def define_collective(
     *,
     shape: ShapeRule,
     in_place: bool,
-    batch: Callable[..., Any] | None,
-    jvp: Callable[..., Any] | None,
+    batch: Callable[..., Batched] | None,
+    jvp: Callable[..., Jvp] | None,
     transpose: TransposeRule | None,
-) -> Any:
-    """Declares a collective and returns its primitive.
+) -> Primitive:
+    """Defines the primitive of a collective.
 
     Args:
-      name: a key of `_native.COLLECTIVES`.
-      shape: ``(avals, **params) -> avals`` of the results.
-      in_place: results have the shapes of the operands and may reuse their memory.
-      batch: JAX's batching rule, with the primitive as an extra first argument.
-      jvp: the same for JAX's rule of forward derivatives. None: not differentiable.
-      transpose: ``(cotangents, operands, params) -> cotangents of the operands``; sees
-        only the operands whose cotangent is not zero. None: not linear.
+        name: a key of `_native.COLLECTIVES`.
+        shape: the shape rule, ``(avals, **params) -> avals of the results``.
+        in_place: True if results have the shapes of the operands; they may then use the
+            memory of the operands.
+        batch: JAX's batching rule, with the primitive as an additional first argument.
+        jvp: JAX's rule of forward derivatives, with the primitive as an additional
+            first argument. None: the collective has no derivative.
+        transpose: ``(cotangents, avals, params) -> cotangents of the operands``. It
+            receives only operands whose cotangent is not zero. None: the collective is
+            not linear.
     """
     primitive = jax_private.new_primitive(name)
     jax_private.set_shape_rule(primitive, lambda *a, **kw: shape(a, **kw), ordered=True)
@@ -71,11 +96,15 @@ def define_collective(
         transpose=transpose and _sparse_transpose(transpose),
     )
 
-    def lower(ctx: Any, program: Any, *operands: Any, **params: Any) -> list[Any]:
+    def lower(
+        ctx: Context, program: Program, *operands: IrValue, **params: Any
+    ) -> list[IrValue]:
         if program.devices:
             refuse_adasum(name, params["reduce_op"], NO_SHARDS)
         if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
-            check_nccl(name, ctx.avals_in, params)
+            check_nccl(name, jax_private.avals_in(ctx), params)
+        # An elastic job repeats an operation as one call, and NCCL has no handler whose
+        # compile time grows with the number of tensors: do not split.
         whole = program.elastic or program.platform == "cuda"
         count = len(operands)
         pieces = buckets.split_evenly(
@@ -103,10 +132,14 @@ def define_collective(
     return primitive
 
 
-def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any]:
+def bind(
+    collective: str, operands: Sequence[ArrayLike], /, **params: Any
+) -> list[Traced]:
     """Binds a collective; parameters that are not given have their defaults.
 
-    By name, because the derivatives of collectives lead to each other in circles.
+    Args:
+        collective: the name of the collective. A name and no primitive, because the
+            derivatives of the collectives use each other.
     """
     elastic = runtime.elastic()
     primitive = _primitives[collective]
@@ -123,20 +156,20 @@ def bind(collective: str, operands: Sequence[Any], /, **params: Any) -> list[Any
             )
         ]
     except ValueError as error:
-        # What JAX's C++ makes of a failure while it calls a program, here one of ours.
+        # If a call fails while JAX's C++ dispatches its program, JAX raises ValueError.
         if "RINGJAX[" in str(error):
             raise jax.errors.JaxRuntimeError(str(error)) from None
         raise
 
 
-def read_result(result: Any) -> np.ndarray[Any, Any]:
-    """The result of a collective outside of jit, for the host to act on.
+def read_result(result: Traced) -> np.ndarray[Any, Any]:
+    """Returns the result of a collective outside of jit as a numpy array.
 
-    On a CUDA device a call is enqueued before it is known whether all ranks made the
-    same one, and if they did not, a result of as many bytes looks like any other.
+    On a CUDA device a call is enqueued before the ranks have compared their calls. If
+    their calls differ, the result has wrong values, which the host must not use.
 
     Raises:
-      jax.errors.JaxRuntimeError: the ranks made different calls, or a rank is lost.
+        jax.errors.JaxRuntimeError: the ranks made different calls, or a rank is lost.
     """
     array = np.asarray(result)
     confirm()
@@ -144,10 +177,10 @@ def read_result(result: Any) -> np.ndarray[Any, Any]:
 
 
 def confirm() -> None:
-    """Waits until the ranks are known to have made the same calls on their devices.
+    """Waits until the ranks have compared all calls on their devices.
 
     Raises:
-      jax.errors.JaxRuntimeError: as if the call itself had failed.
+        jax.errors.JaxRuntimeError: the calls differ, or have failed.
     """
     try:
         runtime.confirm()
@@ -156,11 +189,12 @@ def confirm() -> None:
         raise jax.errors.JaxRuntimeError(f"{code}: {error}") from None
 
 
-def split_programs(operands: Sequence[Any], elastic: bool) -> buckets.Cuts:
-    """What is compiled together: outside of jit, what would be one native call in it.
+def split_programs(operands: Sequence[ArrayLike], elastic: bool) -> buckets.Cuts:
+    """Returns the positions of the operands of each program.
 
-    Time to compile grows faster than a program. In an elastic job the loss of a rank
-    must not come between the parts of an operation.
+    Outside of jit an operation on many tensors is several programs, because the time to
+    compile grows faster than the program. In an elastic job it is one program, so that
+    no rank can be lost between the parts of an operation.
     """
     count = len(operands)
     many = count > buckets.MAX_TENSORS and not elastic
@@ -168,11 +202,13 @@ def split_programs(operands: Sequence[Any], elastic: bool) -> buckets.Cuts:
     return buckets.split_evenly(count, buckets.MAX_TENSORS if cut else count or 1)
 
 
-def call_attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, Any]:
-    """The attributes of a native call: no rank and no size unless a shape needs it.
+def call_attributes(op: str, params: Params, **extra: int) -> dict[str, Any]:
+    """Returns the attributes of a native call.
 
-    Always the same ones, but for the timeout, which is there only if the call has one
-    of its own: the core counts them to know.
+    Rank and size are not among them unless a shape depends on them: after an elastic
+    restart a compiled program may serve another rank. The attributes are always the
+    same set, except for the timeout, which is present only if the call has a timeout of
+    its own. The core counts the attributes to find out.
     """
     out = {k: v for k, v in params.items() if k in DEFAULTS}
     if out["timeout"] < 0:
@@ -183,8 +219,8 @@ def call_attributes(op: str, params: dict[str, Any], **extra: int) -> dict[str, 
     return {**out, "site": 0, "first": 0, "last": 0, "in_flight": 0, **extra}
 
 
-def check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
-    """Refuses what only the CPU engine can reduce, before anything is compiled."""
+def check_nccl(what: str, avals: Sequence[Aval], params: Params) -> None:
+    """Refuses reductions that only the CPU engine can do, before JAX compiles."""
     op = ReduceOp(params["reduce_op"])
     if op is ReduceOp.Adasum:
         raise ValueError(
@@ -205,8 +241,8 @@ def check_nccl(what: str, avals: Sequence[Any], params: dict[str, Any]) -> None:
             )
 
 
-def select_operands(params: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The parameters of the same call with only the operands `kept`."""
+def select_operands(params: Params, kept: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of the call with only the operands `kept`."""
     per_operand = ("counts", "names")
     chosen = {k: tuple(params[k][i] for i in kept) for k in per_operand if params[k]}
     return {**params, **chosen}
@@ -215,18 +251,21 @@ def select_operands(params: dict[str, Any], kept: Sequence[int]) -> dict[str, An
 # -- rules that several collectives share ----------------------------------------------
 
 
-def same_shape(avals: Sequence[Any], **params: Any) -> list[Any]:
-    """Every result looks like its operand."""
+def same_shape(avals: Sequence[Aval], **params: Any) -> list[Aval]:
+    """The shape rule of collectives whose results have the shapes of the operands."""
     return [a.update(weak_type=False) for a in avals]
 
 
-def scale(x: Any, factor: float) -> Any:
-    """``factor * x`` in the dtype of x, and no operation for 1."""
+def scale(x: Traced, factor: float) -> Traced:
+    """Returns ``factor * x`` in the dtype of x; x itself if the factor is 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 def refuse_adasum(what: str, op: int, lacks: str) -> None:
-    """Adasum weighs whole tensors by their own values: no rule of the others holds."""
+    """Refuses Adasum where a rule holds only for elementwise reductions.
+
+    Adasum weights whole tensors by dot products of their values.
+    """
     if op == ReduceOp.Adasum:
         raise TypeError(f"ringjax.{what}: op=Adasum has {lacks}")
 
@@ -241,43 +280,65 @@ NO_VMAP = (
 )
 
 
-def batch_elementwise(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
-    """Every element is treated alike: the batch dimension may stay where it is."""
+def batch_elementwise(
+    p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
+) -> Batched:
+    """The batching rule of elementwise collectives: batch dimensions stay in place."""
     return p.bind(*xs, **params), list(dims)
 
 
-def batch_rows(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
-    """Dimension 0 is cut by rank, so the batch dimension goes to place 1."""
+def batch_rows(
+    p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
+) -> Batched:
+    """The batching rule of collectives that divide dimension 0 between the ranks.
+
+    The batch dimension moves to position 1.
+    """
     xs = [
         x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(xs, dims, strict=True)
     ]
     return p.bind(*xs, **params), [None if d is None else 1 for d in dims]
 
 
-def linear_jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
-    """A linear map is its own derivative; symbolic zeros are not sent."""
+def linear_jvp(
+    p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
+) -> Jvp:
+    """The derivative of a linear collective: the collective of the tangents."""
     return sparse_jvp(p, xs, ts, params, lambda _x, live, _y, kw: p.bind(*live, **kw))
 
 
-def sparse_jvp(p: Any, xs: Any, ts: Any, params: Any, tangents: Any) -> Any:
-    """Results and tangents, where ``tangents(xs, ts, ys, params)`` sees live ones only.
+def sparse_jvp(
+    p: Primitive,
+    xs: Sequence[Traced],
+    ts: Sequence[Tangent],
+    params: Params,
+    tangents: TangentRule,
+) -> Jvp:
+    """Returns results and tangents; tangents that are symbolic zeros are not sent.
 
-    Which tangents are symbolic zeros is part of the program, hence equal on all ranks.
+    Whether a tangent is a symbolic zero is part of the program, hence equal on all
+    ranks.
+
+    Args:
+        tangents: computes the other tangents from their operands, tangents and results.
     """
-    ys = p.bind(*xs, **params)
-    out = [jax_private.zero_tangent(y) for y in ys]
+    ys: list[Any] = p.bind(*xs, **params)
+    out: list[Any] = [jax_private.zero_tangent(y) for y in ys]
     live = [i for i, t in enumerate(ts) if type(t) is not jax_private.Zero]
     if live:
-        chosen = ([values[i] for i in live] for values in (xs, ts, ys))
-        values = tangents(*chosen, select_operands(params, live))
+        chosen: list[list[Any]] = [[v[i] for i in live] for v in (xs, ts, ys)]
+        live_xs, live_ts, live_ys = chosen
+        values = tangents(live_xs, live_ts, live_ys, select_operands(params, live))
         for i, value in zip(live, values, strict=True):
             out[i] = value
     return ys, out
 
 
-def _sparse_transpose(rule: TransposeRule) -> Any:
-    def transpose(cts: Any, *xs: Any, **params: Any) -> list[Any]:
-        out = [
+def _sparse_transpose(
+    rule: TransposeRule,
+) -> Callable[..., list[Tangent | None]]:
+    def transpose(cts: Sequence[Any], *xs: Any, **params: Any) -> list[Tangent | None]:
+        out: list[Tangent | None] = [
             jax_private.zero_cotangent(x) if jax_private.is_linear(x) else None
             for x in xs
         ]

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from ringjax.world.communicator_ids import REPLICA_SET
 
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import Context, Params
+
 
 class Program(NamedTuple):
-    """What the rules of a lowering know of the program.
+    """Properties of a program that decide how its calls are lowered.
 
     Attributes:
-      platform: "cpu" or "cuda".
-      devices: in the order of the program; of other processes, too. Empty if it is
-        over one device only.
-      mesh: None if the program is still to be cut into what each device does; else what
-        is lowered is one device's part already, and the mesh is of all of them.
-      elastic: ranks may be lost, and a call that this breaks off is repeated.
-      joined: the numbers of the CUDA devices that this rank has joined with others.
+        platform: "cpu" or "cuda".
+        devices: the devices of the program in its order, also of other processes. Empty
+            if the program runs on one device.
+        mesh: the mesh of a shard_map: the program is then already the part of one
+            device. None if XLA will partition the program, or if it runs on one device.
+        elastic: True if ranks may be lost; a call that a loss interrupts is repeated.
+        joined: the numbers of the CUDA devices that have a communicator with the other
+            ranks.
     """
 
     platform: str
-    devices: tuple[Any, ...] = ()
-    mesh: Any = None
+    devices: tuple[jax.Device, ...] = ()
+    mesh: jax.sharding.Mesh | None = None
     elastic: bool = False
     joined: tuple[int, ...] = ()
 
     @property
-    def here(self) -> list[Any]:
-        """The devices of this process."""
-        mine = jax.process_index()
-        return [device for device in self.devices if device.process_index == mine]
+    def local_devices(self) -> list[jax.Device]:
+        """The devices of this process, in the order of the program."""
+        this_process = jax.process_index()
+        return [d for d in self.devices if d.process_index == this_process]
 
 
-def program_of(ctx: Any, name: str, platform: str) -> Program:
+def program_of(ctx: Context, name: str, platform: str) -> Program:
+    """Returns the program that a rule lowers for.
+
+    Raises:
+        ValueError: the collective `name` is in a shard_map that leaves some axes of its
+            mesh to JAX, or that has no devices yet.
+    """
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
     if mesh is None:
         if (getattr(axes, "num_devices", 1) or 1) == 1:
             return Program(platform)
-        return Program(platform, tuple(axes.device_assignment))
+        return Program(platform, tuple(getattr(axes, "device_assignment", ())))
     if mesh.size == 1:
         return Program(platform)
-    missing = set(mesh.axis_names) - set(axes.manual_axes)
+    missing = set(mesh.axis_names) - set(getattr(axes, "manual_axes", ()))
     if missing:
         raise ValueError(
             f"ringjax.{name}: this shard_map leaves the mesh axes {sorted(missing)} to "
@@ -59,8 +68,12 @@ def program_of(ctx: Any, name: str, platform: str) -> Program:
     return Program(platform, tuple(mesh.devices.flat), mesh)
 
 
-def check_processes(program: Program, name: str, params: Mapping[str, Any]) -> None:
-    """Of a program over several processes, each one averages its own shards."""
+def check_processes(program: Program, name: str, params: Params) -> None:
+    """Checks that processes of one program exchange their shards by the replica set.
+
+    The processes of a group hold different shards of a tensor. A collective of another
+    process set would reduce shards of different places.
+    """
     if params.get("comm", REPLICA_SET) == REPLICA_SET:
         return
     count = len({device.process_index for device in program.devices})
@@ -73,7 +86,12 @@ def check_processes(program: Program, name: str, params: Mapping[str, Any]) -> N
 
 
 def check_joined_devices(name: str, problem: str, program: Program) -> None:
-    wanted = [device.local_hardware_id for device in program.here]
+    """Checks that all CUDA devices of the program have a communicator.
+
+    Args:
+        problem: why this rank has no device communicator; empty if it has one.
+    """
+    wanted = [device.local_hardware_id for device in program.local_devices]
     if not problem and not set(wanted) <= set(program.joined):
         raise ValueError(
             f"ringjax.{name}: this program runs on the CUDA devices "

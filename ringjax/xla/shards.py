@@ -1,8 +1,9 @@
-"""Which device has which shard of the tensors of a call, in a program over several.
+"""The shards of the tensors of a call, in a program over several devices.
 
-On CPUs the calls of all devices become one (`engine/communicator/device_rendezvous.h`).
-Each CUDA device makes its own call, with the devices at its place on the other ranks,
-which must have the same shards. How such calls are lowered is in `several.py`.
+On CPUs the calls of all devices of a process become one call, in a device rendezvous
+(`engine/communicator/device_rendezvous.h`). Each CUDA device makes its own call with
+the devices of the same position on the other ranks, which must hold the same shards.
+`multi_device.py` lowers both.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ringjax.xla import shares
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
 from ringjax.xla.program import Program
 
 
 class Shards(NamedTuple):
-    """Where the shards of a call's tensors lie.
+    """The devices that hold the shards of a call's tensors.
 
     Attributes:
-      devices: the local ones, in an order that they share: on CPUs as XLA numbers them,
-        on CUDA by their places among those that this rank has joined with others.
-      names: the same devices in words, alike on ranks with the same ones.
-      of: for each tensor, for each device, the number of the shard that it has.
-      parts: for each tensor, the place of each shard in it, such as "[0:4,2:8]".
+        devices: the numbers of the local devices: on CPUs XLA's numbers, on CUDA the
+            positions among the devices that have a communicator.
+        names: a text that is equal on ranks with equal devices.
+        of: for each tensor, for each device, the number of the shard that it holds.
+        parts: for each tensor, the position of each shard in it, such as "[0:4,2:8]".
     """
 
     devices: tuple[int, ...]
@@ -36,15 +41,18 @@ class Shards(NamedTuple):
     parts: tuple[tuple[str, ...], ...]
 
     def select(self, kept: Sequence[int]) -> Shards:
-        """Those of the tensors `kept`."""
+        """Returns the shards of the tensors at the positions `kept`."""
         return self._replace(
             of=tuple(self.of[i] for i in kept), parts=tuple(self.parts[i] for i in kept)
         )
 
     def merged_attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes of the devices' calls; `whole` are those of undivided tensors.
+        """Returns the attributes of calls that become one call of all devices.
 
-        What there is for each tensor becomes one for each shard.
+        An attribute with one entry for each tensor gets one entry for each shard.
+
+        Args:
+            whole: the attributes of the call if its tensors were not sharded.
         """
         count = [len(parts) for parts in self.parts]
         names = whole["names"].split("\n") if whole["names"] else [""] * len(count)
@@ -53,7 +61,7 @@ class Shards(NamedTuple):
             rows = rows.reshape(len(count), -1)
         cut = "\n".join(" ".join(parts) for parts in self.parts)
         digest = hashlib.sha256(cut.encode()).hexdigest()
-        # Only what the handler reads may be there.
+        # A handler refuses attributes that it does not read: add no "counts".
         rest = {"counts": np.repeat(rows, count, axis=0)} if "counts" in whole else {}
         return {
             **whole,
@@ -69,9 +77,9 @@ class Shards(NamedTuple):
         }
 
     def attributes_per_device(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes where each device's call is one by itself.
+        """Returns the attributes of calls that each device makes on its own.
 
-        With that of its place on the other ranks, which must have the same shards.
+        The partition makes ranks disagree if their devices hold different shards.
         """
         lines = [
             f"{device}: "
@@ -83,11 +91,12 @@ class Shards(NamedTuple):
 
 
 def _numbers(program: Program) -> tuple[tuple[int, ...], str]:
-    """The local devices of a program as `Shards` has them, and their name."""
-    local = [device.local_hardware_id for device in program.here]
-    ids = tuple(int(device.id) for device in program.here)
+    """Returns `Shards.devices` and `Shards.names` for the local devices."""
+    local = [device.local_hardware_id for device in program.local_devices]
+    ids = tuple(int(device.id) for device in program.local_devices)
     if program.platform == "cuda":
-        if set(local) <= set(program.joined):  # not where it is only looked at
+        # `without_device` lowers for devices that are not joined.
+        if set(local) <= set(program.joined):
             ids = tuple(map(program.joined.index, local))
         local = list(ids)
     text = ", ".join(map(str, sorted(local)))
@@ -96,19 +105,19 @@ def _numbers(program: Program) -> tuple[tuple[int, ...], str]:
 
 def of_shardings(
     program: Program,
-    shapes: Sequence[Any],
-    shardings: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    shardings: Sequence[Sharding],
     cut: Sequence[shares.Replicas | None] | None = None,
 ) -> Shards:
-    """The shards of tensors of these shapes, numbered by their places in the tensor.
+    """Returns the shards of tensors, numbered by their positions in the tensor.
 
     Args:
-      program: its local devices take part.
-      shapes: of the tensors.
-      shardings: theirs.
-      cut: for each tensor: of whom each has a share of what they have alike.
+        program: the local devices of this program take part.
+        shapes: the shape of each tensor.
+        shardings: the sharding of each tensor.
+        cut: for each tensor the replicas of which each device holds a share, or None.
     """
-    of, parts, here = [], [], program.here
+    of, parts, here = [], [], program.local_devices
     place = {device: i for i, device in enumerate(program.devices)}
     for number, (shape, sharding) in enumerate(zip(shapes, shardings, strict=True)):
         places = sharding.devices_indices_map(tuple(shape))
@@ -137,14 +146,15 @@ def of_shardings(
 
 
 def of_mesh(program: Program, varying: Sequence[frozenset[str] | None]) -> Shards:
-    """The shards of values inside of a shard_map over all of a mesh.
+    """Returns the shards of values inside a shard_map, named by positions in the mesh.
 
     Args:
-      program: the mesh's local devices take part; a value's shard is named by its place
-        in the mesh.
-      varying: for each value the axes over which it differs; None: perhaps over all.
+        program: the local devices of its mesh take part.
+        varying: for each value the axes over which it differs; None if it may differ
+            over all axes.
     """
     mesh = program.mesh
+    assert mesh is not None
     here = [
         (place, device)
         for place, device in np.ndenumerate(mesh.devices)

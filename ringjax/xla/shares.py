@@ -1,42 +1,50 @@
-"""What devices of one process have alike, of which each moves a share.
+"""Shares of tensors that several devices of one process replicate.
 
-On CUDA every device is joined with others by itself. Were a copy sent by each of them,
-as much would travel as there are devices, and the results might differ in their last
-bits, because NCCL may add in another order for each. So each sends a share of its own,
-and XLA gathers them in the process afterwards: a hierarchical allreduce.
+Each CUDA device has its own communicator with the other ranks. If each device sent its
+replica of a tensor, the ranks would send as many copies as there are devices, and the
+results might differ in their last bits, because NCCL may add in a different order on
+each device. So each device sends a share of the tensor, and XLA gathers the shares in
+the process afterwards: a hierarchical allreduce.
 
-A large tensor is cut more finely by its sharding, which lets XLA make one of the sum
-over the devices and of the cut; what cannot be cut evenly, and what is small, is cut
-here, whatever its shape.
+A large tensor gets a finer sharding, so that XLA can fuse the sum over the devices with
+the division into shares. A small tensor, or a tensor that cannot be divided evenly, is
+flattened and sliced by this module.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ringjax.xla import jax_private
-from ringjax.xla.program import Program
 
-MIN_SHARDED_BYTES = 1 << 16  # bytes of a shard from which XLA is asked to cut it
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
+    from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
+    from ringjax.xla.program import Program
+
+MIN_SHARDED_BYTES = 1 << 16  # a shard of fewer bytes is sliced here, not by XLA
 
 
 def splits_replicas(platform: str) -> bool:
-    """Whether devices that have the same each move a share of it."""
+    """Returns True if each device sends only a share of what devices replicate."""
     return platform == "cuda"
 
 
 class Replicas(NamedTuple):
-    """The devices that have the same shard of a tensor, for each of its shards.
+    """For each shard of a tensor, the devices that hold it.
 
     Attributes:
-      groups: their places in the program, equally many in each.
-      tiles: the place of each of these shards in the tensor, and their number there.
+        groups: for each shard, the positions of its devices in the program. All groups
+            have the same length.
+        tiles: for each shard, its position in the grid of shards.
+        grid: the number of shards along each dimension of the tensor.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -44,13 +52,13 @@ class Replicas(NamedTuple):
     grid: tuple[int, ...]
 
     @property
-    def times(self) -> int:
-        """How many devices have the same."""
+    def copies(self) -> int:
+        """The number of devices that hold one shard."""
         return len(self.groups[0])
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Which share of its shard the device at each place of the program has."""
+        """For each device of the program, the number of its share of its shard."""
         out = [0] * sum(map(len, self.groups))
         for group in self.groups:
             for number, place in enumerate(group):
@@ -59,12 +67,12 @@ class Replicas(NamedTuple):
 
 
 def replicas_of(
-    devices: Sequence[Any], shape: Sequence[int], sharding: Any
+    devices: Sequence[jax.Device], shape: Sequence[int], sharding: Sharding
 ) -> Replicas:
-    """Of a tensor that is cut evenly.
+    """Returns the replicas of a tensor whose shards have equal shapes.
 
     Args:
-      devices: of the program, in its order.
+        devices: the devices of the program, in its order.
     """
     part = sharding.shard_shape(tuple(shape))
     grid = tuple(n // max(1, m) for n, m in zip(shape, part, strict=True))
@@ -79,72 +87,82 @@ def replicas_of(
 
 
 def finer_sharding(
-    devices: Sequence[Any], shape: Sequence[int], width: int, same: Replicas
-) -> Any | None:
-    """A sharding that gives each device another share of what it has alike.
+    devices: Sequence[jax.Device], shape: Sequence[int], width: int, same: Replicas
+) -> Sharding | None:
+    """Returns a sharding that gives each device of a group another part of the shard.
 
     Args:
-      width: bytes of an element.
+        width: the bytes of an element.
+        same: the replicas of the tensor.
 
     Returns:
-      None for small tensors, and where no dimension can be divided.
+        None if the tensor is small, or if no dimension can be divided evenly.
     """
     part = [n // m for n, m in zip(shape, same.grid, strict=True)]
     if math.prod(part) * width < MIN_SHARDED_BYTES:
         return None
-    axis = next((d for d, n in enumerate(part) if n % same.times == 0), None)
+    axis = next((d for d, n in enumerate(part) if n % same.copies == 0), None)
     if axis is None:
         return None
     grid = list(same.grid)
-    grid[axis] *= same.times
+    grid[axis] *= same.copies
     assignment = np.zeros(grid, np.int64)
     for tile, group in zip(same.tiles, same.groups, strict=True):
         for number, place in enumerate(group):
             at = list(tile)
-            at[axis] = at[axis] * same.times + number
+            at[axis] = at[axis] * same.copies + number
             assignment[tuple(at)] = place
     return jax_private.tiled_sharding(devices, assignment)
 
 
 def assign_shares(
-    devices: Sequence[Any], avals: Sequence[Any], shardings: Sequence[Any]
-) -> tuple[list[Any], list[Replicas | None]]:
-    """Has each device of a program take a share of what it has alike with others.
+    devices: Sequence[jax.Device], avals: Sequence[Aval], shardings: Sequence[Sharding]
+) -> tuple[list[Sharding], list[Replicas | None]]:
+    """Assigns a share of each replicated tensor to each device of a program.
 
     Returns:
-      For each tensor a sharding, finer where that will do, and else what is to be cut.
+        For each tensor a sharding, which is finer if that suffices; and the replicas of
+        the tensors that `slice_all` must slice, None for all other tensors.
     """
-    chosen: list[Any] = []
+    chosen: list[Sharding] = []
     cut: list[Replicas | None] = []
     for aval, sharding in zip(avals, shardings, strict=True):
         same, finer_one = replicas_of(devices, aval.shape, sharding), None
-        if same.times > 1 and aval.size > 0:
+        if same.copies > 1 and aval.size > 0:
             finer_one = finer_sharding(devices, aval.shape, aval.dtype.itemsize, same)
-        whole = same.times == 1 or aval.size == 0 or finer_one is not None
+        whole = same.copies == 1 or aval.size == 0 or finer_one is not None
         chosen.append(sharding if finer_one is None else finer_one)
         cut.append(None if whole else same)
     return chosen, cut
 
 
 def slice_all(
-    values: Sequence[Any], cut: Sequence[Replicas | None], place: Any
-) -> list[Any]:
-    """The values, and the shares of those that are `cut`, of the device at a place."""
+    values: Sequence[Traced], cut: Sequence[Replicas | None], position: Traced
+) -> list[Traced]:
+    """Replaces each value with replicas in `cut` by the share of one device.
+
+    Args:
+        position: the position of the device in the program.
+    """
     out = list(values)
     for i, same in enumerate(cut):
         if same:
-            number = jnp.asarray(same.numbers, jnp.int32)[place]
-            out[i] = slice_share(values[i], number, same.times)
+            number = jnp.asarray(same.numbers, jnp.int32)[position]
+            out[i] = slice_share(values[i], number, same.copies)
     return out
 
 
 def gather_all(
-    shares: Sequence[Any],
-    values: Sequence[Any],
+    shares: Sequence[Traced],
+    values: Sequence[Traced],
     cut: Sequence[Replicas | None],
     axis: str,
-) -> list[Any]:
-    """What `slice_all` was given, with the shares of all devices along a named axis."""
+) -> list[Traced]:
+    """Gathers the shares of all devices along a named axis: the inverse of `slice_all`.
+
+    Args:
+        values: the values before `slice_all`; only their shapes are used.
+    """
     out = list(shares)
     for i, same in enumerate(cut):
         if same:
@@ -152,46 +170,60 @@ def gather_all(
     return out
 
 
-def share_aval(aval: Any, count: int) -> Any:
-    """What `slice_share` makes of a value."""
+def share_aval(aval: Aval, count: int) -> Aval:
+    """Returns the aval of a result of `slice_share`."""
     return jax.core.ShapedArray((-(-aval.size // count),), aval.dtype)
 
 
-def slice_share(x: Any, number: Any, count: int) -> Any:
-    """The share `number` of `count` of all elements, filled up to equal ones."""
+def slice_share(x: Traced, number: Traced, count: int) -> Traced:
+    """Returns share `number` of `count` equal shares of all elements.
+
+    The last share is padded with zeros.
+    """
     each = -(-x.size // count)
     flat = jnp.pad(x.reshape(-1), (0, each * count - x.size))
     return jax.lax.dynamic_slice(flat, (number * each,), (each,))
 
 
-def gather_share(share: Any, shape: Sequence[int], axis: Any, groups: Any) -> Any:
-    """What `slice_share` has cut, from the shares of all devices along a named axis.
+def gather_share(
+    share: Traced,
+    shape: Sequence[int],
+    axis: str | Sequence[str],
+    groups: Sequence[Sequence[int]] | None,
+) -> Traced:
+    """Gathers the shares of all devices along a named axis: inverse of `slice_share`.
 
     Args:
-      groups: the places on it of those who have shares of one tensor; None: all.
+        groups: the positions on the axis of the devices that hold shares of one tensor.
+            None: all devices hold shares of one tensor.
     """
-    flat = jax.lax.all_gather(share, axis, axis_index_groups=groups, tiled=True)
+    flat: Traced = jax.lax.all_gather(share, axis, axis_index_groups=groups, tiled=True)
     return flat[: math.prod(shape)].reshape(shape)
 
 
 # -- inside of shard_map ---------------------------------------------------------------
 
 
-def varying_axes(avals: Sequence[Any]) -> list[frozenset[str] | None]:
-    """Over which axes values differ, where JAX knows it; else it may be all of them."""
+def varying_axes(avals: Sequence[Aval]) -> list[frozenset[str] | None]:
+    """Returns the axes over which each value differs; None if JAX does not know."""
     known = jax_private.checks_varying()
     return [jax_private.varying_axes(aval) if known else None for aval in avals]
 
 
 class ManualShares:
-    """What is sent of values inside of a shard_map: shares, where devices have alike.
+    """Shares of values inside a shard_map, whose mesh axes are manual.
+
+    A value that does not differ over some axes is replicated along them: each device
+    sends a share of the value. Other values are sent whole.
 
     Attributes:
-      avals: of what is sent.
-      varying: for each the axes over which it differs; None: perhaps over all.
+        avals: the avals of the operands that are sent.
+        varying: for each operand that is sent, the axes over which it differs; None if
+            it may differ over all axes.
     """
 
-    def __init__(self, ctx: Any, program: Program, avals: Sequence[Any]) -> None:
+    def __init__(self, ctx: Context, program: Program, avals: Sequence[Aval]) -> None:
+        assert program.mesh is not None
         self._ctx, self._mesh = ctx, program.mesh
         self._whole = [jax_private.without_mesh(aval) for aval in avals]
         self.varying = varying_axes(avals)
@@ -211,10 +243,10 @@ class ManualShares:
     def _device_count(self, axes: Sequence[str]) -> int:
         return math.prod(self._mesh.shape[axis] for axis in axes)
 
-    def slice_values(self, values: Sequence[Any]) -> list[Any]:
-        """What is sent."""
+    def slice_values(self, values: Sequence[IrValue]) -> list[IrValue]:
+        """Emits the operands that are sent."""
 
-        def cut(*xs: Any) -> list[Any]:
+        def cut(*xs: Traced) -> list[Traced]:
             return [
                 slice_share(x, jax.lax.axis_index(axes), self._device_count(axes))
                 if axes
@@ -224,20 +256,24 @@ class ManualShares:
 
         return self._lower(cut, values, self._whole, self.avals)
 
-    def gather_values(self, sent: Sequence[Any]) -> list[Any]:
-        """The values, from what `slice_share` gave or what has become of it."""
+    def gather_values(self, results: Sequence[IrValue]) -> list[IrValue]:
+        """Emits the whole values from the results of the call."""
 
-        def put(*xs: Any) -> list[Any]:
+        def gather(*xs: Traced) -> list[Traced]:
             return [
                 gather_share(x, aval.shape, axes, None) if axes else x
                 for x, aval, axes in zip(xs, self._whole, self._replicated, strict=True)
             ]
 
-        return self._lower(put, sent, self.avals, self._whole)
+        return self._lower(gather, results, self.avals, self._whole)
 
     def _lower(
-        self, function: Any, values: Sequence[Any], before: Any, after: Any
-    ) -> list[Any]:
+        self,
+        function: Callable[..., list[Traced]],
+        values: Sequence[IrValue],
+        before: Sequence[Aval],
+        after: Sequence[Aval],
+    ) -> list[IrValue]:
         if not any(self._replicated):
             return list(values)
         with jax_private.named_axes(self._mesh):

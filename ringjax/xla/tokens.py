@@ -1,9 +1,14 @@
-"""JAX's effects and tokens, which order the collectives that carry no seq.
+"""JAX's ordered effect and its tokens, which order the collectives without a `seq`.
 
-Like ``jax_private.py`` it touches what is private to JAX, and nothing but tokens: the
-effect of a stand-alone collective, loops that stop by one, programs that need no token
-from outside, a shortcut for it between two that do, and what becomes of tokens after a
-failure.
+Like `jax_private.py`, this module uses private names of JAX. It defines the effect of a
+stand-alone collective, and changes JAX in these places:
+
+* the token of one program is not placed again on the device of the next program;
+* a finished lane of a vmapped loop keeps its values if the condition has a collective;
+* a program on one CPU device makes its first token itself;
+* a program that takes a token is not called from C++, and is not cached on disk if it
+  runs on several devices: JAX would fail in both cases;
+* tokens of a failed program are dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +32,14 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
 
 ABSTRACT = _core.abstract_token
+Tokens = dict[Any, Any]  # by effect, or by device for the results of programs
 
 
 class CollectiveTokenEffect(_effects.Effect):
-    """Ordered: JAX threads a token through all calls that carry it.
+    """The effect of a collective: JAX passes one token through all calls that have it.
 
-    Equal and hashed by type: the one below ends up in JAX's cache keys.
+    Instances are equal, and their hash is that of the name of the type, because JAX
+    puts them into the keys of its caches.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -55,31 +62,34 @@ for _allowed in (
     _effects.ordered_effects,
 ):
     _allowed.add_type(CollectiveTokenEffect)
-# Or JAX refuses a program over several devices before _check_devices can say why.
+# Otherwise JAX refuses a program over several devices before program.py can say why.
 _effects.shardable_ordered_effects.add_type(CollectiveTokenEffect)
 
 
 def _skip_token_placement() -> None:
-    """Takes the longest piece off the dispatch of a program with an ordered call.
+    """Removes the most expensive part of the dispatch of a program with ordered calls.
 
-    JAX places the token of the program before on the devices of the next one, also if
-    it is there already: 100 us of 170, whatever the call does. Only the placement is
-    left out; to wait for the token, and to raise its error, stays as it is.
+    JAX places the token of the previous program on the devices of the next program,
+    even if it is there already. That takes 100 of the 170 microseconds of a dispatch.
+    Only the placement is left out: JAX still waits for the token and raises its error.
     """
     store: Any = _dispatch.RuntimeTokenSet
     place = getattr(store, "get_token_input", None)
     if place is None:
-        return  # a jax that does it otherwise
+        return  # this version of JAX places tokens elsewhere
 
-    def get_token_input(tokens: Any, effect: Any, devices: Any) -> Any:
+    def get_token_input(
+        tokens: Any, effect: _effects.Effect, devices: Sequence[jax.Device]
+    ) -> Any:
         token = tokens.current_tokens.get(effect)
         if effect == EFFECT and isinstance(token, _core.Token) and len(devices) == 1:
-            # A failed token too is for JAX to handle.
+            # If the token has failed, let JAX's own function raise its error.
             with contextlib.suppress(Exception):
                 token.block_until_ready()
                 if token._buf.devices() == set(devices):
                     return token
-        with jax.transfer_guard("allow"):  # the first token is on no device yet
+        # The first token is on no device yet: JAX transfers it from the host.
+        with jax.transfer_guard("allow"):
             return place(tokens, effect, devices)
 
     store.get_token_input = get_token_input
@@ -89,32 +99,35 @@ _skip_token_placement()
 
 
 def _freeze_finished_vmap_lanes() -> None:
-    """Lets `vmap` of a loop whose condition has a collective keep finished lanes.
+    """Keeps the values of finished lanes if the condition of a loop has a collective.
 
-    A lane of a vmapped loop goes on until all lanes are finished, and JAX then selects
-    what a finished lane had before, but not if the condition has an ordered effect. So
-    the condition is computed in the body, and the loop carries it.
+    A vmapped loop runs until all lanes are finished. In each iteration JAX restores the
+    values of the finished lanes, but not if the condition has an ordered effect. So
+    this rule computes the condition in the body, and the loop carries its value.
     """
     rules: Any = _batching.fancy_primitive_batchers
     plain_rule = rules[_loops.while_p]
 
-    def rule(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+    def rule(
+        axis: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
+    ) -> tuple[Sequence[Any], Sequence[int | None]]:
         condition, step = params["cond_jaxpr"], params["body_jaxpr"]
         if EFFECT not in condition.effects:
-            return plain_rule(axis, args, dims, **params)
+            results, out_dims = plain_rule(axis, args, dims, **params)
+            return results, out_dims
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
 
         def loop(*args: Any) -> Any:
-            def is_on(state: Any) -> Any:
+            def continues(state: Sequence[Any]) -> Any:
                 return _core.jaxpr_as_fun(condition)(*args[:first], *state)[0]
 
-            def body(carry: Any) -> Any:
+            def body(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
                 state = _core.jaxpr_as_fun(step)(*args[first:last], *carry[1])
-                return is_on(state), list(state)
+                return continues(state), list(state)
 
             start = list(args[last:])
-            carry = (is_on(start), start)
+            carry = (continues(start), start)
             return jax.lax.while_loop(lambda carry: carry[0], body, carry)[1]
 
         lanes = jax.vmap(
@@ -134,35 +147,34 @@ _freeze_finished_vmap_lanes()
 
 
 class _TokenlessProgram(threading.local):
-    """The program being lowered, until its first token is made."""
+    """The program that this thread lowers, until its first token is made."""
 
-    jaxpr: Any = None
+    jaxpr: _core.Jaxpr | None = None
 
 
 _tokenless_program = _TokenlessProgram()
-_has_tokenless_programs = threading.Event()  # this process has such programs
+_has_tokenless_programs = threading.Event()  # set if this process has lowered one
 
 
 def _create_first_token_in_program() -> None:
-    """Lets a program on the one CPU device make its first token itself.
+    """Lets a program on the only CPU device make its first token itself.
 
-    JAX hands a token into and out of every program with an ordered call, and therefore
-    calls it from Python: 90 us. What one thread calls, XLA's CPU client runs in that
-    order anyway. So JAX threads the token through the program and all functions in it
-    as ever, but the program neither takes nor returns one, and JAX calls it as one
-    without effects: from C++.
+    JAX passes a token into and out of each program with ordered calls, and therefore
+    calls the program from Python, which takes 90 microseconds. XLA's CPU client runs
+    the programs of one thread in the order of their calls anyway. So inside the program
+    JAX passes the token as usual, but the program neither takes nor returns a token,
+    and JAX calls it from C++ like a program without effects.
     """
     lowering: Any = _mlir
     lower_module = lowering.lower_jaxpr_to_module
     lower_body = lowering.jaxpr_subcomp
 
-    def lower_jaxpr_to_module(name: Any, jaxpr: Any, **options: Any) -> Any:
+    def lower_jaxpr_to_module(name: str, jaxpr: Any, **options: Any) -> Any:
         effects = options["ordered_effects"]
         before = _tokenless_program.jaxpr
         if EFFECT in effects and _is_ordered_by_xla(jaxpr, options):
-            effects.remove(
-                EFFECT
-            )  # the caller's list, by which it will call the program
+            # The caller keeps this list, and later calls the program according to it.
+            effects.remove(EFFECT)
             _tokenless_program.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             _has_tokenless_programs.set()
         try:
@@ -184,13 +196,13 @@ def _create_first_token_in_program() -> None:
 
 
 def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
-    """Whether what one thread calls is run in that order, and its errors are seen."""
+    """Returns True if XLA keeps the order of calls and the program shows its errors."""
     return bool(
         tuple(options["platforms"]) == ("cpu",)
         and options["num_partitions"] == 1
         and options["backend"] is not None
         and options["backend"].local_device_count() == 1
-        and jaxpr.out_avals  # else nothing but the token would tell of a failure
+        and jaxpr.out_avals  # without results only the token could show a failure
     )
 
 
@@ -198,12 +210,15 @@ _create_first_token_in_program()
 
 
 def wait_for_programs() -> None:
-    """Returns when all that this thread has called is finished, also if dropped since.
+    """Waits until all programs that this thread has called are finished.
+
+    It also waits for programs whose results have been dropped.
 
     Raises:
-      JaxRuntimeError: a program that takes a token has failed.
+        JaxRuntimeError: a program that takes a token has failed.
     """
     if _has_tokenless_programs.is_set():
+        # XLA runs the programs of a thread in order: wait for one more program.
         device = jax.local_devices(backend="cpu")[0]
         _add_one(jax.device_put(np.uint32(0), device)).block_until_ready()
     jax.effects_barrier()
@@ -213,9 +228,9 @@ _add_one = jax.jit(lambda x: x + 1)
 
 
 def _disable_fast_call_with_tokens() -> None:
-    """Keeps programs that take a token off the fast way of `lower().compile()`.
+    """Keeps programs that take a token off the C++ call of `lower().compile()`.
 
-    JAX forgets there that it hands over none.
+    That call would not pass the token.
     """
     executable: Any = _pxla.MeshExecutable
     create = executable.create_cpp_call
@@ -232,16 +247,16 @@ _disable_fast_call_with_tokens()
 
 
 def _keep_multi_device_tokens_out_of_cache() -> None:
-    """Leaves programs out of JAX's persistent cache that jaxlib cannot write there.
+    """Keeps programs out of JAX's persistent cache that jaxlib cannot write to it.
 
-    It saves the layouts of arguments, and a token has none: where a program is for
-    several devices, the process would end by SIGSEGV.
+    jaxlib saves the layouts of arguments, but a token has no layout: for a program over
+    several devices the process would end by SIGSEGV.
     """
     cache: Any = _cache
     put = cache.put_executable_and_time
 
     def put_executable_and_time(
-        key: Any, name: Any, executable: Any, *more: Any, **options: Any
+        key: str, name: str, executable: Any, *more: Any, **options: Any
     ) -> None:
         if len(executable.local_devices()) > 1 and any(
             "token[]" in module.to_string() for module in executable.hlo_modules()
@@ -256,11 +271,11 @@ _keep_multi_device_tokens_out_of_cache()
 
 
 def drop_failed_tokens() -> None:
-    """Drops the tokens of a failed program, or every later program fails with them.
+    """Drops the tokens of a failed program: each later program would fail with them.
 
-    Runs on the main thread as soon as a handler failed. A small program runs inside its
-    own dispatch, and then JAX stores its failed token only after this returns; a second
-    look from a thread of its own finds that one.
+    The core calls it on the main thread as soon as a handler has failed. A small
+    program runs inside its own dispatch, so JAX stores its failed token only after this
+    function has returned. A thread therefore looks for failed tokens again, twice.
     """
     tokens = _dispatch.runtime_tokens
     stores = (tokens.current_tokens, tokens.output_runtime_tokens)
@@ -271,14 +286,14 @@ def drop_failed_tokens() -> None:
     ).start()
 
 
-def _drop_failed_later(stores: Sequence[dict[Any, Any]]) -> None:
+def _drop_failed_later(stores: Sequence[Tokens]) -> None:
     for pause in (0.01, 0.1):
         time.sleep(pause)
         _drop_failed(stores)
 
 
-def _drop_failed(stores: Sequence[dict[Any, Any]], mark: str = "") -> None:
-    """Waits for tokens, and drops those whose errors have `mark` in their texts."""
+def _drop_failed(stores: Sequence[Tokens], mark: str = "") -> None:
+    """Waits for tokens, and drops each token whose error has `mark` in its text."""
     for store in stores:
         for key, token in list(store.items()):
             try:
@@ -290,9 +305,11 @@ def _drop_failed(stores: Sequence[dict[Any, Any]], mark: str = "") -> None:
 
 @atexit.register
 def _drop_failed_at_exit() -> None:
-    """Or JAX, which waits for tokens at exit, raises what the program was told before.
+    """Drops failed tokens at exit: JAX waits for tokens then, and would raise again.
 
-    Runs behind ringjax.shutdown(), which ends whatever still waits, and before JAX.
+    atexit calls the functions in reverse order. JAX registered its function before, so
+    it runs after this one. ringjax.shutdown(), which ends all calls that still wait,
+    was registered later, so it has already run.
     """
     tokens = _dispatch.runtime_tokens
     _drop_failed((tokens.current_tokens, tokens.output_runtime_tokens), "RINGJAX[")

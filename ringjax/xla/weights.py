@@ -1,27 +1,51 @@
-"""Averages of gradients by samples: what travels in place of the gradients of a rank.
+"""Averages of gradients that are weighted by the number of samples of each rank.
 
-``Σ w·g / Σ w`` is a sum of products, and of the weights beside them in the same call:
-both are sums over the same ranks, also where one is lost on the way.
+The average is ``Σ w·g / Σ w``. One call sums the products ``w·g`` and the weights `w`,
+so that both sums are over the same ranks even if a rank is lost.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ringjax.ops import ReduceOp
 
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ringjax.xla.jax_types import Traced
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ringjax.xla.jax_types import Traced
+
 
 def check_weight(
-    what: str, weight: Any, op: int, arrays: Sequence[Any], *, compressed: bool
-) -> Any:
-    """The weight of this rank as it travels, 0-d, in the widest type of the gradients.
+    what: str,
+    weight: ArrayLike,
+    op: ReduceOp | int,
+    arrays: Sequence[Traced],
+    *,
+    compressed: bool,
+) -> Traced:
+    """Checks the weight of this rank and returns it as it is sent.
 
-    If they are compressed it is a complex number: those are never rounded on the way.
+    Args:
+        what: the function, for errors.
+        weight: the number of samples, or an equivalent number from 0.
+        op: must be Average.
+        arrays: the gradients, of floating or complex dtypes.
+        compressed: True if gradients are sent in another dtype. The weight is then a
+            complex number, because complex numbers are never compressed.
+
+    Returns:
+        A 0-d array of the widest dtype of the gradients.
     """
     if op != ReduceOp.Average:
         raise ValueError(
@@ -42,7 +66,7 @@ def check_weight(
         raise _bad_weight(what, weight)
     if not isinstance(own, jax.core.Tracer) and not 0 <= float(own) < float("inf"):
         raise _bad_weight(what, weight)
-    # Not by promotion, which may be strict.
+    # Choose the dtype here: JAX's promotion of dtypes may be set to "strict".
     is_double = any(jnp.finfo(array.dtype).bits == 64 for array in arrays)
     kind = jnp.float64 if is_double else jnp.float32
     if compressed:
@@ -50,7 +74,7 @@ def check_weight(
     return own.astype(kind)
 
 
-def _bad_weight(what: str, weight: Any) -> ValueError:
+def _bad_weight(what: str, weight: object) -> ValueError:
     shown = getattr(weight, "aval", weight)
     return ValueError(
         f"ringjax.{what}: `weight` is {shown!r}, expected one real number from 0: how "
@@ -58,19 +82,24 @@ def _bad_weight(what: str, weight: Any) -> ValueError:
     )
 
 
-def weight_arrays(arrays: Sequence[Any], weight: Any) -> list[Any]:
-    """What is summed: ``w·g`` of each, and w. Where w is 0, g may be NaN."""
+def weight_arrays(arrays: Sequence[Traced], weight: Traced) -> list[Traced]:
+    """Returns the arrays to sum: ``w·g`` of each gradient, and w.
+
+    If w is 0, the products are 0 even if a gradient is NaN.
+    """
     return [*(_scaled(x, operator.mul, weight.real) for x in arrays), weight]
 
 
-def divide_by_total(sums: Sequence[Any]) -> list[Any]:
-    """The averages, from the sums of `weight_arrays`; zeros if nobody has a weight."""
+def divide_by_total(sums: Sequence[Traced]) -> list[Traced]:
+    """Returns the averages from the sums of `weight_arrays`; 0 if all weights are 0."""
     *sums, total = sums
     return [_scaled(x, operator.truediv, total.real) for x in sums]
 
 
-def _scaled(array: Any, by: Callable[[Any, Any], Any], weight: Any) -> Any:
-    """In float32 at least; zero where the weight is."""
+def _scaled(
+    array: Traced, by: Callable[[Traced, Traced], Traced], weight: Traced
+) -> Traced:
+    """Returns ``by(array, weight)``, at least in float32; 0 if the weight is 0."""
     is_narrow = jnp.finfo(array.dtype).bits < 32
     wide = array.astype(jnp.float32) if is_narrow else array
     out = by(wide, weight.astype(wide.dtype))

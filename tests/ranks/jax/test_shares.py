@@ -39,8 +39,8 @@ MESHES = {
 @pytest.fixture(params=[64, 1 << 40], ids=["by-sharding", "by-share"])
 def shared(request, monkeypatch):
     """Tensors of 64 bytes are large: XLA cuts them; or none is."""
-    monkeypatch.setattr(shares, "shares_copies", lambda platform: True)
-    monkeypatch.setattr(shares, "LARGE", request.param)
+    monkeypatch.setattr(shares, "splits_replicas", lambda platform: True)
+    monkeypatch.setattr(shares, "MIN_SHARDED_BYTES", request.param)
     jax.clear_caches()
     yield
     jax.clear_caches()
