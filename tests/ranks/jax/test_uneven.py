@@ -350,7 +350,7 @@ def test_weights_of_gradients_from_another_program(
 ) -> None:
     """ringjax cannot see whether the loss of such gradients has a collective."""
     monkeypatch.setattr(ringjax.optim, "_warned", False)
-    monkeypatch.setattr(jax_private, "_crossed", False)
+    monkeypatch.setattr(jax_private, "_has_transposed", False)
     tx, w = ringjax.allreduce_grads(), jnp.ones(3)
     wrap = jax.jit if jit else lambda f: f
 
