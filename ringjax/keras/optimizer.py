@@ -14,15 +14,16 @@ import keras
 
 from ringjax.horovod.functions import local_variables
 from ringjax.keras import keras_patches
-from ringjax.keras.backends import backend
+from ringjax.keras.backends import ReductionOptions, backend
 from ringjax.keras.keras_types import Compressor, Layer, Optimizer, Tensor, Variable
 from ringjax.keras.reducer import (
     Groups,
     OptimizerOptions,
     OptimizerReducer,
-    check_options,
+    check_groups,
+    check_reduction,
 )
-from ringjax.ops import Average
+from ringjax.ops import Average, ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
 
@@ -322,18 +323,22 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
     if keras_patches.reducer_of(optimizer) is not None:
         raise TypeError("optimizer is a DistributedOptimizer already")
-    options = check_options(
-        name=name or f"Distributed{type(optimizer).__name__}",
-        compression=backend().compression.none if compression is None else compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
+    check_reduction(op, gradient_predivide_factor, backward_passes_per_step)
+    if compression is None:
+        compression = backend().compression.none
+    options = OptimizerOptions(
+        groups=check_groups(groups, num_groups),
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        scale_local=scale_local_gradients,
+        reduction=ReductionOptions(
+            name=name or f"Distributed{type(optimizer).__name__}",
+            op=ReduceOp(op),
+            compression=compression,
+            predivide=float(gradient_predivide_factor),
+            process_set=process_set,
+            sparse_as_dense=sparse_as_dense,
+        ),
     )
     keras_patches.apply_patches()
     return _distributed(optimizer, options)

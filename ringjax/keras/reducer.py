@@ -15,9 +15,8 @@ import keras
 from ringjax import runtime
 from ringjax.horovod.functions import split_list
 from ringjax.keras.backends import ReductionOptions, backend
-from ringjax.keras.keras_types import Compressor, Tensor, Variable
-from ringjax.ops import Adasum, Average, ReduceOp, Sum
-from ringjax.world.process_set import ProcessSet
+from ringjax.keras.keras_types import Tensor, Variable
+from ringjax.ops import Adasum, Average, Sum
 
 Groups = Sequence[Sequence[Variable]] | int | None
 
@@ -40,57 +39,43 @@ class OptimizerOptions(NamedTuple):
     scale_local: bool
 
 
-def check_options(
-    *,
-    name: str,
-    compression: Compressor,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    op: int,
-    backward_passes_per_step: int,
-    average_aggregated_gradients: bool,
-    num_groups: int,
-    groups: Groups,
-    process_set: ProcessSet,
-    scale_local_gradients: bool,
-) -> OptimizerOptions:
-    """Checks the arguments of `DistributedOptimizer`.
+def check_reduction(op: int, predivide: float, passes: int) -> None:
+    """Checks arguments of `DistributedOptimizer`.
 
     Raises:
         ValueError: a bad argument. Texts are Horovod's, if Horovod has a text.
     """
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
-    if gradient_predivide_factor != 1.0 and op != Average:
+    if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0.0:
+    if not predivide > 0.0:
         raise ValueError("gradient_predivide_factor must be > 0")
-    if isinstance(backward_passes_per_step, bool) or not (
-        isinstance(backward_passes_per_step, int) and backward_passes_per_step > 0
-    ):
+    if isinstance(passes, bool) or not (isinstance(passes, int) and passes > 0):
         raise ValueError("backward_passes_per_step must be > 0")
+
+
+def check_groups(groups: Groups, num_groups: int) -> Groups:
+    """Returns the groups, which Horovod's former argument `num_groups` may replace.
+
+    Raises:
+        ValueError: `groups` is neither a positive integer nor a list of lists.
+    """
     if num_groups != 0:
         text = "Parameter `num_groups` has been replaced by `groups`."
         warnings.warn(text, DeprecationWarning, stacklevel=3)
         groups = num_groups if groups is None else groups
-    listed = isinstance(groups, list | tuple)
-    if listed and not all(isinstance(g, list | tuple) for g in groups):  # type: ignore[union-attr]
-        listed = False
-    counted = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
-    if groups is not None and not listed and not counted:
+    if isinstance(groups, list | tuple):
+        valid = all(isinstance(group, list | tuple) for group in groups)
+    elif isinstance(groups, int):
+        valid = not isinstance(groups, bool) and groups > 0
+    else:
+        valid = groups is None
+    if not valid:
         raise ValueError(
             "groups should be a non-negative integer or a list of list of variables."
         )
-    reduction = ReductionOptions(
-        name=name,
-        op=ReduceOp(op),
-        compression=compression,
-        predivide=float(gradient_predivide_factor),
-        process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
-    )
-    passes, average = backward_passes_per_step, average_aggregated_gradients
-    return OptimizerOptions(reduction, groups, passes, average, scale_local_gradients)
+    return groups
 
 
 class OptimizerReducer:
