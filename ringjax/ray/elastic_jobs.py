@@ -90,7 +90,7 @@ class ElasticJob:
         self._numbers = 0
         self._early_failures = 0  # in a row
         self._pause_until = 0.0
-        self._start_failure = ""  # why the last actor that failed to start did so
+        self._start_failure = ""  # of the last actor that did not start
 
     def run(self) -> list[Result]:
         """Runs the job until its end, and returns the results by rank.
@@ -160,7 +160,7 @@ class ElasticJob:
                 self._offered = dict(self.discovery.find_available_hosts_and_slots())
             # The user's code may fail for a while, for example if a server is down.
             except Exception:
-                log.exception("which hosts there are is not known; those from before")
+                log.exception("the discovery of hosts failed; the known hosts are used")
         used: Counter[str] = Counter()
         for actor in list(self._actors):
             if used[actor.host] < self._offered.get(actor.host, 0):

@@ -205,8 +205,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return reducing_closure
 
     def _reduce_loss(self, loss: Loss) -> Loss:
-        # LBFGS decides by the loss how often to call the closure. The closure reduces
-        # gradients, so all ranks must decide alike and need the same loss.
+        # LBFGS decides by the loss how often to call the closure. Each call reduces
+        # gradients, so all ranks must make the same decision and need the same loss.
         if not isinstance(self, torch.optim.LBFGS) or self._reducer.is_alone():
             return loss
         losses = mpi_ops.allgather(

@@ -87,7 +87,7 @@ def allreduce(
     """Returns the reduction of all ranks' tensors; the argument is not modified.
 
     Args:
-        tensor: of the same dtype and shape on all ranks.
+        tensor: a tensor of the same dtype and shape on all ranks.
         average: deprecated; True is op=Average, False is op=Sum.
         name: the name of the operation, the same on all ranks. Ranks may submit named
             operations in any order. None: the operation gets the number of the call.
