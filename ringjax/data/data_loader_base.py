@@ -10,8 +10,9 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+_T = TypeVar("_T")
 _POLL_INTERVAL = 0.01  # seconds, while a thread ends
 
 
@@ -45,10 +46,10 @@ class BaseDataLoader(abc.ABC):
         return batch
 
 
-class _Epoch:
+class _Epoch(Generic[_T]):
     """Reads one epoch into a queue, in a daemon thread that does not delay the exit."""
 
-    def __init__(self, batches: Iterator[Any], size: int) -> None:
+    def __init__(self, batches: Iterator[_T], size: int) -> None:
         self._batches = batches
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(size)
         self._closed = threading.Event()
@@ -71,7 +72,7 @@ class _Epoch:
         self._queue.put((kind, value))
         return not self._closed.is_set()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[_T]:
         while True:
             kind, value = self._queue.get()
             if kind == "end":
@@ -137,7 +138,7 @@ class AsyncDataLoaderMixin:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
         self.started = False
-        self._epoch: _Epoch | None = None
+        self._epoch: _Epoch[Any] | None = None
         self._closed = False
         super().__init__(*args, **kwargs)
 
@@ -165,7 +166,7 @@ class AsyncDataLoaderMixin:
         if not self._closed:
             self._epoch = self._read()
 
-    def _read(self) -> _Epoch:
+    def _read(self) -> _Epoch[Any]:
         return _Epoch(
             self._iterate(),  # type: ignore[attr-defined]
             self.async_loader_queue_size,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from ringjax import runtime
 
+_T = TypeVar("_T")
 Uneven = Literal["keep", "drop", "repeat"]
 _UNEVEN = ("keep", "drop", "repeat")
 
@@ -120,11 +121,11 @@ class _Selection:
         return (self[i] for i in range(len(self)))
 
 
-class _Shard:
+class _Shard(Generic[_T]):
     """Elements of an iterable, which is read in rounds of one element per rank."""
 
     def __init__(
-        self, dataset: Iterable[Any], count: int, index: int, uneven: Uneven
+        self, dataset: Iterable[_T], count: int, index: int, uneven: Uneven
     ) -> None:
         self._dataset, self._count, self._index = dataset, count, index
         self._uneven = uneven
@@ -136,10 +137,10 @@ class _Shard:
         extra = {"keep": self._index < rest, "drop": False, "repeat": rest > 0}
         return rounds + int(extra[self._uneven])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[_T]:
         count, index = self._count, self._index
-        first: list[Any] = []
-        round_: list[Any] = []
+        first: list[_T] = []
+        round_: list[_T] = []
         for element in self._dataset:
             if len(first) < count:
                 first.append(element)

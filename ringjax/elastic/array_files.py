@@ -86,11 +86,11 @@ def _has_arrays(value: object) -> bool:
     )
 
 
-def _wrap(tree: Any) -> Any:
+def _wrap(tree: object) -> object:
     return {"value": tree} if isinstance(tree, np.ndarray) else tree
 
 
-def _as_numpy(name: str, leaf: Any) -> objects.Array | None:
+def _as_numpy(name: str, leaf: object) -> objects.Array | None:
     """Returns a leaf of the attribute `name` as an array that orbax can write."""
     if leaf is None:
         return None
@@ -112,7 +112,7 @@ def _as_numpy(name: str, leaf: Any) -> objects.Array | None:
     return data if data.size else np.zeros((), data.dtype)
 
 
-def _read_tree(folder: Path, present: Any) -> Any:
+def _read_tree(folder: Path, present: object) -> object:
     orbax = _orbax()
     template = _wrap(values.mapped(present, partial(_as_numpy, folder.name)))
     restore = values.mapped(
@@ -152,7 +152,7 @@ def _convert_like(folder: Path, leaf: Any, read: Any) -> Any:
     return type(leaf)(array.item())
 
 
-def _to_json(name: str, value: Any) -> Any:
+def _to_json(name: str, value: object) -> object:
     try:
         if _is_same(json.loads(json.dumps(value, allow_nan=False)), value):
             return value
@@ -167,19 +167,19 @@ def _to_json(name: str, value: Any) -> Any:
     return {_ENCODED: base64.b64encode(data).decode()}
 
 
-def _is_same(read: Any, value: Any) -> bool:
+def _is_same(read: object, value: object) -> bool:
     """Returns whether types are equal, too: JSON would return a tuple as a list."""
     if type(read) is not type(value):
         return False
-    if isinstance(value, dict):
+    if isinstance(value, dict) and isinstance(read, dict):
         pairs = ((read.get(key), item) for key, item in value.items())
         return read.keys() == value.keys() and all(_is_same(*pair) for pair in pairs)
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(read, list):
         return all(map(_is_same, read, value))
     return bool(read == value)
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     if isinstance(value, dict) and [*value] == [_ENCODED]:
         return objects.decode(base64.b64decode(value[_ENCODED]))
     return value

@@ -67,7 +67,7 @@ class SamplerStateHandler(StateHandler):
     value: ElasticSampler
 
 
-def handler_of(value: Any) -> StateHandler | None:
+def handler_of(value: object) -> StateHandler | None:
     """Returns a handler for an attribute of a `State`, None for plain values."""
     if isinstance(value, ElasticSampler):
         return SamplerStateHandler(value)

@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + size]
 
-    def value(self, memory: Array, own: Any) -> Any:
+    def value(self, memory: Array, own: object) -> Any:
         """Returns the array whose bytes are in `memory`, which it owns from now on.
 
         Args:

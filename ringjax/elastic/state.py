@@ -72,7 +72,7 @@ class State:
         self._rank = get_rank or runtime.rank
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp: float = 0
-        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._reset_callbacks: list[Callable[[], object]] = []
         self._after_save: Callable[[], None] | None = None
         self._change = 0  # number of an announced change of the ranks; 0: none
         self._commits = 0
@@ -126,7 +126,7 @@ class State:
         else:
             self._check_messages()
 
-    def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
+    def register_reset_callbacks(self, callbacks: list[Callable[[], object]]) -> None:
         """Adds functions to call after every reset, when rank and size are known again.
 
         Use them to adapt values that depend on the size, such as the learning rate. A
@@ -249,7 +249,7 @@ class State:
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
 
-    def _handler_of(self, value: Any) -> StateHandler | None:
+    def _handler_of(self, value: object) -> StateHandler | None:
         return handlers.handler_of(value)
 
     def _current(self) -> Attributes:

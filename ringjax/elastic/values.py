@@ -11,9 +11,12 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringjax.control.objects import is_named_callable
+
+if TYPE_CHECKING:
+    from ringjax.elastic.jax_leaves import JaxNode
 
 Attributes = dict[str, Any]  # of a state, by name
 _SCALARS = str | bytes | int | float | complex
@@ -32,14 +35,15 @@ def is_jax(value: object) -> bool:
     return part is not None and bool(part.is_array(value))
 
 
-def node(value: object) -> Any:
+def node(value: object) -> JaxNode | None:
     """Returns a `JaxNode` if JAX can take `value` apart and this module cannot."""
     if value is None or isinstance(value, _SCALARS):
         return None
     part = jax_part()
     if part is None or part.is_array(value):
         return None
-    return part.node(value)
+    found: JaxNode | None = part.node(value)
+    return found
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
