@@ -9,24 +9,59 @@ just one array, a dict with the one entry ``value``.
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import json
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from ringjax.control import objects
 from ringjax.elastic import values
-from ringjax.elastic.checkpointer import synced
 from ringjax.elastic.leaf import NUMPY_KINDS
 from ringjax.elastic.values import Attributes
 
 _PLAIN = "plain.json"
 _ENCODED = "ringjax.objects"  # marks values that JSON cannot hold, in base64
 _ORBAX_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))
+
+
+class CheckpointLayout(Protocol):
+    """Reads and writes the files of one kind of state."""
+
+    def prepare(self, committed: Attributes) -> Any:
+        """Returns data for `write`, which nothing changes any more.
+
+        Raises:
+            TypeError: the state contains an object that cannot be written.
+        """
+
+    def write(self, folder: Path, prepared: Any) -> None:
+        """Writes files into the folder. Runs in a thread."""
+
+    def read(self, folder: Path, present: Attributes) -> Attributes:
+        """Returns the attributes in the folder.
+
+        Args:
+            present: the present attributes, which have the structure to read.
+
+        Raises:
+            ValueError: the attributes in the folder have another structure.
+        """
+
+
+@contextlib.contextmanager
+def synced(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a new file for writing, and forces it to the disk at the end."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class ArrayFiles:

@@ -14,55 +14,16 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from ringjax import failpoints, runtime, stderr
-from ringjax.elastic.values import Attributes
+from ringjax.elastic.array_files import CheckpointLayout, synced
+from ringjax.elastic.state import State
 
 _ABOUT = "about.json"
 _UNFINISHED = ".writing"
-
-
-class CheckpointLayout(Protocol):
-    """Reads and writes the files of one kind of state."""
-
-    def prepare(self, committed: Attributes) -> Any:
-        """Returns data for `write`, which nothing changes any more.
-
-        Raises:
-            TypeError: the state contains an object that cannot be written.
-        """
-
-    def write(self, folder: Path, prepared: Any) -> None:
-        """Writes files into the folder. Runs in a thread."""
-
-    def read(self, folder: Path, present: Attributes) -> Attributes:
-        """Returns the attributes in the folder.
-
-        Args:
-            present: the present attributes, which have the structure to read.
-
-        Raises:
-            ValueError: the attributes in the folder have another structure.
-        """
-
-
-class CheckpointedState(Protocol):
-    """The methods of a state that a checkpointer uses."""
-
-    def committed(self) -> Attributes:
-        """Returns the attributes of the last commit."""
-
-    def adopt(self, committed: Attributes) -> None:
-        """Replaces the attributes by those of a checkpoint."""
-
-    def files(self) -> CheckpointLayout:
-        """Returns the layout of this kind of state."""
-
-    def after_save(self, call: Callable[[], None] | None) -> None:
-        """Calls `call` in each commit from now on, nothing if it is None."""
 
 
 def _refuse_groups() -> None:
@@ -129,7 +90,7 @@ class Checkpointer:
         self._commits = self._written = 0
         self._begun = float("-inf")
         self._thread: threading.Thread | None = None
-        self._state: CheckpointedState | None = None
+        self._state: State | None = None
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all complete checkpoints, the newest last."""
@@ -141,7 +102,7 @@ class Checkpointer:
             return sorted(int(name) for name in complete if name.isdecimal())
         return []
 
-    def save(self, state: CheckpointedState) -> bool:
+    def save(self, state: State) -> bool:
         """Begins to write the last commit of the state.
 
         Returns:
@@ -169,7 +130,7 @@ class Checkpointer:
         self._thread.start()
         return True
 
-    def load(self, state: CheckpointedState) -> int | None:
+    def load(self, state: State) -> int | None:
         """Loads the newest readable checkpoint into the state, and commits it.
 
         One rank calls this. `State.sync` or `run` send the state to the others.
@@ -215,7 +176,7 @@ class Checkpointer:
 
     # -- called by `run` ---------------------------------------------------------------
 
-    def attach(self, state: CheckpointedState) -> Callable[[], bool]:
+    def attach(self, state: State) -> Callable[[], bool]:
         """Begins to write commits of the state.
 
         Returns:
@@ -299,15 +260,6 @@ class Checkpointer:
         """Removes what an earlier rank 0 was writing when it was lost."""
         for left in self.directory.glob(f".*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def synced(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing, and forces it to the disk at the end."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _force_to_disk(folder: Path) -> None:

@@ -326,13 +326,11 @@ def run(
         >>> train(ringjax.elastic.State(step=0), 3)
         3
     """
-    if func is not None:
-        return _decorate(func, reset, warm_up, checkpointer)
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
         return _decorate(inner, reset, warm_up, checkpointer)
 
-    return decorate
+    return decorate if func is None else decorate(func)
 
 
 def reset() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from ringjax import eager, failpoints, runtime
 from ringjax.elastic import handlers, sync_plan, transfer, values
-from ringjax.elastic.array_files import ArrayFiles
-from ringjax.elastic.checkpointer import CheckpointLayout
+from ringjax.elastic.array_files import ArrayFiles, CheckpointLayout
 from ringjax.elastic.donation import Donation
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 from ringjax.elastic.notifications import HostUpdateResult

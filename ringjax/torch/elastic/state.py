@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ringjax import elastic
-from ringjax.elastic.checkpointer import synced
+from ringjax.elastic.array_files import synced
 from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 
 _FILE = "state.pt"
