@@ -61,7 +61,7 @@ class RingjaxError(RuntimeError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # A note, not a part of the text: programs compare and search the text.
+        # Add a note and leave the text alone: programs compare and search the text.
         self.add_note(f"Help: {HELP} {type(self).__name__}")
 
     @property
@@ -313,7 +313,7 @@ def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Context manager that raises exceptions of ringjax instead of JAX's, TensorFlow's.
+    """Context manager that converts errors of JAX and TensorFlow to ringjax's.
 
     Use it around compiled steps. Exceptions that have nothing to do with ringjax pass
     through. JAX raises an exception when a result is used, so use the result inside

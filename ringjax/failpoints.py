@@ -80,7 +80,7 @@ def _enospc(_: float, point: str) -> None:
     raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {point})")
 
 
-# name -> (the default number, the function)
+# name -> (default number, function)
 ACTIONS: dict[str, tuple[float, Callable[[float, str], None]]] = {
     "kill": (0.0, _kill),
     "exit": (1.0, _exit),

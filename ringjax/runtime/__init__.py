@@ -1,4 +1,4 @@
-"""The part of this process in its job, for programs and the other modules of ringjax.
+"""The job as this process sees it: init, ranks, process sets, groups, elastic requests.
 
 Functions for all jobs are in lifecycle.py, functions for elastic jobs in
 elastic_requests.py, functions for groups of processes in groups.py.

@@ -122,7 +122,7 @@ class Epoch:
         ending: _native.Communicator | None = None,
         served: bool = False,
     ) -> _native.Communicator:
-        """Makes a communicator of what `link` has connected.
+        """Makes a communicator from the links that `link` has connected.
 
         Args:
             number: the id of the communicator.
@@ -255,7 +255,7 @@ class Epoch:
             communicator.abort(text, rank)
 
     def close(self) -> None:
-        """Closes everything, also an epoch that is only partly connected."""
+        """Closes all objects of the epoch, also if it is only partly connected."""
         heartbeat, self._heartbeat = self._heartbeat, None
         # Copies: the program's thread may be adding links at the same time, which fail
         # because the epoch is over.

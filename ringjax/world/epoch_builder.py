@@ -1,4 +1,4 @@
-"""Builds an epoch on this rank: connects the members that the coordinator has ordered.
+"""Builds an epoch on this rank: connects the members of a directive.
 
 epoch_sequence.py puts the epoch in force and closes the previous one.
 """

@@ -18,7 +18,7 @@ from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
 
 LOST = "a rank was lost while the ranks connected their devices"
-REVOKE_DELAY = 1.0  # seconds in which the coordinator reports a lost rank
+REVOKE_DELAY = 1.0  # seconds for the coordinator to report a lost rank
 _Value = TypeVar("_Value")
 
 

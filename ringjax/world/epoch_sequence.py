@@ -96,7 +96,7 @@ class EpochSequence:
 
     @property
     def epoch(self) -> Epoch:
-        """The current epoch, where the caller knows that there is one."""
+        """The current epoch. The caller must know that there is one."""
         assert self._epoch is not None
         return self._epoch
 
@@ -387,7 +387,7 @@ class EpochSequence:
 
 
 class _EpochWatch:
-    """Stops the connection of ranks when their epoch ends."""
+    """Stops connecting ranks when their epoch ends."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch

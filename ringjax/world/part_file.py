@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-_MAX_BYTES = 64 << 20  # both files together; about 300,000 calls
+_MAX_BYTES = 64 << 20  # bytes of both files together; about 300,000 calls
 
 
 class PartFile:

@@ -64,7 +64,7 @@ class Recovery:
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._connecting = -1  # the epoch that is being connected
-        self._directives: list[EpochDirective] = []  # newer than the current epoch
+        self._directives: list[EpochDirective] = []  # since the current epoch
         self._next: EpochDirective | None = None  # the newest, unless it was revoked
         self._timer = _PhaseTimer()
         self._thread = threading.Thread(

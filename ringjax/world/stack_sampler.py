@@ -16,7 +16,9 @@ from ringjax.world.stack_probe import main_thread_activity
 
 SAMPLE_INTERVAL = 0.05  # seconds between two samples
 _WINDOW = 10.0  # seconds of samples after which all weights are halved
-_MAX_WEIGHT = 2.0  # seconds that one sample may stand for, after a pause for example
+_MAX_WEIGHT = (
+    2.0  # seconds that one sample stands for at most, for example after a pause
+)
 
 
 class StackSampler:

@@ -281,7 +281,7 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
 def _exposed_seconds(epoch: Epoch) -> float:
     """Seconds that compiled programs have waited for overlapped calls, this epoch."""
     exposed = 0.0
-    # A copy: the main thread may add a process set at the same time.
+    # Iterate over a copy: the main thread may add a process set at the same time.
     for number, communicator in list(epoch.communicators.items()):
         if number < EAGER_LANE:
             overlap: Mapping[str, float] = communicator.stats().get("overlap", {})
