@@ -76,22 +76,16 @@ class Config:
     rank: int | None = _setting(None, _RANK, "Rank of this process.", "RANK")
     size: int | None = _setting(None, _COUNT, "Number of processes.", "SIZE")
     local_rank: int | None = _setting(
-        None,
-        _RANK,
-        "Number of this process among the processes of its host.",
-        "LOCAL_RANK",
+        None, _RANK, "Number of this process on its host.", "LOCAL_RANK"
     )
     local_size: int | None = _setting(
         None, _COUNT, "Number of processes on this host.", "LOCAL_SIZE"
     )
     cross_rank: int | None = _setting(
-        None,
-        _RANK,
-        "Number of this host among the hosts with a process of this local rank.",
-        "CROSS_RANK",
+        None, _RANK, "Host number among hosts with this local rank.", "CROSS_RANK"
     )
     cross_size: int | None = _setting(
-        None, _COUNT, "Number of hosts with a process of this local rank.", "CROSS_SIZE"
+        None, _COUNT, "Number of hosts with this local rank.", "CROSS_SIZE"
     )
     rendezvous: str = _setting(
         "", str, "Addresses at which the job's coordinator listens: host:port,..."
@@ -107,9 +101,7 @@ class Config:
     )
     job: str = _setting("", parsers.hexadecimal(16, exactly=True), "Id of the job.")
     elastic: bool = _setting(
-        False,
-        parsers.boolean,
-        "Whether ranks may be lost and join. ringrun --min-np sets it.",
+        False, parsers.boolean, "Whether ranks may be lost and join; ringrun sets it."
     )
     spread: bool = _setting(
         False,
@@ -117,9 +109,7 @@ class Config:
         "Whether an elastic job began on several hosts. ringrun sets it.",
     )
     worker: int | None = _setting(
-        None,
-        _RANK,
-        "Number of this process in an elastic job, which is never used again.",
+        None, _RANK, "Number of this process in an elastic job, never used again."
     )
     group_size: int = _setting(
         1,
@@ -300,9 +290,7 @@ class Config:
         "Bytes from which on hybrid fusion does not copy a tensor.",
     )
     comm_stream: bool = _setting(
-        True,
-        parsers.boolean,
-        "Whether communication has its own CUDA stream; 0: no overlap.",
+        True, parsers.boolean, "Own CUDA stream for communication; 0: no overlap."
     )
     timeline: str = _setting(
         "",

@@ -36,7 +36,7 @@ class CommunicatorTable:
         self._lanes = lanes
 
     def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
-        """Keeps these resilient communicators. Returns the others for the caller to end."""
+        """Keeps these resilient communicators. Returns the others, which must end."""
         kept, before = set(numbers), self.resilient
         self.resilient = {n: r for n, r in before.items() if n in kept}
         return {n: r for n, r in before.items() if n not in kept}

@@ -105,7 +105,7 @@ class Recovery:
             for fd in (self._client.fileno(), self.notify_fd, self._wakeup_fd):
                 poll.register(fd, select.POLLIN)
             while not self._closing:
-                if self._next is None:
+                if self._next is None:  # otherwise an epoch is still to be connected
                     poll.poll()
                 self._serve()
         except Exception as error:  # no other thread could report the error
