@@ -1,10 +1,10 @@
-"""A rank's end of its job's coordinator: what it hears from it and tells it.
+"""Coordinator client: a worker's end of its job's coordinator (coordinator.py).
 
-The other end is coordinator.py, the rules are in membership.py. In an elastic job a
-thread of its own reads the connection and builds it up again when the coordinator was
-restarted, so that training notices neither. In other jobs there is no thread:
-`exchange` and `gone` read, and losing the connection does not end a job that has come
-together. Nothing here touches links or tensors.
+The client receives directives and sends reports and requests. In an elastic job a
+thread reads the connection and reconnects after the coordinator was restarted, without
+an effect on training. In other jobs there is no thread: `exchange` and `departed_ranks`
+read, and a lost connection does not end a job that has come together. Nothing here
+touches links or tensors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from ringjax.membership.directives import (
 )
 from ringjax.membership.init_warning import InitWarning
 
-# (returned, done, repeatable), see the rules of verdicts in commit_decision.py.
+# (returned, done, repeatable) of a communicator, see commit_decision.py.
 CallProgress = tuple[int, int, bool]
-GRACE = 2.0  # seconds to wait longer than the coordinator, which can say who is missing
-_LEAVE_TIMEOUT = (
-    5.0  # seconds to wait for a coordinator to hear that this worker has finished
-)
+# Seconds to wait longer than the coordinator does. Its answer names the missing ranks.
+GRACE = 2.0
+_LEAVE_TIMEOUT = 5.0  # seconds to wait until the coordinator acknowledges a leave
 
 
 def worker_text(worker: int, *, elastic: bool) -> str:
@@ -45,16 +44,18 @@ def worker_text(worker: int, *, elastic: bool) -> str:
 
 
 class CoordinatorClient:
-    """This worker's place in its job. Made by `join`; usable from any thread.
+    """The connection of this worker to its job. Made by `join`; usable from any thread.
 
-    No method but `exchange`, `poll` and `close` waits. What a worker says is kept until
-    the epoch changes, and said again to a coordinator that was started anew.
+    Only `exchange`, `poll` and `close` wait. Each message is kept until the epoch
+    changes, and sent again to a coordinator that was restarted.
 
     Attributes:
-        worker: this worker's number.
-        name: this worker in errors.
-        members: the newest epoch's, by rank; empty before there is one.
-        epoch, rank, size: of the newest `EpochDirective`; a newcomer's are provisional.
+        worker: the number of this worker.
+        name: this worker, as text for errors.
+        members: the members of the newest epoch, by rank; empty before the first one.
+        epoch: the number of the newest epoch, -1 before the first one.
+        rank: the rank of this worker in it; provisional for a newcomer.
+        size: the number of its members; provisional for a newcomer.
     """
 
     def __init__(
@@ -68,48 +69,55 @@ class CoordinatorClient:
         self._connection, self._hello = connection, hello
         self._changed = threading.Condition()
         self._reading = threading.Lock()  # held while a caller reads the connection
-        self._greeted = False  # the coordinator has answered on this connection
+        self._connected = False  # the coordinator has answered on this connection
         self._closing = False
-        self._leave_acknowledged = (
-            False  # the coordinator knows that this worker has finished
-        )
+        self._leave_acknowledged = False
         self._end: Dismiss | Fence | Stop | None = None
         self._refusal = ""
-        self._term, self._newest = 0, dict[str, Any]()  # the last members message
+        self._term = 0  # of the coordinator
+        self._newest: dict[str, Any] = {}  # the message with the newest epoch
         self._resendable: dict[Hashable, dict[str, Any]] = {}
         self._directives: list[Directive] = []
         self._revoked: Revoke | None = None
         self._departed: dict[int, str] = {}
-        self._finished: dict[str, Any] = {}  # ranks that left -> their last lines
+        self._finished: dict[str, Any] = {}  # ranks that have left -> their last lines
         self._exchanging, self._exchanges = threading.Lock(), 0
         self._replies: dict[int, dict[str, Any]] = {}
-        self._missing: str | None = None  # ranks that have not come
-        self._wakeup_fd = -1  # readable while there are orders; in an elastic job
+        self._missing: str | None = None  # names ranks that have not joined
+        self._wakeup_fd = -1  # readable while there are directives, in an elastic job
 
     def enter(self, deadline: float, warning: InitWarning) -> None:
-        """Reaches the coordinator and waits until it has said something; for `join`."""
+        """Connects and waits for the first directive. Only `join` calls it.
+
+        Args:
+            deadline: of `time.monotonic`.
+            warning: shows a line if the wait is long.
+
+        Raises:
+            OSError: no coordinator answers.
+            StartupError: the coordinator refuses this worker, or too few workers came.
+            AuthenticationError: the coordinator does not know the secret.
+            Fenced: this worker has been declared lost.
+        """
         try:
             where = self._connection.open(self, self._changed, deadline)
             try:
                 self._wait_for_first(deadline + GRACE, warning)
-            except OSError as error:  # it ends, and perhaps another one begins
+            except OSError as error:  # this coordinator has ended, another may follow
                 raise OSError(f"{where}: {error}") from error
         except BaseException:
             self.close()
             raise
         if self._connection.reconnects:
-            heard = len(self._directives)  # already, behind the first
-            self._wakeup_fd = os.eventfd(heard, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            waiting = len(self._directives)  # came together with the first one
+            self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._connection.start_thread()
 
-    # --- what is heard ---
+    # --- directives ---
 
     @property
     def first(self) -> EpochDirective | Welcome | Dismiss:
-        """What this worker was told first: it is a member, a newcomer, or not needed.
-
-        `poll` returns only what came later.
-        """
+        """The first directive. `poll` returns only later ones."""
         assert self._first is not None
         return self._first
 
@@ -119,7 +127,7 @@ class CoordinatorClient:
 
         self._read_until(answered, min(deadline, warning.due))
         if not answered() and warning.due < deadline:
-            with self._changed:  # answered to the first who asks
+            with self._changed:  # the coordinator names them to the first asker only
                 self._connection.send({"type": "missing"})
             self._read_until(lambda: answered() or self._missing is not None, deadline)
             warning.missing_ranks(self._missing or "")
@@ -132,7 +140,7 @@ class CoordinatorClient:
         raise StartupError(why or f"{self.name} got no membership in time")
 
     def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
-        """Hears messages on this thread; raises as `Connection.read`."""
+        """Reads messages in this thread; raises the errors of `Connection.read`."""
         while not done() and self._connection.read(deadline):
             pass
 
@@ -141,7 +149,7 @@ class CoordinatorClient:
         return self._wakeup_fd
 
     def poll(self, seconds: float = 0.0) -> list[Directive]:
-        """What was heard since the last call; waits up to `seconds` for the first."""
+        """Returns the new directives; waits up to `seconds` for the first one."""
         with self._changed:
             if seconds > 0:
                 self._changed.wait_for(
@@ -154,7 +162,7 @@ class CoordinatorClient:
         return found
 
     def departed_ranks(self) -> dict[int, str]:
-        """Ranks of the newest epoch that are lost or left, and why. Does not wait."""
+        """Ranks of the newest epoch that are lost or have left, and why."""
         if not self._connection.reconnects and self._reading.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError, AuthenticationError):
@@ -164,7 +172,7 @@ class CoordinatorClient:
         with self._changed:
             return dict(self._departed)
 
-    # --- what is said ---
+    # --- reports and requests ---
 
     def report(
         self,
@@ -176,15 +184,16 @@ class CoordinatorClient:
         restart: bool = False,
         text: str = "",
     ) -> None:
-        """Says how far this worker's communicators came; `epoch` is over here.
+        """Reports the progress of this worker's communicators in an epoch that is over.
 
         Args:
             epoch: the newest that an `EpochDirective` announced. For a communicator
                 that was never installed in it the entry is (0, 0, True) or missing.
             lines: number of the communicator -> (returned, done, repeatable).
             sets: the process sets that this worker knows -> their ranks in `epoch`.
-            next_set: the least number that no process set had here.
-            restart: only a restart helps (device memory was lost).
+            next_set: the least number that no process set had on this worker.
+            restart: the worker can only restart from a commit: its device memory is
+                lost.
             text: for the log.
         """
         message = directives.progress_message("report", epoch, sets, next_set)
@@ -192,12 +201,12 @@ class CoordinatorClient:
         self._send("report", message | {"restart": restart, "text": text}, epoch)
 
     def suspect(self, epoch: int, rank: int, text: str) -> None:
-        """Accuses a rank of `epoch`: it is silent, or its links are broken."""
+        """Accuses a rank of `epoch`: the rank is silent, or its links are broken."""
         message = {"type": "suspect", "epoch": epoch, "rank": rank, "text": text[:4096]}
         self._send(("suspect", rank), message, epoch)
 
     def ready(self) -> None:
-        """A newcomer is warmed up and may become a member."""
+        """Tells that this newcomer is warmed up and may become a member."""
         self._send("ready", {"type": "ready"})
 
     def pause(
@@ -207,20 +216,26 @@ class CoordinatorClient:
         sets: Mapping[int, Sequence[int]] | None = None,
         next_set: int = 0,
     ) -> None:
-        """This member stands at a step boundary and waits for the next epoch.
+        """Tells that this member waits at a step boundary for the next epoch.
 
-        All members say it for one `number`, or none. If an `EpochDirective` of kind
-        "repair" comes first, say it again with the new epoch.
+        All members pause for the same `number`, or none does. If an `EpochDirective` of
+        kind "repair" comes first, call it again with the new epoch.
+
+        Args:
+            epoch: the epoch of this member.
+            number: of the change, see `ResizePending`.
+            sets: as in `report`.
+            next_set: as in `report`.
         """
         message = directives.progress_message("pause", epoch, sets, next_set)
         self._send("pause", message | {"number": number}, epoch)
 
     def request_leave(self) -> None:
-        """This member wants to leave at the next pause."""
+        """Asks to leave the job at the next pause."""
         self._send("leaving", {"type": "leaving"})
 
     def restart(self, epoch: int, text: str) -> None:
-        """Has all members go back to their last commit.
+        """Makes all members go back to their last commit.
 
         If an `EpochDirective` of kind "repair" comes first, call it again with the new
         epoch.
@@ -233,29 +248,31 @@ class CoordinatorClient:
     ) -> list[Any]:
         """Gives every rank the JSON values of all ranks, in the order of the ranks.
 
-        All ranks of an epoch make the same exchanges in the same order.
+        All ranks of an epoch make the same exchanges in the same directive.
 
         Args:
-            what: names the exchange in errors.
-            epoch: where the caller believes to be; the newest if it is None.
+            value: of this rank.
+            seconds: to wait for the other ranks.
+            what: the name of the exchange in errors.
+            epoch: the epoch of the caller; None for the newest.
 
         Raises:
-            PeerLost: that epoch is over.
-            Stalled: not all ranks took part in time; the text names them.
+            PeerLost: the epoch is over.
+            Stalled: not all ranks took part in time. The text names the missing ranks.
         """
         with self._exchanging:
             with self._changed:
-                mine = self.epoch if epoch is None else epoch
-                self._check_epoch(mine, what)
+                own = self.epoch if epoch is None else epoch
+                self._check_epoch(own, what)
                 number, self._exchanges = self._exchanges, self._exchanges + 1
-                # A rank that is one behind may still need the value before this one
-                # from a coordinator that was started anew; more than one behind is
-                # none.
+                # Keep the value of the previous exchange, too. A rank that is still in
+                # that exchange needs it again if the coordinator is restarted. No rank
+                # is further behind.
                 self._resendable.pop(("exchange", number - 2), None)
-                message = {"type": "exchange", "epoch": mine, "number": number}
+                message = {"type": "exchange", "epoch": own, "number": number}
                 message |= {"value": value, "seconds": seconds}
-                self._send(("exchange", number), message, mine)
-            reply = self._await_reply(number, seconds + GRACE, mine, what)
+                self._send(("exchange", number), message, own)
+            reply = self._await_reply(number, seconds + GRACE, own, what)
         if reply["type"] == "broken":
             text = f"{what}: {reply.get('text')} (waited up to {seconds:g} s)"
             raise Stalled(text, reply.get("missing", ()))
@@ -264,7 +281,7 @@ class CoordinatorClient:
     def _await_reply(
         self, number: int, seconds: float, epoch: int, what: str
     ) -> dict[str, Any]:
-        """The coordinator's answer to an exchange."""
+        """Waits for the coordinator's answer to an exchange."""
         deadline = time.monotonic() + seconds
         if not self._connection.reconnects:
             try:
@@ -283,7 +300,7 @@ class CoordinatorClient:
             return self._replies.pop(number)
 
     def _check_epoch(self, epoch: int, what: str) -> None:
-        """Raises if an epoch is over."""
+        """Raises PeerLost if an epoch is over."""
         if self._end is not None:
             raise PeerLost(f"{what}: {self._end.text}")
         if self._closing:
@@ -299,41 +316,41 @@ class CoordinatorClient:
             )
 
     def report_failure(self, text: str) -> None:
-        """Tells the launcher why this worker goes down. Never raises or waits long."""
+        """Tells the launcher why this worker fails. Never raises, never waits."""
         self._send("failure", {"type": "failure", "text": text[:4096]})
 
     def leave(
         self, lines: Mapping[int, CallProgress] | None = None, epoch: int | None = None
     ) -> None:
-        """This member has finished: nobody is admitted to the job any more.
+        """Tells that this member has finished. The job then admits no newcomers.
 
         Args:
-            lines: as in `report`, so that ranks which are still inside the last call
-                of a communicator know that it has finished here.
-            epoch: the newest one that the program knows of, if `EpochDirective` of kind
-                "restart" or "resize" came that it took no part in.
+            lines: as in `report`. Ranks that are still inside the last call of a
+                communicator learn from it that the call is complete on this rank.
+            epoch: the newest epoch in which the program took part, if a later one of
+                kind "restart" or "resize" has come; None for the newest.
         """
         last = {str(number): list(line) for number, line in (lines or {}).items()}
         with self._changed:
-            mine = self.epoch if epoch is None else epoch
-            self._send("leave", {"type": "leave", "epoch": mine, "lines": last})
+            own = self.epoch if epoch is None else epoch
+            self._send("leave", {"type": "leave", "epoch": own, "lines": last})
 
     def _send(
         self, key: Hashable, message: dict[str, Any], epoch: int | None = None
     ) -> None:
-        """Sends a message now, and again to a coordinator that was started anew."""
+        """Sends a message now, and again to a coordinator that was restarted."""
         with self._changed:
             if epoch not in (None, self.epoch) or self._end or self._closing:
-                return  # it is about something that is over
+                return  # the message is about an epoch that is over
             self._resendable.pop(key, None)
             self._resendable[key] = message
-            if self._greeted:
+            if self._connected:
                 self._connection.send(message)
 
-    # --- the connection, see connection.py ---
+    # --- events of the connection, see ConnectionHandler ---
 
     def hello_message(self) -> dict[str, Any]:
-        """Hello, with what this worker knows from an earlier connection."""
+        """Makes the hello. It contains the newest epoch if the worker reconnects."""
         rejoin = None
         if self._first is not None:
             epoch = self.epoch if self._newest else -1
@@ -343,22 +360,18 @@ class CoordinatorClient:
         return hello | {"rejoin": rejoin}
 
     def on_disconnected(self) -> None:
-        """Nothing can be said now."""
-        self._greeted = False
+        self._connected = False
         self._changed.notify_all()
 
     def give_up(self, text: str) -> None:
-        """Without a coordinator this worker cannot go on."""
         self._on_directive(Stop(text))
         self._changed.notify_all()
 
     def is_finished(self) -> bool:
-        """Whether this worker has no place in the job any more."""
         over = self._leave_acknowledged or self._end is not None or bool(self._refusal)
         return over or self._closing
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """Sorts a message: to whom it matters, and whether it must be kept."""
         kind = message.get("type")
         if kind in ("members", "welcome", "resumed"):
             self._term = int(message["term"])
@@ -375,50 +388,51 @@ class CoordinatorClient:
                     self._finished[str(rank)] = lines
         elif kind in ("values", "broken") and message.get("epoch") == self.epoch:
             self._replies[int(message["number"])] = message
-        elif (order := directives.parse(message, self.worker)) is not None:
-            self._on_directive(order, message)
-        if kind in ("members", "welcome", "resumed") and not self._greeted:
-            self._greeted = True
-            for said in self._resendable.values():
-                self._connection.send(said)
+        elif (directive := directives.parse(message, self.worker)) is not None:
+            self._on_directive(directive, message)
+        if kind in ("members", "welcome", "resumed") and not self._connected:
+            self._connected = True
+            for sent in self._resendable.values():
+                self._connection.send(sent)
         self._changed.notify_all()
 
     def _on_directive(
-        self, order: Directive, message: dict[str, Any] | None = None
+        self, directive: Directive, message: dict[str, Any] | None = None
     ) -> None:
-        if isinstance(order, EpochDirective):
+        if isinstance(directive, EpochDirective):
             self._newest = (message or {}) if self._connection.reconnects else {}
-            self.members, self.epoch = order.members, order.epoch
-            self.rank, self.size = order.rank, len(order.members)
+            self.members, self.epoch = directive.members, directive.epoch
+            self.rank, self.size = directive.rank, len(directive.members)
             self._revoked, self._departed, self._exchanges = None, {}, 0
             self._finished = {}
             self._replies.clear()
             kept = ("leaving", "leave", "failure")
             self._resendable = {k: m for k, m in self._resendable.items() if k in kept}
-        elif isinstance(order, Welcome):
+        elif isinstance(directive, Welcome):
             if self._first is not None:
-                return  # from a coordinator that was started anew
-            self.rank, self.size = order.rank, order.size
-        elif isinstance(order, Revoke):
-            self._revoked = order
-            self._departed |= order.lost
-        elif isinstance(order, Dismiss | Fence | Stop):
-            self._end = order
+                return  # it comes again from a coordinator that was restarted
+            self.rank, self.size = directive.rank, directive.size
+        elif isinstance(directive, Revoke):
+            self._revoked = directive
+            self._departed |= directive.lost
+        elif isinstance(directive, Dismiss | Fence | Stop):
+            self._end = directive
         if self._first is None and isinstance(
-            order, EpochDirective | Welcome | Dismiss
+            directive, EpochDirective | Welcome | Dismiss
         ):
-            self._first = order
+            self._first = directive
             return
-        self._directives.append(order)
+        self._directives.append(directive)
         if self._wakeup_fd >= 0:
             os.eventfd_write(self._wakeup_fd, 1)
 
     # --- the end ---
 
     def close(self) -> None:
-        """Closes the connection once everything is said. May be called twice.
+        """Sends what is left and closes the connection. May be called twice.
 
-        After `leave` it waits until the coordinator knows, but not for long.
+        After `leave` it waits a few seconds for the acknowledgement, because the
+        message may be lost with a coordinator that dies, and is then sent again.
         """
         if not self._closing:
             self._connection.drain(0.5)
@@ -431,16 +445,16 @@ class CoordinatorClient:
             self._closing = True
             self._changed.notify_all()
         self._connection.close()
-        with self._changed:  # whom it has woken may be reading the bell
+        with self._changed:  # another thread may be in `poll` and use the descriptor
             self._close_wakeup_fd()
 
     def close_in_child(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
+        """Closes all sockets in a forked child, which has no thread to end."""
         self._closing = True
         self._connection.close_in_child()
         self._close_wakeup_fd()
 
     def _close_wakeup_fd(self) -> None:
-        bell, self._wakeup_fd = self._wakeup_fd, -1
-        if bell >= 0:
-            os.close(bell)
+        fd, self._wakeup_fd = self._wakeup_fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,8 +1,9 @@
-"""A rank's connection to the coordinator; it may come back after a loss.
+"""Connection of a worker to the coordinator; it may be re-established after a loss.
 
-In an elastic job a thread reads it, and looks for a coordinator that was started anew.
-In other jobs it has no thread: whoever waits for a message reads, and a connection that
-is lost stays lost. Messages go to the handler; what they mean is not known here.
+In an elastic job a thread reads the connection, and reconnects after the coordinator
+was restarted. In other jobs there is no thread: a caller that waits for a message reads
+the connection, and a lost connection stays lost. The handler (client.py) interprets the
+messages.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from ringjax.control.polling import wait_readable
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.errors import AuthenticationError, StartupError
 
-MAX_PAUSE = 0.25  # seconds between two attempts to reach the coordinator, at most
+MAX_PAUSE = 0.25  # seconds between two attempts to connect, at most
 
 
 class ConnectionHandler(Protocol):
-    """The other half of a client. All of it is called with the lock held."""
+    """Receives the events of a connection. Called with its lock held."""
 
     def hello_message(self) -> dict[str, Any]:
-        """What to say first on a new connection."""
+        """Returns the first message on a new connection."""
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """A message has come."""
+        """Handles a message of the coordinator."""
 
     def on_disconnected(self) -> None:
-        """The connection is lost; it will be looked for unless `finished`."""
+        """Handles a loss. A thread then reconnects, unless `is_finished`."""
 
     def give_up(self, text: str) -> None:
-        """It could not be found again."""
+        """Handles a loss for good. The text says why."""
 
     def is_finished(self) -> bool:
-        """Whether nothing is to be heard any more."""
+        """Whether the worker has left the job, so that no connection is needed."""
 
 
 class _Stream:
@@ -53,7 +54,7 @@ class _Stream:
         self.output = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Writes what is possible now. An error is noticed by whoever reads."""
+        """Writes as much as the socket takes now. Only `read` reports errors."""
         self.output += self._sealer.seal(message)
         self.write()
 
@@ -63,7 +64,12 @@ class _Stream:
                 del self.output[: self.sock.send(self.output[: 1 << 16])]
 
     def read(self) -> list[dict[str, Any]]:
-        """Raises OSError or AuthenticationError when the connection is over."""
+        """Reads the messages that have arrived.
+
+        Raises:
+            OSError: the connection has ended.
+            AuthenticationError: a message is not genuine.
+        """
         try:
             piece = self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -74,27 +80,29 @@ class _Stream:
 
 
 class Connection:
-    """Keeps one connection.
+    """One connection to the coordinator, which may be replaced by a new one.
 
     Args:
         addresses: of the coordinator: "host:port,...", tried in turn.
-        secret: the job's secret.
-        introduction: which rank or worker calls.
-        silence: seconds of silence on the stream until it counts as lost; 0: no matter.
-        patience: seconds to look for the coordinator then, in a thread; 0: no thread.
+        secret: the secret of the job.
+        request: describes this worker in the handshake.
+        failure_timeout: seconds of silence after which the kernel ends the connection;
+            0: never.
+        reconnect_timeout: seconds in which the thread tries to reconnect after a loss;
+            0: there is no thread.
     """
 
     def __init__(
         self,
         addresses: str,
         secret: bytes,
-        introduction: HandshakeRequest,
-        silence: float = 0.0,
+        request: HandshakeRequest,
+        failure_timeout: float = 0.0,
         reconnect_timeout: float = 0.0,
     ) -> None:
-        self._addresses, self._secret = addresses, secret
-        self._introduction = introduction
-        self._silence, self._reconnect_timeout = silence, reconnect_timeout
+        self._addresses, self._secret, self._request = addresses, secret, request
+        self._failure_timeout = failure_timeout
+        self._reconnect_timeout = reconnect_timeout
         self._stream: _Stream | None = None
         self._handler: ConnectionHandler | None = None
         self._lock: threading.Condition | None = None
@@ -104,40 +112,40 @@ class Connection:
 
     @property
     def reconnects(self) -> bool:
-        """Whether it is built up again after a loss."""
+        """Whether a thread reconnects after a loss."""
         return self._reconnect_timeout > 0
-
-    def _open(self, deadline: float) -> tuple[_Stream, str]:
-        sock, keys, where = connect_to_server(
-            self._addresses, self._secret, self._introduction, deadline
-        )
-        if self._silence > 0:
-            enable_keepalive(sock, self._silence)
-        return _Stream(sock, keys), where
 
     def open(
         self, handler: ConnectionHandler, lock: threading.Condition, deadline: float
     ) -> str:
-        """Connects and greets; tries each address once.
+        """Connects and sends the hello. Tries each address once.
 
         Returns:
-            Where it leads to, for errors.
+            The coordinator and its address, for errors.
 
         Raises:
-            AuthenticationError: what answers cannot prove itself.
-            StartupError: this host has no loopback interface that is up.
-            OSError: nobody answers.
+            AuthenticationError: a server answers but does not know the secret.
+            StartupError: the loopback interface of this host is down.
+            OSError: no server answers.
         """
-        stream, where = self._open(deadline)
+        sock, keys, where = connect_to_server(
+            self._addresses, self._secret, self._request, deadline
+        )
+        if self._failure_timeout > 0:
+            enable_keepalive(sock, self._failure_timeout)
+        stream = _Stream(sock, keys)
         with lock:
             self._handler, self._lock, self._stream = handler, lock, stream
             self.send(handler.hello_message())
         return where
 
     def read(self, deadline: float) -> bool:
-        """Hands the handler what comes next; False if nothing has until the deadline.
+        """Waits for messages and passes them to the handler.
 
-        For a connection without a thread, or before `serve`.
+        For a connection without a thread, or before `start_thread`.
+
+        Returns:
+            False if no message has arrived by the deadline.
 
         Raises:
             OSError, AuthenticationError: the connection is lost.
@@ -162,15 +170,18 @@ class Connection:
         return True
 
     def start_thread(self) -> None:
-        """From now on a thread reads, and connects again after a loss."""
+        """Starts the thread that reads from now on, and reconnects after a loss."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(
-            target=self._serve, name="ringjax-coordinator-line", daemon=True
+            target=self._serve, name="ringjax-coordinator-client", daemon=True
         )
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends if there is a connection; with the lock held. Does not wait."""
+        """Sends a message if there is a connection. Does not wait.
+
+        Call it with the lock held.
+        """
         stream = self._stream
         if stream is not None:
             stream.send(message)
@@ -198,7 +209,7 @@ class Connection:
                 try:
                     for message in messages:
                         handler.on_message(message)
-                except Exception as error:  # nobody else would hear of it
+                except Exception as error:  # this thread has no caller to report to
                     why = f"{type(error).__name__}: {error}"
                     handler.give_up(f"what the coordinator said failed here: {why}")
                     break
@@ -207,11 +218,11 @@ class Connection:
     def _reconnect(
         self, handler: ConnectionHandler, lock: threading.Condition
     ) -> _Stream | None:
-        """Looks for the coordinator; None if nobody wants to know any more."""
+        """Connects again; None if that failed for too long, or `close` was called."""
         deadline, pause = time.monotonic() + self._reconnect_timeout, 0.02
         while not self._closing:
-            # The right server may come although a stranger sits on its port now, or
-            # the loopback interface is down.
+            # Keep trying even if another program uses the port at present, or the
+            # loopback interface is down: the coordinator may come back later.
             with contextlib.suppress(OSError, StartupError):
                 self.open(handler, lock, deadline)
                 return self._stream
@@ -233,7 +244,10 @@ class Connection:
             stream.sock.close()
 
     def drain(self, seconds: float) -> None:
-        """Waits until everything is written, but not for long; without the lock."""
+        """Waits until everything is written, `seconds` at most.
+
+        Call it without the lock.
+        """
         deadline = time.monotonic() + seconds
         while (stream := self._stream) is not None and stream.output:
             if time.monotonic() > deadline:
@@ -250,11 +264,12 @@ class Connection:
         if self._thread is not None:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join(HANDSHAKE_TIMEOUT)
-        with self._lock or contextlib.nullcontext():  # `send` may be waking the thread
+        # `send` writes to the eventfd with the lock held: do not close it meanwhile.
+        with self._lock or contextlib.nullcontext():
             self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Closes all sockets without the thread, which a forked child does not have."""
+        """Closes all sockets in a forked child, which has no thread to end."""
         self._closing = True
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -265,7 +280,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Whether there is something to read, or room for output, or `wakeup` was rung."""
+    """Whether a message, room for output or a wakeup comes within `seconds`."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:
