@@ -45,7 +45,7 @@ _ANSWER = struct.Struct("!32sB")  # nonce, TLS offer
 
 
 class Purpose(enum.IntEnum):
-    """What a connection is for. Both ends prove it together with the rest."""
+    """The purpose of a connection. Both ends prove it together with the rest."""
 
     RENDEZVOUS = 1
     CONTROL = 2
@@ -141,9 +141,9 @@ class _KeySchedule:
         return hmac.digest(key, transcript, "sha256")
 
 
-# One end of a handshake. Yields the bytes to send and the number of bytes that it needs
-# next (0: the handshake is over), and is sent these bytes. Returns the request and the
-# keys of the session.
+# An end of a handshake. It yields the bytes to send and the number of bytes that it
+# needs next (0: the handshake is over), and is sent these bytes. It returns the request
+# and the keys of the session.
 HandshakeSteps = Generator[
     tuple[bytes, int], bytes, tuple[HandshakeRequest, SessionKeys]
 ]

@@ -17,7 +17,7 @@ from typing import Any
 from ringjax.control.tls import TlsEndpoint
 from ringjax.errors import AuthenticationError
 
-MAX_BYTES = 16 << 20  # of one sealed message
+MAX_BYTES = 16 << 20  # the longest sealed message
 _MAC_BYTES = 32
 JsonMessage = Mapping[str, Any] | bytes  # a JSON object, or the result of `encode`
 

@@ -115,7 +115,7 @@ class JobServer(abc.ABC):
     """
 
     name = "service"
-    max_message_bytes = 1 << 20  # of a message from a peer
+    max_message_bytes = 1 << 20  # the longest message from a peer
     max_unread = MAX_UNREAD
 
     def __init__(
@@ -166,7 +166,7 @@ class JobServer(abc.ABC):
 
     @abc.abstractmethod
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
-        """Serves one genuine message."""
+        """Serves one message, which has been authenticated."""
 
     @abc.abstractmethod
     def on_lost(self, session: ServerSession, why: str) -> None:

@@ -28,10 +28,10 @@ from typing import Any
 from ringjax.errors import AuthenticationError, StartupError
 
 _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name in ssl
-_HEADER_BYTES = 5  # of a record; bytes 3 and 4 are the length of the rest
-_MAX_RECORD_BYTES = 16384 + 256  # of the rest of a record
+_HEADER_BYTES = 5  # bytes 3 and 4 of a record's header are the length of the rest
+_MAX_RECORD_BYTES = 16384 + 256  # the longest rest of a record
 _READ_BYTES = 1 << 16
-_RANDOM_BYTES = 32  # that each end contributes to the keys of a link
+_RANDOM_BYTES = 32  # each end contributes so many to the keys of a link
 _RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16  # content type and tag
 
 # Yields the bytes to send and the number of bytes that it needs next, and is sent these
@@ -41,7 +41,7 @@ Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
 class TlsOffer(enum.IntEnum):
-    """What one end of a connection announces about TLS in the handshake before."""
+    """The TLS support that an end of a connection announces in the handshake."""
 
     NONE = 0
     ABLE = 1
@@ -109,7 +109,7 @@ def agree(own: TlsOffer, peer: TlsOffer, *, is_link: bool = False) -> bool:
 
 
 class TlsEndpoint:
-    """One end of a TLS connection: converts between plain bytes and records.
+    """An end of a TLS connection: converts between plain bytes and records.
 
     Usable from several threads. No method waits.
 
@@ -225,7 +225,7 @@ def _context(key: bytes, server: bool) -> ssl.SSLContext:
         context.num_tickets = 0  # no connection is resumed
         psk.set_psk_server_callback(lambda identity: key)
     else:
-        context.check_hostname = False  # there are no certificates
+        context.check_hostname = False  # TLS with a shared key has no certificates
         context.verify_mode = ssl.CERT_NONE
         psk.set_psk_client_callback(lambda hint: ("ringjax", key))
     return context

@@ -99,7 +99,7 @@ def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
         The number, infinity if there is no limit, and the folder of the control group.
     """
     least, where = float("inf"), root
-    for folder, _ in machine_memory.groups(root, "pids"):
+    for folder, _ in machine_memory.cgroups(root, "pids"):
         try:
             most = int((folder / "pids.max").read_text())
             left = most - int((folder / "pids.current").read_text())
@@ -156,7 +156,7 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
         The number, infinity if there is no quota, and the folder of the control group.
     """
     least, where = float("inf"), root
-    for folder, version in machine_memory.groups(root, "cpu"):
+    for folder, version in machine_memory.cgroups(root, "cpu"):
         try:
             if version == 2:
                 part, period = (folder / "cpu.max").read_text().split()
@@ -239,7 +239,7 @@ def dev_shm(host: HostContext) -> Iterator[Finding]:
 def memfd(host: HostContext) -> Iterator[Finding]:
     """Checks that ranks of a host can share memory; otherwise they would use TCP."""
     try:
-        os.close(shared_memory.make(_PAIR))
+        os.close(shared_memory.create(_PAIR))
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         small = 0 <= limit < _PAIR

@@ -22,7 +22,7 @@ import numpy as np
 
 from ringjax import _native, eager, runtime
 from ringjax.doctor.findings import Finding, fail, ok, warn
-from ringjax.links import calibration, cost_file
+from ringjax.links import calibration, cost_cache
 from ringjax.ops import ReduceOp
 from ringjax.run import environ
 
@@ -87,13 +87,15 @@ def _network(born: float) -> dict[str, Any]:
         "transports": stats["transports"],
         "hosts": len(set(hosts)),
     }
-    network = calibration.describe(world.members, hosts) if world.members else None
+    network = (
+        calibration.describe_network(world.members, hosts) if world.members else None
+    )
     if network is None or runtime.config().calibrate == "off":
         return found
     used = stats.get("allreduce", {}).get("algorithms", {})
     predicted = dict(_native.predict("allreduce", SIZE, hosts, communicator.cost))
     usual = [predicted[name] for name in used if name in predicted]
-    file = cost_file.path_of(runtime.config().cache_folder(), network)
+    file = cost_cache.path_of(runtime.config().cache_folder(), network)
     try:
         age = born - os.stat(file).st_mtime
     except OSError:

@@ -1,1 +1,1 @@
-"""Bytes between two ranks: each pair connected in the best way, and what that costs."""
+"""Links: connects each pair of ranks in the fastest way, and measures the cost."""

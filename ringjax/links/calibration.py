@@ -1,10 +1,10 @@
-"""What the links of a job are like: measured when it starts, or known from before.
+"""Calibration: the constants of the cost model, measured at the start or remembered.
 
-The native cost model compares algorithms by a few constants. Where ranks talk over a
-network they are found out here, by ordinary calls over the communicator's own links, in
-tens of milliseconds. Rank 0 looks at its clock and decides; all ranks take its numbers,
-because all must choose alike. Not for ranks that all share memory: for them the
-defaults are good, and a start should cost nothing.
+The native cost model compares algorithms with a few constants. If ranks communicate
+over a network, the constants are measured here, by ordinary calls on the links of the
+communicator, within tens of milliseconds. Rank 0 measures the time and decides. All
+ranks use its constants, because all must choose the same algorithms. If all ranks share
+memory, nothing is measured: the defaults are good, and the start should cost nothing.
 """
 
 from __future__ import annotations
@@ -13,35 +13,40 @@ import array
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, StartupError
-from ringjax.links import cost_file
-from ringjax.links.cost_file import LIMITS, NAMES, Cost
+from ringjax.links import cost_cache
+from ringjax.links.cost_cache import LIMITS, NAMES, Cost, Network
 
-# Together they tell all constants apart: a few long chains, one short one with many
-# messages, and one that crosses hosts as seldom as it can.
+# Algorithms that together determine all constants: a few long chains, a short chain
+# with many messages, and one algorithm that crosses hosts as rarely as possible.
 _ALGORITHMS = ("tree", "ring", "direct", "hierarchical")
-_SHORT = 8  # numbers in a message that is all latency
-_CALLS = 3  # of one kind in a row
-_MOST_TURNS = 4
-_SHORT_BUDGET = 0.06  # seconds for all short calls, warm-up apart
+_SHORT = 8  # elements of a message whose time is all latency
+_CALLS = 3  # calls of one kind in a row
+_MAX_ROUNDS = 4
+_SHORT_BUDGET = 0.06  # seconds for all short calls without the warm-up
 _LONG_BUDGET = 0.02  # seconds for one long call
-_SMALLEST, _LARGEST = 1 << 18, 1 << 22  # bytes of a long call
-_TINY = 1e-30  # a constant that shall not count
-_LEAST_SHARE = 0.05  # of latency and work, the one that seems to be nothing
+_MIN_LONG, _MAX_LONG = 1 << 18, 1 << 22  # bytes of a long call
+_TINY = 1e-30  # the value of a constant that must not count
+_MIN_SHARE = 0.05  # the least ratio of latency to message, and of message to latency
 _SWEEPS = 300
 _BARRIER = "barrier"
+Array: TypeAlias = "array.array[float]"
 
 
-def describe(members: Sequence[Member], hosts: Sequence[int]) -> Any:
-    """What identifies the network of a job, None if all ranks share memory.
+def describe_network(members: Sequence[Member], hosts: Sequence[int]) -> Network | None:
+    """Describes the network of a job; None if all ranks share memory.
 
-    The same on all ranks, and the same when the job is started again.
+    The description is equal on all ranks, and when the job is started again.
+
+    Args:
+        members: by rank.
+        hosts: the number of the host of each rank.
     """
     if len(set(hosts)) == 1 and all(m.hello.get("shm") for m in members):
         return None
@@ -62,23 +67,28 @@ def _without_ports(addresses: str) -> list[str]:
 def calibrate(
     communicator: _native.Communicator,
     config: Config,
-    network: Any,
+    network: Network,
     before: Cost | None = None,
 ) -> tuple[Cost, str]:
-    """Finds the constants and sets them; all ranks of the communicator call it.
+    """Measures or remembers the constants and sets them in the communicator.
+
+    All ranks of the communicator must call it.
 
     Args:
-        network: what `describe` says.
-        before: what holds already; only rank 0's counts.
+        communicator: of all ranks.
+        config: the settings.
+        network: the result of `describe_network`.
+        before: the constants of the epoch before; only those of rank 0 count.
 
     Returns:
-        The constants, the same on all ranks, "measured" or "remembered".
+        The constants, equal on all ranks, and "measured" or "remembered".
 
     Raises:
-        PeerLost: a rank has gone meanwhile.
+        PeerLost: a rank was lost meanwhile.
         StartupError: it took longer than the start timeout.
     """
-    # The core's own limit is for calls that may rightly take long; a start may not.
+    # The timeout of the core is for training, where a rank may be late for a good
+    # reason. The start has a shorter limit.
     limit = f"the links could not be measured within {config.start_timeout:g} s"
     guard = threading.Timer(config.start_timeout, communicator.abort, (limit,))
     guard.daemon = True
@@ -95,65 +105,72 @@ def calibrate(
 
 
 def _calibrate(
-    probe: _CalibrationProbe, config: Config, network: Any, before: Cost | None
+    probe: _CalibrationProbe, config: Config, network: Network, before: Cost | None
 ) -> tuple[Cost, str]:
     communicator, folder, known = probe.communicator, "", before or None
-    # Who has been in the job for long knows constants that newcomers do not: until all
-    # have them, all choose by the defaults.
+    # Members of the epoch before have constants that newcomers do not have. All ranks
+    # choose by the defaults until all have the same constants.
     communicator.set_cost({}, config.algorithm, trial=True)
     if communicator.rank == 0:
         folder = config.cache_folder()
         if config.calibrate == "auto" and known is None:
-            known = cost_file.read(folder, network)
-    has_file = probe.share([known is not None])[0]
+            known = cost_cache.read(folder, network)
+    has_file = probe.broadcast([known is not None])[0]
     try:
         if not has_file:
             known = _measure(probe)
     finally:
         communicator.set_cost({}, config.algorithm, trial=True)
     numbers = [known[name] for name in NAMES] if known else [0.0] * len(NAMES)
-    cost = dict(zip(NAMES, probe.share(numbers), strict=True))
+    cost = dict(zip(NAMES, probe.broadcast(numbers), strict=True))
     communicator.set_cost(cost, config.algorithm)
     if communicator.rank == 0 and not has_file:
-        cost_file.write(folder, network, cost)
+        cost_cache.write(folder, network, cost)
     return cost, "remembered" if has_file else "measured"
 
 
 class _CalibrationProbe:
-    """Calls of one communicator, and rank 0's clock."""
+    """Runs and times calls of one communicator."""
 
     def __init__(self, communicator: _native.Communicator) -> None:
         self.communicator = communicator
         self.coefficients = _coefficients(communicator.hosts)
 
-    def share(self, numbers: Iterable[float]) -> list[float]:
-        """Rank 0's numbers, on all ranks."""
+    def broadcast(self, numbers: Iterable[float]) -> list[float]:
+        """Returns the numbers of rank 0."""
         values = array.array("d", numbers)
         self._execute("broadcast", values)
         return values.tolist()
 
-    def seconds(self, algorithm: str, values: Any, calls: int) -> float:
-        """Of one of so many calls in a row."""
+    def time_call(self, algorithm: str, values: Array, calls: int) -> float:
+        """Runs calls in a row and returns the seconds of one.
+
+        Args:
+            algorithm: of an allreduce, or "barrier".
+            values: the data of an allreduce.
+            calls: the number of calls.
+        """
         forced = "" if algorithm == _BARRIER else f"allreduce:{algorithm}"
         self.communicator.set_cost({}, forced, trial=True)
         op = _BARRIER if algorithm == _BARRIER else "allreduce"
-        self._execute(_BARRIER)  # all begin together
+        self._execute(_BARRIER)  # all ranks begin together
         start = time.perf_counter()
         for _ in range(calls):
             self._execute(op, *([] if op == _BARRIER else [values]))
-        self._execute(_BARRIER)  # a root is done long before the leaves
+        # The root of a tree returns long before the leaves: wait for all ranks.
+        self._execute(_BARRIER)
         return (time.perf_counter() - start) / calls
 
-    def _execute(self, op: str, *values: Any) -> None:
-        which = _native.COLLECTIVES[op], _native.REDUCE_OPS["Sum"]
-        self.communicator.execute(*which, values, values, name="calibration")
+    def _execute(self, op: str, *values: Array) -> None:
+        code, reduce_op = _native.COLLECTIVES[op], _native.REDUCE_OPS["Sum"]
+        self.communicator.execute(code, reduce_op, values, values, name="calibration")
 
 
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """How often each constant counts in a time that `seconds` measures, without bytes.
+    """How often each constant counts in a short call that `time_call` measures.
 
-    Each call begins with a barrier, in rounds in which everybody sends a message and
-    waits for one; and one more follows the last call.
+    Each call begins with a barrier, in whose rounds every rank sends a message and
+    waits for one. One more barrier follows the last call.
     """
     where = "remote" if len(set(hosts)) > 1 else "local"
     rounds = (len(hosts) - 1).bit_length() * (_CALLS + 1) / _CALLS
@@ -169,11 +186,11 @@ def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
 
 
 def _measure(probe: _CalibrationProbe) -> Cost | None:
-    """The constants, on rank 0; None on the others."""
-    times = _short(probe)
+    """Measures the constants; None on ranks other than 0."""
+    times = _time_short_calls(probe)
     remote = len(set(probe.communicator.hosts)) > 1
     name = "remote_byte" if remote else "local_byte"
-    byte = _long(probe, name)
+    byte = _time_byte(probe, name)
     if probe.communicator.rank != 0:
         return None
     probe.communicator.set_cost({}, trial=True)
@@ -186,23 +203,23 @@ def _rounded(name: str, value: float) -> float:
     return float(f"{min(max(value, low), high):.4g}")
 
 
-def _short(probe: _CalibrationProbe) -> dict[str, float]:
-    """Seconds of a call that is all latency: of each algorithm and of a barrier."""
+def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
+    """The seconds of a short call of each algorithm, and of a barrier."""
     values = array.array("d", [0.0] * _SHORT)
     names = list(probe.coefficients)
-    warm = sum(probe.seconds(name, values, 1) for name in names)
-    turns = round(_SHORT_BUDGET / (_CALLS * max(warm, 1e-6)))
-    turns = int(probe.share([min(max(turns, 1), _MOST_TURNS)])[0])
+    warm = sum(probe.time_call(name, values, 1) for name in names)
+    count = round(_SHORT_BUDGET / (_CALLS * max(warm, 1e-6)))
+    count = int(probe.broadcast([min(max(count, 1), _MAX_ROUNDS)])[0])
     rounds = [
-        {name: probe.seconds(name, values, _CALLS) for name in names}
-        for _ in range(turns)
+        {name: probe.time_call(name, values, _CALLS) for name in names}
+        for _ in range(count)
     ]
-    # What else runs on a host only ever adds time.
+    # Take the minimum: other programs on a host can only make a call slower.
     return {name: min(times[name] for times in rounds) for name in names}
 
 
-def _long(probe: _CalibrationProbe, name: str) -> float:
-    """Seconds of one more byte, by a ring: only one link of a host carries it."""
+def _time_byte(probe: _CalibrationProbe, name: str) -> float:
+    """The seconds of one byte, measured by a ring, which uses one link of each host."""
     hosts = list(probe.communicator.hosts)
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
     [crossing] = (
@@ -211,13 +228,14 @@ def _long(probe: _CalibrationProbe, name: str) -> float:
 
     def seconds(size: int) -> float:
         values = array.array("f", bytes(size))
-        # The first call finds the memory and the connections cold.
-        return min(probe.seconds("ring", values, 1) for _ in range(2))
+        # The first call is slower: its memory and the connections are cold.
+        return min(probe.time_call("ring", values, 1) for _ in range(2))
 
-    times = _LONG_BUDGET / max(seconds(_SMALLEST), 1e-6)
-    wanted = int(min(max(_SMALLEST * times, _SMALLEST), _LARGEST)) // 16 * 16
-    size = int(probe.share([wanted])[0])
-    # What does not grow with the bytes is in both, and what a shaper lets pass at once.
+    times = _LONG_BUDGET / max(seconds(_MIN_LONG), 1e-6)
+    wanted = int(min(max(_MIN_LONG * times, _MIN_LONG), _MAX_LONG)) // 16 * 16
+    size = int(probe.broadcast([wanted])[0])
+    # The difference of two sizes: both times contain the latency, and the burst that a
+    # traffic shaper lets pass at full speed.
     part, whole = seconds(size // 4), seconds(size)
     grown = min(max((whole - part) / 0.75, whole / 2), whole)
     return grown / (crossing * size / (1 << 20))
@@ -226,15 +244,15 @@ def _long(probe: _CalibrationProbe, name: str) -> float:
 def fit(
     times: Mapping[str, float], coefficients: Mapping[str, Mapping[str, float]]
 ) -> Cost:
-    """The constants by which the cost model comes closest to what was measured.
+    """Finds the constants with which the cost model fits the measured times best.
 
-    A call takes the sum of its coefficients times the constants. These are the ones,
-    none negative, with the least squares of the relative errors. What nothing depends
-    on is left out.
+    The time of a call is the sum of its coefficients times the constants. The result
+    minimizes the squares of the relative errors over constants that are not negative.
+    Constants on which no call depends are left out.
 
     Args:
         times: seconds, by algorithm.
-        coefficients: by algorithm, how often each constant counts.
+        coefficients: how often each constant counts, by algorithm.
     """
     used = [n for n in NAMES if any(row.get(n, 0) > 0 for row in coefficients.values())]
     rows = [
@@ -244,15 +262,15 @@ def fit(
     for where in ("local", "remote"):
         pair = f"{where}_latency", f"{where}_message"
         most = max(cost.get(name, 0.0) for name in pair)
-        if most > 0:  # else nothing depends on them
-            cost |= {n: max(cost.get(n, 0.0), _LEAST_SHARE * most) for n in pair}
+        if most > 0:  # 0: no call depends on them
+            cost |= {n: max(cost.get(n, 0.0), _MIN_SHARE * most) for n in pair}
     return {name: value for name, value in cost.items() if value > 0}
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """What is not negative and makes all `rows` times it come closest to 1.
+    """Finds x >= 0 that minimizes the squares of `rows` * x - 1, by coordinate descent.
 
-    One unknown after the other is set to its best value, again and again.
+    Each sweep sets one unknown after another to its best value.
     """
     unknowns = range(len(rows[0]))
     products = [[sum(r[i] * r[j] for r in rows) for j in unknowns] for i in unknowns]

@@ -1,7 +1,7 @@
-"""How much memory this process could still have: of the machine, and of its cgroups.
+"""Available memory of this process: the limit of the machine and of its cgroups.
 
-Linux counts the files that were read as used memory, but gives them up for whoever
-needs some. A container that has read its data set has none free, but all available.
+Linux counts the page cache as used memory, but frees it when a process needs memory. A
+container that has read its data set has no free memory, but all of it is available.
 """
 
 from __future__ import annotations
@@ -14,39 +14,42 @@ _NO_LIMIT = 1 << 62
 
 
 def available(root: Path = Path("/")) -> int:
-    """Bytes that this process could still use.
+    """The bytes that this process can still use.
 
     Args:
-        root: where /proc and the control groups are, for tests.
+        root: the folder with /proc and the control groups; another one in tests.
     """
     limits = [_NO_LIMIT]
     with contextlib.suppress(OSError, ValueError):
         limits.append(_table(root / "proc/meminfo", ":")["MemAvailable"] << 10)
-    for folder, version in groups(root, "memory"):
-        # Not every group has a limit, and the files may go away with the group.
+    for folder, version in cgroups(root, "memory"):
+        # A group may have no limit, and its files may disappear together with it.
         with contextlib.suppress(OSError, ValueError, KeyError):
-            limits.append(_left_2(folder) if version == 2 else _left_1(folder))
+            limits.append(
+                _available_2(folder) if version == 2 else _available_1(folder)
+            )
     return max(0, min(limits))
 
 
-def _left_2(group: Path) -> int:
-    """What a group of version 2 may take; ValueError if it has no limit."""
-    most, used = (_number(group / name) for name in ("memory.max", "memory.current"))
+def _available_2(group: Path) -> int:
+    """The available bytes of a group of version 2; ValueError if it has no limit."""
+    limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
     stat = _table(group / "memory.stat")
-    return most - used + _reclaimable(stat, "") + stat.get("slab_reclaimable", 0) // 2
+    slab = stat.get("slab_reclaimable", 0) // 2
+    return limit - used + _reclaimable(stat, "") + slab
 
 
-def _left_1(group: Path) -> int:
+def _available_1(group: Path) -> int:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    most, used = (_number(group / name) for name in names)
-    return most - used + _reclaimable(_table(group / "memory.stat"), "total_")
+    limit, used = (_number(group / name) for name in names)
+    return limit - used + _reclaimable(_table(group / "memory.stat"), "total_")
 
 
 def _reclaimable(stat: dict[str, int], prefix: str) -> int:
-    """Bytes of files that can be dropped without slowing the job down much.
+    """The bytes of the page cache that can be freed without slowing the job down much.
 
-    Half of what is in use by somebody counts, as in the kernel's MemAvailable. What has
-    to be written to disk first does not count, in either spelling.
+    Half of the active pages count, as in the kernel's MemAvailable. Pages that must be
+    written to disk first do not count. Their names have no prefix in version 2.
     """
     inactive, active = (
         stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file")
@@ -55,12 +58,14 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
     return max(0, inactive + active // 2 - sum(stat.get(name, 0) for name in names))
 
 
-def groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The groups that limit this process, from its own up, and their version.
+def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yields the control groups that limit this process, and their versions.
+
+    The innermost group comes first.
 
     Args:
-        root: where /proc and the control groups are, for tests.
-        controller: "memory" or "cpu"; version 2 has one tree for all.
+        root: the folder with /proc and the control groups; another one in tests.
+        controller: "memory", "cpu" or "pids"; version 2 has one tree for all.
     """
     with contextlib.suppress(OSError, ValueError):
         own = _own_groups((root / "proc/self/cgroup").read_text(), controller)
@@ -70,11 +75,11 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0)
             if not version or (version == 1 and controller not in options.split(",")):
                 continue
-            base, place = (_unescaped(word) for word in before.split()[3:5])
-            top = root / place.lstrip("/")
+            base, mount_point = (_unescaped(word) for word in before.split()[3:5])
+            top = root / mount_point.lstrip("/")
             inside = PurePosixPath(own.get(version, "/"))
-            # In a container the group may be outside of what is mounted: then what is
-            # mounted is its own.
+            # In a container the path of the group may be outside of the mounted tree.
+            # Then the mounted tree is the group of the container.
             if ".." not in inside.parts and inside.is_relative_to(base):
                 inside = inside.relative_to(base)
                 for part in [inside, *inside.parents]:
@@ -84,13 +89,13 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _own_groups(text: str, controller: str) -> dict[int, str]:
-    """The path of our group, by version, from /proc/self/cgroup."""
+    """The path of this process's group by version, from /proc/self/cgroup."""
     found = {}
     for line in text.splitlines():
-        number, kinds, path = line.split(":", 2)
-        if number == "0" and not kinds:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
             found[2] = path
-        elif controller in kinds.split(","):
+        elif controller in controllers.split(","):
             found[1] = path
     return found
 
@@ -103,11 +108,11 @@ def _number(file: Path) -> int:
     return int(file.read_text())
 
 
-def _table(file: Path, after_name: str = "") -> dict[str, int]:
-    """Lines of a name and a number."""
+def _table(file: Path, suffix: str = "") -> dict[str, int]:
+    """Reads lines of a name and a number; the names may end with `suffix`."""
     lines = [line.split() for line in file.read_text().splitlines()]
     return {
-        words[0].removesuffix(after_name): int(words[1])
+        words[0].removesuffix(suffix): int(words[1])
         for words in lines
         if len(words) > 1 and words[1].isdigit()
     }

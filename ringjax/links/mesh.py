@@ -1,11 +1,13 @@
-"""The links of a communicator: every pair of its ranks connected in the best way.
+"""Mesh: connects each pair of a communicator's ranks in the fastest way.
 
-Ranks of one host share memory: a sealed memfd and both doorbells (eventfds) travel over
-a unix socket whose user is checked. Other pairs, and all that have to do without shared
-memory, get several TCP sockets. Every connection is authenticated
-(control/handshake.py). The result is descriptors for the native core; nothing here
-moves tensors. The higher rank of a pair calls, the lower one receives the call in
-`LinkListener` and makes the memory.
+The ranks of a host share memory: a sealed memfd and the doorbells (eventfds) of both
+ranks are sent over a unix socket, after a check of its user. Other pairs get several
+TCP sockets, and so do pairs for which no shared memory is available. Every connection
+is authenticated (control/handshake.py). The result is a set of descriptors for
+the native core; nothing here moves tensors.
+
+The higher rank of a pair connects to the `LinkListener` of the lower rank. The lower
+rank makes the memory.
 """
 
 from __future__ import annotations
@@ -35,28 +37,38 @@ from ringjax.control.unix_peer import peer_pid, peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
-from ringjax.links.pair import PairSetup, take_early
+from ringjax.links.pair import PairSetup, receive_early
 
-_ATTEMPT = 2.0  # seconds for one attempt to connect
-_GIVE_UP = 3.0  # seconds after which a rank that refuses all the time counts as gone
+_CONNECT_TIMEOUT = 2.0  # seconds for one attempt
+# Seconds after which a rank counts as dead if it refuses every connection. A rank
+# listens before it joins, so a refusal means that no process listens any more.
+_REFUSED_TIMEOUT = 3.0
 
 
 class LossMonitor(Protocol):
-    """Who knows whether it is worth while to go on; asked again and again."""
+    """Knows which ranks are lost. Asked repeatedly while a mesh is built."""
 
     def departed_ranks(self) -> dict[int, str]:
-        """The ranks that are known to have gone, and why. May raise, too."""
+        """Ranks that are lost or have left, and why. May raise to end the building."""
 
 
 @dataclass(frozen=True)
 class MeshFactory:
-    """What all communicators of an epoch are built from.
+    """Connects the ranks of an epoch, for one communicator after another.
 
     Attributes:
         rank: this rank in the world.
-        hosts: for each world rank the number of its host.
-        shm_bytes: how large the memory of a pair is, from the bytes of one ring.
-        segment_bytes: the bytes of a shared segment, from the ranks and a tile's bytes.
+        members: the members of the epoch, by rank.
+        hosts: the number of the host of each world rank.
+        epoch: the number of the epoch.
+        job: the id of the job.
+        secret: the secret of the job.
+        config: the settings.
+        listener: accepts the connections of higher ranks.
+        loss_monitor: knows which ranks are lost.
+        shm_bytes: computes the shared memory of a pair from the bytes of one ring.
+        segment_bytes: computes the bytes of a shared segment from the number of ranks
+            and the bytes of a tile.
         log: takes a level and a sentence.
     """
 
@@ -68,7 +80,7 @@ class MeshFactory:
     secret: bytes = field(repr=False)
     config: Config
     listener: LinkListener
-    session: LossMonitor
+    loss_monitor: LossMonitor
     shm_bytes: Callable[[int], int]
     segment_bytes: Callable[[int, int], int]
     log: Callable[[str, str], None]
@@ -76,32 +88,32 @@ class MeshFactory:
     def build(
         self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
     ) -> LinkDescriptors:
-        """Connects this rank with all others of `ranks`; all of them must do it.
+        """Connects this rank to all other ranks of `ranks`. All of them must call it.
 
         Args:
-            comm: the communicator's number, the same on all ranks.
-            ranks: world ranks in the communicator's order; this one is among them.
-            what: names the communicator in errors.
-            control: also keep a control connection to each of them.
+            comm: the number of the communicator, equal on all ranks.
+            ranks: the world ranks of the communicator, in its order, with this rank.
+            what: the name of the communicator in errors.
+            control: keep a control connection to each peer, too.
 
         Raises:
-            Unreachable: some could not be reached within the start timeout.
-            PeerLost: a rank is known to be gone.
-            OutOfDescriptors: this rank may not have so many.
+            Unreachable: a peer could not be reached within the start timeout.
+            PeerLost: a peer is lost.
+            OutOfDescriptors: the limit of open files is too low.
         """
         try:
-            work = _MeshBuilder(self, comm, ranks, what)
+            builder = _MeshBuilder(self, comm, ranks, what)
             try:
-                work.call_lower()
+                builder.connect_to_lower()
                 failpoints.passing("mesh.called")
-                work.offer_to_higher()
-                work.take_from_lower()
-                work.hear_from_higher()
-                work.share_segment()
+                builder.send_memory()
+                builder.receive_memory()
+                builder.receive_doorbells()
+                builder.share_segment()
                 failpoints.passing("mesh.shared")
-                return work.result(control)
+                return builder.take_descriptors(control)
             finally:
-                work.close()
+                builder.close()
         except OSError as error:
             if not is_shortage(error):
                 raise
@@ -112,55 +124,65 @@ class MeshFactory:
 
 
 class _MeshBuilder:
-    """One building of one communicator, in phases that wait for no chain of ranks."""
+    """Builds the mesh of one communicator, in five phases.
+
+    In no phase does a rank wait for a peer that waits for a third rank.
+    """
 
     def __init__(
-        self, fabric: MeshFactory, comm: int, ranks: Sequence[int], what: str
+        self, factory: MeshFactory, comm: int, ranks: Sequence[int], what: str
     ) -> None:
-        self.fabric, self.comm, self.ranks, self.what = fabric, comm, ranks, what
-        self.deadline = time.monotonic() + fabric.config.start_timeout
-        self.pairs = [self._pair(r) for r in sorted(ranks) if r != fabric.rank]
-        open_files.require(self._descriptors(), f"{what}: rank {fabric.rank}")
-        # What all processes of a user have sent and not received counts for each.
+        self.factory, self.comm, self.ranks, self.what = factory, comm, ranks, what
+        self.deadline = time.monotonic() + factory.config.start_timeout
+        self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
+        open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
+        # The kernel limits the descriptors of a user that are in flight on unix sockets
+        # to the limit of open files of the sending process. The descriptors of all
+        # ranks of this host count together.
         open_files.raise_limit(2 * sum(pair.shared for pair in self.pairs) ** 2)
         self.mesh = LinkDescriptors(
             doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         )
         near = 1 + sum(pair.local for pair in self.pairs)
-        self.ring = sizes.ring(fabric.config.ring_bytes, near, fabric.shm_bytes)
-        self.size = fabric.shm_bytes(self.ring)
-        self.lower = [p for p in self.pairs if p.rank < fabric.rank]
-        self.higher = [p for p in self.pairs if p.rank > fabric.rank]
+        self.ring = sizes.ring_bytes(factory.config.ring_bytes, near, factory.shm_bytes)
+        self.size = factory.shm_bytes(self.ring)
+        self.lower = [p for p in self.pairs if p.rank < factory.rank]
+        self.higher = [p for p in self.pairs if p.rank > factory.rank]
         self.segment = -1
         self.tile = 0
 
     def _descriptors(self) -> int:
-        """How many there are when most are open."""
-        # With memory: the connection, the memory, the doorbell twice (once for the
-        # shared segment).
-        tcp = 1 + self.fabric.config.tcp_streams
+        """The largest number of descriptors that are open at the same time."""
+        # For a pair with shared memory: the connection, the memory, and the doorbell of
+        # the peer twice (once for the shared segment).
+        tcp = 1 + self.factory.config.tcp_streams
         return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
     def _pair(self, rank: int) -> PairSetup:
-        hosts, members, me = self.fabric.hosts, self.fabric.members, self.fabric.rank
-        local = hosts[rank] == hosts[me]
-        both = all(members[r].hello.get("shm") for r in (rank, me))
+        hosts, members, own = (
+            self.factory.hosts,
+            self.factory.members,
+            self.factory.rank,
+        )
+        local = hosts[rank] == hosts[own]
+        both = all(members[r].hello.get("shm") for r in (rank, own))
         return PairSetup(rank, local=local, shm=both)
 
-    # Phase 1: call every lower rank; those that do not answer are called again.
+    # Phase 1: connect to every lower rank, and again to those that did not answer.
 
-    def call_lower(self) -> None:
-        # From the nearest one down: not all ranks are to call rank 0 at the same time.
-        self._reach(self.lower[::-1])
+    def connect_to_lower(self) -> None:
+        # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
+        # same time.
+        self._connect_all(self.lower[::-1])
 
-    def _reach(self, pairs: Sequence[PairSetup]) -> None:
+    def _connect_all(self, pairs: Sequence[PairSetup]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
         refused_since: dict[int, float] = {}
         why: dict[int, str] = {}
         while waiting:
             for rank, pair in list(waiting.items()):
                 try:
-                    self._call(pair)
+                    self._connect_pair(pair)
                 except (OSError, AuthenticationError) as error:
                     if is_shortage(error):
                         raise
@@ -168,7 +190,10 @@ class _MeshBuilder:
                     if not _is_refusal(error):
                         refused_since.pop(rank, None)
                     since = refused_since.setdefault(rank, time.monotonic())
-                    if _is_refusal(error) and time.monotonic() - since > _GIVE_UP:
+                    if (
+                        _is_refusal(error)
+                        and time.monotonic() - since > _REFUSED_TIMEOUT
+                    ):
                         self._fail({rank: f"{why[rank]}, the process is gone"})
                 else:
                     del waiting[rank]
@@ -176,58 +201,58 @@ class _MeshBuilder:
                 self._check(lambda: {r: why[r] for r in waiting})
                 time.sleep(0.02)
 
-    def _call(self, pair: PairSetup) -> None:
+    def _connect_pair(self, pair: PairSetup) -> None:
         if pair.control is None:
             pair.control = self._connect(pair, Purpose.CONTROL, 0)
-        while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
+        while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
 
     def _connect(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
-        fabric = self.fabric
-        offered = offer_for(fabric.config.tls)
-        introduction = HandshakeRequest(
-            fabric.job,
+        factory = self.factory
+        tls_offer = offer_for(factory.config.tls)
+        request = HandshakeRequest(
+            factory.job,
             purpose,
-            fabric.rank,
+            factory.rank,
             pair.rank,
-            fabric.epoch,
+            factory.epoch,
             self.comm,
             stream,
         )
         errors: list[Exception] = []
-        for where in self._candidates(pair, purpose):
+        for where in self._addresses_of(pair, purpose):
             sock = None
             try:
                 left = max(0.05, self.deadline - time.monotonic())
-                sock = address.connect(where, min(_ATTEMPT, left))
+                sock = address.connect(where, min(_CONNECT_TIMEOUT, left))
                 if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
                     raise AuthenticationError("it belongs to another user")
                 limit = min(HANDSHAKE_TIMEOUT, left)
-                inside = sock.family == socket.AF_UNIX
-                said = replace(introduction, tls=TlsOffer.NONE if inside else offered)
-                pair.keys[sock] = authenticate(sock, fabric.secret, said, limit).link
-                address.set_link_options(sock, fabric.config.failure_timeout)
+                is_unix = sock.family == socket.AF_UNIX
+                sent = replace(request, tls=TlsOffer.NONE if is_unix else tls_offer)
+                pair.keys[sock] = authenticate(sock, factory.secret, sent, limit).link
+                address.set_link_options(sock, factory.config.failure_timeout)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
                     sock.close()
                 errors.append(error)
             else:
                 return sock
-        # A refusal says least: something else is the better explanation.
+        # If another address failed in another way, that error says more than a refusal.
         errors.sort(key=_is_refusal)
         raise errors[0] if errors else OSError("it gave no address")
 
-    def _candidates(
+    def _addresses_of(
         self, pair: PairSetup, purpose: Purpose
     ) -> list[str | tuple[str, int]]:
-        """Where to call a rank, best first."""
-        member = self.fabric.members[pair.rank]
+        """The addresses of a peer, the best first."""
+        member = self.factory.members[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
             return ["\0" + str(member.hello["door"])]
         found = address.parse(str(member.hello["addresses"]))
-        mine = self.fabric.members[self.fabric.rank].hello
-        near = mine.get("machine") == member.hello.get("machine")
+        own = self.factory.members[self.factory.rank].hello
+        near = own.get("machine") == member.hello.get("machine")
         if not near:
             found = [a for a in found if not address.is_loopback(a[0])] or found
         found.sort(
@@ -235,21 +260,21 @@ class _MeshBuilder:
         )
         return list(found)
 
-    # Phase 2: the lower rank of a pair on one host makes the memory and offers it.
+    # Phase 2: the lower rank of a pair on one host makes the memory and sends it.
 
-    def offer_to_higher(self) -> None:
+    def send_memory(self) -> None:
         for pair in self.higher:
             pair.control = self._accept(pair, Purpose.CONTROL, 0)
         shared = [pair for pair in self.higher if pair.shared]
         try:
-            left = shared_memory.available()
+            free = shared_memory.available()
             for pair in shared:
-                pair.memory = shared_memory.make(self.size, left)
-                left -= self.size
+                pair.memory = shared_memory.create(self.size, free)
+                free -= self.size
         except OSError as error:
             if is_shortage(error):
                 raise
-            self.fabric.log(
+            self.factory.log(
                 "warning",
                 f"{self.what}: {len(shared)} x {self.size} = "
                 f"{len(shared) * self.size} bytes of shared memory cannot be had "
@@ -260,54 +285,55 @@ class _MeshBuilder:
                 if pair.memory >= 0:
                     os.close(pair.memory)
                     pair.memory = -1
-        # Who has no higher rank takes what comes at once, so that it does not pile up.
+        # Begin with the highest rank. It has nothing to send, so it receives at once,
+        # and few descriptors are in flight.
         for pair in reversed(shared):
-            offer = [pair.memory, self.mesh.doorbell] if pair.shared else []
-            self._send(pair, self.size if pair.shared else 0, offer)
+            fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
+            self._send(pair, self.size if pair.shared else 0, fds)
 
-    # Phase 3: the higher rank takes it and answers with its own doorbell.
+    # Phase 3: the higher rank receives the memory and answers with its own doorbell.
 
-    def take_from_lower(self) -> None:
+    def receive_memory(self) -> None:
         for pair in self.lower:
             if not pair.shared:
                 continue
             size, fds = self._receive(pair, 2)
             if size == 0 and not fds:
                 pair.shared = False
-                self._reach([pair])  # now for the data sockets
+                self._connect_all([pair])  # the data sockets
                 continue
             if len(fds) == 2:
                 pair.memory, pair.doorbell = fds
             else:
                 for fd in fds:
                     os.close(fd)
-            if pair.memory < 0 or not shared_memory.is_sound(pair.memory, self.size):
+            if pair.memory < 0 or not shared_memory.is_valid(pair.memory, self.size):
                 self._fail(
                     {pair.rank: "it offered memory of another size, or unsealed"}
                 )
             self._send(pair, self.size, [self.mesh.doorbell])
 
-    # Phase 4: the lower rank learns the doorbells of the higher ones.
+    # Phase 4: the lower rank receives the doorbells of the higher ranks.
 
-    def hear_from_higher(self) -> None:
+    def receive_doorbells(self) -> None:
         for pair in self.higher:
             if pair.shared:
                 _, fds = self._receive(pair, 1)
                 if len(fds) != 1:
                     self._fail({pair.rank: "it sent no doorbell"})
                 pair.doorbell = fds[0]
-            while not pair.shared and len(pair.data) < self.fabric.config.tcp_streams:
+            while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
                 pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
-    # Phase 5: if every rank shares memory with every other, all map one shared segment,
-    # which the lowest rank makes.
+    # Phase 5: if all pairs share memory, the lowest rank makes a shared segment, which
+    # all ranks map.
 
     def share_segment(self) -> None:
-        tile, ranks = self.fabric.config.tile_bytes, len(self.ranks)
+        tile, ranks = self.factory.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
-            return  # alike on all ranks
-        tile = sizes.tile(tile, ranks, self.fabric.segment_bytes)
-        size = self.fabric.segment_bytes(ranks, tile)
+            return  # all ranks come to the same result
+        tile = sizes.tile_bytes(tile, ranks, self.factory.segment_bytes)
+        size = self.factory.segment_bytes(ranks, tile)
         self.tile = tile
         shared = all(pair.shared for pair in self.pairs)
         if not self.lower:
@@ -315,32 +341,32 @@ class _MeshBuilder:
             if shared and all(votes):
                 self.segment = self._make_segment(size)
             for pair in self.higher:
-                some = self.segment >= 0
-                self._send(pair, size if some else 0, [self.segment] if some else [])
+                made = self.segment >= 0
+                self._send(pair, size if made else 0, [self.segment] if made else [])
         else:
             self._send(self.lower[0], int(shared), [])
             offered, fds = self._receive(self.lower[0], 1)
             self.segment = fds[0] if fds else -1
-            if offered and not shared_memory.is_sound(self.segment, size):
+            if offered and not shared_memory.is_valid(self.segment, size):
                 text = "its shared segment has another size, or is unsealed"
                 self._fail({self.lower[0].rank: text})
 
     def _make_segment(self, size: int) -> int:
         try:
-            return shared_memory.make(size)
+            return shared_memory.create(size)
         except OSError as error:
-            self.fabric.log(
+            self.factory.log(
                 "warning",
                 f"{self.what}: {size} bytes of shared memory for all ranks cannot be "
                 f"had ({error.strerror}): allreduce takes the rings, which is slower",
             )
             return -1
 
-    # What the phases need.
+    # --- used by the phases ---
 
     def _accept(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
-        key = ConnectionKey(self.fabric.epoch, self.comm, purpose, stream, pair.rank)
-        listener = self.fabric.listener
+        key = ConnectionKey(self.factory.epoch, self.comm, purpose, stream, pair.rank)
+        listener = self.factory.listener
         while (accepted := listener.accept(key, 0.1)) is None:
             self._check(
                 lambda: {
@@ -355,23 +381,23 @@ class _MeshBuilder:
         sock = accepted.sock
         pair.keys[sock] = accepted.key
         try:
-            address.set_link_options(sock, self.fabric.config.failure_timeout)
+            address.set_link_options(sock, self.factory.config.failure_timeout)
         except OSError as error:
             sock.close()
-            raise self._lost(pair, error) from error
+            raise self._peer_lost(pair, error) from error
         return sock
 
     def _send(self, pair: PairSetup, size: int, fds: list[int]) -> None:
         assert pair.control is not None
         while True:
             try:
-                return shared_memory.send(pair.control, size, fds)
+                return shared_memory.send_descriptors(pair.control, size, fds)
             except OSError as error:
                 if not is_shortage(error):
-                    raise self._lost(pair, error) from error
+                    raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            take_early(self.pairs)  # as all do who cannot send
+            receive_early(self.pairs)  # see there: every rank that cannot send does so
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
         assert pair.control is not None
@@ -381,44 +407,50 @@ class _MeshBuilder:
             except OSError as error:
                 if is_shortage(error):
                     raise
-                raise self._lost(pair, error) from error
+                raise self._peer_lost(pair, error) from error
             if received is not None:
                 return received
-            take_early(self.pairs)  # perhaps that is what it cannot send for
+            receive_early(self.pairs)  # the peer may be unable to send
             self._check(lambda: {pair.rank: "it does not answer"})
 
-    def _lost(self, pair: PairSetup, why: object) -> PeerLost:
+    def _peer_lost(self, pair: PairSetup, why: object) -> PeerLost:
         return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
-        """Raises if a rank that is needed has gone, or the time is up."""
-        for rank, why in self.fabric.session.departed_ranks().items():
+        """Raises an error if a rank of the mesh is lost or the time is over.
+
+        Args:
+            missing: returns the peers that are waited for, and why.
+        """
+        for rank, why in self.factory.loss_monitor.departed_ranks().items():
             if rank in self.ranks:
                 raise PeerLost(f"{self.what}: rank {rank} {why}", rank)
         if time.monotonic() >= self.deadline:
-            limit = self.fabric.config.start_timeout
+            limit = self.factory.config.start_timeout
             self._fail(missing(), f" within {limit:g} s")
 
     def _fail(self, missing: dict[int, str], when: str = "") -> NoReturn:
-        hello = {r: self.fabric.members[r].hello for r in missing}
+        hello = {r: self.factory.members[r].hello for r in missing}
         reasons = "; ".join(
             f"rank {r} on {hello[r].get('hostname')}: {why}; its addresses are "
             f"{hello[r].get('addresses')}"
             for r, why in missing.items()
         )
         raise Unreachable(
-            f"{self.what}: rank {self.fabric.rank} could not be connected with "
+            f"{self.what}: rank {self.factory.rank} could not be connected with "
             f"{ranks_text(list(missing))}{when} ({reasons})",
             list(missing),
         )
 
-    def result(self, control: bool) -> LinkDescriptors:
-        mesh, place = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
+    def take_descriptors(self, control: bool) -> LinkDescriptors:
+        """Hands all descriptors over to the caller."""
+        mesh, index = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
         for pair in self.pairs:
-            peer = place[pair.rank]
+            peer = index[pair.rank]
             if pair.shared:
-                side = int(place[self.fabric.rank] > peer)
-                # The kernel's word: a peer could name a process that it may not read.
+                side = int(index[self.factory.rank] > peer)
+                # Ask the kernel. A peer could lie, and name a process whose memory it
+                # is not allowed to read itself.
                 process = peer_pid(pair.control) if pair.control else 0
                 rings = (pair.memory, side, self.ring, pair.doorbell)
                 mesh.links.append(("shm", peer, *rings, process))
@@ -433,16 +465,16 @@ class _MeshBuilder:
                 mesh.control_keys.append(pair.keys[pair.control])
                 mesh.control.append((pair.rank, pair.control.detach()))
         if self.segment >= 0:
-            bells = [-1] * len(self.ranks)
-            mesh.segment = (self.segment, self.tile, bells)
+            doorbells = [-1] * len(self.ranks)
+            mesh.segment = (self.segment, self.tile, doorbells)
             self.segment = -1
             for link in mesh.links:
-                bells[link[1]] = os.dup(link[5])
-        self.mesh = LinkDescriptors()  # now the caller's
+                doorbells[link[1]] = os.dup(link[5])
+        self.mesh = LinkDescriptors()  # `close` must not close what the caller has
         return mesh
 
     def close(self) -> None:
-        """Closes whatever `result` has not handed out."""
+        """Closes the descriptors that `take_descriptors` has not handed over."""
         for pair in self.pairs:
             pair.close()
         if self.segment >= 0:
@@ -451,5 +483,4 @@ class _MeshBuilder:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether nobody listens there: a rank opens its doors before it joins."""
     return isinstance(error, ConnectionRefusedError)

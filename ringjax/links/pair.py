@@ -1,7 +1,4 @@
-"""What exists between this rank and one other while their links are being made.
-
-The order of things, and what goes wrong, is in mesh.py.
-"""
+"""Pair setup: this rank and one peer while mesh.py connects them."""
 
 from __future__ import annotations
 
@@ -16,14 +13,16 @@ from ringjax.links import shared_memory
 
 
 class PairSetup:
-    """This rank and one other.
+    """The sockets and the memory of a pair of ranks that are being connected.
+
+    Args:
+        rank: the world rank of the peer.
+        local: whether both ranks are on one host.
+        shm: whether both ranks want shared memory.
 
     Attributes:
-        rank: the other one, in the world.
-        local: both are on one host.
-        shm: both want shared memory.
-        shared: they will have it, until it turns out that there is none.
-        keys: by socket, what the native core encrypts with; empty: nothing.
+        shared: the pair will have shared memory, unless none is available.
+        keys: the key of each socket for the native core; empty: not encrypted.
     """
 
     def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
@@ -34,16 +33,16 @@ class PairSetup:
         self.keys: dict[socket.socket, bytes] = {}
         self.memory = self.doorbell = -1
         self._early: list[tuple[int, list[int]]] = []
-        # Whether it has said what every pair with shared memory says: one thing in each
-        # direction. What follows that may be for somebody else: for the heartbeat.
-        self._heard = False
+        # Each pair with shared memory sends one message in each direction. Later bytes
+        # on the connection may be for the heartbeat, so do not read them here.
+        self._has_received = False
 
     def receive(self, most: int, seconds: float) -> tuple[int, list[int]] | None:
-        """As `shared_memory.receive`, from this one."""
+        """Receives the size and at most `most` descriptors; None if nothing comes."""
         assert self.control is not None
         if not self._early:
-            found = shared_memory.receive(self.control, most, seconds)
-            self._heard |= found is not None
+            found = shared_memory.receive_descriptors(self.control, most, seconds)
+            self._has_received |= found is not None
             return found
         size, fds = self._early.pop(0)
         if len(fds) > most:
@@ -53,46 +52,46 @@ class PairSetup:
         return size, fds
 
     @property
-    def silent(self) -> bool:
-        """Whether it is connected and has still to say something."""
-        return self.control is not None and self.shared and not self._heard
+    def awaits_message(self) -> bool:
+        """Whether the peer is connected and has not sent its message yet."""
+        return self.control is not None and self.shared and not self._has_received
 
-    def take_early(self) -> None:
-        """Takes what has come; `receive` returns it later."""
+    def receive_early(self) -> None:
+        """Receives a message ahead of time; `receive` returns it later."""
         assert self.control is not None
-        with contextlib.suppress(OSError):  # `receive` will find it again
-            if (found := shared_memory.receive(self.control, 2, 0.001)) is not None:
+        with contextlib.suppress(OSError):  # `receive` will meet the error again
+            found = shared_memory.receive_descriptors(self.control, 2, 0.001)
+            if found is not None:
                 self._early.append(found)
-                self._heard = True
+                self._has_received = True
 
     def close(self) -> None:
-        """Closes what nobody has taken."""
+        """Closes the sockets and descriptors that nobody has taken over."""
         for sock in (self.control, *self.data):
             if sock is not None:
                 sock.close()
-        for fd in (
-            self.memory,
-            self.doorbell,
-            *(f for _, fds in self._early for f in fds),
-        ):
+        early = [fd for _, fds in self._early for fd in fds]
+        for fd in (self.memory, self.doorbell, *early):
             if fd >= 0:
                 os.close(fd)
         self._early.clear()
 
 
-def take_early(pairs: Sequence[PairSetup]) -> None:
-    """Takes descriptors that have come, so that they are on their way no longer.
+def receive_early(pairs: Sequence[PairSetup]) -> None:
+    """Receives descriptors that have arrived, so that they are in flight no longer.
 
-    For a rank that cannot send because too many are: if all ranks waited with what they
-    have sent unread by the others, all would wait for ever.
+    The kernel limits how many descriptors of a user are in flight on unix sockets. A
+    rank that cannot send because of this limit calls this function. If all ranks waited
+    without reading, no rank could ever send.
     """
     poll, waiting = select.poll(), {}
     for pair in pairs:
-        if pair.silent:
+        if pair.awaits_message:
             assert pair.control is not None
             waiting[pair.control.fileno()] = pair
             poll.register(pair.control, select.POLLIN)
     for fd, events in poll.poll(10):
         if events & select.POLLIN:
-            waiting[fd].take_early()
-    time.sleep(0.005)  # one that is at its end would make this a busy loop
+            waiting[fd].receive_early()
+    # A closed connection makes `poll` return at once. Do not use a whole core then.
+    time.sleep(0.005)

@@ -1,8 +1,8 @@
-"""Memory shared by two ranks of a host, and how its descriptors travel between them.
+"""Shared memory of two ranks of a host, and how its descriptors get to the other rank.
 
-A memfd has no name and lives as long as somebody holds it, so nothing is left behind
-after any death, and the size of /dev/shm does not matter. Not the rings inside: those
-are the native core's.
+A memfd has no name and lives as long as a process has it open. So nothing is left
+behind after any crash, and the size of /dev/shm does not matter. The native core lays
+out the ring buffers inside.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from ringjax.control.handshake import HANDSHAKE_TIMEOUT
 from ringjax.links.memory import available as available
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MESSAGE = struct.Struct("!Q")  # the size of the memory, 0: there is none
+_MESSAGE = struct.Struct("!Q")  # bytes of the memory; 0 if there is none
 
 
-def make(size: int, left: int | None = None) -> int:
-    """A sealed memfd whose pages exist.
+def create(size: int, free: int | None = None) -> int:
+    """Creates a sealed memfd whose pages are allocated.
 
     Args:
-        left: what `available` has said, by who makes many.
+        size: in bytes.
+        free: the available bytes, from a caller that creates many; None to measure.
 
     Raises:
-        OSError: the system has no memory for it, or no memfd.
+        OSError: there is not enough memory, or the kernel has no memfd.
     """
     failpoints.passing("memory.make")
-    # A memfd has no limit of its own: asking for too much would not fail but make the
-    # kernel kill processes.
-    if size > (available() if left is None else left) // 2:
+    # Nothing limits the size of a memfd. If the machine runs out of memory, the call
+    # does not fail: the kernel kills processes instead.
+    if size > (available() if free is None else free) // 2:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # Without this a lack of memory would show as SIGBUS on first touch.
+        # Allocate now. Later a lack of memory would be a SIGBUS at the first access.
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -48,8 +49,11 @@ def make(size: int, left: int | None = None) -> int:
     return fd
 
 
-def is_sound(fd: int, size: int) -> bool:
-    """Whether a descriptor is memory of that size which nobody can shrink under us."""
+def is_valid(fd: int, size: int) -> bool:
+    """Whether a descriptor is a memfd of this size that no process can shrink.
+
+    An access behind the end of a memfd that was shrunk kills the process (SIGBUS).
+    """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd
@@ -57,19 +61,19 @@ def is_sound(fd: int, size: int) -> bool:
     return os.fstat(fd).st_size == size and seals & _SEALS == _SEALS
 
 
-def send(sock: socket.socket, size: int, fds: list[int]) -> None:
-    """Sends descriptors over a unix socket, with the size of the memory."""
+def send_descriptors(sock: socket.socket, size: int, fds: list[int]) -> None:
+    """Sends descriptors and the size of the memory over a unix socket."""
     sock.settimeout(HANDSHAKE_TIMEOUT)
     socket.send_fds(sock, [_MESSAGE.pack(size)], fds)
 
 
-def receive(
+def receive_descriptors(
     sock: socket.socket, most: int, seconds: float
 ) -> tuple[int, list[int]] | None:
-    """What `send` sent: the size and at most `most` descriptors; None if nothing yet.
+    """Receives the size and at most `most` descriptors; None if no message arrives.
 
     Raises:
-        OSError: the other end is gone.
+        OSError: the other end has closed the connection, or has sent too many.
     """
     message, fds = b"", array.array("i")
     room = socket.CMSG_LEN(most * fds.itemsize)
@@ -77,7 +81,7 @@ def receive(
         sock.settimeout(seconds)
         while len(message) < _MESSAGE.size:
             try:
-                # Not socket.recv_fds: it takes flags but does not use them.
+                # socket.recv_fds ignores its flags, so it cannot set MSG_CMSG_CLOEXEC.
                 piece, items, flags, _ = sock.recvmsg(
                     _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
                 )
@@ -90,7 +94,9 @@ def receive(
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
-            if flags & socket.MSG_CTRUNC:  # mostly because this process has too many
+            # The kernel drops descriptors if this process has too many. Then `dup`
+            # raises the error that says so.
+            if flags & socket.MSG_CTRUNC:
                 os.close(os.dup(sock.fileno()))
             message += piece
             sock.settimeout(HANDSHAKE_TIMEOUT)

@@ -1,39 +1,48 @@
-"""How large rings and tiles are: smaller ones where many ranks share a host.
+"""Sizes of ring buffers and tiles, which are smaller if many ranks share a host.
 
-What is decided here is alike on all ranks of a host.
+All ranks of a host compute the same sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_MOST = 32 << 20  # bytes of rings, and of a shared segment, that a rank maps
-_MOST_OF_HOST = 512 << 20  # bytes of all rings that one communicator has on a host
+_MAX_MAPPED = 32 << 20  # bytes of ring buffers, or of a shared segment, for one rank
+_MAX_ON_HOST = 512 << 20  # bytes of all ring buffers of a communicator on one host
 
 
-def ring(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
-    """The bytes of each ring.
+def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
+    """Computes the size of a ring buffer.
 
     Args:
-        ranks: of the communicator, on this host.
-        memory: the bytes that a pair of ranks needs with such rings.
+        wanted: the setting.
+        ranks: the number of ranks of the communicator on this host.
+        memory: the bytes that a pair of ranks needs with ring buffers of a size.
 
     Example:
-        >>> [ring(1 << 20, n, lambda ring: 2 * ring) >> 10 for n in (2, 32, 64, 256)]
+        >>> def memory(ring: int) -> int:
+        ...     return 2 * ring
+        >>> [ring_bytes(1 << 20, n, memory) >> 10 for n in (2, 32, 64, 256)]
         [1024, 512, 128, 8]
     """
-    others = ranks - 1
-    while wanted > 1 << 16 and 2 * others * wanted > _MOST:
+    peers = ranks - 1
+    while wanted > 1 << 16 and 2 * peers * wanted > _MAX_MAPPED:
         wanted //= 2
-    # The number of pairs grows with the square of the ranks, the memory must not.
-    pairs = ranks * others // 2
-    while wanted > 1 << 12 and pairs * memory(wanted) > _MOST_OF_HOST:
+    # The number of pairs grows with the square of the ranks. The memory must not.
+    pairs = ranks * peers // 2
+    while wanted > 1 << 12 and pairs * memory(wanted) > _MAX_ON_HOST:
         wanted //= 2
     return wanted
 
 
-def tile(wanted: int, ranks: int, memory: Callable[[int, int], int]) -> int:
-    """The bytes of each tile; `memory` gives those of a shared segment."""
-    while wanted > 1 << 16 and memory(ranks, wanted) > _MOST:
+def tile_bytes(wanted: int, ranks: int, memory: Callable[[int, int], int]) -> int:
+    """Computes the size of a tile.
+
+    Args:
+        wanted: the setting.
+        ranks: the number of ranks, all on this host.
+        memory: the bytes of a shared segment for a number of ranks and a size of tiles.
+    """
+    while wanted > 1 << 16 and memory(ranks, wanted) > _MAX_MAPPED:
         wanted = wanted // 2 & -4096
     return wanted

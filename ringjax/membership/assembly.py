@@ -80,7 +80,7 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True)
 class RejoinState:
-    """What a worker knows that was connected to an earlier coordinator.
+    """The knowledge of a worker that was connected to an earlier coordinator.
 
     Attributes:
         term: the term of that coordinator. Each restart of the coordinator increases

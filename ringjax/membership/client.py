@@ -74,7 +74,7 @@ class CoordinatorClient:
         self._leave_acknowledged = False
         self._end: Dismiss | Fence | Stop | None = None
         self._refusal = ""
-        self._term = 0  # of the coordinator
+        self._term = 0  # the newest term of a coordinator
         self._newest: dict[str, Any] = {}  # the message with the newest epoch
         self._resendable: dict[Hashable, dict[str, Any]] = {}
         self._directives: list[Directive] = []
@@ -410,7 +410,7 @@ class CoordinatorClient:
             self._resendable = {k: m for k, m in self._resendable.items() if k in kept}
         elif isinstance(directive, Welcome):
             if self._first is not None:
-                return  # it comes again from a coordinator that was restarted
+                return  # a coordinator that was restarted has repeated the welcome
             self.rank, self.size = directive.rank, directive.size
         elif isinstance(directive, Revoke):
             self._revoked = directive

@@ -45,7 +45,7 @@ class ConnectionHandler(Protocol):
 
 
 class _Stream:
-    """One authenticated connection."""
+    """An authenticated socket and its sealed messages."""
 
     def __init__(self, sock: socket.socket, keys: SessionKeys) -> None:
         sock.setblocking(False)
@@ -80,7 +80,7 @@ class _Stream:
 
 
 class Connection:
-    """One connection to the coordinator, which may be replaced by a new one.
+    """The connection to the coordinator, which a new connection may replace.
 
     Args:
         addresses: of the coordinator: "host:port,...", tried in turn.

@@ -122,7 +122,7 @@ class Coordinator(JobServer):
             on_loss=on_loss,
         )
         self._membership = JobMembership(config, resume)
-        self._workers: dict[int, ServerSession] = {}  # those that have sent a hello
+        self._workers: dict[int, ServerSession] = {}  # workers that have sent a hello
         self._exchanges = Exchanges(0)
         self._calls: deque[Callable[[float], None]] = deque()  # for the thread
         self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()

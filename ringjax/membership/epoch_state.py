@@ -14,7 +14,7 @@ from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
 
 class EpochState:
-    """One epoch, as the coordinator sees it.
+    """The coordinator's knowledge about one epoch.
 
     Args:
         number: of the epoch, -1 before the first one.
@@ -120,7 +120,7 @@ class EpochState:
         return message | {"restart": self.restart}
 
     def unreported(self) -> list[int]:
-        """Members that have not reported."""
+        """The members that have not sent a report yet."""
         return [w for w in self.order if w in self.alive and w not in self.reports]
 
     def arbitrate(self, now: float, delay: float) -> dict[int, str] | None:

@@ -55,10 +55,10 @@ class Epochs:
         self._finished: set[int] = set()  # members that have finished
         self._stateless: set[int] = set()  # joined after other members had finished
         self._outbox = Outbox()
-        self._next_kind = "restart"  # of the epoch that follows the phase "waiting"
+        self._next_kind = "restart"  # the kind of the epoch after "waiting"
         self._replaceable: set[int] = set()  # newcomers may begin the job without them
         self._failed: set[int] = set()  # workers that have reported an error
-        self._change_number = 0  # of the last change that was announced
+        self._change_number = 0  # the number of the last announcement
         self._deadline: float | None = None  # when the phase ends
         self._stop_reason = ""
 

@@ -18,7 +18,7 @@ from ringjax.errors import StartupError
 
 @dataclass(frozen=True)
 class JobCredentials:
-    """What a rank must know to join a job.
+    """The addresses, the secret and the job id that a rank needs to join a job.
 
     Attributes:
         addresses: of the coordinator, "host:port,[v6]:port,...".

@@ -55,7 +55,7 @@ class JobMembership(Epochs):
     def __init__(self, config: MembershipConfig, resume: bool = False) -> None:
         super().__init__(config)
         self._connected: set[int] = set()
-        self._missing_was_asked = False  # one rank was told which ranks are missing
+        self._missing_was_asked = False  # a rank has got the names
         # Workers whose process has ended while their connection is still open: why, and
         # until when to wait for the end of the connection.
         self._exited: dict[int, tuple[str, float]] = {}

@@ -29,7 +29,7 @@ class Epoch:
     Args:
         config: the settings.
         rank_info: this rank's numbers in the epoch.
-        fabric: connects the members; None if this rank is the only one.
+        mesh_factory: connects the members; None if this rank is the only one.
         notify: an eventfd that the heartbeat writes to when a peer is lost; -1 in a
             static job.
         stack_probe: replies to late-rank questions of peers.
@@ -47,12 +47,12 @@ class Epoch:
         self,
         config: Config,
         rank_info: RankInfo,
-        fabric: MeshFactory | None = None,
+        mesh_factory: MeshFactory | None = None,
         notify: int = -1,
         stack_probe: StackProbe | None = None,
     ) -> None:
-        self.config, self.rank_info, self.fabric = config, rank_info, fabric
-        self.number = fabric.epoch if fabric is not None else 0
+        self.config, self.rank_info, self.mesh_factory = config, rank_info, mesh_factory
+        self.number = mesh_factory.epoch if mesh_factory is not None else 0
         self.communicators: dict[int, _native.Communicator] = {}
         self.served: dict[int, _native.ResilientComm | None] = {}
         self.cost: dict[str, float] = {}
@@ -68,20 +68,20 @@ class Epoch:
         number: int,
         ranks: Sequence[int],
         name: str,
-        fabric: MeshFactory | None = None,
+        mesh_factory: MeshFactory | None = None,
     ) -> None:
         """Connects the ranks of communicator `number`. All of `ranks` must call it.
 
         Raises:
             StartupError, PeerLost: some ranks could not be reached.
         """
-        fabric = fabric or self.fabric
-        if fabric is None:
+        mesh_factory = mesh_factory or self.mesh_factory
+        if mesh_factory is None:
             mesh = LinkDescriptors(
                 doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             )
         else:
-            mesh = fabric.build(number, ranks, name, control=number == 0)
+            mesh = mesh_factory.build(number, ranks, name, control=number == 0)
         self._meshes[number] = mesh
         self._sockets[number] = mesh.sockets()
         if mesh.control:
@@ -93,8 +93,8 @@ class Epoch:
     def _make_heartbeat(
         self, control: Sequence[tuple[int, int]], keys: list[bytes]
     ) -> _native.Heartbeat:
-        assert self.fabric is not None
-        names = (member.hello.get("hostname") for member in self.fabric.members)
+        assert self.mesh_factory is not None
+        names = (member.hello.get("hostname") for member in self.mesh_factory.members)
         probe = self._stack_probe
         heartbeat = _native.Heartbeat(
             self.rank_info.rank,
@@ -138,7 +138,7 @@ class Epoch:
             served: whether it serves calls of the program.
         """
         config, mesh = config or self.config, self._meshes.pop(number)
-        job = int(self.fabric.job, 16) if self.fabric is not None else 0
+        job = int(self.mesh_factory.job, 16) if self.mesh_factory is not None else 0
         communicator = _native.Communicator(
             id=number,
             name=name,
@@ -184,21 +184,21 @@ class Epoch:
         number: int,
         ranks: Sequence[int],
         name: str,
-        fabric: MeshFactory | None = None,
+        mesh_factory: MeshFactory | None = None,
     ) -> Config:
         """Like `link`, with small buffers. Returns the settings for `open`."""
-        fabric = fabric or self.fabric
-        if fabric is None:
+        mesh_factory = mesh_factory or self.mesh_factory
+        if mesh_factory is None:
             self.link(number, ranks, name)
             return self.config
         small = dataclasses.replace(
-            fabric.config,
+            mesh_factory.config,
             ring_bytes=_CONTROL_RING_BYTES,
             tile_bytes=0,
             tcp_streams=1,
             algorithm="",
         )
-        self.link(number, ranks, name, dataclasses.replace(fabric, config=small))
+        self.link(number, ranks, name, dataclasses.replace(mesh_factory, config=small))
         return small
 
     def disconnect(self, number: int) -> None:
@@ -227,7 +227,7 @@ class Epoch:
     @property
     def members(self) -> Sequence[Member]:
         """The members of the epoch, by rank; empty if this rank is the only one."""
-        return [] if self.fabric is None else self.fabric.members
+        return [] if self.mesh_factory is None else self.mesh_factory.members
 
     def hostname_of(self, rank: int) -> str:
         """Returns the host name that a rank has sent; "" if it sent none."""

@@ -69,10 +69,10 @@ class EpochBuilder:
         overrides = None if config.elastic else config
         hosts = host_keys(members.members)
         rank_info = RankInfo.from_hosts(members.rank, hosts, overrides)
-        fabric = None
+        mesh_factory = None
         if self._joined_job is not None and self._listener is not None:
             assert watch is not None
-            fabric = MeshFactory(
+            mesh_factory = MeshFactory(
                 rank=members.rank,
                 members=members.members,
                 hosts=rank_info.hosts,
@@ -81,12 +81,12 @@ class EpochBuilder:
                 secret=self._joined_job.secret,
                 config=self._with_short_timeout(members.kind),
                 listener=self._listener,
-                session=watch,
+                loss_monitor=watch,
                 shm_bytes=_native.shm_bytes,
                 segment_bytes=_native.segment_bytes,
                 log=self._log,
             )
-        epoch = Epoch(config, rank_info, fabric, self._notify, self._stack_probe)
+        epoch = Epoch(config, rank_info, mesh_factory, self._notify, self._stack_probe)
         epoch.cost = {} if before is None else before.cost
         epoch.recorder = self._recorder
         return epoch
@@ -143,9 +143,13 @@ class EpochBuilder:
         # All ranks must use equal constants, and newcomers have none: calibrate again
         # only in epochs with newcomers.
         has_newcomers = -1 in members.previous
-        if self._config.calibrate == "off" or not has_newcomers or epoch.fabric is None:
+        if (
+            self._config.calibrate == "off"
+            or not has_newcomers
+            or epoch.mesh_factory is None
+        ):
             return
-        network = calibration.describe(members.members, epoch.rank_info.hosts)
+        network = calibration.describe_network(members.members, epoch.rank_info.hosts)
         if network is not None:
             world = epoch.communicators[0]
             epoch.cost, how = calibration.calibrate(

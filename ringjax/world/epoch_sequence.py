@@ -162,11 +162,11 @@ class EpochSequence:
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
     def fabric_of(self, epoch: Epoch) -> MeshFactory | None:
-        """Returns a fabric that connects ranks only as long as `epoch` is in force."""
-        fabric = epoch.fabric
-        if fabric is None:
+        """Returns a mesh factory that connects ranks only while `epoch` is in force."""
+        mesh_factory = epoch.mesh_factory
+        if mesh_factory is None:
             return None
-        return replace(fabric, session=_EpochWatch(self, epoch))
+        return replace(mesh_factory, loss_monitor=_EpochWatch(self, epoch))
 
     # -- the end of the job on this rank -----------------------------------------------
 
@@ -334,7 +334,7 @@ class EpochSequence:
         replicas = self.group.update(workers, workers[self.rank])
         self._registry.update(size, members.sets, members.next_set, replicas)
         self.sets = {0: list(range(size)), **{n: [*r] for n, r in members.sets.items()}}
-        if epoch.fabric is not None:
+        if epoch.mesh_factory is not None:
             self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
         self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
 

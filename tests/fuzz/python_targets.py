@@ -36,7 +36,7 @@ from ringjax.control.handshake import (
 from ringjax.control.sealed_messages import MessageOpener, MessageSealer, SessionKeys
 from ringjax.control.server import ServerSession
 from ringjax.errors import AuthenticationError, StartupError
-from ringjax.links import cost_file
+from ringjax.links import cost_cache
 from ringjax.membership import job_credentials, membership
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.coordinator import Coordinator
@@ -137,18 +137,18 @@ def _written(data: bytes, name: str) -> str:
     return path
 
 
-_COST = dict.fromkeys(cost_file.NAMES, 1e-5)
+_COST = dict.fromkeys(cost_cache.NAMES, 1e-5)
 
 
 def _cost(data: bytes) -> None:
-    _written(data, os.path.basename(cost_file.path_of(_folder.name, ["net"])))
-    found = cost_file.read(_folder.name, ["net"])
-    assert found is None or cost_file.is_sound(found)
+    _written(data, os.path.basename(cost_cache.path_of(_folder.name, ["net"])))
+    found = cost_cache.read(_folder.name, ["net"])
+    assert found is None or cost_cache.is_valid(found)
 
 
 def _cost_seed() -> bytes:
-    cost_file.write(_folder.name, ["net"], _COST)
-    with open(cost_file.path_of(_folder.name, ["net"]), "rb") as file:
+    cost_cache.write(_folder.name, ["net"], _COST)
+    with open(cost_cache.path_of(_folder.name, ["net"]), "rb") as file:
         return file.read()
 
 

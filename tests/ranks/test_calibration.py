@@ -13,11 +13,11 @@ from support.launch import StartJob
 
 import ringjax
 from ringjax import _native, runtime
-from ringjax.links import calibration, cost_file
+from ringjax.links import calibration, cost_cache
 
 pytestmark = pytest.mark.launch("core")
 DEFAULTS = _native.local_world([0])[0].cost
-MARK = dict.fromkeys(cost_file.NAMES, 3e-6)
+MARK = dict.fromkeys(cost_cache.NAMES, 3e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_all_ranks_take_the_same_constants(
     cost = start(monkeypatch, per_host, shm="1" if per_host == 1 else "0")
     assert ringjax.stats()["calls"] == 0  # but its own calls do not count
     assert said_by_all(cost) == [cost] * ringjax.size()
-    assert cost_file.is_sound(cost)
+    assert cost_cache.is_valid(cost)
     where = "remote" if ringjax.size() > per_host else "local"
     measured = {f"{where}_latency", f"{where}_message", f"{where}_byte"}
     assert all(cost[name] != DEFAULTS[name] for name in measured)
@@ -94,9 +94,9 @@ def test_a_second_start_reads_what_the_first_one_found(
         said_by_all("before")
         if ringjax.rank() == 0:
             world = runtime.current("test")
-            network = calibration.describe(world.members, world.rank_info.hosts)
-            assert cost_file.read(str(folder), network) is not None
-            assert cost_file.write(str(folder), network, MARK)
+            network = calibration.describe_network(world.members, world.rank_info.hosts)
+            assert cost_cache.read(str(folder), network) is not None
+            assert cost_cache.write(str(folder), network, MARK)
         said_by_all("after")
 
     first = start(monkeypatch)
@@ -181,7 +181,7 @@ def strike(probe):
     {strike}
 
 if os.environ["RINGJAX_RANK"] == "1":
-    calibration._short = strike
+    calibration._time_short_calls = strike
 try:
     ringjax.init()
 except RingjaxError as error:

@@ -37,11 +37,11 @@ class Ranks:
         self.coordinator.start()
         self.pool = ThreadPoolExecutor(2 * self.size)
         self.meshes: list[LinkDescriptors] = []
-        self.receptions: list[LinkListener] = []
-        futures = [self.pool.submit(self._fabric, rank) for rank in range(self.size)]
-        self.fabrics = [future.result() for future in futures]
+        self.listeners: list[LinkListener] = []
+        futures = [self.pool.submit(self._factory, rank) for rank in range(self.size)]
+        self.factories = [future.result() for future in futures]
 
-    def _fabric(self, rank: int) -> MeshFactory:
+    def _factory(self, rank: int) -> MeshFactory:
         listener = LinkListener(
             SECRET,
             JOB,
@@ -52,7 +52,7 @@ class Ranks:
             failed=self.log.append,
             tls=self.config.tls,
         )
-        self.receptions.append(listener)
+        self.listeners.append(listener)
         hello = {
             "rank": rank,
             "size": self.size,
@@ -73,7 +73,7 @@ class Ranks:
             secret=SECRET,
             config=self.config,
             listener=listener,
-            session=client,
+            loss_monitor=client,
             shm_bytes=lambda ring: 3 * ring,
             segment_bytes=lambda size, tile: size * tile,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
@@ -84,7 +84,7 @@ class Ranks:
     ) -> list[Future[LinkDescriptors]]:
         return [
             self.pool.submit(
-                self.fabrics[rank].build, comm, ranks, "world", control=control
+                self.factories[rank].build, comm, ranks, "world", control=control
             )
             for rank in who
         ]
@@ -101,11 +101,11 @@ class Ranks:
     def close(self) -> None:
         for mesh in self.meshes:
             mesh.close()
-        for listener in self.receptions:
+        for listener in self.listeners:
             listener.close()
             listener.close()  # twice is fine
-        for fabric in self.fabrics:
-            fabric.session.close()
+        for factory in self.factories:
+            factory.loss_monitor.close()
         self.coordinator.close()
         self.pool.shutdown()
 

@@ -7,7 +7,7 @@ import pytest
 from ringjax import _native
 from ringjax.control.member import Member
 from ringjax.links import calibration
-from ringjax.links.cost_file import NAMES
+from ringjax.links.cost_cache import NAMES
 
 HOSTS = [[0, 1], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
 
@@ -94,10 +94,10 @@ def member(rank: int, name: str, *, shm: bool = True, **more: object) -> Member:
 
 def test_a_network_is_described_by_hosts_and_transport() -> None:
     here = [member(0, "a"), member(1, "a")]
-    assert calibration.describe(here, [0, 0]) is None
+    assert calibration.describe_network(here, [0, 0]) is None
     without = [member(0, "a"), member(1, "a", shm=False)]
     networks = [
-        calibration.describe(members, hosts)
+        calibration.describe_network(members, hosts)
         for members, hosts in (
             (without, [0, 0]),
             ([member(0, "a"), member(1, "b")], [0, 1]),
@@ -111,4 +111,4 @@ def test_a_network_is_described_by_hosts_and_transport() -> None:
     assert len({str(network) for network in networks}) == len(networks)
     # Ports are others at every start.
     later = [member(0, "a", addresses="10.0.0.1:77"), member(1, "b")]
-    assert calibration.describe(later, [0, 1]) == networks[1]
+    assert calibration.describe_network(later, [0, 1]) == networks[1]

@@ -28,8 +28,8 @@ class EpochBuilder:
         self._control = control
 
     def build(self, members: EpochDirective, watch: Any, before: Any) -> Epoch:
-        fabric: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
-        epoch = Epoch(Config(), RankInfo.from_hosts(0, ["here"] * 3), fabric)
+        factory: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
+        epoch = Epoch(Config(), RankInfo.from_hosts(0, ["here"] * 3), factory)
         epoch._heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
         return epoch
 

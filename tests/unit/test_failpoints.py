@@ -15,7 +15,7 @@ from support.launch import ROOT, environment
 from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import RingjaxError
-from ringjax.links.shared_memory import make
+from ringjax.links.shared_memory import create
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,10 @@ def test_sleeping_takes_its_time() -> None:
 def test_a_memory_that_is_full() -> None:
     failpoints.arm("memory.make=enospc", None)
     with pytest.raises(OSError, match="No space left") as caught:
-        make(4096)
+        create(4096)
     assert caught.value.errno == errno.ENOSPC
     failpoints.arm("", None)
-    os.close(make(4096))
+    os.close(create(4096))
 
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -9), ("exit(7)", 7)])

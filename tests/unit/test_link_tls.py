@@ -83,9 +83,11 @@ def test_an_end_that_has_none_is_refused_and_it_is_said_why(
     world: Callable[..., Ranks], without: int
 ) -> None:
     ranks = world((0, 1), tls="required", start_timeout=1.0)
-    fabric = ranks.fabrics[without]
-    ranks.fabrics[without] = replace(fabric, config=replace(fabric.config, tls="off"))
-    fabric.listener._tls = TlsOffer.NONE
+    factory = ranks.factories[without]
+    ranks.factories[without] = replace(
+        factory, config=replace(factory.config, tls="off")
+    )
+    factory.listener._tls = TlsOffer.NONE
     futures = ranks.start(0, [0, 1], [0, 1], True)
     texts = []
     for future in futures:

@@ -24,7 +24,7 @@ from ringjax.control import open_files
 from ringjax.control.polling import wait_readable, wait_writable
 from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
-from ringjax.links.pair import PairSetup, take_early
+from ringjax.links.pair import PairSetup, receive_early
 from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
@@ -100,7 +100,7 @@ def test_a_rank_that_may_not_have_enough_says_so(
     with pytest.raises(
         OutOfDescriptors, match=r"world: rank 0: 10 descriptors .*RLIMIT_NOFILE.*ulimit"
     ):
-        ranks.fabrics[0].build(0, range(3), "world")
+        ranks.factories[0].build(0, range(3), "world")
 
 
 def test_a_shortage_in_between_is_no_loss_of_a_peer(
@@ -111,7 +111,7 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
     def scarce(size: int, left: int | None = None) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(shared_memory, "make", scarce)
+    monkeypatch.setattr(shared_memory, "create", scarce)
     futures = ranks.start(0, range(2), range(2), control=False)
     with pytest.raises(
         OutOfDescriptors,
@@ -126,7 +126,7 @@ def test_few_may_be_on_their_way(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel counts what all processes of a user have sent, root's apart."""
-    send, receive = shared_memory.send, shared_memory.receive
+    send, receive = shared_memory.send_descriptors, shared_memory.receive_descriptors
     lock, under_way = threading.Lock(), [0]
 
     def limited(sock: socket.socket, size: int, fds: list[int]) -> None:
@@ -144,8 +144,8 @@ def test_few_may_be_on_their_way(
             under_way[0] -= len(found[1]) if found else 0
         return found
 
-    monkeypatch.setattr(shared_memory, "send", limited)
-    monkeypatch.setattr(shared_memory, "receive", counted)
+    monkeypatch.setattr(shared_memory, "send_descriptors", limited)
+    monkeypatch.setattr(shared_memory, "receive_descriptors", counted)
     for mesh in world((0,) * 6, tile_bytes=4096).build():
         assert [link[0] for link in mesh.links] == ["shm"] * 5
         assert mesh.segment is not None
@@ -157,12 +157,12 @@ def test_nothing_is_taken_that_is_for_somebody_else() -> None:
     with one:
         pair = PairSetup(1, local=True, shm=True)
         pair.control = two
-        shared_memory.send(one, 7, [])
+        shared_memory.send_descriptors(one, 7, [])
         one.sendall(b"a beat of the heart")
         for _ in range(3):
-            take_early([pair])
+            receive_early([pair])
         assert pair.receive(0, 1.0) == (7, [])
-        take_early([pair])
+        receive_early([pair])
         assert two.recv(100) == b"a beat of the heart"
         pair.close()
 
@@ -170,7 +170,7 @@ def test_nothing_is_taken_that_is_for_somebody_else() -> None:
 def test_too_many_on_their_way_are_waited_for(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, refused = shared_memory.send, []
+    send, refused = shared_memory.send_descriptors, []
 
     def crowded(sock: socket.socket, size: int, fds: list[int]) -> None:
         if len(refused) < 5:
@@ -178,7 +178,7 @@ def test_too_many_on_their_way_are_waited_for(
             raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
         send(sock, size, fds)
 
-    monkeypatch.setattr(shared_memory, "send", crowded)
+    monkeypatch.setattr(shared_memory, "send_descriptors", crowded)
     for mesh in world((0, 0, 0)).build():
         assert [link[0] for link in mesh.links] == ["shm", "shm"]
 
@@ -188,8 +188,8 @@ def test_descriptors_that_did_not_fit_are_a_shortage(
 ) -> None:
     one, two = socket.socketpair()
     with one, two:
-        shared_memory.send(one, 1, [0, 1])
+        shared_memory.send_descriptors(one, 1, [0, 1])
         os.close(free := os.dup(0))
         limit(free)
         with pytest.raises(OSError, match="Too many open files"):
-            shared_memory.receive(two, 2, 1.0)
+            shared_memory.receive_descriptors(two, 2, 1.0)

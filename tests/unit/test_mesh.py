@@ -114,8 +114,8 @@ def test_communicators_may_be_built_at_different_times(
     ranks = world((0, 1, 0))
     early = ranks.start(7, [0, 1, 2], [2], control=False)
     key = ConnectionKey(0, 7, Purpose.CONTROL, 0, 2)
-    until(lambda: ranks.fabrics[0].listener.has(key))
-    ranks.build(0)  # the call for 7 waits in the receptions of the others
+    until(lambda: ranks.factories[0].listener.has(key))
+    ranks.build(0)  # the call for 7 waits in the listeners of the others
     late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
     meshes = [future.result() for future in (*late, *early)]
     ranks.meshes += meshes
@@ -133,7 +133,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0))
-    make, made = shared_memory.make, []
+    make, made = shared_memory.create, []
 
     def scarce(size: int, left: int | None = None) -> int:
         if made:
@@ -141,7 +141,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
         made.append(size)
         return make(size)
 
-    monkeypatch.setattr(shared_memory, "make", scarce)
+    monkeypatch.setattr(shared_memory, "create", scarce)
     meshes = ranks.build()
     kinds = [sorted(link[0] for link in mesh.links) for mesh in meshes]
     # Rank 0 or rank 1 got the only piece; rank 0 with two peers gives it back.
@@ -167,7 +167,7 @@ def test_memory_that_a_peer_could_shrink_is_refused(
         return fd
 
     ranks = world((0, 0))
-    monkeypatch.setattr(shared_memory, "make", unsealed)
+    monkeypatch.setattr(shared_memory, "create", unsealed)
     low, high = ranks.start(0, [0, 1], [0, 1], control=True)
     with pytest.raises(StartupError, match="memory of another size, or unsealed"):
         high.result()
@@ -176,10 +176,10 @@ def test_memory_that_a_peer_could_shrink_is_refused(
 
 
 def test_sealed_memory() -> None:
-    fd = shared_memory.make(SIZE)
+    fd = shared_memory.create(SIZE)
     try:
-        assert shared_memory.is_sound(fd, SIZE)
-        assert not shared_memory.is_sound(fd, SIZE + 1)
+        assert shared_memory.is_valid(fd, SIZE)
+        assert not shared_memory.is_valid(fd, SIZE + 1)
         assert os.fstat(fd).st_blocks * 512 >= SIZE  # the pages are there
         for size in (0, 2 * SIZE):
             with pytest.raises(PermissionError):
@@ -191,10 +191,10 @@ def test_sealed_memory() -> None:
 def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < shared_memory.available() < 1 << 62
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        shared_memory.make(1 << 60)
+        shared_memory.create(1 << 60)
     monkeypatch.setattr(shared_memory, "available", lambda: 2 * SIZE - 1)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        shared_memory.make(SIZE)
+        shared_memory.create(SIZE)
 
 
 def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
@@ -216,7 +216,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
 ) -> None:
     ranks = world((0, 0, 0), start_timeout=2 * LONG)
     futures = ranks.start(0, range(3), [0, 2], control=True)
-    ranks.fabrics[1].session.report_failure("ValueError: early")
+    ranks.factories[1].loss_monitor.report_failure("ValueError: early")
     for future in futures:
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError") as error:
             future.result(LONG)
@@ -227,10 +227,10 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
 
 
 def _call(
-    fabric: MeshFactory, introduction: HandshakeRequest, secret: bytes = SECRET
+    factory: MeshFactory, introduction: HandshakeRequest, secret: bytes = SECRET
 ) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect("\0" + fabric.listener.unix_name)
+        sock.connect("\0" + factory.listener.unix_name)
         handshake.authenticate(sock, secret, introduction)
 
 
@@ -249,7 +249,7 @@ def test_false_claims_are_refused(
 ) -> None:
     ranks = world((0, 0))
     with pytest.raises(AuthenticationError):
-        _call(ranks.fabrics[0], HandshakeRequest(JOB, purpose, caller, callee))
+        _call(ranks.factories[0], HandshakeRequest(JOB, purpose, caller, callee))
     ranks.build()
 
 
@@ -261,9 +261,9 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
     for _ in range(3):
         with pytest.raises(AuthenticationError):
             _call(
-                ranks.fabrics[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0), b"w" * 32
+                ranks.factories[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0), b"w" * 32
             )
-        where = ranks.fabrics[0].listener.addresses[0].split(":")
+        where = ranks.factories[0].listener.addresses[0].split(":")
         with socket.create_connection((where[0], int(where[1]))) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
     futures += ranks.start(0, [0, 1], [1], control=True)
@@ -275,9 +275,9 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
 
 def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
     ranks = world((0, 0))
-    listener = ranks.fabrics[0].listener
+    listener = ranks.factories[0].listener
     for comm in (9, 9, 9, 10):  # once the last has come in, the others have
-        _call(ranks.fabrics[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0, comm=comm))
+        _call(ranks.factories[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0, comm=comm))
     key = ConnectionKey(0, 9, Purpose.DATA, 0, 1)
     accepted = listener.accept(key, LONG)
     assert accepted is not None
@@ -302,12 +302,12 @@ listener = LinkListener(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": listener.unix_name, "addresses": ",".join(listener.addresses)}
 client = join(JobCredentials(where, secret, job), rank, hello, 40)
-fabric = MeshFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
+factory = MeshFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
-                listener=listener, session=client, shm_bytes=lambda ring: 2 * ring,
+                listener=listener, loss_monitor=client, shm_bytes=lambda ring: 2 * ring,
                 segment_bytes=lambda size, tile: size * tile,
                 log=lambda level, text: print(text))
-mesh = fabric.build(0, [0, 1], "world", control=True)
+mesh = factory.build(0, [0, 1], "world", control=True)
 assert not {"jax", "numpy", "asyncio"} & {name.split(".")[0] for name in sys.modules}
 print("ready", flush=True)
 import os, select

@@ -36,7 +36,7 @@ def test_ranks_of_one_host_map_one_segment(
     assert len({inode(memory) for memory, _, _ in segments(meshes)}) == 1
     for rank, (fd, tile, bells) in enumerate(segments(meshes)):
         assert (tile, len(bells), bells[rank]) == (8192, size, -1)
-        assert shared_memory.is_sound(fd, size * 8192)
+        assert shared_memory.is_valid(fd, size * 8192)
         for peer in range(size):
             if peer != rank:  # written there, read here
                 os.eventfd_write(bells[peer], rank + 1)
@@ -65,14 +65,14 @@ def test_without_memory_for_a_segment_there_is_one_warning(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0), tile_bytes=8192)
-    make = shared_memory.make
+    make = shared_memory.create
 
     def scarce(size: int, left: int | None = None) -> int:
         if size == 3 * 8192:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return make(size)
 
-    monkeypatch.setattr(shared_memory, "make", scarce)
+    monkeypatch.setattr(shared_memory, "create", scarce)
     meshes = ranks.build()
     assert [mesh.segment for mesh in meshes] == [None] * 3
     assert {link[0] for mesh in meshes for link in mesh.links} == {"shm"}
@@ -85,7 +85,7 @@ def test_without_memory_for_a_segment_there_is_one_warning(
 def test_many_ranks_get_smaller_rings_and_tiles(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringjax.links.sizes._MOST", 1 << 20)
+    monkeypatch.setattr("ringjax.links.sizes._MAX_MAPPED", 1 << 20)
     meshes = world((0,) * 5, ring_bytes=1 << 18, tile_bytes=1 << 19).build()
     for mesh, (_, tile, _) in zip(meshes, segments(meshes), strict=True):
         assert {link[4] for link in mesh.links} == {1 << 17}  # 8 of them
@@ -94,8 +94,8 @@ def test_many_ranks_get_smaller_rings_and_tiles(
 
 @pytest.mark.parametrize("ranks", [2, 16, 32, 64, 128, 256, 512])
 def test_the_memory_of_a_host_is_bounded(ranks: int) -> None:
-    ring = sizes.ring(1 << 20, ranks, _native.shm_bytes)
-    tile = sizes.tile(1 << 19, ranks, _native.segment_bytes)
+    ring = sizes.ring_bytes(1 << 20, ranks, _native.shm_bytes)
+    tile = sizes.tile_bytes(1 << 19, ranks, _native.segment_bytes)
     rings = ranks * (ranks - 1) // 2 * _native.shm_bytes(ring)
     assert rings <= (512 << 20 if ranks <= 256 else 2 << 30)
     assert _native.segment_bytes(ranks, tile) <= (

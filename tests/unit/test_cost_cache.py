@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ringjax.links import cost_file
+from ringjax.links import cost_cache
 
 NETWORK = {"names": ["a", "b"], "ranks": [0, 0, 1]}
-COST: dict[str, Any] = dict.fromkeys(cost_file.NAMES, 1e-5)
+COST: dict[str, Any] = dict.fromkeys(cost_cache.NAMES, 1e-5)
 
 
 def file_of(folder: Path, network: Any = NETWORK) -> Path:
-    return Path(cost_file.path_of(str(folder), network))
+    return Path(cost_cache.path_of(str(folder), network))
 
 
 def change(folder: Path, **content: Any) -> None:
@@ -29,12 +29,12 @@ def change(folder: Path, **content: Any) -> None:
 
 def test_remembers_one_network_and_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    assert cost_file.read(str(folder), NETWORK) is None
-    assert cost_file.write(str(folder), NETWORK, COST)
-    assert cost_file.read(str(folder), NETWORK) == COST
-    assert cost_file.read(str(folder), NETWORK | {"ranks": [0, 1, 1]}) is None
-    assert cost_file.write(str(folder), NETWORK, COST | {"remote_byte": 2e-9})
-    found = cost_file.read(str(folder), NETWORK)
+    assert cost_cache.read(str(folder), NETWORK) is None
+    assert cost_cache.write(str(folder), NETWORK, COST)
+    assert cost_cache.read(str(folder), NETWORK) == COST
+    assert cost_cache.read(str(folder), NETWORK | {"ranks": [0, 1, 1]}) is None
+    assert cost_cache.write(str(folder), NETWORK, COST | {"remote_byte": 2e-9})
+    found = cost_cache.read(str(folder), NETWORK)
     assert found is not None
     assert found["remote_byte"] == 2e-9
     assert [p.name for p in folder.iterdir()] == [file_of(folder).name]
@@ -43,8 +43,8 @@ def test_remembers_one_network_and_no_other(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_remembered() -> None:
-    assert not cost_file.write("", NETWORK, COST)
-    assert cost_file.read("", NETWORK) is None
+    assert not cost_cache.write("", NETWORK, COST)
+    assert cost_cache.read("", NETWORK) is None
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_without_a_folder_nothing_is_remembered() -> None:
 )
 def test_damaged_files_are_unknown(tmp_path: Path, text: str) -> None:
     file_of(tmp_path).write_text(text)
-    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
 def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
     file_of(tmp_path).write_bytes(b"\xff\xfe\x80")
-    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
 @pytest.mark.parametrize(
@@ -90,43 +90,43 @@ def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
 def test_old_foreign_and_impossible_content_is_unknown(
     tmp_path: Path, content: dict[str, Any]
 ) -> None:
-    cost_file.write(str(tmp_path), NETWORK, COST)
+    cost_cache.write(str(tmp_path), NETWORK, COST)
     change(tmp_path, when=time.time())
-    assert cost_file.read(str(tmp_path), NETWORK) == COST
+    assert cost_cache.read(str(tmp_path), NETWORK) == COST
     change(tmp_path, **content)
-    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
 def test_what_is_no_file_of_ours_is_not_opened_or_waited_for(tmp_path: Path) -> None:
     path = file_of(tmp_path)
     os.mkfifo(path)
-    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
     path.unlink()
     path.mkdir()
-    assert cost_file.read(str(tmp_path), NETWORK) is None
-    assert not cost_file.write(str(tmp_path), NETWORK, COST)
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
+    assert not cost_cache.write(str(tmp_path), NETWORK, COST)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # nothing half done
     path.rmdir()
-    cost_file.write(str(tmp_path / "elsewhere"), NETWORK, COST)
+    cost_cache.write(str(tmp_path / "elsewhere"), NETWORK, COST)
     path.symlink_to(file_of(tmp_path / "elsewhere"))
-    assert cost_file.read(str(tmp_path), NETWORK) is None
+    assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert not cost_file.write(str(folder), NETWORK, COST)
-        assert cost_file.read(str(folder), NETWORK) is None
+        assert not cost_cache.write(str(folder), NETWORK, COST)
+        assert cost_cache.read(str(folder), NETWORK) is None
     # A folder that no user can write, not even root.
-    assert not cost_file.write("/proc/self/ringjax", NETWORK, COST)
+    assert not cost_cache.write("/proc/self/ringjax", NETWORK, COST)
 
 
 def test_a_network_may_be_large(tmp_path: Path) -> None:
     many = {"names": [f"host{i}" for i in range(10_000)]}
-    assert cost_file.write(str(tmp_path), many, COST)
-    assert cost_file.read(str(tmp_path), many) == COST
+    assert cost_cache.write(str(tmp_path), many, COST)
+    assert cost_cache.read(str(tmp_path), many) == COST
     many["names"][-1] = "another"
-    assert cost_file.read(str(tmp_path), many) is None
+    assert cost_cache.read(str(tmp_path), many) is None
 
 
 def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
@@ -135,6 +135,6 @@ def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
         if name != "network-new.json":
             os.utime(tmp_path / name, (week, week))
-    assert cost_file.write(str(tmp_path), NETWORK, COST)
+    assert cost_cache.write(str(tmp_path), NETWORK, COST)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"another", "network-new.json", file_of(tmp_path).name}

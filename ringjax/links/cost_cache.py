@@ -1,0 +1,49 @@
+"""Cost cache: remembers the constants of the cost model for each network, in a file.
+
+Each network has a file of settings/measurement_cache.py. A file with impossible values
+counts as missing. calibration.py explains the constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ringjax.settings import measurement_cache
+
+Cost = dict[str, float]  # constant -> seconds
+# A description of a network that JSON can hold. The files are named after its hash.
+Network = Mapping[str, object] | list[str]
+
+# The possible seconds, by the last word of a constant's name: a message takes from a
+# memory access to a second, a byte takes from 10 TB/s to 10 kB/s.
+LIMITS = {"latency": (1e-8, 1.0), "message": (1e-9, 1.0), "byte": (1e-13, 1e-4)}
+NAMES = tuple(f"{where}_{kind}" for kind in LIMITS for where in ("local", "remote"))
+_KIND = "network"
+
+
+def is_valid(cost: object) -> bool:
+    """Whether `cost` contains all constants with possible values."""
+    if not isinstance(cost, dict) or cost.keys() != set(NAMES):
+        return False
+    return all(_is_possible(name, value) for name, value in cost.items())
+
+
+def _is_possible(name: str, value: object) -> bool:
+    low, high = LIMITS[name.partition("_")[2]]
+    return isinstance(value, float) and math.isfinite(value) and low <= value <= high
+
+
+def path_of(folder: str, network: Network) -> str:
+    return measurement_cache.path_of(folder, _KIND, network)
+
+
+def read(folder: str, network: Network) -> Cost | None:
+    """Reads the constants of a network; None if they are not known."""
+    cost = measurement_cache.read(folder, _KIND, network)
+    return cost if is_valid(cost) else None
+
+
+def write(folder: str, network: Network, cost: Mapping[str, float]) -> bool:
+    """Writes the constants of a network; False if that is impossible."""
+    return measurement_cache.write(folder, _KIND, network, dict(cost))
