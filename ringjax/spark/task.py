@@ -165,6 +165,7 @@ def _run_process(
     with selectors.DefaultSelector() as selector:
         for stream, descriptor in child.pipes.items():
             selector.register(descriptor, selectors.EVENT_READ, stream)
+        # Read all pipes in turn: a rank that fills one pipe would otherwise block.
         while selector.get_map():
             for key, _ in selector.select():
                 data = os.read(key.fd, 1 << 16)

@@ -31,6 +31,8 @@ class CompletionThreads:
         """Adds an operation; returns at once."""
         with self._changed:
             self._pending.append(item)
+            # With one operation the first thread has work, with two the second one.
+            # Neither sleeps on the condition while there are more.
             if len(self._pending) <= 2:
                 self._changed.notify_all()
             if not self._started:
@@ -74,4 +76,4 @@ def _notify(item: PendingOperation) -> None:
         item.notify()
     except Exception as error:  # the thread must go on after a failed notification
         cause = f"{type(error).__name__}: {error}"
-        stderr.line(f"[ringjax] error: a graph of TensorFlow hears nothing: {cause}")
+        stderr.line(f"[ringjax] error: a graph of TensorFlow waits for ever: {cause}")

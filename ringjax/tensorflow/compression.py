@@ -1,39 +1,40 @@
-"""Compression of gradients around an allreduce, with Horovod's names; bf16 is ours.
+"""Compression of gradients around an allreduce, with Horovod's names and bf16.
 
-Only casts; sums are the core's, which adds 16-bit floats up in float32.
+A compression only casts. The core computes the sums, and adds 16-bit floats up in
+float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
+
+from ringjax.tensorflow.tf_types import TensorLike
 
 
 class Compressor:
-    """What `compression=` accepts: a way there and a way back."""
+    """The interface of a compression; this class changes nothing."""
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns what travels, and what `decompress` has to know."""
+    def compress(tensor: TensorLike) -> tuple[TensorLike, tf.DType | None]:
+        """Returns the tensor to send, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
         """Undoes `compress`."""
         return tensor if ctx is None else tf.cast(tensor, ctx)
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors in their own dtype."""
 
 
 class FP16Compressor(Compressor):
     """Sends floats as float16: 11 significant bits, up to 65504."""
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Casts floats, leaves everything else."""
+    def compress(tensor: TensorLike) -> tuple[TensorLike, tf.DType | None]:
+        """Casts a tensor of floats, and returns any other tensor as it is."""
         return _cast(tensor, tf.float16)
 
 
@@ -41,13 +42,15 @@ class BF16Compressor(Compressor):
     """Sends floats as bfloat16: 8 significant bits, the range of float32."""
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Casts floats, leaves everything else."""
+    def compress(tensor: TensorLike) -> tuple[TensorLike, tf.DType | None]:
+        """Casts a tensor of floats, and returns any other tensor as it is."""
         return _cast(tensor, tf.bfloat16)
 
 
 class Compression:
-    """The compressions that there are.
+    """The values of the argument `compression`.
+
+    bf16 halves the bytes of float32 like fp16, and needs no loss scaling.
 
     Example:
         >>> packed, ctx = Compression.fp16.compress(tf.ones(2))
@@ -60,7 +63,7 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def _cast(tensor: Any, dtype: Any) -> tuple[Any, Any]:
+def _cast(tensor: TensorLike, dtype: tf.DType) -> tuple[TensorLike, tf.DType | None]:
     if tf.as_dtype(tensor.dtype).is_floating:
         return tf.cast(tensor, dtype), tensor.dtype
     return tensor, None

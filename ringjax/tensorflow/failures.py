@@ -33,13 +33,13 @@ def error_code_of(error: BaseException) -> int:
 
 
 @cache
-def _combined_class(own: Any, theirs: Any) -> Any:
-    """Makes a subclass of `own` and of `theirs`, an error class of TensorFlow."""
+def _combined_class(own: Any, op_error: Any) -> Any:
+    """Makes a subclass of `own` and of `op_error`, an error class of TensorFlow."""
 
     def init(self: Any, text: str) -> None:
         # TensorFlow's __init__ calls the next one, that of `own`, with arguments that
-        # it does not take. Copy the attributes of an error of `theirs` instead.
-        vars(self).update(vars(theirs(None, None, text)))
+        # it does not take. Copy the attributes of an `op_error` instead.
+        vars(self).update(vars(op_error(None, None, text)))
 
     def to_text(self: Any) -> str:
         return str(self.message)
@@ -58,7 +58,7 @@ def _combined_class(own: Any, theirs: Any) -> Any:
         "__module__": own.__module__,
         "__doc__": own.__doc__,
     }
-    return type(own.__name__, (theirs, own), attributes)
+    return type(own.__name__, (op_error, own), attributes)
 
 
 def to_tensorflow_error(error: Exception) -> Exception:

@@ -51,6 +51,8 @@ def _start(call: CollectiveSpec, context: int) -> None:
     number = next(_numbers)
     if number % 1024 == 0:
         drop_abandoned()
+    # RingjaxFinish may run in another thread as soon as the token is in the queue, so
+    # the operation must be found under its number before.
     _operations[number] = operation
     if queue is not None:
         if operation.done():

@@ -7,7 +7,6 @@ tensors. operations.py runs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +15,7 @@ from ringjax.eager import lane
 from ringjax.tensorflow import tf_private
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.operations import (
+    RowCounts,
     Tensors,
     as_argument_error,
     average_gradients,
@@ -114,7 +114,7 @@ def broadcast_group(
     except (ValueError, TypeError) as error:
         raise as_argument_error(error) from None
 
-    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+    def rule(gradients: Tensors, _: RowCounts) -> Tensors:
         means = average_gradients(call, gradients)
         is_root = tf.equal(read_rank_info("rank"), root_rank)
         return [tf.where(is_root, mean, tf.zeros_like(mean)) for mean in means]
@@ -191,7 +191,7 @@ def alltoall(
         ([0, 1, 2], [3])
     """
 
-    def rule(gradients: Tensors, received: Sequence[Any]) -> Tensors:
+    def rule(gradients: Tensors, received: RowCounts) -> Tensors:
         (gradient,), (back,) = gradients, received
         return [alltoall(gradient, back, None, ignore_name_scope, process_set)[0]]
 

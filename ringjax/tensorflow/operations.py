@@ -28,12 +28,11 @@ from ringjax.tensorflow.tf_types import Gradient, Splits, TensorLike
 from ringjax.world.process_set import ProcessSet
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
-Rule: TypeAlias = Callable[[Tensors, Sequence[Any]], Tensors]
-"""Computes the gradients of the arguments.
+RowCounts: TypeAlias = Sequence[list[int] | tf.Tensor]
+"""The rows that came from each rank, for each result of allgather and alltoall."""
 
-Its arguments are the gradients of the results, and for each result of allgather and
-alltoall the rows that came from each rank.
-"""
+Rule: TypeAlias = Callable[[Tensors, RowCounts], Tensors]
+"""Computes the gradients of the arguments from those of the results."""
 
 
 class OperationOptions(TypedDict):
@@ -109,7 +108,7 @@ def run(
     tensors: Sequence[TensorLike],
     rule: Rule,
     splits: Splits = None,
-) -> tuple[list[tf.Tensor], Sequence[Any]]:
+) -> tuple[list[tf.Tensor], RowCounts]:
     """Runs a collective, or adds it to the current graph; differentiable.
 
     Args:
@@ -144,8 +143,8 @@ def run(
 
 def _add_to_graph(
     call: CollectiveSpec, tensors: Tensors, rule: Rule, splits: Splits
-) -> tuple[list[tf.Tensor], Sequence[Any]]:
-    add: Callable[..., tuple[list[tf.Tensor], list[Any]]] = graph_collectives.run
+) -> tuple[list[tf.Tensor], RowCounts]:
+    add: Callable[..., tuple[list[tf.Tensor], RowCounts]] = graph_collectives.run
     if _in_xla_function():
         add = xla_collectives.run
     elif call.op == "alltoall":
@@ -153,7 +152,7 @@ def _add_to_graph(
     if not tensors:
         return add(call, tensors, splits)
 
-    counts: list[Any] = []
+    counts: list[list[int] | tf.Tensor] = []
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def collective(*inputs: tf.Tensor) -> tuple[tuple[tf.Tensor, ...], object]:
@@ -222,7 +221,7 @@ def average_gradients(call: CollectiveSpec, gradients: Tensors) -> Tensors:
 def run_allreduce(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable allreduce of `tensors` as one operation."""
 
-    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+    def rule(gradients: Tensors, _: RowCounts) -> Tensors:
         options = OperationOptions(
             reduce_op=call.reduce_op, prescale=call.prescale, postscale=call.postscale
         )
@@ -234,7 +233,7 @@ def run_allreduce(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensor
 def run_reducescatter(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable reducescatter of `tensors` as one operation."""
 
-    def rule(gradients: Tensors, _: Sequence[Any]) -> Tensors:
+    def rule(gradients: Tensors, _: RowCounts) -> Tensors:
         factor = call.prescale * call.postscale
         if call.reduce_op == Sum:
             factor *= call.process_set().size()
@@ -247,7 +246,7 @@ def run_reducescatter(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Te
 def run_allgather(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable allgather of `tensors` as one operation."""
 
-    def rule(gradients: Tensors, received: Sequence[Any]) -> Tensors:
+    def rule(gradients: Tensors, received: RowCounts) -> Tensors:
         means = average_gradients(call, gradients)
         rank = _own_set_rank(call)
         parts = []

@@ -27,6 +27,8 @@ class OwnedTensors:
     def __init__(self, tensors: Sequence[int]) -> None:
         self.tensors = list(tensors)
 
+    # At the end of the interpreter the names of this module may be None already, so the
+    # function is the value of an argument.
     def __del__(
         self, delete: Callable[[Sequence[int]], None] = c_api.tensors.delete
     ) -> None:
@@ -63,7 +65,7 @@ class PendingOperation:
         self.on_end: Callable[[], None] | None = None
         # Later code can raise. The tensors must have an owner before that.
         inputs = OwnedTensors(tensors)
-        self._work: Any = None
+        self._work: Any = None  # the native work, after the wait
         self._error: RingjaxError | None = None
         process_set = call.process_set()
         arguments = call.lane_arguments(process_set)

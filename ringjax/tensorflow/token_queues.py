@@ -54,6 +54,8 @@ class TokenQueue:
 
 def acquire() -> TokenQueue:
     """Takes an idle queue from the pool, or makes a new one."""
+    # Several threads of TensorFlow call this. pop() and append() of a list are atomic,
+    # but a test of the length before pop() would be a race.
     try:
         return _idle.pop()
     except IndexError:

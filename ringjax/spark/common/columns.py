@@ -13,6 +13,9 @@ from pyspark.sql.types import StructField, StructType
 from ringjax.spark.common import constants
 
 T = TypeVar("T")
+Metadata: TypeAlias = dict[str, dict[str, Any]]
+"""Horovod's description of each column, by the name of the column."""
+
 Shapes: TypeAlias = Sequence[Sequence[int]]
 Sizes: TypeAlias = tuple[set[type], set[int], set[int]]
 """The Python types of values, their lengths, and their numbers of stored elements."""
@@ -38,7 +41,7 @@ def to_list(var: list[T] | tuple[T, ...] | T | None, length: int) -> list[T] | N
 
 
 def check_shape_compatibility(
-    metadata: dict[str, dict[str, Any]],
+    metadata: Metadata,
     feature_columns: Sequence[str],
     label_columns: Sequence[str],
     input_shapes: Shapes | None = None,
@@ -74,7 +77,7 @@ def get_spark_df_output_schema(
     input_df_schema: StructType,
     label_cols: Sequence[str],
     output_cols: Sequence[str],
-    metadata: dict[str, dict[str, Any]],
+    metadata: Metadata,
     vectors: Sequence[bool] | None = None,
 ) -> StructType:
     """Returns the schema of a DataFrame with predictions of the types of their labels.
@@ -144,7 +147,7 @@ def _get_col_info(
     )
 
 
-def _get_metadata(df: DataFrame) -> dict[str, dict[str, Any]]:
+def _get_metadata(df: DataFrame) -> Metadata:
     """Returns Horovod's metadata of each column; reads every row."""
     types, shapes, sizes = _get_col_info(df)
     found = {}

@@ -19,6 +19,7 @@ from pyspark.sql.types import DataType
 
 from ringjax.spark.common.backend import Backend, SparkBackend
 from ringjax.spark.common.columns import (
+    Metadata,
     Shapes,
     check_shape_compatibility,
     get_spark_df_output_schema,
@@ -27,7 +28,6 @@ from ringjax.spark.common.params import EstimatorParams, ModelParams
 from ringjax.spark.common.params_io import PersistentParams
 from ringjax.spark.common.parquet_rows import Array, ParquetRows, decode_column
 from ringjax.spark.common.training_data import (
-    Metadata,
     check_validation,
     get_dataset_properties,
     get_simple_meta_from_parquet,

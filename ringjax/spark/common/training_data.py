@@ -16,11 +16,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import BooleanType, DataType, StructType
 
 from ringjax.spark.common import constants
+from ringjax.spark.common.columns import Metadata
 from ringjax.spark.common.parquet_rows import Array, ParquetRows
 from ringjax.spark.common.store import FilesystemStore
-
-Metadata: TypeAlias = dict[str, dict[str, Any]]
-"""Horovod's description of each column, by the name of the column."""
 
 Properties: TypeAlias = tuple[int, int, Metadata, float]
 """Rows for training, rows for validation, metadata, and mean bytes of a row."""
@@ -70,6 +68,8 @@ class TrainingDataCache:
             store: the store of the files.
             write: writes the files under a number, and returns their properties.
         """
+        # The lock is held while files are written, so that two threads that fit on one
+        # DataFrame do not write the same files.
         with self.lock:
             key = (id(frame), store.get_train_data_path(), validation, seed)
             found = self._datasets.get(key)

@@ -8,7 +8,7 @@ from functools import partial
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import to_list
+from ringjax.spark.common.columns import Metadata, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -17,7 +17,6 @@ from ringjax.spark.common.estimator import (
     pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
-from ringjax.spark.common.training_data import Metadata
 from ringjax.spark.common.training_loop import TrainingJob, train
 from ringjax.spark.trainers import flax as trainer
 

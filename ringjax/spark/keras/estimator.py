@@ -10,6 +10,7 @@ import cloudpickle
 import keras
 from pyspark.ml.param.shared import Param, Params
 
+from ringjax.spark.common.columns import Metadata
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -19,7 +20,6 @@ from ringjax.spark.common.estimator import (
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.params_io import PersistentParams
-from ringjax.spark.common.training_data import Metadata
 from ringjax.spark.common.training_loop import TrainingJob
 from ringjax.spark.trainers import keras as trainer
 

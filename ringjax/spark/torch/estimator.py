@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import to_list
+from ringjax.spark.common.columns import Metadata, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
@@ -20,7 +20,6 @@ from ringjax.spark.common.estimator import (
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.params import ParamAccessors
-from ringjax.spark.common.training_data import Metadata
 from ringjax.spark.common.training_loop import TrainingJob, train
 from ringjax.spark.trainers import torch as trainer
 

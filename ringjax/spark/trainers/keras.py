@@ -24,6 +24,10 @@ Keras: TypeAlias = Any
 Model: TypeAlias = Any
 """A `keras.Model`."""
 
+Arrays: TypeAlias = Array | tuple[Array, ...]
+FitBatch: TypeAlias = tuple[Arrays, Arrays, Arrays]
+"""The inputs, labels and weights of a batch."""
+
 Spec: TypeAlias = dict[str, Any]
 """The model, optimizer, losses and other Params of a `KerasEstimator`."""
 
@@ -137,7 +141,7 @@ def _validation(keras: Keras, job: TrainingJob, batches: _KerasBatches) -> Any:
         def __len__(self) -> int:
             return int(steps)
 
-        def __getitem__(self, number: int) -> tuple[Any, Any, Any]:
+        def __getitem__(self, number: int) -> FitBatch:
             if number != self._next:
                 again = job.validation_batches()
                 self._batches = itertools.islice(again, number, None)
@@ -164,13 +168,13 @@ class _KerasBatches:
             pairs = zip(label_shapes, skip, strict=True)
             self._labels = [tuple(shape[n:]) for shape, n in pairs]
 
-    def training(self, first_epoch: int) -> Iterator[tuple[Any, Any, Any]]:
+    def training(self, first_epoch: int) -> Iterator[FitBatch]:
         """Yields the training batches of all epochs, without an end."""
         # `fit` accepts a generator, but no other iterator.
         for batch in self._job.batches(first_epoch):
             yield self.convert(batch)
 
-    def convert(self, batch: Batch) -> tuple[Any, Any, Any]:
+    def convert(self, batch: Batch) -> FitBatch:
         """Converts a batch to inputs, labels and weights."""
         columns, job = batch.columns, self._job
         inputs = [
@@ -190,7 +194,7 @@ class _KerasBatches:
         return _unwrap_single(inputs), tuple(labels), tuple(weights for _ in labels)
 
 
-def _unwrap_single(arrays: list[Array]) -> Array | tuple[Array, ...]:
+def _unwrap_single(arrays: list[Array]) -> Arrays:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
 

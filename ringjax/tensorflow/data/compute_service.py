@@ -87,6 +87,7 @@ class TfDataServiceConfig:
     def write(self, filename: str) -> None:
         """Writes the file; a reader sees no file, or the complete one."""
         path = Path(filename)
+        # The file has the key. A NamedTemporaryFile is readable for its owner only.
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False
         ) as file:
