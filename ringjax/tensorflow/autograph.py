@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def do_not_convert(function: F) -> F:
-    """Decorates a public function: AutoGraph leaves it, and all it calls, as it is."""
+    """Decorates a function so that AutoGraph rewrites neither it nor its callees."""
     marked = tf.autograph.experimental.do_not_convert(function)
     # `tf.function(marked)` would look behind the decorator and rewrite the function
     # that it finds there, so nothing may point to that function.

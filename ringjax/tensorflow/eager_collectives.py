@@ -133,12 +133,12 @@ def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
 
 
 def _to_tensor(array: Array, dtype: int) -> tf.Tensor:
-    """Makes a tensor of an array, to which nobody may write any more."""
+    """Makes a tensor of an array; later code must not write to the array."""
     return tf_private.wrap_array(array, _CPU, dtype)
 
 
 def _rows_from_memory(memory: memoryview, rows: int, like: Array) -> Array:
-    """Makes an array of `rows` rows over memory of the core, and keeps that alive."""
+    """Makes an array of `rows` rows in memory of the core, which it keeps alive."""
     shape = (rows, *like.shape[1:])
     if not math.prod(shape):
         return np.empty(shape, like.dtype)

@@ -104,7 +104,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Returns a function of an object that is `broadcast_object` with these arguments.
+    """Returns `broadcast_object` with these arguments, as a function of the object.
 
     Example:
         >>> import ringjax.tensorflow as hvd

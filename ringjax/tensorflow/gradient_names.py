@@ -48,7 +48,11 @@ class _GraphNames:
     )
 
     def enter(self, inner: Sequence[tf.Graph]) -> None:
-        """Prepares for names in the last of `inner`, functions from outer to inner."""
+        """Prepares to give names in a function.
+
+        Args:
+            inner: the functions around that one, from outer to inner, and last itself.
+        """
         path = []
         for graph in inner:
             if graph not in self.positions:

@@ -29,7 +29,7 @@ from ringjax.tensorflow.kernel_registration import (
 )
 from ringjax.tensorflow.pending_operations import PendingOperation
 
-# A graph that has failed takes no results. They are dropped after so many seconds.
+# Seconds until a result is dropped that no graph takes, because the graph has failed.
 _RESULT_TIMEOUT = 120.0
 # Iterations of a loop overlap, ten at most by default, and each needs its own names.
 _ITERATION_NAMES = 16
@@ -137,7 +137,7 @@ def pending_count() -> int:
 
 
 def drop_abandoned() -> None:
-    """Drops results that no graph has taken, because another node of it has failed."""
+    """Drops results that no graph takes, because another node of the graph failed."""
     limit = time.monotonic() - _RESULT_TIMEOUT
     for number, operation in list(_operations.items()):
         operation.note_end()

@@ -105,7 +105,7 @@ def broadcast_group(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Runs `broadcast` of several tensors as one operation; Horovod has no such one."""
+    """Runs `broadcast` of several tensors as one operation, which Horovod lacks."""
     try:
         lane.root_in_set("broadcast", root_rank, process_set)
         call = make_spec(

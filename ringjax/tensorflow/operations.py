@@ -273,7 +273,7 @@ def _own_set_rank(call: CollectiveSpec) -> int | tf.Tensor:
 def read_rank_info(
     quantity: str, process_set_id: int = 0, name: str | None = None
 ) -> tf.Tensor:
-    """Reads a number of `rank_queries` as an int32 tensor; a graph does when it runs.
+    """Reads rank, size or another number as an int32 tensor; a graph when it runs.
 
     Args:
         quantity, process_set_id: as for `rank_queries.query`.

@@ -107,7 +107,7 @@ class PendingOperation:
             on_end()
 
     def note_end(self) -> None:
-        """Notes the end of an operation of a session, for which nobody waits yet."""
+        """Notes the end of a session's operation before RingjaxWait waits for it."""
         if self.queue is None and self.ended == math.inf and self.done():
             self.ended = time.monotonic()
 

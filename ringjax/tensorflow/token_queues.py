@@ -68,7 +68,7 @@ def preallocate() -> None:
 
 
 def _serialize_handle(handle: tf.Tensor) -> bytes:
-    # The kernel below leaves the bytes in `_read`; the lock makes them ours.
+    # The kernel below leaves the bytes in `_read`. The lock keeps other threads away.
     with _read_lock:
         tf_private.execute_eagerly("RingjaxReadHandle", [handle], call="")
         return _read.pop()

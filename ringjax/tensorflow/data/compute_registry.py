@@ -181,7 +181,7 @@ class ComputeClient:
             time.sleep(0.5)
 
     def is_running(self) -> bool:
-        """Returns False after a client has called `shutdown`, or without a service."""
+        """Returns whether the service runs and no client has called `shutdown`."""
         try:
             self._ask("end", 0, 0.5)
         except TimeoutError:

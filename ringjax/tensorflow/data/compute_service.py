@@ -67,7 +67,7 @@ class TfDataServiceConfig:
         return ComputeClient(self.addresses, self.key, verbose=verbose)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the configuration as JSON can have it."""
+        """Returns the configuration as values that JSON can represent."""
         return {**dataclasses.asdict(self), "key": self.key.hex()}
 
     @staticmethod
@@ -223,7 +223,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
 @elastic.run
 def _wait_for_shutdown(state: elastic.State, compute: ComputeClient) -> None:
-    # All ranks leave the loop together: a rank that left alone would look lost.
+    # All ranks leave the loop together: a rank that left alone would look lost to
+    # the others, which still wait in the allreduce.
     running = True
     while running:
         own = tf.constant(int(compute.is_running()))

@@ -64,7 +64,7 @@ def main(
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line; None: that of the process."""
+    """Parses `words`, or the command line of the process if `words` is None."""
     parser = argparse.ArgumentParser(
         prog="python -m ringjax.tensorflow.data.compute_worker",
         description="Prepares data for training jobs, by TensorFlow's data service.",
