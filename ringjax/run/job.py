@@ -178,7 +178,7 @@ class Job:
             waited = time.monotonic() - begun
             needed, settled = self._size, True
             if policy is not None:
-                # Wait for -np slots as long as ranks may start, then for --min-np.
+                # Wait for -np slots during the start timeout, then for --min-np.
                 limits = policy.settings
                 whole = listens and waited < self._spec.start_timeout
                 needed = (limits.np if whole else None) or limits.min_np

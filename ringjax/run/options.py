@@ -130,10 +130,7 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         help="connect to this port of other hosts by ssh",
     )
     add(
-        "-i",
-        "--ssh-identity-file",
-        metavar="FILE",
-        help="use this private key for ssh",
+        "-i", "--ssh-identity-file", metavar="FILE", help="use this private key for ssh"
     )
     add(
         "--network-interfaces",
@@ -161,9 +158,7 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         help="put the time before every line of output",
     )
     add(
-        "--verbose",
-        action="store_true",
-        help="show which process starts on which host",
+        "--verbose", action="store_true", help="show which process starts on which host"
     )
     add(
         "-cb",

@@ -39,12 +39,7 @@ class JobOutcome:
 
 
 def describe_failure(
-    code: int,
-    *,
-    text: str = "",
-    report: str = "",
-    last_words: str = "",
-    how: str = "",
+    code: int, *, text: str = "", report: str = "", last_words: str = "", how: str = ""
 ) -> str:
     """Says how a rank has failed, for a sentence that begins with the rank's name.
 

@@ -12,11 +12,7 @@ from typing import Protocol
 
 # Steps of (seconds to wait before, signal). None gives up on ranks that are left.
 Plan = tuple[tuple[float, int | None], ...]
-AFTER_FAILURE: Plan = (
-    (1.0, signal.SIGTERM),
-    (2.0, signal.SIGKILL),
-    (1.0, None),
-)
+AFTER_FAILURE: Plan = ((1.0, signal.SIGTERM), (2.0, signal.SIGKILL), (1.0, None))
 AFTER_SIGINT: Plan = (
     (0.0, signal.SIGINT),
     (0.6, signal.SIGTERM),

@@ -74,8 +74,8 @@ class JobMonitor:
         self.broken = False
         self._lock = threading.Lock()  # guards the aggregator and its windows
         self._aggregator = Aggregator()
-        # Two windows: values come from the older one, and they take turns, so that it
-        # is always at least `_WINDOW` seconds long.
+        # Two windows take turns: values come from the older one, so that they cover at
+        # least `_WINDOW` seconds.
         self._recent: list[Window] = []
         self._reported: Window | None = None  # since the last report
         self._ended: set[int] = set()
