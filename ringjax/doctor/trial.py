@@ -147,7 +147,6 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
 
 
 def judge(found: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judges the measurements of a job."""
     factor = 2 * (found["ranks"] - 1) / found["ranks"]
     if not factor:
         yield ok("a job of one rank ran")

@@ -130,7 +130,7 @@ class ReplacementPolicy:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # Wait one second longer: the coordinator has the same timeout, and knows more.
+        # Wait one second longer: the coordinator has the same timeout, and says more.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"
@@ -145,7 +145,6 @@ class ReplacementPolicy:
         return self.slots.all_failed()
 
     def handle_event(self, event: str, worker: Worker, text: str, now: float) -> None:
-        """Handles an event of the coordinator about a worker."""
         if event == "fenced":
             self.fence(worker, text, now)
         elif event == "failure":
@@ -162,7 +161,7 @@ class ReplacementPolicy:
         if code:
             self._inform_coordinator(worker)
             return
-        # The worker may have told the coordinator itself that it has finished, and that
+        # The worker may have reported to the coordinator that it has finished, and that
         # message may still be on its way. So report the end a moment later.
         self._due_reports.append((now + _REPORT_DELAY, worker))
         worker.coordinator_answered = self.coordinator is None

@@ -234,7 +234,7 @@ class Agent:
         except ProcessLookupError:
             self._kill_all_and_exit()
         except OSError:
-            return  # a kernel without pidfd: only the pipe tells
+            return  # a kernel without pidfd: the end of the pipe has to do
         else:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, self._kill_all_and_exit

@@ -128,7 +128,7 @@ class AgentPool:
 
     @property
     def end_requested(self) -> str:
-        """Why the batch system seems to want all its hosts back; empty if not so."""
+        """Why all ranks should leave: all other hosts got SIGTERM; empty if not so."""
         agents = self._remote.values()
         ours = self._spec.allocation is not None and bool(agents)
         back = ours and all(agent.end_requested for agent in agents)
@@ -379,7 +379,6 @@ class AgentPool:
                 self._console.note(f"{agent.host}: {why} {seconds}; {_SHELL}")
 
     def handle_message(self, agent: AgentHandle, message: Message) -> None:
-        """Handles a report of an agent."""
         agent.has_answered = True
         number = message.get("id", 0)
         match message.get("is"):

@@ -100,7 +100,6 @@ class JobSpec:
 
 
 def agent_command() -> list[str]:
-    """Returns the command of an agent."""
     # -P: no file in the user's directory may hide a module of Python or ringjax.
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 

@@ -119,7 +119,7 @@ class JoiningAgent(Agent):
         )
         next_note = time.monotonic() + _FIRST_NOTE
         while True:
-            time.sleep(pause)  # no event tells when ringrun begins to listen
+            time.sleep(pause)  # there is no event when ringrun begins to listen
             pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
                 self._connection = connect_to_server(
