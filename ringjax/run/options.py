@@ -99,6 +99,19 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_switch(
+    group: argparse._ArgumentGroup,
+    name: str,
+    on: str = argparse.SUPPRESS,
+    off: str = argparse.SUPPRESS,
+) -> None:
+    """Adds --NAME and --no-NAME, with their help; None means that neither is given."""
+    dest = name.replace("-", "_")
+    add = group.add_argument
+    add(f"--{name}", dest=dest, action="store_true", default=None, help=on)
+    add(f"--no-{name}", dest=dest, action="store_false", default=None, help=off)
+
+
 def _add_basic(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -337,10 +350,8 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="cache the submissions of N eager operations (RINGJAX_CACHE_CAPACITY)",
     )
-    for flag, doing in (("--autotune", "store_true"), ("--no-autotune", "store_false")):
-        shown = "try bucket sizes in the first steps, with PyTorch (RINGJAX_AUTOTUNE)"
-        words = shown if doing == "store_true" else argparse.SUPPRESS
-        add(flag, dest="autotune", action=doing, default=None, help=words)
+    tune = "try bucket sizes in the first steps, with PyTorch (RINGJAX_AUTOTUNE)"
+    _add_switch(group, "autotune", on=tune)
     add(
         "--autotune-log-file",
         metavar="FILE",
@@ -369,31 +380,15 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write a timeline of the operations of rank 0 to FILE (RINGJAX_TIMELINE)",
     )
-    add(
-        "--timeline-mark-cycles",
-        action="store_true",
-        default=None,
-        help="mark rounds of negotiation in the timeline "
-        "(RINGJAX_TIMELINE_MARK_CYCLES)",
-    )
-    add(
-        "--no-timeline-mark-cycles",
-        dest="timeline_mark_cycles",
-        action="store_false",
-        help=argparse.SUPPRESS,
-    )
+    mark = "mark rounds of negotiation in the timeline (RINGJAX_TIMELINE_MARK_CYCLES)"
+    _add_switch(group, "timeline-mark-cycles", on=mark)
     add("--tcp", action="store_true", help="make NCCL use TCP and not InfiniBand")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--stall-check", action="store_true", default=None, help=argparse.SUPPRESS)
-    add(
-        "--no-stall-check",
-        dest="stall_check",
-        action="store_false",
-        help="wait for a live rank for ever, without a warning",
-    )
+    off = "wait for a live rank for ever, without a warning"
+    _add_switch(group, "stall-check", off=off)
     add(
         "--stall-check-warning-time-seconds",
         type=_number(float, 0),
