@@ -148,7 +148,7 @@ class Console:
             self._show(key, pieces)
 
     def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
-        """Drops states of progress bars, which a rank ends by a carriage return.
+        """Drops states of progress bars (lines that end with a carriage return).
 
         On a terminal or in a notebook only the bar of rank 0 is shown, because bars of
         several ranks would overwrite each other. In a log a state becomes a line every

@@ -468,7 +468,7 @@ class Job:
     # The end.
 
     def _end(self) -> None:
-        """Has every agent kill what is left, reads the last output, closes all."""
+        """Has every agent kill the rest, reads the last output, closes everything."""
         limit = 2.0 if self._shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
