@@ -83,6 +83,7 @@ AFTER = {
         "docs/train/tuning.md",
         1,
     ): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
+    ("docs/train/metrics.md", 0): "assert found == {'mean': 3.0}",
     ("docs/operate/elastic.md", 0): "assert state.step == 12",
     ("docs/operate/profiling.md", 0): """
         import os
