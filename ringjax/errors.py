@@ -34,7 +34,7 @@ class StatusLike(Protocol):
 
     Attributes:
         code: the name of the status code.
-        rank: the rank to blame, -1 for none.
+        rank: the rank that caused the failure; -1 for none.
     """
 
     code: str
@@ -48,7 +48,7 @@ class RingjaxError(RuntimeError):
     command that prints help.
 
     Attributes:
-        rank: the rank to blame in the world; -1 if it is not known or there is none.
+        rank: the rank of the world that caused the failure; -1 if it is not known.
 
     Example:
         >>> text = "ABORTED: RINGJAX[world, epoch 0]: allreduce 'loss': ranks disagree"
@@ -228,7 +228,7 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
     Args:
         code: the name of the code; XLA's names are accepted, too.
         message: the text of the exception.
-        rank: the rank to blame, -1 for none.
+        rank: the rank that caused the failure; -1 for none.
     """
     if code == "UNAVAILABLE" and FENCED in message:
         return Fenced(message, rank)
@@ -264,8 +264,8 @@ def from_program(text: str) -> RingjaxError | None:
     found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", text)
     if found is None:
         return None
-    blamed = re.search(r"\brank (\d+)", found[2])
-    rank = int(blamed[1]) if blamed else -1
+    cause = re.search(r"\brank (\d+)", found[2])
+    rank = int(cause[1]) if cause else -1
     return from_code(found[1], found[2].strip(), rank)
 
 
@@ -306,9 +306,9 @@ def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
     found = re.search(r"(?s)RINGJAX\[.*?(?=\n\s*\[\[|$)", text)
     if found is None:
         return None
-    blamed = re.search(r"\brank (\d+)", found[0])
-    name = _TENSORFLOW_CODES.get(code, "UNAVAILABLE" if blamed else "UNKNOWN")
-    return from_code(name, found[0].strip(), int(blamed[1]) if blamed else -1)
+    cause = re.search(r"\brank (\d+)", found[0])
+    name = _TENSORFLOW_CODES.get(code, "UNAVAILABLE" if cause else "UNKNOWN")
+    return from_code(name, found[0].strip(), int(cause[1]) if cause else -1)
 
 
 @contextlib.contextmanager

@@ -304,7 +304,7 @@ def allreduce_metrics(
 # -- leaves of parameters --------------------------------------------------------------
 
 
-class _Packed(NamedTuple):
+class _SyncLeaf(NamedTuple):
     """A leaf as an array that can be sent, and the function that converts it back."""
 
     array: _Array | None  # None: the leaf is not sent, and every rank keeps its own
@@ -317,7 +317,7 @@ def _is_number(leaf: object) -> bool:
     return isinstance(leaf, arrays | bool | int | float | complex)
 
 
-def _pack(what: str, path: str, leaf: object, eager: bool) -> _Packed:
+def _pack(what: str, path: str, leaf: object, eager: bool) -> _SyncLeaf:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _pack_array(what, path, leaf, eager)
     for kind, dtype in ((bool, bool), (int, int), (float, float), (complex, complex)):
@@ -329,7 +329,7 @@ def _pack(what: str, path: str, leaf: object, eager: bool) -> _Packed:
                     f"ringjax.{what}: the leaf {path!r} is an int of more than 64 bits"
                 ) from None
             if not eager:
-                return _Packed(jnp.asarray(leaf), "", lambda out: out)
+                return _SyncLeaf(jnp.asarray(leaf), "", lambda out: out)
             raw = _pack_bytes(number, lambda array: type(leaf)(array.item()))
             return raw._replace(kind=f"a Python {type(leaf).__name__}")
     if not _can_stay(leaf):
@@ -338,7 +338,7 @@ def _pack(what: str, path: str, leaf: object, eager: bool) -> _Packed:
             "an array of jax or numpy, a key of jax.random, a number, or what ranks "
             "can compare"
         )
-    return _Packed(None, comparison_text(leaf), lambda _: leaf)
+    return _SyncLeaf(None, comparison_text(leaf), lambda _: leaf)
 
 
 def _can_stay(leaf: object) -> bool:
@@ -350,7 +350,7 @@ def _can_stay(leaf: object) -> bool:
     return shown and not any(hasattr(leaf, name) for name in holds)
 
 
-def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _Packed:
+def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _SyncLeaf:
     dtype, dims = leaf.dtype, ",".join(map(str, leaf.shape))
     kind = f"{dtype.name}[{dims}]"
     if isinstance(leaf, jax.Array) and jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -368,14 +368,14 @@ def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _Packed:
     # rank JAX arrays. Not by `dtype.kind`: float8_e5m2 is an "f", too.
     known = dtype.name in dtypes.NUMBERS
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
-        return _Packed(leaf, kind, as_before)
+        return _SyncLeaf(leaf, kind, as_before)
     return _pack_bytes(np.asarray(leaf), as_before)._replace(kind=kind)
 
 
-def _pack_traced(array: jax.Array, kind: str) -> _Packed:
+def _pack_traced(array: jax.Array, kind: str) -> _SyncLeaf:
     """Packs an array; types that cannot be sent are cast to a larger type."""
     sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
-    return _Packed(sent, kind, restore)
+    return _SyncLeaf(sent, kind, restore)
 
 
 def _restorer(leaf: _Array) -> Callable[[_Array], _Array]:
@@ -386,9 +386,11 @@ def _restorer(leaf: _Array) -> Callable[[_Array], _Array]:
     return lambda out: np.array(out, leaf.dtype)  # a writable copy
 
 
-def _pack_bytes(array: np.ndarray, restore: Callable[[np.ndarray], object]) -> _Packed:
+def _pack_bytes(
+    array: np.ndarray, restore: Callable[[np.ndarray], object]
+) -> _SyncLeaf:
     raw = array.tobytes()
-    return _Packed(
+    return _SyncLeaf(
         np.ndarray((len(raw),), np.uint8, buffer=raw),
         "",
         lambda out: restore(

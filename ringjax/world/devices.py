@@ -375,13 +375,13 @@ class Devices:
             )
         except BaseException as error:
             gone = {r: why for r, why in plane.departed_ranks().items() if r in ranks}
-            blamed = "".join(f"; rank {r} {why}" for r, why in gone.items())
+            lost = "".join(f"; rank {r} {why}" for r, why in gone.items())
             self._disconnect_controls(number)  # some of them may be connected
             if not isinstance(error, _native.StatusError):
                 raise
             raise StartupError(
                 f"{set_name} has no device communicator: rank {plane.rank_info.rank}, "
-                f"{_name(self.numbers)}: {error}{blamed}"
+                f"{_name(self.numbers)}: {error}{lost}"
             ) from error
 
     def _disconnect_controls(self, number: int) -> None:

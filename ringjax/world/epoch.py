@@ -250,7 +250,7 @@ class Epoch:
             self._heartbeat.leave()
 
     def abort(self, text: str, rank: int) -> None:
-        """Fails all pending calls and blames `rank`."""
+        """Fails all pending calls with an error that names `rank`."""
         for communicator in list(self.communicators.values()):
             communicator.abort(text, rank)
 

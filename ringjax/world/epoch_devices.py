@@ -144,8 +144,8 @@ def _seconds_until_over(
 
     A rank whose device fails, or does not fit the others, ends with that error, and so
     it is lost to the other ranks. They must not fail themselves before they learn of
-    the loss. This takes up to the failure timeout if the error blames another rank.
+    the loss. This takes up to the failure timeout if another rank caused the error.
     """
-    blamed = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
-    is_other = blamed not in (-1, epoch.rank_info.rank)
+    cause = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
+    is_other = cause not in (-1, epoch.rank_info.rank)
     return max(REVOKE_DELAY, world.config.failure_timeout) if is_other else REVOKE_DELAY

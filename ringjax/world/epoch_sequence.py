@@ -212,7 +212,7 @@ class EpochSequence:
     # -- the end of an epoch -----------------------------------------------------------
 
     def halt(self, text: str, rank: int) -> dict[int, CallProgress]:
-        """Stops all calls of the current epoch, and blames `rank` (-1: no rank).
+        """Stops all calls of the current epoch with an error that names `rank`.
 
         Returns:
             How far each communicator came, by id; see `Communicator.quiesce`.

@@ -185,7 +185,7 @@ class Recovery:
     def _suspect_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
         """Reports the ranks that the heartbeat has lost, except the `known` ones."""
         for rank, why in epoch.lost():
-            # A heartbeat may blame its own rank. Then the other ranks report it.
+            # A heartbeat may have lost its own rank. Then the other ranks report it.
             if rank != epoch.rank_info.rank and rank not in known:
                 self._client.suspect(epoch.number, rank, why)
 

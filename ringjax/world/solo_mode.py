@@ -43,7 +43,7 @@ class SoloMode:
         """
         if self._world.epoch_info is not None:
             raise RingjaxError(
-                "ringjax.rehearsal: this rank is a member of its job already, so its "
+                "ringjax.solo_mode: this rank is a member of its job already, so its "
                 "collectives need the others"
             )
         with contextlib.nullcontext() if self.first_call else _solo(self._world):
@@ -77,10 +77,10 @@ def _solo(world: EpochSequence) -> Iterator[None]:
     world.devices = Devices(world.config, devices.counts, control_plane)
     try:
         if world.group.replicas:
-            epoch.connect(REPLICA_SET, [0], "rehearsal")
+            epoch.connect(REPLICA_SET, [0], "solo mode")
         for number in world.sets:
-            epoch.connect(number, [0], "rehearsal")
-            lane = epoch.connect(number | EAGER_LANE, [0], "rehearsal")
+            epoch.connect(number, [0], "solo mode")
+            lane = epoch.connect(number | EAGER_LANE, [0], "solo mode")
             world.lanes.attach(number, lane)
         world.comm_table.active = dict(epoch.communicators)
         if world.local_devices is not None:
