@@ -6,12 +6,12 @@ Horovod's module path; `ringjax.elastic` runs the training function.
 from __future__ import annotations
 
 from ringjax.elastic import run, run_fn
-from ringjax.keras.elastic_callbacks import (
+from ringjax.keras.elastic_state import (
     CommitStateCallback,
+    KerasState,
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from ringjax.keras.elastic_state import KerasState
 
 __all__ = [
     "CommitStateCallback",
