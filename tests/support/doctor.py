@@ -24,13 +24,13 @@ DOCTOR = [sys.executable, "-P", "-m", "ringjax", "doctor", "--json"]
 
 @dataclass(frozen=True)
 class Visit:
-    """What one run of the doctor has said."""
+    """The output of one run of the doctor."""
 
     code: int
     found: dict[str, object]
 
     def of(self, check: str, host: str = "") -> list[tuple[str, str]]:
-        """Status and text of what a check has found that is not ok."""
+        """Returns status and text of the findings of a check that are not ok."""
         return [
             (row["status"], row["text"])
             for row in self.rows()
@@ -38,22 +38,22 @@ class Visit:
         ]
 
     def rows(self) -> list[dict[str, str]]:
-        """Everything, one dictionary for each finding."""
+        """Returns all findings as dictionaries."""
         rows = self.found["checks"]
         assert isinstance(rows, list)
         return rows
 
     def mend(self, check: str) -> str:
-        """The command that is to mend what a check has found."""
+        """Returns the command that mends the finding of a check."""
         return next(r["mend"] for r in self.rows() if r["check"] == check and r["mend"])
 
     def complaints(self) -> set[str]:
-        """The checks that have found something."""
+        """Returns the names of the checks with findings that are not ok."""
         return {row["check"] for row in self.rows() if row["status"] != "ok"}
 
 
 def needs_root(*programs: str) -> pytest.MarkDecorator:
-    """Skips a test for a user who may not break this machine's namespaces."""
+    """Skips a test if this user may not make namespaces."""
     why = "" if os.geteuid() == 0 else "only root may make such a namespace"
     absent = [name for name in programs if shutil.which(name) is None]
     if absent:
@@ -89,7 +89,7 @@ def visit(
         assert folder is not None
         (folder / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
         (folder / "sudo").chmod(0o755)
-        # Where administrators' commands are is not on everybody's path, but on sudo's.
+        # Folders of administrators' commands are in sudo's PATH, not in every user's.
         folders = (str(folder), variables["PATH"], "/usr/sbin", "/sbin")
         variables["PATH"] = os.pathsep.join(folders)
         pick = f"'{sys.executable}' -c '{_PICK}'"
@@ -111,7 +111,7 @@ def visit(
     return [Visit(c, json.loads(t)) for c, t in zip(codes, texts, strict=True)]
 
 
-# The commands of what is not ok, as a script.
+# The commands of all findings that are not ok, as a script.
 _PICK = (
     "import json, sys; "
     'print(*[r["mend"] for r in json.load(sys.stdin)["checks"]'

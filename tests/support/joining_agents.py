@@ -24,7 +24,7 @@ WORDS = [sys.executable, "-P", "-m", "ringjax.run"]
 
 
 def _free_ports() -> int:
-    """A port; it and the next one are free."""
+    """Returns a port that is free, as is the next one."""
     while True:
         port = random.randrange(20000, 30000)
         try:
@@ -36,7 +36,7 @@ def _free_ports() -> int:
 
 
 class Site:
-    """A launcher and its agents, as often as they are started."""
+    """A ringrun and agents that join it; each may be started several times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class Site:
         return self.start(*where, *words, **{"RINGJAX_HOSTNAME": host, **env})
 
     def pids(self, worker: int) -> list[int]:
-        """The processes that are a worker of the job."""
+        """Returns the process ids of a worker of the job."""
         number = f"RINGJAX_WORKER={worker}".encode()
         return [
             pid
@@ -102,7 +102,7 @@ class Site:
 
 
 class Process:
-    """A ringrun and what it has written."""
+    """A ringrun process and its output."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process, self._log = process, log
@@ -121,9 +121,10 @@ class Process:
         seconds: float = LONG,
         also: Sequence[Process] = (),
     ) -> None:
-        """Until it has been written so often, as a regular expression, here or there.
+        """Waits until the outputs match a regular expression `count` times.
 
-        What ranks write is on their agent until that has found another ringrun.
+        While ringrun is gone, the output of ranks goes to the output of their agent:
+        pass that process in `also`.
         """
         deadline = time.monotonic() + seconds
         while len(re.findall(text, found := self._with(also))) < count:

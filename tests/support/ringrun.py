@@ -1,4 +1,4 @@
-"""Running ringrun to its end; a stand-in for ssh."""
+"""Runs ringrun to its end, with a stand-in for ssh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sh(script: str) -> list[str]:
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> dict[str, str]:
-    """An environment whose ssh is the stand-in; it logs its arguments."""
+    """Returns an environment whose ssh is the stand-in, which logs its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(SSH)

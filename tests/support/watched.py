@@ -1,4 +1,4 @@
-"""Jobs that somebody looks at: their metrics, and what `ringjax top` gets."""
+"""Jobs with monitoring: their metrics, and the messages to `ringjax top`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ train(state)
 
 
 class Watched:
-    """A job and a folder whose files tell it what to do."""
+    """A job, and a folder whose files control it."""
 
     def __init__(self, start_job: StartJob, folder: Path) -> None:
         self._start, self.folder = start_job, folder
@@ -73,13 +73,13 @@ class Watched:
         return self.job
 
     def trains(self) -> None:
-        """Returns when all of its ranks are there."""
+        """Waits until all ranks of the job have started."""
         up = [self.folder / f"up.{rank}" for rank in range(self.job.np)]
         late = leaks.settle(lambda: [str(p) for p in up if not p.exists()], 40)
         assert not late, self.job.logs()
 
     def url(self) -> str:
-        """Where its metrics are."""
+        """Returns the address of the metrics."""
         found: list[str] = []
 
         def look() -> list[str]:
@@ -91,7 +91,7 @@ class Watched:
         return found[0]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Sums and gauges by name, then by their labels' values."""
+        """Returns sums and gauges by name, then by the values of their labels."""
         with urllib.request.urlopen(self.url(), timeout=LONG) as answer:
             text = answer.read().decode()
         return {
@@ -106,7 +106,7 @@ class Watched:
         }
 
     def wait_for(self, done: Callable[[dict[str, dict[str, float]]], bool]) -> Any:
-        """The metrics, once they are so."""
+        """Returns the metrics once they fulfil a condition."""
         found: list[dict[str, dict[str, float]]] = [{}]
 
         def look() -> list[str]:
@@ -117,16 +117,16 @@ class Watched:
         return found[0]
 
     def attach(self) -> JobConnection:
-        """As `ringjax top` does."""
+        """Connects to ringrun, as `ringjax top` does."""
         return JobConnection(self.path())
 
     def path(self) -> Path:
-        """ringrun's socket."""
+        """Returns the socket of ringrun."""
         place = self.temporary / sockets.socket_folder().name
         name = f"{self.job.pid}-0.sock"
 
         def look() -> list[str]:
-            """It is there a moment before anybody listens."""
+            """Connects repeatedly: the file exists a moment before ringrun listens."""
             try:
                 sockets.connect(place / name).close()
             except sockets.JobSocketError as error:
@@ -137,11 +137,11 @@ class Watched:
         return place / name
 
     def end(self) -> None:
-        """It ends, and all is well."""
+        """Ends the job, and checks its exit code."""
         (self.folder / "end").touch()
         assert self.job.wait() == 0, self.job.logs()
         assert not self.path_is_left()
 
     def path_is_left(self) -> bool:
-        """Whether something of ringrun's is still there."""
+        """Returns whether a socket of ringrun is left."""
         return bool(list(self.temporary.rglob("*.sock")))
