@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -36,6 +36,27 @@ _SLOWER = 4.0  # times the predicted seconds from which on the network is busy
 _MARK = "ringjax doctor: "
 
 
+class Measurements(TypedDict, total=False):
+    """The measurements of a job.
+
+    Attributes:
+        allreduce, copy: seconds of an allreduce, and of a copy of the same size.
+        hosts: number of hosts.
+        predicted: seconds that the cost model predicts; missing on one host.
+        remembered: age of its constants in seconds; 0 if this job has measured them.
+        file: the file with the constants.
+    """
+
+    ranks: int
+    allreduce: float
+    copy: float
+    transports: list[str]
+    hosts: int
+    predicted: float
+    remembered: float
+    file: str
+
+
 def main() -> None:
     """Runs one rank; rank 0 prints the measurements of all ranks."""
     born = time.time()
@@ -46,7 +67,7 @@ def main() -> None:
     runtime.shutdown()
 
 
-def _measure() -> dict[str, Any]:
+def _measure() -> Measurements:
     """Measures an allreduce and a copy, in seconds of the slowest rank."""
     tensor, source = np.ones(SIZE // 4, "f4"), np.ones(SIZE // 4, "f4")
     target = np.empty_like(source)
@@ -73,7 +94,7 @@ def _measure() -> dict[str, Any]:
     return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
 
 
-def _network(born: float) -> dict[str, Any]:
+def _network(born: float) -> Measurements:
     """Returns the prediction of the cost model, and the age of its constants.
 
     Args:
@@ -83,7 +104,7 @@ def _network(born: float) -> dict[str, Any]:
     world = runtime.current("doctor")
     communicator = runtime.communicator(op="doctor")
     stats, hosts = communicator.stats(), list(communicator.hosts)
-    found: dict[str, Any] = {
+    found: Measurements = {
         "transports": stats["transports"],
         "hosts": len(set(hosts)),
     }
@@ -146,12 +167,13 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
     return list(judge(json.loads(out.partition(_MARK)[2].splitlines()[0])))
 
 
-def judge(found: Mapping[str, Any]) -> Iterator[Finding]:
+def judge(found: Measurements) -> Iterator[Finding]:
     factor = 2 * (found["ranks"] - 1) / found["ranks"]
     if not factor:
         yield ok("a job of one rank ran")
         return
-    speed, limit = (SIZE * factor / found[k] / 1e9 for k in ("allreduce", "copy"))
+    speed = SIZE * factor / found["allreduce"] / 1e9
+    limit = SIZE * factor / found["copy"] / 1e9
     text = f"allreduce of {SIZE >> 20} MiB: {speed:.3g} GB/s busbw"
     if "tcp" in found["transports"] and found["hosts"] == 1:
         text += ", over TCP though all ranks are on one host"
