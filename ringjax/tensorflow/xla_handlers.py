@@ -94,7 +94,7 @@ def ensure_registered() -> None:
     try:
         get = library.XLA_FFI_GetApi
     except AttributeError:
-        raise _unsupported("it does not let others have XLA's interface") from None
+        raise _unsupported("it does not export XLA_FFI_GetApi") from None
     get.restype = _Pointer
     api = _Api.from_address(get())
     version = api.version.major, api.version.minor
@@ -113,7 +113,7 @@ def ensure_registered() -> None:
             execute=ctypes.cast(handler, _Pointer),
         )
         if register(registration):
-            raise _unsupported(f"its XLA does not take the handler {name}")
+            raise _unsupported(f"its XLA refuses the handler {name}")
 
 
 def _unsupported(reason: str) -> errors.RingjaxError:
