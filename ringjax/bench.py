@@ -346,11 +346,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def _where() -> str:
     """Describes hosts, ranks and devices, such as `one: ranks 0-3 on 4 x cpu`."""
     own = (socket.gethostname(), jax.local_devices()[0].device_kind)
-    places = sync.allgather_object(own)
+    devices = sync.allgather_object(own)
     found = []
-    for host in dict.fromkeys(host for host, _ in places):
-        ranks = [rank for rank, place in enumerate(places) if place[0] == host]
-        counts = Counter(kind for name, kind in places if name == host)
+    for host in dict.fromkeys(host for host, _ in devices):
+        ranks = [rank for rank, device in enumerate(devices) if device[0] == host]
+        counts = Counter(kind for name, kind in devices if name == host)
         kinds = " and ".join(f"{n} x {kind}" for kind, n in counts.items())
         which = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
         found.append(f"{host}: rank{'s' * (len(ranks) > 1)} {which} on {kinds}")

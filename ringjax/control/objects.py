@@ -193,9 +193,7 @@ class ObjectEncoder:
     def _nodes(self, values: Iterable[object], where: str, depth: int) -> list[Node]:
         return [self._node(v, f"{where}[{i}]", depth) for i, v in enumerate(values)]
 
-    def _key(self, value: object, where: str, depth: int) -> Node:
-        """The node of a key or an element of a set, which must have a hash."""
-        return self._node(value, where, depth)
+    _key = _node  # encodes a key or an element of a set, which must have a hash
 
     def _other(self, value: Any, where: str, depth: int) -> Node:
         if hasattr(value, "__array__") and hasattr(value, "dtype"):

@@ -68,11 +68,11 @@ def even_steps(
     length = _length(batches)
     members = process_set.ranks
     # A rank outside of the set gets its error from the allreduce below.
-    place = members.index(runtime.rank()) if runtime.rank() in members else 0
+    position = members.index(runtime.rank()) if runtime.rank() in members else 0
     # In an elastic job, the rank with most batches may be lost, so that the number of
     # steps is unknown. `first` is larger for a rank that comes earlier in the set.
     unknown_here = length < 0 or runtime.elastic()
-    first_here = has_any and len(members) - place
+    first_here = has_any and len(members) - position
     numbers = (length, unknown_here, first_here, not has_any)
     steps, unknown, first, lacking = _maxima(*numbers, process_set=process_set)
     if not first:

@@ -71,9 +71,9 @@ def data_of(value: jax.Array) -> Array:
         value = jax.random.key_data(value)
     if value.is_fully_replicated:  # JAX 0.10 may fail to split it into shards
         return np.asarray(value)[None]
-    places = _shard_bounds(value.sharding, value.shape)
-    found = {places[shard.device]: shard.data for shard in value.addressable_shards}
-    return np.stack([np.asarray(found[place]) for place in sorted(found)])
+    bounds = _shard_bounds(value.sharding, value.shape)
+    found = {bounds[shard.device]: shard.data for shard in value.addressable_shards}
+    return np.stack([np.asarray(found[key]) for key in sorted(found)])
 
 
 def array_of(data: Array, detail: str, like: object) -> jax.Array:
@@ -91,7 +91,7 @@ def array_of(data: Array, detail: str, like: object) -> jax.Array:
         ValueError: the sharding of this process has other bounds.
     """
     about = json.loads(detail)
-    shape, places = tuple(about["shape"]), about["places"]
+    shape, bounds = tuple(about["shape"]), about["places"]
     if about["spec"] is not None:
         sharding: Sharding | None = _sharding(about["mesh"], about["spec"])
     else:
@@ -99,13 +99,13 @@ def array_of(data: Array, detail: str, like: object) -> jax.Array:
             like = jax.random.key_data(like)
         sharding = getattr(like, "sharding", None)
     where = {} if sharding is None else _shard_bounds(sharding, shape)
-    if sharding is None or not where or sorted(set(where.values())) != places:
+    if sharding is None or not where or sorted(set(where.values())) != bounds:
         raise ValueError(
             f"ringjax.elastic: an array of shape {list(shape)} comes in shards at "
-            f"{' '.join(places)}, and here it lies as {sharding}; place the state over "
+            f"{' '.join(bounds)}, and here it lies as {sharding}; place the state over "
             "the devices of the group before the training function, in all groups alike"
         )
-    parts = [jax.device_put(data[places.index(p)], d) for d, p in where.items()]
+    parts = [jax.device_put(data[bounds.index(p)], d) for d, p in where.items()]
     made = jax.make_array_from_single_device_arrays(shape, sharding, parts)
     key = about["key"]
     return made if key is None else jax.random.wrap_key_data(made, impl=key)

@@ -83,7 +83,7 @@ class ElasticSampler:
     @property
     def remaining_indices(self) -> list[int]:
         """The indices that were not processed at the last distribution."""
-        remaining: list[int] = self._order()[self._places].tolist()
+        remaining: list[int] = self._order()[self._positions].tolist()
         return remaining
 
     @property
@@ -120,7 +120,7 @@ class ElasticSampler:
         self._taken = stop
         absent = sync_plan.absent_from_last_call()
         # Shares are interleaved: in step s, rank r has position s * num_replicas + r.
-        known = len(self._places)
+        known = len(self._positions)
         if absent:
             first, last = min(start, self.num_samples), min(stop, self.num_samples)
             steps = np.arange(first, last)[:, None] * self.num_replicas
@@ -137,16 +137,16 @@ class ElasticSampler:
         """Counts samples of lost ranks that live ranks have had as repetitions."""
         for step in range(start, min(stop, self.num_samples)):
             for share in range(self.num_replicas):
-                place = step * self.num_replicas + share
-                if place >= len(self._places) and share not in absent:
-                    self._missed.discard(place % len(self._places))
+                position = step * self.num_replicas + share
+                if position >= len(self._positions) and share not in absent:
+                    self._missed.discard(position % len(self._positions))
 
     def _count_processed(self) -> None:
         taken = self._taken * self.num_replicas
-        # The first _returned_at_cut entries of _places are before processed_num. Those
-        # that are not taken yet must come again, like the samples of lost ranks.
+        # The first _returned_at_cut entries of _positions lie before processed_num. The
+        # entries that are not taken yet must come again, like samples of lost ranks.
         ahead = sorted(self._missed) + list(range(taken, self._returned_at_cut))
-        self._returned = self._places[ahead].tolist() if ahead else []
+        self._returned = self._positions[ahead].tolist() if ahead else []
         beyond = max(0, taken - self._returned_at_cut)
         self.processed_num = self._processed_at_cut + beyond
 
@@ -174,14 +174,14 @@ class ElasticSampler:
             (runtime.rank(), runtime.size()) if plan is None else plan.position
         )
         ahead = np.arange(min(self.processed_num, self._count()), self._count())
-        self._places: Indices = np.concatenate(
+        self._positions: Indices = np.concatenate(
             [np.array(sorted(self._returned), np.int64), ahead]
         )
         self._returned_at_cut = len(self._returned)
         self._processed_at_cut = self.processed_num
         self._taken = 0
-        self._missed: set[int] = set()  # indices into `_places` that lost ranks had
-        self.num_samples = -(-len(self._places) // self.num_replicas)
+        self._missed: set[int] = set()  # indices into _positions that lost ranks had
+        self.num_samples = -(-len(self._positions) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
     def batches(self, size: int) -> Iterator[Indices]:
@@ -213,7 +213,7 @@ class ElasticSampler:
     def _share(self) -> Indices:
         # Modulo, because there may be fewer samples than ranks.
         own = np.arange(self.rank, self.total_size, self.num_replicas)
-        return self._order()[self._places[own % max(len(self._places), 1)]]
+        return self._order()[self._positions[own % max(len(self._positions), 1)]]
 
     def __iter__(self) -> Iterator[int]:
         self.indices: list[int] = self._share().tolist()
