@@ -59,7 +59,7 @@ class TfDataServiceConfig:
     workers_per_dispatcher: int
     dispatcher_side: str
     addresses: ServiceAddresses
-    key: bytes
+    key: bytes = dataclasses.field(repr=False)
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:

@@ -1,0 +1,65 @@
+"""No repr contains a secret or a key, so no log line and no traceback does."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, cast
+
+import pytest
+
+from ringjax.config import Config
+from ringjax.control.listener import AcceptedConnection
+from ringjax.control.sealed_messages import SessionKeys
+from ringjax.links.descriptors import LinkDescriptors
+from ringjax.links.mesh import MeshFactory
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import JoinedJob
+from ringjax.run.hosts.job_spec import ListenOptions
+from ringjax.run.hosts.joining_agent import JoinOptions
+
+SECRET = b"\xabtell nobody"
+JOB = "0123456789abcdef"
+NOTHING = cast(Any, None)
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        Config(secret=SECRET.hex()),
+        JobCredentials("127.0.0.1:1", SECRET, JOB),
+        JoinedJob(NOTHING, SECRET, JOB),
+        SessionKeys(send=SECRET, receive=SECRET, link=SECRET),
+        AcceptedConnection(cast(socket.socket, None), SECRET),
+        LinkDescriptors(links=[("tcp", 1, [3], [SECRET])], control_keys=[SECRET]),
+        MeshFactory(
+            rank=0,
+            members=(),
+            hosts=(),
+            epoch=0,
+            job=JOB,
+            secret=SECRET,
+            config=Config(secret=SECRET.hex()),
+            listener=NOTHING,
+            loss_monitor=NOTHING,
+            shm_bytes=NOTHING,
+            segment_bytes=NOTHING,
+            log=NOTHING,
+        ),
+        ListenOptions(addresses=[], port=0, secret=SECRET, job=JOB),
+        JoinOptions(
+            address="127.0.0.1:1",
+            secret=SECRET,
+            job=JOB,
+            host="here",
+            slots=1,
+            connect_timeout=1.0,
+            failure_timeout=1.0,
+        ),
+    ],
+    ids=lambda holder: type(holder).__name__,
+)
+def test_it_is_in_no_repr(holder: object) -> None:
+    text = repr(holder)
+    assert type(holder).__name__ in text
+    assert "tell nobody" not in text
+    assert SECRET.hex() not in text
