@@ -1,18 +1,18 @@
-"""The collectives of job.py: inputs, when they arrive, and results."""
+"""Simulated collectives: their inputs, when these arrive, and their results."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Key = tuple[Any, ...]
+CallKey = tuple[Any, ...]
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
 
 
-class Generation:
-    """The communicator of one epoch, as all its members build it."""
+class SimulatedComm:
+    """The communicator of one epoch, which all its members share."""
 
     __slots__ = ("calls", "epoch", "order", "ready", "size")
 
@@ -23,32 +23,33 @@ class Generation:
 
 
 class Call:
-    """One collective: what every rank gave, and when it reaches whom."""
+    """One collective: the inputs of all ranks, and when each arrives at each rank."""
 
     __slots__ = (
-        *("arrivals", "ended", "endings", "generation", "inputs", "key", "note"),
+        *("arrivals", "ended", "endings", "comm", "inputs", "key", "inline"),
         "number",
     )
 
-    def __init__(self, generation: Generation, number: int, key: Key, note: bool):
-        self.generation, self.number = generation, number
-        self.key, self.note = key, note
+    def __init__(self, comm: SimulatedComm, number: int, key: CallKey, inline: bool):
+        self.comm, self.number = comm, number
+        self.key, self.inline = key, inline
         self.inputs: dict[int, Any] = {}  # by worker
         self.ended: dict[int, Any] = {}
-        # (from, to) -> when: of inputs, and of the news that results are complete.
+        # (from, to) -> when the input arrives, and when the message arrives that the
+        # result is complete.
         self.arrivals: dict[tuple[int, int], float] = {}
         self.endings: dict[tuple[int, int], float] = {}
 
     def peers(self, worker: int, group: int) -> tuple[int, ...]:
-        """Those that a worker exchanges values with."""
-        order = self.generation.order
+        """The workers with which a worker exchanges inputs."""
+        order = self.comm.order
         if group == 1 or self.key[0] != "step":
             return order
         return tuple(w for w in order if w % group == worker % group)
 
-    def value(self) -> Key:
-        """What the ranks get: who contributed, and what came out."""
-        order = self.generation.order
+    def value(self) -> CallKey:
+        """The result of all ranks: the contributors and the data."""
+        order = self.comm.order
         if self.key[0] == "sync":
             return (order, self.inputs[order[0]])
         samples = number = 0
@@ -58,4 +59,4 @@ class Call:
                 raise Violation(f"I6: a sample twice in {self.key}: {self.inputs}")
             samples |= mask
             number = max(number, wish)
-        return (order, samples, number, self.generation.epoch)
+        return (order, samples, number, self.comm.epoch)

@@ -4,10 +4,10 @@
 
 Workers (worker.py) train over a network that delays what it likes; they are
 killed, frozen, separated, started and sent away at random moments, and so is the
-coordinator. The coordinator's rules (`Membership`) and the workers' end
+coordinator. The coordinator's rules (`JobMembership`) and the workers' end
 (`CoordinatorClient`) are the real ones. At the end these must hold:
 
-I1  every call has the same verdict and the same result on all survivors
+I1  every call has the same commit decision and result on all survivors
 I2  a result is the sum over one membership
 I3  nobody is blocked, and the job stops early only with too few ranks
 I4  all survivors end in one history, not in two
@@ -29,8 +29,8 @@ from typing import Any
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.membership import JobMembership
 from simulation import wrong_rules
-from simulation.call import Call, Generation, Violation
-from simulation.worker import Connection, Worker
+from simulation.call import Call, SimulatedComm, Violation
+from simulation.worker import Channel, Worker
 
 SILENCE = 5.0  # seconds until a heartbeat is missed
 MOST_EVENTS = 20000
@@ -46,10 +46,10 @@ class Simulation:
     """
 
     __slots__ = (
-        "connections", "counter", "crashes", "cuts", "eager", "events", "failing",
-        "finished", "formations", "frozen_at", "generations", "group", "hub",
-        "membership", "min_np", "now", "pairs", "present", "raising", "random",
-        "replace", "rules", "samples", "seed", "tick_at", "workers", "wrong",
+        "comms", "config", "counter", "crashes", "cuts", "eager", "events",
+        "failing", "finished", "formations", "frozen_at", "group", "membership",
+        "min_np", "now", "pairs", "present", "raising", "random", "replace",
+        "samples", "seed", "term", "tick_at", "workers", "wrong",
     )  # fmt: skip
 
     def __init__(self, seed: int, wrong: str = "", group: int = 1) -> None:
@@ -62,21 +62,21 @@ class Simulation:
         least = rng.randint(1, count)
         most = count + (rng.random() < 0.3)
         np, self.min_np = group * count, group * least
-        self.rules = MembershipConfig(np, self.min_np, group * most, group=group)
+        self.config = MembershipConfig(np, self.min_np, group * most, group=group)
         self.samples = rng.randint(np + 1, 3 * np)
         self.eager = rng.random() < 0.3
         self.raising = 0.02 if rng.random() < 0.2 else 0.0
         self.failing = 0.3 if rng.random() < 0.15 else 0.0
         self.replace = rng.random() < 0.7
-        self.hub, self.crashes = 0, 0
+        self.term, self.crashes = 0, 0
         self.finished: set[int] = set()
-        self.membership = JobMembership(self.rules)
-        self.present: dict[int, Connection] = {}
+        self.membership = JobMembership(self.config)
+        self.present: dict[int, Channel] = {}
         self.tick_at: float | None = None
         self.workers: dict[int, Worker] = {}
         self.pairs: set[tuple[int, int]] = set()  # that cannot reach each other
         self.cuts: dict[tuple[int, int], float] = {}  # (from, to) -> since
-        self.generations: dict[tuple[int, tuple[int, ...]], Generation] = {}
+        self.comms: dict[tuple[int, tuple[int, ...]], SimulatedComm] = {}
         self.formations: dict[tuple[int, int], tuple[int, ...]] = {}
         for _ in range(count):
             self.at(self.delay(), self.launch)
@@ -85,7 +85,7 @@ class Simulation:
     # --- time ---
 
     def at(self, delay: float, what: Callable[..., None], *args: Any) -> None:
-        """Something will happen."""
+        """Schedules a call."""
         self.counter += 1
         heapq.heappush(self.events, (self.now + delay, self.counter, what, args))
 
@@ -93,8 +93,15 @@ class Simulation:
         return self.random() * 0.005 * times
 
     def plan(self, rng: random.Random) -> None:
-        """What goes wrong, and when."""
-        kinds = (self.kill, self.freeze, self.part, self.crash, self.join, self.leave)
+        """Schedules the failures."""
+        kinds = (
+            self.kill,
+            self.freeze,
+            self.separate,
+            self.crash,
+            self.join,
+            self.leave,
+        )
         when = 0.0
         for count in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
             if count and rng.random() < 0.5:
@@ -105,7 +112,7 @@ class Simulation:
             self.at(when, kind)
 
     def run(self) -> None:
-        """Until nothing happens any more. Raises Violation."""
+        """Runs all events, then checks the invariants; raises Violation."""
         events, pop = self.events, heapq.heappop
         while events:
             self.now, _, what, args = pop(events)
@@ -117,7 +124,7 @@ class Simulation:
     # --- what goes wrong ---
 
     def choose(self) -> Worker | None:
-        """Some process that runs."""
+        """A random process that runs; None if there is none."""
         alive = [w for w in self.workers.values() if w.state not in ("dead", "end")]
         return alive[int(self.random() * len(alive))] if alive else None
 
@@ -143,21 +150,21 @@ class Simulation:
         if worker is None or worker.state in ("dead", "end"):
             return
         worker.state, worker.call, worker.members = "dead", None, None
-        connection, worker.line.connection = worker.line.connection, None
+        channel, worker.connection.channel = worker.connection.channel, None
         for other in self.workers:
-            if self.random() < 0.5:  # what is on its way may be lost with it
+            if self.random() < 0.5:  # messages in flight may be lost
                 self.cuts.setdefault((worker.number, other), self.now)
-        self.process_ends(worker, connection)
+        self.process_ends(worker, channel)
 
-    def process_ends(self, worker: Worker, connection: Connection | None) -> None:
-        if connection is not None:
-            when = max(connection.up, self.now + self.delay())
-            self.at(when - self.now, self.hub_closed, connection)
-        self.at(self.delay(), self.hub_told, worker.number)
+    def process_ends(self, worker: Worker, channel: Channel | None) -> None:
+        if channel is not None:
+            when = max(channel.up, self.now + self.delay())
+            self.at(when - self.now, self.on_channel_closed, channel)
+        self.at(self.delay(), self.on_process_ended, worker.number)
         self.tell_peers(worker.number, 0.0)
-        mates = [self.workers[w] for w in self.rules.group_of(worker.number)]
+        mates = [self.workers[w] for w in self.config.group_of(worker.number)]
         gone = all(mate.state in ("dead", "end") for mate in mates)
-        # Once the places of all are free.
+        # Launch a new group once all processes of the old one have ended.
         if self.replace and gone and all(m.cause in ("", "fenced") for m in mates):
             self.at(self.delay(20), self.launch)
 
@@ -166,13 +173,13 @@ class Simulation:
             members = peer.members
             if members is not None and number in peer.history[members.epoch]:
                 wait = silence * (0.8 + 0.2 * self.random()) + self.delay()
-                self.at(wait, peer.notice, number, members.epoch)
+                self.at(wait, peer.on_peer_silent, number, members.epoch)
 
     def tell_left(self, number: int) -> None:
         for peer in self.workers.values():
             members = peer.members
             if members is not None and number in peer.history[members.epoch]:
-                self.at(self.delay(), peer.notice_left, number, members.epoch)
+                self.at(self.delay(), peer.on_peer_finished, number, members.epoch)
 
     def freeze(self) -> None:
         worker = self.choose()
@@ -190,7 +197,7 @@ class Simulation:
                 self.at(0.0, what, *args)
         worker.deferred.clear()
 
-    def part(self) -> None:
+    def separate(self) -> None:
         one, other = self.choose(), self.choose()
         if one is None or other is None or one is other:
             return
@@ -200,51 +207,53 @@ class Simulation:
             self.cuts.setdefault((peer.number, number), self.now)
             if peer.members and number in peer.history[peer.members.epoch]:
                 wait = SILENCE * (0.8 + 0.2 * self.random())
-                self.at(wait, peer.notice, number, peer.members.epoch)
+                self.at(wait, peer.on_peer_silent, number, peer.members.epoch)
 
     def crash(self) -> None:
-        """The coordinator is started anew, and has forgotten everything."""
-        self.hub += 1
+        """Restarts the coordinator, which has forgotten everything."""
+        self.term += 1
         self.crashes += 1
         began = self.membership.phase != "assembly" or self.crashes > 1
-        self.membership, self.present = JobMembership(self.rules, began), {}
+        self.membership, self.present = JobMembership(self.config, began), {}
         self.tick_at = None
         for number in self.finished:  # the launcher has heard of these
             self.membership.mark_finished(number, self.now)
         for worker in self.workers.values():
-            connection = worker.line.connection
-            if connection is not None:
-                self.at(self.delay(), self.cut_off, worker, connection)
+            channel = worker.connection.channel
+            if channel is not None:
+                self.at(self.delay(), self.cut_off, worker, channel)
             elif (
                 worker.number not in self.finished
                 and worker.state == "dead"
                 and self.random() < 0.5
             ):
-                self.at(self.delay(), self.hub_told, worker.number)
+                self.at(self.delay(), self.on_process_ended, worker.number)
 
     # --- the network ---
 
-    def torn(self, one: int, other: int) -> bool:
+    def is_separated(self, one: int, other: int) -> bool:
         return (one, other) in self.pairs
 
     def silent(self, one: int, other: int) -> bool:
-        """Whether a worker hears nothing from another one."""
+        """Whether a worker gets no heartbeats from another worker."""
         peer = self.workers[other]
         lost = peer.cause in ("fenced", "stopped")
-        return peer.state == "dead" or peer.frozen or lost or self.torn(one, other)
+        return (
+            peer.state == "dead" or peer.frozen or lost or self.is_separated(one, other)
+        )
 
     def watch(self, worker: Worker, others: tuple[int, ...]) -> None:
-        """A worker begins to build links, and may find somebody missing."""
+        """A worker begins to build links, and may find a peer missing."""
         members = worker.members
         assert members is not None
         for other in others:
             peer = self.workers[other]
             if peer.state == "bye" or peer.cause == "finished":
-                self.at(self.delay(), worker.notice_left, other, members.epoch)
+                self.at(self.delay(), worker.on_peer_finished, other, members.epoch)
             elif other != worker.number and self.silent(worker.number, other):
                 dead = self.workers[other].state in ("dead", "end")
                 wait = self.delay() if dead else SILENCE * (0.8 + 0.2 * self.random())
-                self.at(wait, worker.notice, other, members.epoch)
+                self.at(wait, worker.on_peer_silent, other, members.epoch)
 
     def spread(
         self,
@@ -254,8 +263,8 @@ class Simulation:
         arrivals: dict[tuple[int, int], float],
         then: str,
     ) -> None:
-        """A rank tells all others; the last one decides when each knows of all."""
-        order, now = call.generation.order, self.now
+        """A rank sends to all ranks. The last one schedules the next stage."""
+        order, now = call.comm.order, self.now
         if then == "complete" or self.wrong == "own ending":
             order = call.peers(number, self.group)
         for other in order:
@@ -266,7 +275,7 @@ class Simulation:
                 self.at(when - now, getattr(self.workers[other], then), call)
 
     def cut(self, number: int, arrivals: dict[tuple[int, int], float]) -> bool:
-        """Whether something on its way to a rank has been lost."""
+        """Whether a message to a rank has been lost."""
         cuts = self.cuts
         return bool(cuts) and any(
             pair[1] == number and when > cuts.get(pair, when)
@@ -277,47 +286,47 @@ class Simulation:
         if worker.frozen:
             worker.deferred.append((self.connect, (worker,)))
         elif worker.state not in ("dead", "end"):
-            worker.line.connection = Connection(worker.number, self.hub)
-            worker.line.send(worker.client.hello_message())
+            worker.connection.channel = Channel(worker.number, self.term)
+            worker.connection.send(worker.client.hello_message())
 
-    def cut_off(self, worker: Worker, connection: Connection) -> None:
+    def cut_off(self, worker: Worker, channel: Channel) -> None:
         if worker.frozen:
-            worker.deferred.append((self.cut_off, (worker, connection)))
-        elif worker.line.connection is connection and worker.state != "dead":
-            worker.line.connection = None
+            worker.deferred.append((self.cut_off, (worker, channel)))
+        elif worker.connection.channel is channel and worker.state != "dead":
+            worker.connection.channel = None
             with worker.client._changed:
                 worker.client.on_disconnected()
             self.at(self.delay(50), self.connect, worker)
 
-    def hub_send(self, connection: Connection, message: dict[str, Any]) -> None:
-        connection.up = max(connection.up, self.now + self.delay())
-        self.at(connection.up - self.now, self.hub_receive, connection, message)
+    def send_up(self, channel: Channel, message: dict[str, Any]) -> None:
+        channel.up = max(channel.up, self.now + self.delay())
+        self.at(channel.up - self.now, self.receive_up, channel, message)
 
-    def hub_receive(self, connection: Connection, message: dict[str, Any]) -> None:
-        if connection.hub != self.hub:
+    def receive_up(self, channel: Channel, message: dict[str, Any]) -> None:
+        if channel.term != self.term:
             return
-        number = connection.worker
+        number = channel.worker
         if message["type"] == "hello":
             if number in self.present:
                 self.membership.on_disconnected(number, "again", self.now)
-            self.present[number] = connection
+            self.present[number] = channel
             self.membership.on_hello(number, "", {}, message["rejoin"], self.now)
-        elif self.present.get(number) is connection:
+        elif self.present.get(number) is channel:
             self.membership.on_message(number, message, self.now)
         self.deliver()
 
-    def hub_closed(self, connection: Connection) -> None:
-        if self.present.get(connection.worker) is connection:
-            del self.present[connection.worker]
-            self.membership.on_disconnected(connection.worker, "closed", self.now)
+    def on_channel_closed(self, channel: Channel) -> None:
+        if self.present.get(channel.worker) is channel:
+            del self.present[channel.worker]
+            self.membership.on_disconnected(channel.worker, "closed", self.now)
             self.deliver()
 
-    def hub_told(self, number: int) -> None:
+    def on_process_ended(self, number: int) -> None:
         self.membership.process_ended(number, "its process ended", self.now)
         self.deliver()
 
-    def hub_tick(self, hub: int) -> None:
-        if hub == self.hub:
+    def tick(self, term: int) -> None:
+        if term == self.term:
             self.tick_at = None
             deadline = self.membership.deadline()
             if deadline is not None and deadline <= self.now:
@@ -328,11 +337,11 @@ class Simulation:
         mail, news = self.membership.drain()
         now = self.now
         for number, message, last in mail:
-            connection = self.present.get(number)
-            if connection is not None:
-                connection.down = max(connection.down, now + self.delay())
-                wait = connection.down - now
-                self.at(wait, self.worker_receive, connection, message)
+            channel = self.present.get(number)
+            if channel is not None:
+                channel.down = max(channel.down, now + self.delay())
+                wait = channel.down - now
+                self.at(wait, self.worker_receive, channel, message)
                 if last:
                     del self.present[number]
         for event in news:
@@ -345,35 +354,35 @@ class Simulation:
         deadline = self.membership.deadline()
         if deadline is not None and (self.tick_at is None or deadline < self.tick_at):
             self.tick_at = max(deadline, now)
-            self.at(self.tick_at - now, self.hub_tick, self.hub)
+            self.at(self.tick_at - now, self.tick, self.term)
 
-    def worker_receive(self, connection: Connection, message: dict[str, Any]) -> None:
-        worker = self.workers[connection.worker]
-        if worker.state in ("dead", "end") or worker.line.connection is not connection:
+    def worker_receive(self, channel: Channel, message: dict[str, Any]) -> None:
+        worker = self.workers[channel.worker]
+        if worker.state in ("dead", "end") or worker.connection.channel is not channel:
             return
         if worker.frozen:
-            args = (connection, message)
+            args = (channel, message)
             worker.deferred.append((self.worker_receive, args))
         else:
-            worker.hear(message)
+            worker.on_message(message)
 
-    # --- what workers ask ---
+    # --- used by workers ---
 
-    def generation(self, epoch: int, order: tuple[int, ...]) -> Generation:
+    def comm(self, epoch: int, order: tuple[int, ...]) -> SimulatedComm:
         key = (epoch, order)
-        if key not in self.generations:
-            self.generations[key] = Generation(epoch, order)
-        return self.generations[key]
+        if key not in self.comms:
+            self.comms[key] = SimulatedComm(epoch, order)
+        return self.comms[key]
 
     def formed(self, epoch: int, order: tuple[int, ...]) -> None:
-        """Members were told; one coordinator never tells two things."""
+        """Checks that a coordinator announces one membership for an epoch."""
         known = self.formations.setdefault((self.crashes, epoch), order)
         if known != order and not self.crashes:
             raise Violation(f"I4: epoch {epoch} is {known} and {order}")
         finished = {w.number for w in self.workers.values() if w.state == "bye"}
         finished |= {w.number for w in self.workers.values() if w.cause == "finished"}
         finished |= self.membership._finished
-        whole = self.rules.complete_groups({*order, *finished})
+        whole = self.config.complete_groups({*order, *finished})
         if not finished.issuperset(set(order) - set(whole)):
             raise Violation(f"I7: epoch {epoch} has parts of groups: {order}")
 
@@ -381,12 +390,12 @@ class Simulation:
         return self.raising > 0 and self.random() < self.raising
 
     def unlucky(self, worker: Worker) -> bool:
-        """Whether the inputs of its call are not kept."""
+        """Whether the worker has lost the inputs of its call."""
         return self.failing > 0 and self.random() < self.failing
 
     def ended(self, worker: Worker, text: str) -> None:
-        connection, worker.line.connection = worker.line.connection, None
-        self.process_ends(worker, connection)
+        channel, worker.connection.channel = worker.connection.channel, None
+        self.process_ends(worker, channel)
 
     # --- the checks ---
 
@@ -401,11 +410,14 @@ class Simulation:
             epoch = self.membership.epoch
             stayed = set(epoch.order) - self.membership._outbox.fenced.keys()
             asked = [w.number for w in self.workers.values() if w.leaving]
-            stayed.difference_update(*map(self.rules.group_of, asked))
+            stayed.difference_update(*map(self.config.group_of, asked))
             if stayed:
                 raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")
             return
-        if len(self.rules.complete_groups(healthy)) >= self.min_np and not self.crashes:
+        if (
+            len(self.config.complete_groups(healthy)) >= self.min_np
+            and not self.crashes
+        ):
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 
     def check(self) -> None:

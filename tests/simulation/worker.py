@@ -20,7 +20,7 @@ from ringjax.membership.directives import (
     Stop,
     Welcome,
 )
-from simulation.call import Call, Generation, Key, Violation
+from simulation.call import Call, CallKey, SimulatedComm, Violation
 
 if TYPE_CHECKING:
     from simulation.job import Simulation
@@ -29,74 +29,83 @@ if TYPE_CHECKING:
 ENDS = {Dismiss: "dismissed", Fence: "fenced", Stop: "stopped"}
 
 
-class Connection:
-    """Between a worker and the coordinator: two orderly streams."""
+class Channel:
+    """A connection between a worker and a coordinator: two ordered streams.
 
-    __slots__ = ("down", "hub", "up", "worker")
+    Attributes:
+        worker: the number of the worker.
+        term: the coordinator; each crash increases the term.
+        up: when the last message to the coordinator arrives.
+        down: when the last message to the worker arrives.
+    """
 
-    def __init__(self, worker: int, hub: int) -> None:
-        self.worker, self.hub = worker, hub
+    __slots__ = ("down", "term", "up", "worker")
+
+    def __init__(self, worker: int, term: int) -> None:
+        self.worker, self.term = worker, term
         self.up = self.down = 0.0
 
 
-class Line:
-    """Stands in for `Connection`: hands messages to the simulated network."""
+class SimulatedConnection:
+    """Replaces `Connection`: passes messages to the simulated network."""
 
-    __slots__ = ("connection", "worker", "world")
+    __slots__ = ("channel", "worker", "world")
     reconnects = True
 
     def __init__(self, world: Simulation, worker: int) -> None:
         self.world, self.worker = world, worker
-        self.connection: Any = None
+        self.channel: Channel | None = None
 
     def send(self, message: dict[str, Any]) -> None:
-        if self.connection is not None:
-            self.world.hub_send(self.connection, message)
+        if self.channel is not None:
+            self.world.send_up(self.channel, message)
 
 
 class Worker:
     """One process: `state` is "new", "work", "end" and the like."""
 
     __slots__ = (
-        *("aborted", "base", "call", "call_done", "cause", "closed", "commit"),
-        *("deferred", "done", "client", "frozen", "generation", "history", "key"),
-        *("leaving", "left", "line", "log", "members", "must_restart", "newcomer"),
-        *("note", "number", "parked", "pending", "reported", "returned", "revoked"),
-        *("state", "step", "suspected", "used", "view", "world"),
-    )
+        "aborted", "base", "blocked", "call", "call_done", "cause", "client",
+        "closed", "comm", "commit", "connection", "deferred", "done", "frozen",
+        "history", "inline", "key", "leaving", "left", "log", "members",
+        "must_restart", "newcomer", "number", "pending", "reported", "returned",
+        "revoked", "state", "step", "suspected", "used", "view", "world",
+    )  # fmt: skip
 
     def __init__(self, world: Simulation, number: int) -> None:
         self.world, self.number = world, number
-        self.line = Line(world, number)
-        self.client = CoordinatorClient(number, self.line, {})  # type: ignore[arg-type]
+        self.connection = SimulatedConnection(world, number)
+        self.client = CoordinatorClient(number, self.connection, {})  # type: ignore[arg-type]
         self.state, self.cause = "new", ""
         self.frozen = False
-        self.deferred: list[tuple[Any, tuple[Any, ...]]] = []  # until it is thawed
+        self.deferred: list[
+            tuple[Any, tuple[Any, ...]]
+        ] = []  # until the worker is thawed
         self.members: EpochDirective | None = None
-        self.generation: Generation | None = None
+        self.comm: SimulatedComm | None = None
         self.call: Call | None = None  # in flight
-        self.parked = False  # the operation waits for a generation
+        self.blocked = False  # the operation waits for a communicator
         self.call_done = False
-        self.key: Key = ()
-        self.note = False
+        self.key: CallKey = ()
+        self.inline = False
         self.history: dict[int, tuple[int, ...]] = {}
         self.returned = self.done = 0
         self.aborted = self.closed = self.reported = self.revoked = False
         self.suspected: set[int] = set()
-        self.left: set[int] = set()  # who has finished
+        self.left: set[int] = set()  # peers that have finished
         self.must_restart, self.newcomer, self.leaving = False, False, False
         self.pending = 0  # announced change
-        self.log: dict[Key, Key] = {}
+        self.log: dict[CallKey, CallKey] = {}
         # The training loop: samples used so far, as a bit mask, and steps.
         self.used = self.step = 0
         self.commit = (0, 0)
         self.view: tuple[int, ...] = ()
         self.base = 0
 
-    # --- orders ---
+    # --- directives ---
 
-    def hear(self, message: dict[str, Any]) -> None:
-        """A message of the coordinator has come."""
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Handles a message of the coordinator."""
         client = self.client
         with client._changed:
             first = client._first
@@ -106,27 +115,27 @@ class Worker:
             heard.insert(0, client._first)
         if client._leave_acknowledged:
             self.finish("finished")
-        for order in heard:
-            ends = isinstance(order, Dismiss | Fence | Stop)
+        for directive in heard:
+            ends = isinstance(directive, Dismiss | Fence | Stop)
             if self.state == "end" or (self.state == "bye" and not ends):
                 return
-            self.obey(order)
+            self.on_directive(directive)
 
-    def obey(self, order: Any) -> None:
-        if isinstance(order, EpochDirective):
-            self.on_members(order)
-        elif isinstance(order, Revoke):
+    def on_directive(self, directive: Any) -> None:
+        if isinstance(directive, EpochDirective):
+            self.on_members(directive)
+        elif isinstance(directive, Revoke):
             self.revoked = True
             self.abort()
             if self.closed:
                 self.report()
-        elif isinstance(order, ResizePending):
-            self.pending = order.number
-        elif isinstance(order, Welcome):
+        elif isinstance(directive, ResizePending):
+            self.pending = directive.number
+        elif isinstance(directive, Welcome):
             self.newcomer = True
             self.world.at(self.world.delay(20), self.warm)
-        elif isinstance(order, Dismiss | Fence | Stop):
-            self.finish(ENDS[type(order)], order.text)
+        elif isinstance(directive, Dismiss | Fence | Stop):
+            self.finish(ENDS[type(directive)], directive.text)
 
     def warm(self) -> None:
         if self.state == "new":
@@ -136,65 +145,67 @@ class Worker:
         self.state, self.cause, self.call = "end", cause, None
         self.world.ended(self, text)
 
-    def on_members(self, order: EpochDirective) -> None:
-        """Applies the verdict and begins to build the next generation."""
+    def on_members(self, directive: EpochDirective) -> None:
+        """Applies the decisions and begins to build the next communicator."""
         old, world = self.members, self.world
-        if old is not None and order.epoch <= old.epoch:
-            raise Violation(f"I5: {self.number} gets {order.epoch} after {old.epoch}")
-        workers = tuple(member.worker for member in order.members)
-        world.formed(order.epoch, workers)
-        self.members, self.history[order.epoch] = order, workers
+        if old is not None and directive.epoch <= old.epoch:
+            raise Violation(
+                f"I5: {self.number} gets {directive.epoch} after {old.epoch}"
+            )
+        workers = tuple(member.worker for member in directive.members)
+        world.formed(directive.epoch, workers)
+        self.members, self.history[directive.epoch] = directive, workers
         call = self.call
-        self.call = self.generation = None
+        self.call = self.comm = None
         self.aborted = self.closed = self.reported = self.revoked = False
         self.suspected.clear()
         self.left.clear()
         self.returned = self.done = self.pending = 0
-        build = world.generation(order.epoch, workers)
+        build = world.comm(directive.epoch, workers)
         build.ready.add(self.number)
         world.watch(self, workers)
-        if order.kind != "repair":
-            self.base = order.epoch
+        if directive.kind != "repair":
+            self.base = directive.epoch
             self.view = self.view or workers
-            self.must_restart = order.kind != "start" or self.newcomer
+            self.must_restart = directive.kind != "start" or self.newcomer
             self.newcomer = False
-        self.obey_verdict(call, order)
+        self.apply_decision(call, directive)
         if len(build.ready) == build.size:
             for number in workers:
                 world.at(world.delay(2), self.install_at, number, build)
 
-    def install_at(self, number: int, build: Generation) -> None:
+    def install_at(self, number: int, build: SimulatedComm) -> None:
         self.world.workers[number].install(build)
 
-    def obey_verdict(self, call: Call | None, order: EpochDirective) -> None:
-        finished, repeats = order.decisions.get(0, (0, order.kind == "repair"))
+    def apply_decision(self, call: Call | None, directive: EpochDirective) -> None:
+        finished, repeats = directive.decisions.get(0, (0, directive.kind == "repair"))
         if self.world.wrong == "naive" and call is not None:
             finished, repeats = (call.number if self.call_done else 0), True
-        if self.state in ("pause", "restart") and order.kind == "repair":
+        if self.state in ("pause", "restart") and directive.kind == "repair":
             if self.state == "pause":
                 self.say_pause()
             else:
-                self.client.restart(order.epoch, "again")
+                self.client.restart(directive.epoch, "again")
         elif self.state in ("pause", "restart", "new"):
             self.state = "work"
             self.next_soon()
         elif call is not None and call.number <= finished:
             if not self.call_done and not (
-                call.note and len(call.inputs) == call.generation.size
+                call.inline and len(call.inputs) == call.comm.size
             ):
                 raise Violation(f"I1: {self.number} has no result of {call.key}")
             self.result(call)
-        elif call is not None or self.parked:
-            kept = repeats and order.kind == "repair"
+        elif call is not None or self.blocked:
+            kept = repeats and directive.kind == "repair"
             if kept and call is not None and call.key[0] == "sync":
-                kept = call.generation.order[0] in self.history[order.epoch]  # the root
+                kept = call.comm.order[0] in self.history[directive.epoch]  # the root
             if kept:
-                self.parked = True
+                self.blocked = True
             else:
                 self.fail()
 
-    def install(self, build: Generation) -> None:
-        """All links of the generation are there."""
+    def install(self, build: SimulatedComm) -> None:
+        """All links of the communicator are connected."""
         members = self.members
         if self.frozen:
             self.deferred.append((self.install, (build,)))
@@ -205,14 +216,14 @@ class Worker:
             and self.history[build.epoch] == build.order
             and not self.aborted
         ):
-            self.generation = build
-            if self.parked:
+            self.comm = build
+            if self.blocked:
                 self.enter()
 
     # --- losses ---
 
     def abort(self) -> None:
-        """The present generation is over here; calls stop a bit later."""
+        """Ends the communicator on this worker; its calls stop a bit later."""
         if not self.aborted and self.members is not None and self.state != "end":
             self.aborted = True
             self.world.at(self.world.delay(), self.quiesce, self.members.epoch)
@@ -223,7 +234,7 @@ class Worker:
         elif self.state != "end" and self.members and self.members.epoch == epoch:
             self.closed = True
             if self.call is not None:
-                self.parked = True
+                self.blocked = True
             if self.revoked or self.world.eager:
                 self.report()
 
@@ -232,13 +243,13 @@ class Worker:
             return
         self.reported = True
         line = (self.returned, self.done, not self.world.unlucky(self))
-        lines = {0: line if self.generation is not None else (0, 0, True)}
+        lines = {0: line if self.comm is not None else (0, 0, True)}
         self.client.report(self.members.epoch, lines)
 
-    def notice(self, other: int, epoch: int) -> None:
-        """The heartbeat says that another rank is gone."""
+    def on_peer_silent(self, other: int, epoch: int) -> None:
+        """The heartbeat of a peer is missing."""
         if self.frozen:
-            self.deferred.append((self.notice, (other, epoch)))
+            self.deferred.append((self.on_peer_silent, (other, epoch)))
             return
         members = self.members
         if members is None or members.epoch != epoch or self.state == "end":
@@ -249,23 +260,23 @@ class Worker:
         rank = self.history[epoch].index(other)
         self.client.suspect(epoch, rank, "silent")
         self.abort()
-        for worker in self.history[epoch]:  # the cascade
+        for worker in self.history[epoch]:  # all members notice the abort
             peer = self.world.workers[worker]
-            if peer is not self and not self.world.torn(self.number, worker):
-                self.world.at(self.world.delay(), peer.hear_cascade, epoch)
+            if peer is not self and not self.world.is_separated(self.number, worker):
+                self.world.at(self.world.delay(), peer.on_peer_abort, epoch)
 
-    def notice_left(self, other: int, epoch: int) -> None:
-        """The heartbeat says that another rank has finished."""
+    def on_peer_finished(self, other: int, epoch: int) -> None:
+        """The heartbeat says that a peer has finished."""
         if self.frozen:
-            self.deferred.append((self.notice_left, (other, epoch)))
+            self.deferred.append((self.on_peer_finished, (other, epoch)))
         elif self.members is not None and self.members.epoch == epoch:
             self.left.add(other)
-            self.blame_left()
+            self.accuse_finished()
 
-    def blame_left(self) -> None:
-        """A call waits for somebody who will not come."""
+    def accuse_finished(self) -> None:
+        """Accuses peers that have finished, if a call waits for them."""
         members = self.members
-        if not (self.left and members and (self.call or self.parked)):
+        if not (self.left and members and (self.call or self.blocked)):
             return
         if self.state in ("work", "new"):
             for other in self.left - self.suspected:
@@ -274,26 +285,26 @@ class Worker:
                 self.client.suspect(members.epoch, rank, "it has left")
             self.abort()
 
-    def hear_cascade(self, epoch: int) -> None:
+    def on_peer_abort(self, epoch: int) -> None:
         if self.frozen:
-            self.deferred.append((self.hear_cascade, (epoch,)))
+            self.deferred.append((self.on_peer_abort, (epoch,)))
         elif self.members is not None and self.members.epoch == epoch:
             self.abort()
 
     # --- calls ---
 
     def enter(self) -> None:
-        """Gives this rank's input to the next call of the generation."""
-        build = self.generation
+        """Sends this rank's input to the next call of the communicator."""
+        build = self.comm
         assert build is not None
         number = self.returned
         if len(build.calls) == number:
-            build.calls.append(Call(build, number + 1, self.key, self.note))
+            build.calls.append(Call(build, number + 1, self.key, self.inline))
         call = build.calls[number]
         if call.key != self.key:
             raise Violation(f"I1: {self.number} is at {self.key}, others {call.key}")
-        self.call, self.parked, self.call_done = call, False, False
-        if self.note:
+        self.call, self.blocked, self.call_done = call, False, False
+        if self.inline:
             given: Any = (0, self.pending)
         elif self.key[0] == "sync":
             given = self.commit
@@ -303,14 +314,14 @@ class Worker:
         self.world.spread(call, self.number, call.inputs, call.arrivals, "complete")
 
     def complete(self, call: Call) -> None:
-        """All inputs have arrived here."""
+        """All inputs have arrived on this worker."""
         if self.frozen:
             self.deferred.append((self.complete, (call,)))
         elif self.call is call and not self.closed and not self.call_done:
-            if not call.note and self.world.cut(self.number, call.arrivals):
+            if not call.inline and self.world.cut(self.number, call.arrivals):
                 return
             self.done, self.call_done = call.number, True
-            if call.note or self.world.wrong == "no barrier":
+            if call.inline or self.world.wrong == "no barrier":
                 self.returned = call.number
                 self.call = None
                 self.result(call)
@@ -331,9 +342,9 @@ class Worker:
             self.result(call)
 
     def fail(self) -> None:
-        """The call raises an error: all go back to the last commit."""
+        """The call fails: all workers go back to the last commit."""
         self.log[self.key] = ("failed",)
-        self.call, self.parked = None, False
+        self.call, self.blocked = None, False
         self.ask_restart()
 
     def ask_restart(self) -> None:
@@ -367,10 +378,10 @@ class Worker:
             self.must_restart = False
             self.used, self.step = self.commit
             self.view = self.history[self.base]
-            self.key, self.note = ("sync", self.base), False
+            self.key, self.inline = ("sync", self.base), False
         elif self.used == (1 << self.world.samples) - 1:
             lines = {0: (self.returned, self.done, True)}
-            if self.world.wrong == "silent leave" or self.generation is None:
+            if self.world.wrong == "silent leave" or self.comm is None:
                 lines = {}
             self.client.leave(lines)
             self.state = "bye"
@@ -380,22 +391,22 @@ class Worker:
             self.ask_restart()
             return
         else:
-            self.key, self.note = ("step", self.base, self.step), False
+            self.key, self.inline = ("step", self.base, self.step), False
         self.start()
 
     def start(self) -> None:
         if self.must_restart:
             self.fail()
             return
-        self.parked = True
-        if self.generation is not None and not self.aborted:
+        self.blocked = True
+        if self.comm is not None and not self.aborted:
             self.enter()
-        self.blame_left()
+        self.accuse_finished()
 
     def result(self, call: Call) -> None:
         """A call returns without an error."""
         value = call.value()
-        self.call, self.parked = None, False
+        self.call, self.blocked = None, False
         self.log[self.key] = value
         kind = self.key[0]
         if kind == "sync":
@@ -406,7 +417,7 @@ class Worker:
             self.used |= value[1]
             self.step += 1
             self.commit = (self.used, self.step)
-            self.key, self.note = ("check", self.base, self.step), True
+            self.key, self.inline = ("check", self.base, self.step), True
             self.start()
             return
         elif value[2]:

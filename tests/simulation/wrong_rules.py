@@ -1,11 +1,13 @@
 """Rules for elastic jobs that are wrong on purpose: the simulation must find them.
 
-naive: everybody repeats what it has no result of. no barrier: a call returns as soon as
-its own results are complete. silent leave: who finishes does not say how far it came.
-majority: what most have done counts as finished. hasty: the coordinator does not wait
-for the reports of all. own ending: of groups, a call ends where the others at the same
-place have their results. Those that are no rules of the coordinator are played by the
-workers.
+naive: each worker repeats a call if it has no result of it itself.
+no barrier: a call returns as soon as its results are complete on this worker.
+silent leave: a worker that finishes does not report its progress.
+majority: a call counts as complete if most workers have completed it.
+hasty: the coordinator does not wait for the reports of all workers.
+own ending: a call of a group ends when its replica set has the results.
+
+The coordinator breaks the rules majority and hasty, the workers break the others.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Hasty(EpochState):
 
 
 class Majority(EpochState):
-    """Lets most decide."""
+    """Lets the majority decide."""
 
     def outcome(self, kind: str) -> dict[str, Any]:
         found = super().outcome(kind)
@@ -50,7 +52,7 @@ class Majority(EpochState):
 
 @contextlib.contextmanager
 def applied(wrong: str) -> Iterator[None]:
-    """Has coordinators follow a wrong rule, if it is theirs."""
+    """Makes coordinators follow a wrong rule, if it is a rule of the coordinator."""
     epoch_state = {"majority": Majority, "hasty": Hasty}.get(wrong)
     with contextlib.ExitStack() as stack:
         for module in (epochs, membership) if epoch_state else ():
