@@ -36,7 +36,7 @@ _SLOWER = 4.0  # times the predicted seconds from which on the network is busy
 _MARK = "ringjax doctor: "
 
 
-class Measurements(TypedDict, total=False):
+class TrialResult(TypedDict, total=False):
     """The measurements of a job.
 
     Attributes:
@@ -67,7 +67,7 @@ def main() -> None:
     runtime.shutdown()
 
 
-def _measure() -> Measurements:
+def _measure() -> TrialResult:
     """Measures an allreduce and a copy, in seconds of the slowest rank."""
     tensor, source = np.ones(SIZE // 4, "f4"), np.ones(SIZE // 4, "f4")
     target = np.empty_like(source)
@@ -94,7 +94,7 @@ def _measure() -> Measurements:
     return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
 
 
-def _network(born: float) -> Measurements:
+def _network(born: float) -> TrialResult:
     """Returns the prediction of the cost model, and the age of its constants.
 
     Args:
@@ -104,7 +104,7 @@ def _network(born: float) -> Measurements:
     world = runtime.current("doctor")
     communicator = runtime.communicator(op="doctor")
     stats, hosts = communicator.stats(), list(communicator.hosts)
-    found: Measurements = {
+    found: TrialResult = {
         "transports": stats["transports"],
         "hosts": len(set(hosts)),
     }
@@ -167,7 +167,7 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
     return list(judge(json.loads(out.partition(_MARK)[2].splitlines()[0])))
 
 
-def judge(found: Measurements) -> Iterator[Finding]:
+def judge(found: TrialResult) -> Iterator[Finding]:
     factor = 2 * (found["ranks"] - 1) / found["ranks"]
     if not factor:
         yield ok("a job of one rank ran")
