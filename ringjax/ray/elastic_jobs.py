@@ -90,7 +90,7 @@ class ElasticJob:
         self._numbers = 0
         self._early_failures = 0  # in a row
         self._pause_until = 0.0
-        self._start_failure = ""  # of the last actor that did not start
+        self._start_failure = ""  # the error of the last actor that did not start
 
     def run(self) -> list[Result]:
         """Runs the job until its end, and returns the results by rank.
