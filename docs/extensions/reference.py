@@ -21,7 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
-from sphinx.ext.autodoc.mock import mock
+from sphinx.ext.autodoc.mock import _MockObject, mock
 from sphinx.util.docutils import SphinxDirective
 
 import ringjax
@@ -140,6 +140,8 @@ class _FromTheCode(SphinxDirective):
 def _without_frameworks(app: Sphinx, config: object) -> None:
     """Mocks the frameworks, because autodoc only reads the sources of the adapters."""
     _STAND_INS.enter_context(mock(app.config.autodoc_mock_imports))
+    # Aliases of types are evaluated: `list[int] | tf.Tensor`.
+    _MockObject.__or__ = _MockObject.__ror__ = lambda self, _: self
     # The mock of TensorFlow's decorator would replace the functions.
     stand_in = types.ModuleType("ringjax.tensorflow.autograph")
     stand_in.do_not_convert = lambda function: function  # type: ignore[attr-defined]

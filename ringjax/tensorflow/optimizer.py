@@ -48,9 +48,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: Average, Sum, or Adasum (not for optimizers of Keras).
         average_aggregated_gradients: divide the sums of several steps by
             `backward_passes_per_step`.
-        device_dense, device_sparse, compression, sparse_as_dense, num_groups, groups,
-            gradient_predivide_factor, process_set, scale_local_gradients: as for
-            `DistributedGradientTape`.
+        device_dense: as for `DistributedGradientTape`. So are `device_sparse`,
+            `compression`, `sparse_as_dense`, `num_groups`, `groups`,
+            `gradient_predivide_factor`, `process_set` and `scale_local_gradients`.
 
     Raises:
         ValueError: an argument is wrong, or `optimizer` is no optimizer; the text is
