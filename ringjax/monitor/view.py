@@ -11,7 +11,7 @@ from ringjax.monitor.aggregator import Aggregator, CallTotals, Window
 
 
 @dataclass(slots=True)
-class RankRow:
+class RankView:
     """Numbers of one rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class View:
     step: float = 0.0
     busbw: float = 0.0
     culprit: int | None = None
-    rows: list[RankRow] = field(default_factory=list)
+    rows: list[RankView] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """Converts the view to values that JSON can hold."""
@@ -72,14 +72,14 @@ def view_from_message(message: Mapping[str, Any]) -> View:
         ValueError, TypeError: `message` is no view.
 
     Example:
-        >>> view_from_message(View(2.0, rows=[RankRow(0, 0)]).message()).rows[0].rank
+        >>> view_from_message(View(2.0, rows=[RankView(0, 0)]).message()).rows[0].rank
         0
     """
-    rows = [RankRow(**_known(RankRow, row)) for row in message.get("rows", [])]
+    rows = [RankView(**_known(RankView, row)) for row in message.get("rows", [])]
     return View(**{**_known(View, message), "rows": rows})
 
 
-def _known(kind: type[RankRow | View], message: object) -> dict[str, Any]:
+def _known(kind: type[RankView | View], message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"no {kind.__name__}: {message!r:.40}")
     names = {field.name for field in fields(kind)}
@@ -111,7 +111,7 @@ def make_view(
         if sample.step:
             steps.append(sample.step)
         rows.append(
-            RankRow(
+            RankView(
                 rank,
                 worker,
                 host=sample.host,

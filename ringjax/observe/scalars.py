@@ -14,14 +14,14 @@ _WriteScalar = Callable[[str, float, int], object]
 _WriteScalars = Callable[[dict[str, float], int], object]
 
 
-class _Reading(NamedTuple):
+class _ScalarTotals(NamedTuple):
     recorder: _native.Recorder
     when: float
     totals: CallTotals
     bytes: int
 
 
-_last: _Reading | None = None
+_last: _ScalarTotals | None = None
 
 
 def write_scalars(
@@ -83,7 +83,7 @@ def write_scalars(
     return scalars
 
 
-def _read() -> _Reading:
+def _read() -> _ScalarTotals:
     world = runtime.current("write_scalars")
     recorder, when = world.recorder, time.monotonic()
     sums = sample.sums(recorder.totals())
@@ -97,7 +97,7 @@ def _read() -> _Reading:
         sums=sums,
     )
     size = sum(collective.bytes for collective in sums.values())
-    return _Reading(recorder, when, CallTotals.of(seen), size)
+    return _ScalarTotals(recorder, when, CallTotals.of(seen), size)
 
 
 def _write_function(writer: object) -> _WriteScalars:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ringjax.monitor.aggregator import SILENT_SECONDS
 from ringjax.monitor.report import format_duration
-from ringjax.monitor.view import RankRow
+from ringjax.monitor.view import RankView
 from ringjax.top.job_connection import JobStatus
 
 WIDTH = 80
@@ -71,7 +71,7 @@ def age(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def cells(row: RankRow) -> list[str]:
+def cells(row: RankView) -> list[str]:
     """Returns the texts of a rank, one for each column."""
     late = format_duration(row.late_by) if row.late_by else "-"
     speed = f"{row.busbw / 1e9:.3g}" if row.busbw else "-"
@@ -90,7 +90,7 @@ def cells(row: RankRow) -> list[str]:
     ]
 
 
-def kind(row: RankRow, status: JobStatus) -> str:
+def kind(row: RankView, status: JobStatus) -> str:
     """Returns LATE if all wait for the rank, SILENT_RANK without samples, or PLAIN."""
     if row.rank == status.view.culprit:
         return LATE
@@ -118,7 +118,7 @@ def head(status: JobStatus) -> list[str]:
     return ["   ".join(parts), "  ".join(rates)]
 
 
-def chosen(status: JobStatus, most: int) -> list[RankRow]:
+def chosen(status: JobStatus, most: int) -> list[RankView]:
     """Selects at most `most` rows: late, silent and often last ranks come first."""
     rows = status.view.rows
     if len(rows) <= most:

@@ -24,7 +24,7 @@ from support.waiting import LONG
 
 from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
-from ringjax.monitor.view import RankRow, View
+from ringjax.monitor.view import RankView, View
 from ringjax.top import cli, screen, table
 from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, parse_status
 
@@ -33,7 +33,7 @@ RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
 
 def _large(ranks: int = 500) -> JobStatus:
     rows = [
-        RankRow(
+        RankView(
             *(rank, rank),
             host=f"a-host-with-a-long-name-{rank}",
             waits=1.0,
