@@ -22,9 +22,6 @@ from ringjax.world.lanes import Lanes
 class CommunicatorTable:
     """The communicators of one world.
 
-    Args:
-        lanes: the eager lanes of the world.
-
     Attributes:
         resilient: resilient communicators, by id; empty in a static job.
         active: the communicators that serve calls of the program, by id.

@@ -38,11 +38,7 @@ def version_text(version: int) -> str:
 
 
 def check_compatible(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
-    """Checks the reports of all ranks; every rank must have devices.
-
-    Args:
-        reports: by rank.
-        hosts: the number of each rank's host.
+    """Checks the reports of all ranks, on these hosts; all ranks must have devices.
 
     Raises:
         StartupError: the ranks do not fit together. Its `rank` is the first rank that

@@ -200,7 +200,6 @@ class Devices:
     """The device communicators of one world: of all its process sets, or of none.
 
     Args:
-        config: the settings.
         counts: how many devices the driver of each rank shows.
         control_plane: connects the ranks; None before the first epoch.
 

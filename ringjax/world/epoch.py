@@ -27,8 +27,6 @@ class Epoch:
     """The native objects of one epoch.
 
     Args:
-        config: the settings.
-        rank_info: this rank's numbers in the epoch.
         mesh_factory: connects the members; None if this rank is the only one.
         notify: an eventfd that the heartbeat writes to when a peer is lost; -1 in a
             static job.

@@ -27,14 +27,11 @@ class EpochBuilder:
     """Builds the epochs of one rank.
 
     Args:
-        config: the settings.
         joined_job: the job and its secret; None in a job of one process.
         listener: accepts the connections of other ranks, in all epochs.
         notify: an eventfd that heartbeats write to when a peer is lost; -1 in a static
             job.
-        stack_probe: replies to late-rank questions of peers.
         log: called with a level and a text.
-        recorder: records all calls, in all epochs.
     """
 
     def __init__(

@@ -113,9 +113,7 @@ def reconnect_devices(world: EpochSequence) -> bool:
 def restart_epoch(world: EpochSequence, text: str) -> None:
     """Waits for an epoch in which all ranks restart, and connects devices in it.
 
-    Args:
-        world: the world of this rank.
-        text: why this rank asks for a restart, for the log.
+    `text` says why this rank asks for a restart, for the log.
 
     Raises:
         Fenced, RingjaxError: the job is over for this rank.

@@ -27,9 +27,6 @@ def is_jax_loaded() -> bool:
 class JaxTrace:
     """A trace by jax.profiler, which starts at once. The program must use JAX.
 
-    Args:
-        folder: the folder for the files of jax.profiler.
-
     Raises:
         RuntimeError: JAX is recording a trace already.
     """

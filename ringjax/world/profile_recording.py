@@ -60,16 +60,11 @@ class ProfileRecording:
     """A recording, which begins at once and ends by `end` or after some steps.
 
     Args:
-        source: the world of this rank.
-        directory: the folder of the profile.
         run: the id of this profile, equal on all ranks.
         name: the name of this process, such as "rank 3".
         steps: how many training steps to record; 0 for no limit.
         jax_trace: whether to record a trace by JAX, too; None to start one when a
             compiled program calls a collective.
-
-    Attributes:
-        run: the id of the profile.
 
     Raises:
         OSError: the folder cannot be written.

@@ -39,10 +39,7 @@ class RankInfo:
     ) -> RankInfo:
         """Computes the numbers of `rank` from the host name of each rank.
 
-        Args:
-            rank: the rank in question.
-            names: host names, by rank.
-            config: settings that override the computed numbers, if they are set.
+        Numbers that are set in `config` override the computed ones.
         """
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         hosts = tuple(numbers[name] for name in names)

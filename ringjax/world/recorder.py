@@ -17,10 +17,7 @@ RECORDER_CAPACITY = 1024  # calls; each takes about 200 bytes in the file
 def create_recorder(config: Config, name: str, job: str) -> _native.Recorder:
     """Creates a recorder that writes its calls to a file if the job fails.
 
-    Args:
-        config: the settings; `record_dir` names the folder of the file.
-        name: the name of this process, such as "rank 3".
-        job: the job's id, or "" in a job of one process, which writes no file.
+    A job of one process has no id (`job` is ""), and writes no file.
     """
     folder = config.record_dir or temporary.folder()
     path = ""

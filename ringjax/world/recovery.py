@@ -47,11 +47,7 @@ class EpochRevoked(PeerLost):
 
 
 class Recovery:
-    """Runs the recovery in its own thread.
-
-    Args:
-        world: the epochs of this rank.
-        client: the connection to the coordinator. Only this thread polls it.
+    """Runs the recovery in its own thread. Only this thread polls `client`.
 
     Attributes:
         notify_fd: the eventfd to which heartbeats write when a peer is lost.

@@ -24,18 +24,12 @@ from ringjax.world.telemetry_client import TelemetrySource
 
 
 class Reporter:
-    """Samples this rank on a thread; on rank 0 the thread prints reports, too.
-
-    Args:
-        source: the world of this rank.
-        seconds: the time between two reports.
-        write: called with the text of a report.
-    """
+    """Samples this rank on a thread; on rank 0 the thread writes reports, too."""
 
     def __init__(
-        self, source: TelemetrySource, seconds: float, write: Callable[[str], None]
+        self, source: TelemetrySource, interval: float, write: Callable[[str], None]
     ) -> None:
-        self._source, self._seconds, self._write = source, seconds, write
+        self._source, self._interval, self._write = source, interval, write
         self._sampler = StackSampler()
         self._aggregator: Aggregator | None = None
         self._window: Window | None = None
@@ -82,7 +76,7 @@ class Reporter:
         assert self._aggregator is not None and self._window is not None
         self._collect()
         now = time.monotonic()
-        if now - self._window.began >= self._seconds:
+        if now - self._window.began >= self._interval:
             self._write(
                 report.format_report(
                     view.make_view(self._aggregator, self._window, now)

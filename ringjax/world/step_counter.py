@@ -28,9 +28,6 @@ def find_step_marker(counts: Counter[CallKind]) -> CallKind | None:
 class StepCounter:
     """Cuts the lines of a recorder after a number of training steps.
 
-    Args:
-        steps: the number of steps to keep.
-
     Attributes:
         over: whether that many steps have ended.
 
