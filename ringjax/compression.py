@@ -1,7 +1,7 @@
-"""The stateless compressions of collectives: the dtype in which floats travel.
+"""Compression of collectives: the dtype in which floats are sent.
 
-Only names: the conversion happens natively inside the pass over the data, sums are
-formed in float32. Tensors that are neither float32 nor float64 travel as they are.
+The native core converts while it moves the data, and computes sums in float32. Tensors
+that are neither float32 nor float64 are sent without conversion.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WireDtype:
-    """A compression that consists of a dtype on the wire.
+    """A compression that sends floats in another dtype.
 
     Attributes:
-      name: the name under `Compression`.
-      wire: the native name of the dtype; None sends tensors in their own dtype.
+        name: the name in `Compression`.
+        wire: the core's name of the dtype; None: no compression.
     """
 
     name: str
@@ -26,14 +26,19 @@ class WireDtype:
 
 
 class Compression:
-    """What `compression=` accepts. The names are Horovod's; bf16 is ours.
+    """The values of the argument `compression`. Horovod has `none` and `fp16`, too.
+
+    Attributes:
+        none: no compression.
+        fp16: float16, which has 11 significant bits and overflows beyond 65504.
+        bf16: bfloat16, which has 8 significant bits and the range of float32, so it
+            needs no loss scaling. fp16 and bf16 halve the bytes of float32.
 
     Example:
-      >>> import ringjax
-      >>> tx = ringjax.allreduce_grads(compression=ringjax.Compression.bf16)
-
-    fp16 has 11 significant bits and overflows beyond 65504; bf16 has 8 and the range of
-    float32, so it needs no loss scaling. Both halve the bytes of float32.
+        >>> import ringjax
+        >>> ringjax.Compression.bf16
+        Compression.bf16
+        >>> tx = ringjax.allreduce_grads(compression=ringjax.Compression.bf16)
     """
 
     none = WireDtype("none", None)

@@ -1,6 +1,7 @@
 """The collectives of JAX arrays. Importing this package registers all of them.
 
-To add one: a file here with its function, rules and declaration, and a line below.
+A new collective is a file here, with its function, its rules and its primitive, and an
+import below.
 """
 
 from ringjax.collectives.allgather import allgather, grouped_allgather

@@ -1,12 +1,9 @@
-"""allgather: every rank gets the rows of all ranks, in the order of the ranks.
-
-Not a reduction: nothing is added, every dtype is alike.
-"""
+"""allgather: each rank receives the rows of all ranks, in the order of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,65 +12,74 @@ from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.xla import jax_private, primitive
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import ArrayLike
+    from jaxtyping import PyTree, Shaped
+
+    from ringjax.xla.jax_types import Aval, Params, Traced, Tree
+
 
 def allgather(
-    tensor: Any,
+    tensor: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
+) -> PyTree[Shaped[Array, "?total *?row"], Tree]:
     """Concatenates the tensors of all ranks along dimension 0.
 
-    Outside of jit the first dimensions may differ from rank to rank: the ranks exchange
-    them first, in a small allgather. A traced tensor (jit, vmap, scan) is taken to have
-    as many rows on every rank; if that is wrong, all ranks raise when it runs.
+    Outside of jit the number of rows may differ between ranks: the ranks first exchange
+    their numbers of rows, in a small allgather. A traced tensor (jit, vmap, scan) must
+    have the same number of rows on all ranks; otherwise all ranks raise an error when
+    the program runs.
 
     Args:
-      tensor: an array, a number, or a tree of them; a 0-d array counts as one row. All
-        but the first dimension must be alike on all ranks.
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
+        tensor: an array, a number, or a tree of these. A 0-d array counts as one row.
+            All dimensions except the first must be equal on all ranks.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
 
     Returns:
-      An array or tree; the first dimension is the sum over the ranks.
+        An array or tree whose first dimension is the sum over the ranks.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
-        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
+        NotInitialized: before ringjax.init().
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
+            Raised when the result is used. `errors.translated` raises a RingjaxError
+            instead.
 
     Example:
-      >>> import jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> ringjax.allgather(jnp.ones((2, 3))).shape == (2 * ringjax.size(), 3)
-      True
+        >>> import jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> ringjax.allgather(jnp.ones((2, 3))).shape == (2 * ringjax.size(), 3)
+        True
 
     Derivatives: the tangent is the allgather of the tangents. Every rank's result holds
-    the rows of rank r, so the cotangent of rank r is the sum over the ranks of the
+    the rows of rank r. So the cotangent of rank r is the sum, over all ranks, of the
     cotangents of these rows: a reducescatter with Sum.
 
     References:
-      R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
-      operations in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005).
+        R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication
+        operations in MPICH, Int. J. High Perform. Comput. Appl. 19 (2005).
     """
     return _allgather("allgather", tensor, process_set, name)
 
 
 def grouped_allgather(
-    tensors: Any,
+    tensors: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
-    """`allgather` of a list, tuple, dict or any tree as one operation; returns such."""
+) -> PyTree[Shaped[Array, "?total *?row"], Tree]:
+    """Gathers a list, tuple, dict or any other tree as one operation."""
     return _allgather("grouped_allgather", tensors, process_set, name)
 
 
 @arguments.outside_mesh
 def _allgather(
-    what: str, tree: Any, process_set: runtime.ProcessSet, name: str | None
-) -> Any:
+    what: str, tree: PyTree, process_set: runtime.ProcessSet, name: str | None
+) -> PyTree:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree, moves=True)
     leaves = arguments.require_rows(what, leaves, scalars=True)
@@ -105,14 +111,20 @@ def _allgather(
 def exchange_rows(
     own: Sequence[int], size: int, call: dict[str, Any]
 ) -> tuple[tuple[int, ...], ...]:
-    """What every rank says in place of `own`: one tuple over the ranks for each entry.
+    """Exchanges numbers between the ranks.
 
-    Two 32-bit words a number, because without jax_enable_x64 there is no 64-bit array.
+    A number is sent as two 32-bit words, because JAX has no 64-bit arrays unless
+    jax_enable_x64 is set.
+
+    Returns:
+        For each number of `own`, the numbers of all ranks.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    with jax.transfer_guard("allow"):  # these arrays are ours, not the caller's
+    # A program may forbid transfers; that must not concern this internal array.
+    with jax.transfer_guard("allow"):
         (gathered,) = primitive.bind(
-            *("allgather", [words]),
+            "allgather",
+            [words],
             **call,
             names=("sizes",),
             size=size,
@@ -126,14 +138,16 @@ def exchange_rows(
 # -- shape and derivatives -------------------------------------------------------------
 
 
-def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
+def _shape(
+    avals: Sequence[Aval], *, counts: Sequence[Sequence[int]], **params: Any
+) -> list[Aval]:
     return [
         jax_private.with_rows(aval, sum(rows))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 
 
-def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
+def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
     """``y = (x_1, .., x_P)`` on every rank, so ``ct_x_r = Σ_s (ct_y_s)_r``."""
     rows = tuple(aval.shape[0] for aval in avals)
     return primitive.bind("reducescatter", cts, **{**params, "rows": rows})

@@ -1,16 +1,17 @@
-"""allreduce: every rank gets the reduction of all ranks' tensors, element by element.
+"""allreduce: each rank receives the elementwise reduction of all ranks' tensors.
 
-Optimizers do not use this module: `gradient_allreduce.bucketed_allreduce` reduces
-gradients. The reductions themselves are native.
+`allreduce_grads` does not use this module: `xla/gradient_allreduce.py` reduces
+gradients.
 
-The mathematics of the derivatives, here and in the other collectives: P programs run
-``y_r = f_r(x_1 .. x_P)``; a rank's loss is its own, and the world's loss is the sum of
-all ranks' losses. A cotangent is the derivative of that sum.
+Derivatives, of this and the other collectives, are defined as follows. P programs
+compute ``y_r = f_r(x_1, …, x_P)``. Each rank has its own loss, and the loss of the
+world is the sum of the losses of all ranks. A cotangent is the derivative of that sum.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,68 +22,90 @@ from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
 from ringjax.xla import primitive
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import ArrayLike
+    from jaxtyping import PyTree, Shaped
+
+    from ringjax.xla.jax_types import (
+        Aval,
+        Batched,
+        Jvp,
+        Params,
+        Primitive,
+        Tangent,
+        Traced,
+        Tree,
+    )
+
 _WIRES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 
 
 def allreduce(
-    tensor: Any,
-    op: int = ReduceOp.Average,
+    tensor: PyTree[Shaped[ArrayLike, "*?shape"], Tree],
+    op: ReduceOp | int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> Any:
-    """Reduces `tensor` over all ranks; every rank gets the same result, bit for bit.
+) -> PyTree[Shaped[Array, "*?shape"], Tree]:
+    """Reduces `tensor` over all ranks; all ranks receive the same result, bit for bit.
 
     Works eagerly and inside jit, grad, vmap, scan, cond, while_loop and checkpoint. A
-    whole tree travels as one operation.
+    whole tree is one operation.
 
     Args:
-      tensor: an array, a number, or a tree of them; the same shapes on all ranks.
-      op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
-        toward zero; for bool, Sum and Max are "or", Min and Product are "and". Sums of
-        integers wrap around in their own dtype, as in NumPy, also those that Average
-        then divides: widen what may not fit. Adasum is for floats, a power of two of
-        ranks and CPUs; see below.
-      prescale_factor: multiplies each rank's tensor before the reduction.
-      postscale_factor: multiplies the result.
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
-      compression: ringjax.Compression.fp16 or .bf16: float32 and float64 tensors travel
-        in that type, sums are formed in float32. Not with Adasum.
+        tensor: an array, a number, or a tree of these; equal shapes on all ranks.
+        op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
+            toward zero. For bool, Sum and Max mean "or", Min and Product mean "and".
+            Sums of integers wrap around in their dtype, as in NumPy, also if Average
+            divides them afterwards: convert `tensor` to a wider dtype if sums may not
+            fit. Adasum needs floats, CPUs and a power of two of ranks; see below.
+        prescale_factor: multiplies each rank's tensor before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
+        compression: `Compression.fp16` or `Compression.bf16`: float32 and float64
+            tensors are sent in that dtype, and sums are computed in float32. Not with
+            Adasum.
 
     Returns:
-      The reduced tensor or tree, with the shapes and dtypes of `tensor`.
+        The reduced tensor or tree, with the shapes and dtypes of `tensor`.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
-        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
+        NotInitialized: before ringjax.init().
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
+            Raised when the result is used. `errors.translated` raises a RingjaxError
+            instead.
 
     Example:
-      >>> import jax, jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> mean = jax.jit(lambda x: ringjax.allreduce(x))(jnp.arange(3.0))
+        >>> import jax, jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> mean = jax.jit(lambda x: ringjax.allreduce(x))(jnp.arange(3.0))
+        >>> mean.shape
+        (3,)
 
     Derivatives: Average and Sum are linear and symmetric, so the tangent is the
-    allreduce of the tangents and the cotangent the allreduce of the cotangents. Min and
-    Max pass both to the rank that holds the extreme element; ranks that tie share them
-    equally. Product follows the product rule exactly, also where elements are zero.
-    Adasum has no derivative and no vmap: both are a TypeError.
+    allreduce of the tangents, and the cotangent is the allreduce of the cotangents. Min
+    and Max pass both to the rank that holds the extreme element; if several ranks hold
+    it, they share equally. Product follows the product rule, also if elements are zero.
+    Adasum has neither derivative nor vmap: both raise a TypeError.
 
-    Adasum adds gradients that are orthogonal and averages those that are parallel, pair
-    by pair: ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`` of two ranks, the same of
-    their results, and so on. Every tensor (leaf) is weighed by itself. Products are
-    summed in double; where ``|a|²`` is 0, or underflows, its factor is 1.
+    Adasum adds orthogonal gradients and averages parallel gradients. It combines the
+    tensors a and b of two ranks into ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``,
+    then combines the results of two pairs in the same way, and so on. Each tensor
+    (leaf) has its own dot products, which are summed in double precision. If ``|a|²``
+    is 0, or underflows, the factor of a is 1.
 
     References:
-      P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
-      workstations, J. Parallel Distrib. Comput. 69 (2009).
-      S. Maleki et al., Scaling distributed training with adaptive summation, MLSys
-      2021, arXiv:2006.02924.
+        P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+        workstations, J. Parallel Distrib. Comput. 69 (2009) (ring).
+
+        S. Maleki et al., Scaling distributed training with adaptive summation, MLSys
+        2021, arXiv:2006.02924 (Adasum).
     """
     return _allreduce(
         "allreduce",
@@ -97,23 +120,23 @@ def allreduce(
 
 
 def grouped_allreduce(
-    tensors: Any,
-    op: int = ReduceOp.Average,
+    tensors: PyTree[Shaped[ArrayLike, "*?shape"], Tree],
+    op: ReduceOp | int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> Any:
-    """`allreduce` of a list, tuple, dict or any tree as one operation; returns such.
+) -> PyTree[Shaped[Array, "*?shape"], Tree]:
+    """Reduces a list, tuple, dict or any other tree as one operation; see `allreduce`.
 
     Example:
-      >>> import ringjax
-      >>> ringjax.init()
-      >>> total, count = ringjax.grouped_allreduce((1.0, 2.0), op=ringjax.Sum)
-      >>> sorted(ringjax.grouped_allreduce({"loss": 1.0, "error": 2.0}))
-      ['error', 'loss']
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> total, count = ringjax.grouped_allreduce((1.0, 2.0), op=ringjax.Sum)
+        >>> sorted(ringjax.grouped_allreduce({"loss": 1.0, "error": 2.0}))
+        ['error', 'loss']
     """
     return _allreduce(
         "grouped_allreduce",
@@ -129,15 +152,15 @@ def grouped_allreduce(
 
 def _allreduce(
     what: str,
-    tree: Any,
-    op: int,
+    tree: PyTree,
+    op: ReduceOp | int,
     prescale: float,
     postscale: float,
     *,
     process_set: runtime.ProcessSet,
     name: str | None,
     compression: WireDtype,
-) -> Any:
+) -> PyTree:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree, elementwise=True)
     params: dict[str, Any] = {
@@ -156,7 +179,9 @@ def _allreduce(
     }
     if not leaves.arrays:
         return tree
-    if params["reduce_op"] == ReduceOp.Product:  # its derivative needs it, for a shape
+    if (
+        params["reduce_op"] == ReduceOp.Product
+    ):  # a shape in its derivative depends on it
         params["ranks"] = communicator.size
     return leaves.rebuild(primitive.bind("allreduce", leaves.arrays, **params))
 
@@ -164,13 +189,17 @@ def _allreduce(
 # -- batching and derivatives ----------------------------------------------------------
 
 
-def _batch(p: Any, xs: Any, dims: Any, **params: Any) -> Any:
+def _batch(
+    p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
+) -> Batched:
     primitive.refuse_adasum("allreduce", params["reduce_op"], primitive.NO_VMAP)
     return primitive.batch_elementwise(p, xs, dims, **params)
 
 
-def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
-    """Sum: ``dy = Σ_s dx_s``; Average: the same over P; the others see below."""
+def _jvp(
+    p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
+) -> Jvp:
+    """Sum: ``dy = Σ_s dx_s``. Average: ``dy = Σ_s dx_s / P``. Others: see below."""
     op = ReduceOp(params["reduce_op"])
     primitive.refuse_adasum("allreduce", op, "no derivative: it is not linear")
     if op in primitive.LINEAR:
@@ -180,12 +209,12 @@ def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
 
 
 def _extreme_tangents(
-    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
-) -> list[Any]:
+    xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
+) -> list[Traced]:
     """Min, Max: ``dy = Σ_s m_s dx_s / k``.
 
-    m_s is 1 where rank s holds the extreme element, and k = Σ_s m_s. Both are constants
-    almost everywhere, and the rest is a Sum, which transposes by itself: rank r's
+    m_s is 1 for the elements of rank s that are extreme, and k = Σ_s m_s. Both are
+    constant almost everywhere. The rest is a Sum, whose transpose JAX derives: rank r's
     cotangent is ``m_r / k · Σ_s ct_s``.
     """
     before, after = params["prescale"], params["postscale"]
@@ -204,8 +233,8 @@ def _extreme_tangents(
     return [primitive.scale(t, after) for t in tangents]
 
 
-def _as_sent(x: Any, wire: int) -> Any:
-    """What the other ranks see of x if it is compressed on the way."""
+def _as_sent(x: Traced, wire: int) -> Traced:
+    """Returns x as other ranks receive it: rounded to the wire dtype."""
     for name, dtype in _WIRES.items():
         if wire == _native.DTYPES[name] and x.dtype in (jnp.float32, jnp.float64):
             return x.astype(dtype).astype(x.dtype)
@@ -213,12 +242,12 @@ def _as_sent(x: Any, wire: int) -> Any:
 
 
 def _product_tangents(
-    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
-) -> list[Any]:
-    """Product: ``dy = Σ_s dx_s Π_{u≠s} x_u``, on the factors of all ranks.
+    xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
+) -> list[Traced]:
+    """Product: ``dy = Σ_s dx_s Π_{u≠s} x_u``, from the factors of all ranks.
 
-    Dividing the product by one factor would be wrong at zeros; gathering costs P times
-    the memory and is right for every order of derivative.
+    A division of the product by one factor would fail at zeros. The allgather of all
+    factors takes P times the memory, and is right for derivatives of each order.
     """
     del ys
     size = params["ranks"]
@@ -240,8 +269,8 @@ def _product_tangents(
     ]
 
 
-def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Sum and Average are symmetric maps of the world: ``ct_x = allreduce(ct_y)``."""
+def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
+    """Sum and Average are symmetric, so ``ct_x = allreduce(ct_y)``."""
     del avals
     primitive.refuse_adasum(
         "allreduce", params["reduce_op"], "no transpose: it is not linear"

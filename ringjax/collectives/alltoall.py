@@ -1,12 +1,12 @@
-"""alltoall: every rank sends a part of its rows to every rank.
+"""alltoall: each rank sends a part of its rows to each rank.
 
-Not a reduction; the parts may have different sizes (`splits`).
+The parts may have different sizes (`splits`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,64 +17,77 @@ from ringjax.collectives import arguments
 from ringjax.collectives.allgather import exchange_rows
 from ringjax.xla import jax_private, primitive
 
-_UNKNOWN = 2**62
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import ArrayLike
+    from jaxtyping import PyTree, Shaped
+
+    from ringjax._native import Communicator
+    from ringjax.xla.jax_types import Aval, Params, Traced, Tree
+
+    Splits = Sequence[int] | ArrayLike | None
+
+_UNKNOWN = 2**62  # stands for splits that the program has not passed
 
 
 def alltoall(
-    tensor: Any,
-    splits: Any = None,
+    tensor: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
+    splits: Splits = None,
     *,
-    received_splits: Any = None,
+    received_splits: Splits = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
+) -> PyTree[Array]:
     """Sends the first rows of `tensor` to rank 0, the next to rank 1, and so on.
 
     Args:
-      tensor: an array or a tree of arrays with at least one dimension. All but the
-        first dimension must be alike on all ranks.
-      splits: how many rows go to each rank; integers that are known while tracing and
-        add up to the rows of every array in `tensor`. None: equal parts.
-      received_splits: how many rows come from each rank. Needed with `splits` while
-        tracing (jit, vmap, scan), where a result must have a known shape; outside, the
-        ranks tell each other.
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
+        tensor: an array or a tree of arrays with at least one dimension. All dimensions
+            except the first must be equal on all ranks.
+        splits: the number of rows for each rank: integers that are known while tracing,
+            whose sum is the number of rows of each array in `tensor`. None: equal
+            parts.
+        received_splits: the number of rows from each rank. While tracing (jit, vmap,
+            scan) `splits` needs it, because a result must have a known shape. Outside,
+            the ranks exchange their splits.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
 
     Returns:
-      The received rows in the order of the ranks; with `splits` the pair of them and of
-      the received splits, an int32 array.
+        The received rows, in the order of the ranks. With `splits`, a pair: the rows,
+        and the received splits as an int32 array.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
-        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
+        NotInitialized: before ringjax.init().
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
+            Raised when the result is used. `errors.translated` raises a RingjaxError
+            instead.
 
     Example:
-      >>> import jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> ringjax.alltoall(jnp.arange(ringjax.size())).shape == (ringjax.size(),)
-      True
+        >>> import jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> ringjax.alltoall(jnp.arange(ringjax.size())).shape == (ringjax.size(),)
+        True
 
-    Derivatives: a permutation of the world's rows, so the tangent takes the same way
-    and the cotangent the way back: an alltoall with both splits swapped.
+    Derivatives: an alltoall permutes the rows of all ranks. So the tangent is the
+    alltoall of the tangents, and the cotangent is an alltoall with both splits swapped.
     """
     return _alltoall("alltoall", tensor, splits, received_splits, process_set, name)
 
 
 def grouped_alltoall(
-    tensors: Any,
-    splits: Any = None,
+    tensors: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
+    splits: Splits = None,
     *,
-    received_splits: Any = None,
+    received_splits: Splits = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
-    """`alltoall` of any tree as one operation, with the same splits for all members.
+) -> PyTree[Array]:
+    """Runs `alltoall` on any tree as one operation, with one `splits` for all arrays.
 
     Returns:
-      Such a tree; with `splits` the pair of it and the received splits.
+        A tree of the received rows. With `splits`, a pair: the tree, and the received
+        splits.
     """
     return _alltoall(
         "grouped_alltoall", tensors, splits, received_splits, process_set, name
@@ -84,12 +97,12 @@ def grouped_alltoall(
 @arguments.outside_mesh
 def _alltoall(
     what: str,
-    tree: Any,
-    splits: Any,
-    received_splits: Any,
+    tree: PyTree,
+    splits: Splits,
+    received_splits: Splits,
     process_set: runtime.ProcessSet,
     name: str | None,
-) -> Any:
+) -> PyTree:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.require_rows(what, arguments.flatten(what, tree, moves=True))
     call = {
@@ -116,7 +129,8 @@ def _alltoall(
         if eager:
             rows = _received(what, sent, rows, communicator, call)
         counts = (sent + rows,) * len(leaves.arrays)
-        with jax.transfer_guard("allow"):  # it is ours
+        # A program may forbid transfers; that must not concern this internal array.
+        with jax.transfer_guard("allow"):
             received = jnp.asarray(np.array(rows, np.int32))
     out = tree
     if leaves.arrays:
@@ -133,7 +147,7 @@ def _alltoall(
     return out if received is None else (out, received)
 
 
-def _equal_part(what: str, array: Any, size: int) -> int:
+def _equal_part(what: str, array: Traced, size: int) -> int:
     rows = int(array.shape[0])
     if rows % size:
         raise ValueError(
@@ -145,13 +159,13 @@ def _equal_part(what: str, array: Any, size: int) -> int:
 
 def _splits(
     what: str,
-    arrays: Sequence[Any],
-    splits: Any,
-    received_splits: Any,
-    communicator: Any,
+    arrays: Sequence[Traced],
+    splits: Splits,
+    received_splits: Splits,
+    communicator: Communicator,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both splits, checked; the second is empty if the ranks must still say."""
+    """Checks both splits; the second is empty if the ranks must exchange them."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):
@@ -183,12 +197,13 @@ def _received(
     what: str,
     sent: tuple[int, ...],
     given: tuple[int, ...],
-    communicator: Any,
-    call: Any,
+    communicator: Communicator,
+    call: dict[str, Any],
 ) -> tuple[int, ...]:
-    """What all ranks send to this one, from the table of everyone's splits.
+    """Exchanges the splits of all ranks and returns the rows that this rank receives.
 
-    The table also holds what everyone expects, so that all ranks find the same mistake.
+    The exchange also contains the received splits that each rank expects, so that all
+    ranks raise the same error if one rank expects other rows.
     """
     size = communicator.size
     if size == 1:
@@ -209,15 +224,17 @@ def _received(
 # -- shape and derivatives -------------------------------------------------------------
 
 
-def _shape(avals: Sequence[Any], *, counts: Any, **params: Any) -> list[Any]:
+def _shape(
+    avals: Sequence[Aval], *, counts: Sequence[Sequence[int]], **params: Any
+) -> list[Aval]:
     return [
         jax_private.with_rows(aval, sum(rows[len(rows) // 2 :]))
         for aval, rows in zip(avals, counts, strict=True)
     ]
 
 
-def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
-    """A permutation matrix of the world's rows: its transpose is its inverse."""
+def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
+    """The transpose of a permutation is its inverse: swap the splits."""
     del avals
     swapped = tuple(
         rows[len(rows) // 2 :] + rows[: len(rows) // 2] for rows in params["counts"]

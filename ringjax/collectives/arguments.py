@@ -1,7 +1,8 @@
-"""What every collective checks and converts before anything is sent.
+"""Checks and conversions of the arguments of all collectives, before anything is sent.
 
-No communication here, and no meaning of an op: trees to arrays and back, dtypes, reduce
-ops, factors, roots, rows per rank. Errors name the function, the argument, the value.
+Converts trees to arrays and back; checks dtypes, reduce ops, factors, roots and splits.
+Errors name the function, the argument and the value. In this module `what` is the name
+of the function, for errors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,35 +25,48 @@ from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import jax_private
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from ringjax.xla.jax_types import Traced
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class FlatArguments(NamedTuple):
-    """A tree as a list of arrays that can be sent, and the way back."""
+    """A tree as a list of arrays that can be sent.
 
-    arrays: list[Any]
+    Attributes:
+        names: the path of each array in the tree, for errors.
+        rebuild: makes a tree of the same structure from the results.
+    """
+
+    arrays: list[Traced]
     names: tuple[str, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Traced]], PyTree]
 
 
 def flatten(
     what: str,
-    tree: Any,
+    tree: PyTree,
     *,
     elementwise: bool = False,
     moves: bool = False,
     whole: bool = False,
 ) -> FlatArguments:
-    """The leaves of `tree` as arrays that can be sent: of a known dtype.
+    """Converts the leaves of `tree` into arrays of dtypes that the core knows.
 
     Args:
-      what: the function, for errors.
-      elementwise: results have the shapes of the tensors, so that float0 leaves
-        (gradients of integers, which have no value) can pass.
-      moves: results are values of ranks, so that keys of jax.random and types with
-        which nothing can be computed here can be sent, too: see `to_sendable`.
-      whole: results are what one rank has, so that sparse arrays can be sent, too.
+        elementwise: True if results have the shapes of the tensors. Leaves of dtype
+            float0 (gradients of integers, which have no value) then pass unchanged.
+        moves: True if the collective computes nothing. Keys of jax.random and dtypes
+            without arithmetic in the core can then be sent, too: see `to_sendable`.
+        whole: True if a result is the whole tensor of one rank. Sparse arrays can then
+            be sent, too.
 
     Raises:
-      TypeError: a leaf is no array of numbers, or a part of a sparse array.
+        TypeError: a leaf is not an array of numbers, or is part of a sparse array.
     """
     if not whole:
         _refuse_sparse(what, tree)
@@ -62,7 +76,7 @@ def flatten(
     names = tuple(
         jax.tree_util.keystr(pairs[i][0], simple=True, separator="/") for i in kept
     )
-    restore: dict[int, Callable[[Any], Any]] = {}
+    restore: dict[int, Callable[[Traced], Traced]] = {}
     for i in kept if moves else ():
         if getattr(leaves[i], "dtype", None) is not None:
             found = to_sendable(leaves[i], rows=not elementwise)
@@ -70,7 +84,7 @@ def flatten(
                 leaves[i], restore[i] = found
     arrays = [_array(what, leaves[i], n) for i, n in zip(kept, names, strict=True)]
 
-    def rebuild(out: Sequence[Any]) -> Any:
+    def rebuild(out: Sequence[Traced]) -> PyTree:
         for i, value in zip(kept, out, strict=True):
             leaves[i] = restore[i](value) if i in restore else value
         return jax.tree.unflatten(treedef, leaves)
@@ -79,14 +93,19 @@ def flatten(
 
 
 def to_sendable(
-    array: Any, *, rows: bool = False
-) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Returns an array of a dtype that can be sent, and a function that converts back.
+    array: Traced, *, rows: bool = False
+) -> tuple[Traced, Callable[[Traced], Traced]] | None:
+    """Converts an array of a dtype that the core does not know.
 
-    The array that is sent has all values of `array`. None if the dtype is sent as it
-    is, or no type is known that has its values. Floats of 8 bits and fewer travel as
-    bfloat16, which has all of their values and a derivative; a key of jax.random as its
-    data, and with `rows` as one row at least.
+    Floats of 8 or fewer bits are sent as bfloat16, which has all of their values and a
+    derivative. A key of jax.random is sent as its data.
+
+    Args:
+        rows: True: a key without dimensions becomes one row.
+
+    Returns:
+        An array with all values of `array`, and a function that converts back. None if
+        the core knows the dtype, or if no dtype of the core has all of its values.
     """
     dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -98,30 +117,31 @@ def to_sendable(
     if dtype.name in dtypes.NUMBERS:
         return None
     if jnp.issubdtype(dtype, jnp.integer):
-        narrow: Any = jnp.int8
-    elif dtype.name == "float8_e8m0fnu":  # bfloat16 has its least value as a denormal
+        sent: Any = jnp.int8
+    # In bfloat16 the least value of this dtype is a denormal number: send the bits.
+    elif dtype.name == "float8_e8m0fnu":
         return jax.lax.bitcast_convert_type(array, jnp.uint8), (
             lambda out: jax.lax.bitcast_convert_type(out, dtype)
         )
     elif jnp.issubdtype(dtype, jnp.floating):
-        narrow = jnp.bfloat16
+        sent = jnp.bfloat16
     else:
         return None
-    return jnp.asarray(array).astype(narrow), lambda out: out.astype(dtype)
+    return jnp.asarray(array).astype(sent), lambda out: out.astype(dtype)
 
 
-def is_float0(leaf: Any) -> bool:
-    """Whether it is a gradient of an integer, traced or not: it has no value."""
+def is_float0(leaf: object) -> bool:
+    """Returns True for a gradient of an integer, which has no value."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _refuse_sparse(what: str, tree: Any) -> None:
-    """Indices are no values: those of several ranks cannot be added or appended."""
+def _refuse_sparse(what: str, tree: PyTree) -> None:
+    """Refuses sparse arrays: the sum of the indices of several ranks has no meaning."""
     sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is None:  # then there are no such arrays
+    if sparse is None:  # so the program has no sparse arrays
         return
 
-    def is_sparse(x: Any) -> bool:
+    def is_sparse(x: object) -> bool:
         return isinstance(x, sparse.JAXSparse)
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
@@ -136,7 +156,7 @@ def _refuse_sparse(what: str, tree: Any) -> None:
             )
 
 
-def _array(what: str, leaf: Any, name: str) -> Any:
+def _array(what: str, leaf: Any, name: str) -> Traced:
     label = f"`tensor` {name!r}" if name else "`tensor`"
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu":
         _check_truncation(what, leaf, label)
@@ -161,7 +181,10 @@ def _array(what: str, leaf: Any, name: str) -> Any:
 
 
 def _check_truncation(what: str, leaf: Any, label: str) -> None:
-    """Refuses integers that JAX would cut: without 64 bits, it keeps the lower half."""
+    """Refuses 64-bit integers that do not fit into 32 bits if JAX has only 32 bits.
+
+    JAX would keep the lower half of each number.
+    """
     narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if narrow == leaf.dtype or not leaf.size:
         return
@@ -174,15 +197,19 @@ def _check_truncation(what: str, leaf: Any, label: str) -> None:
         )
 
 
-def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates ``call(what, tree, …)`` of an operation that changes shapes.
+def outside_mesh(
+    call: Callable[Concatenate[str, PyTree, P], T],
+) -> Callable[Concatenate[str, PyTree, P], T]:
+    """Decorates an operation that changes shapes, so that it runs outside of a mesh.
 
-    It has no meaning over the devices of a mesh; but under `jax.set_mesh` JAX would put
-    a number or numpy array on all of them.
+    Under `jax.set_mesh` JAX would put a number or a numpy array on all devices of the
+    mesh, over which such an operation has no meaning.
     """
 
     @functools.wraps(call)
-    def alone(what: str, tree: Any, *rest: Any, **options: Any) -> Any:
+    def without_mesh(
+        what: str, tree: PyTree, /, *rest: P.args, **options: P.kwargs
+    ) -> T:
         leaves = jax.tree.leaves(tree)
         own = all(jax_private.device_count(leaf) == 1 for leaf in leaves)
         if not own or not jax_private.in_mesh() or not jax_private.is_eager(leaves):
@@ -190,13 +217,13 @@ def outside_mesh(call: Callable[..., Any]) -> Callable[..., Any]:
         with jax.set_mesh(None):
             return call(what, tree, *rest, **options)
 
-    return alone
+    return without_mesh
 
 
 def require_rows(
     what: str, leaves: FlatArguments, *, scalars: bool = False
 ) -> FlatArguments:
-    """Refuses 0-d arrays, or (`scalars`) makes them arrays of one row."""
+    """Refuses 0-d arrays, or converts them to one row if `scalars` is True."""
     for array, name in zip(leaves.arrays, leaves.names, strict=True):
         if array.ndim == 0 and not scalars:
             raise ValueError(
@@ -209,11 +236,13 @@ def require_rows(
 
 
 def reduce_op(
-    what: str, op: Any, arrays: Sequence[Any], *, adasum_ranks: int = 0
+    what: str, op: Any, arrays: Sequence[Traced], *, adasum_ranks: int = 0
 ) -> ReduceOp:
-    """`op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
+    """Returns `op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
 
-    Adasum is for functions that say how many ranks take part (`adasum_ranks`).
+    Args:
+        adasum_ranks: the number of ranks, for functions that allow Adasum. 0: the
+            function does not allow it.
     """
     try:
         if isinstance(op, bool):
@@ -240,7 +269,7 @@ def reduce_op(
     return chosen
 
 
-def _check_adasum(what: str, arrays: Sequence[Any], ranks: int) -> None:
+def _check_adasum(what: str, arrays: Sequence[Traced], ranks: int) -> None:
     if ranks == 0:
         raise ValueError(
             f"ringjax.{what}: op=Adasum is for allreduce, grouped_allreduce and "
@@ -259,8 +288,8 @@ def _check_adasum(what: str, arrays: Sequence[Any], ranks: int) -> None:
             )
 
 
-def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float:
-    """A scaling factor: a number known while tracing."""
+def factor(what: str, argument: str, value: Any, arrays: Sequence[Traced]) -> float:
+    """Returns a scaling factor, which must be known while tracing, as a float."""
     concrete = isinstance(value, numbers.Real | np.number) or (
         getattr(value, "ndim", None) == 0 and not isinstance(value, jax.core.Tracer)
     )
@@ -281,7 +310,7 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Any]) -> float
 
 
 def wire_dtype(what: str, compression: WireDtype, op: int) -> int:
-    """The number of the wire dtype, -1 for none."""
+    """Returns the number of the wire dtype; -1: none."""
     if not isinstance(compression, WireDtype):
         raise TypeError(
             f"ringjax.{what}: `compression` is {compression!r}, expected "
@@ -300,15 +329,15 @@ def wire_dtype(what: str, compression: WireDtype, op: int) -> int:
 def reduction(
     what: str,
     leaves: FlatArguments,
-    op: Any,
-    prescale: Any,
-    postscale: Any,
+    op: object,
+    prescale: object,
+    postscale: object,
     *,
     compression: WireDtype,
     name: str | None,
     adasum_ranks: int = 0,
 ) -> dict[str, Any]:
-    """The parameters that every collective with a reduction has, checked."""
+    """Checks and returns the parameters that all reductions have."""
     chosen = reduce_op(what, op, leaves.arrays, adasum_ranks=adasum_ranks)
     return {
         "reduce_op": int(chosen),
@@ -320,8 +349,8 @@ def reduction(
     }
 
 
-def root_in_set(what: str, root_rank: Any, process_set: ProcessSet) -> int:
-    """The place of world rank `root_rank` among the members of the process set."""
+def root_in_set(what: str, root_rank: object, process_set: ProcessSet) -> int:
+    """Returns the rank within the process set of world rank `root_rank`."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(
             f"ringjax.{what}: `root_rank` must be an int, got {root_rank!r} of type "
@@ -343,7 +372,7 @@ def root_in_set(what: str, root_rank: Any, process_set: ProcessSet) -> int:
 
 
 def splits(what: str, argument: str, value: Any, size: int) -> tuple[int, ...]:
-    """Rows per rank: `size` integers, none negative, known while tracing."""
+    """Returns the rows for each rank: `size` integers from 0, known while tracing."""
     try:
         if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(value)):
             raise TypeError("it is traced; pass a tuple or a numpy array")

@@ -1,16 +1,20 @@
-"""barrier: no rank goes on before all have come.
+"""barrier: no rank continues before all ranks have called it.
 
-Moves no tensor, so it has no shape, batch or derivative rules.
+A barrier sends no tensor, so it has no rules for batching or derivatives.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 
 from ringjax import runtime
 from ringjax.xla import jax_private, primitive
+
+if TYPE_CHECKING:
+    from ringjax.xla.jax_types import Aval
 
 
 def barrier(
@@ -20,21 +24,21 @@ def barrier(
 ) -> None:
     """Waits until every rank of `process_set` has called it.
 
-    Outside of jit it returns when all ranks are there, and raises if one is lost.
-    Inside a compiled program it is one more operation in the order of the others.
+    Outside of jit the function returns when all ranks have called it. Inside a compiled
+    program it is an operation, in order with the other collectives of the program.
 
     Args:
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      jax.errors.JaxRuntimeError: if a rank is lost, or calls something else.
+        NotInitialized: before ringjax.init().
+        jax.errors.JaxRuntimeError: a rank is lost, or has made another call.
 
     Example:
-      >>> import ringjax
-      >>> ringjax.init()
-      >>> ringjax.barrier()
+        >>> import ringjax
+        >>> ringjax.init()
+        >>> ringjax.barrier()
     """
     communicator = runtime.communicator(process_set, "barrier")
     primitive.bind(
@@ -49,7 +53,7 @@ def barrier(
         primitive.confirm()
 
 
-def _shape(avals: Any, **params: Any) -> list[Any]:
+def _shape(avals: Sequence[Aval], **params: object) -> list[Aval]:
     return []
 
 

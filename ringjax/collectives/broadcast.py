@@ -1,11 +1,11 @@
-"""broadcast: every rank gets the tensor of one rank, the root.
+"""broadcast: each rank receives the tensor of one rank, the root.
 
-Not the broadcast of parameters or objects: `sync.py` builds those from this.
+`sync.py` builds the broadcasts of parameters and of objects from it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,64 +15,72 @@ from ringjax.collectives import arguments
 from ringjax.ops import ReduceOp
 from ringjax.xla import primitive
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import ArrayLike
+    from jaxtyping import PyTree, Shaped
+
+    from ringjax.xla.jax_types import Aval, Params, Traced, Tree
+
 
 def broadcast(
-    tensor: Any,
+    tensor: PyTree[Shaped[ArrayLike, "*?shape"], Tree],
     root_rank: int,
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
+) -> PyTree[Shaped[Array, "*?shape"], Tree]:
     """Returns the root's `tensor` on every rank.
 
     Args:
-      tensor: an array, a number, or a tree of them; the same shapes and dtypes on all
-        ranks, also where the values do not matter.
-      root_rank: the sender's rank *in the world*, also when a process set is given; it
-        must be a member of that set. The same on all ranks.
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
+        tensor: an array, a number, or a tree of these. Only the values of the root are
+            sent, but all ranks must pass the same shapes and dtypes.
+        root_rank: the sender's rank *in the world*, also if a process set is given. The
+            sender must be in that set. Equal on all ranks.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
 
     Returns:
-      The root's tensor or tree.
+        The root's tensor or tree.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
-        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
+        NotInitialized: before ringjax.init().
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
+            Raised when the result is used. `errors.translated` raises a RingjaxError
+            instead.
 
     Example:
-      >>> import jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> ringjax.broadcast(jnp.arange(3), root_rank=0).tolist()
-      [0, 1, 2]
+        >>> import jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> ringjax.broadcast(jnp.arange(3), root_rank=0).tolist()
+        [0, 1, 2]
 
-    Derivatives: the tangent is the broadcast of the tangents. The root's tensor is in
-    every rank's result, so its cotangent is the sum of all cotangents; the other ranks'
-    tensors are in none, and their cotangents are zero.
+    Derivatives: the tangent is the broadcast of the tangents. All results hold the
+    root's tensor, so its cotangent is the sum of all cotangents. No result holds the
+    tensor of another rank, so the cotangents of these are zero.
     """
     return _broadcast("broadcast", tensor, root_rank, process_set, name)
 
 
 def grouped_broadcast(
-    tensors: Any,
+    tensors: PyTree[Shaped[ArrayLike, "*?shape"], Tree],
     root_rank: int,
     *,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
-) -> Any:
-    """`broadcast` of a list, tuple, dict or any tree as one operation; returns such."""
+) -> PyTree[Shaped[Array, "*?shape"], Tree]:
+    """Broadcasts a list, tuple, dict or any other tree as one operation."""
     return _broadcast("grouped_broadcast", tensors, root_rank, process_set, name)
 
 
 def _broadcast(
     what: str,
-    tree: Any,
+    tree: PyTree,
     root_rank: int,
     process_set: runtime.ProcessSet,
     name: str | None,
-) -> Any:
+) -> PyTree:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.flatten(what, tree, elementwise=True, moves=True, whole=True)
     root = arguments.root_in_set(what, root_rank, process_set)
@@ -95,11 +103,11 @@ def _broadcast(
 # -- derivatives -----------------------------------------------------------------------
 
 
-def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
+def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
     """``y_s = x_root`` for all s, so ``ct_x_r = [r = root] Σ_s ct_y_s``.
 
-    Which rank this is, is asked while the program runs: after an elastic restart a
-    compiled program may serve another rank.
+    After an elastic restart a compiled program may serve another rank. So the program
+    finds out its rank when it runs, by a reducescatter.
     """
     del avals
     call = {k: params[k] for k in ("comm", "timeout", "name")}

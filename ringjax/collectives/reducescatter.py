@@ -1,12 +1,12 @@
-"""reducescatter: reduces the tensors of all ranks and gives every rank its rows.
+"""reducescatter: reduces the tensors of all ranks; each rank receives its rows.
 
-The first half of an allreduce; the second half is `allgather`.
+It is the first half of an allreduce; the second half is `allgather`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,51 +17,68 @@ from ringjax.compression import Compression, WireDtype
 from ringjax.ops import ReduceOp
 from ringjax.xla import jax_private, primitive
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import ArrayLike
+    from jaxtyping import PyTree, Shaped
+
+    from ringjax.xla.jax_types import (
+        Aval,
+        Jvp,
+        Params,
+        Primitive,
+        Tangent,
+        Traced,
+        Tree,
+    )
+
 
 def reducescatter(
-    tensor: Any,
-    op: int = ReduceOp.Average,
+    tensor: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
+    op: ReduceOp | int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> Any:
-    """Reduces `tensor` over all ranks and gives each rank its part of the rows.
+) -> PyTree[Shaped[Array, "?own_rows *?row"], Tree]:
+    """Reduces `tensor` over all ranks; each rank receives its part of the rows.
 
-    The rows (dimension 0) are split as evenly as possible; the first ranks take one
-    more if they do not divide. So the result's shape may differ from rank to rank.
+    The rows (dimension 0) are divided as evenly as possible. If they cannot be divided
+    evenly, the first ranks receive one row more, so shapes differ between ranks.
 
     Args:
-      tensor: an array or a tree of arrays with at least one dimension; the same shapes
-        on all ranks.
-      op: Average, Sum, Min, Max or Product, as in `allreduce`.
-      prescale_factor: multiplies each rank's tensor before the reduction.
-      postscale_factor: multiplies the result.
-      process_set: the ranks that take part; this rank must be one of them.
-      name: stands for the operation in error messages.
-      compression: as in `allreduce`.
+        tensor: an array or a tree of arrays with at least one dimension; equal shapes
+            on all ranks.
+        op: Average, Sum, Min, Max or Product, as in `allreduce`.
+        prescale_factor: multiplies each rank's tensor before the reduction.
+        postscale_factor: multiplies the result.
+        process_set: the ranks that take part; this rank must be one of them.
+        name: stands for the operation in error messages.
+        compression: as in `allreduce`.
 
     Returns:
-      This rank's rows of the reduced tensor or tree.
+        This rank's rows of the reduced tensor or tree.
 
     Raises:
-      NotInitialized: before ringjax.init().
-      TypeError, ValueError: a bad argument; nothing was sent.
-      jax.errors.JaxRuntimeError, ValueError: when the result is used, if the ranks
-        disagree or one is lost; `errors.translated` raises a RingjaxError instead.
+        NotInitialized: before ringjax.init().
+        TypeError, ValueError: an argument is wrong; nothing was sent.
+        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
+            Raised when the result is used. `errors.translated` raises a RingjaxError
+            instead.
 
     Example:
-      >>> import jax.numpy as jnp, ringjax
-      >>> ringjax.init()
-      >>> mine = ringjax.reducescatter(jnp.ones((ringjax.size(), 3)))
-      >>> mine.shape
-      (1, 3)
+        >>> import jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> own = ringjax.reducescatter(jnp.ones((ringjax.size(), 3)))
+        >>> own.shape
+        (1, 3)
 
-    Derivatives: Average and Sum are linear: the tangent is the reducescatter of the
-    tangents; every rank's tensor enters all results, so the cotangent is the allgather
-    of the cotangents, over P for Average. Min, Max and Product as in `allreduce`.
+    Derivatives: Average and Sum are linear. The tangent is the reducescatter of the
+    tangents. Each rank's tensor contributes to all results, so the cotangent is the
+    allgather of the cotangents, divided by P for Average. Min, Max and Product: as in
+    `allreduce`.
     """
     return _reducescatter(
         "reducescatter",
@@ -76,16 +93,16 @@ def reducescatter(
 
 
 def grouped_reducescatter(
-    tensors: Any,
-    op: int = ReduceOp.Average,
+    tensors: PyTree[Shaped[ArrayLike, "?rows *?row"], Tree],
+    op: ReduceOp | int = ReduceOp.Average,
     *,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
     compression: WireDtype = Compression.none,
-) -> Any:
-    """`reducescatter` of a list, tuple, dict or any tree as one operation."""
+) -> PyTree[Shaped[Array, "?own_rows *?row"], Tree]:
+    """Runs `reducescatter` on a list, tuple, dict or other tree as one operation."""
     return _reducescatter(
         "grouped_reducescatter",
         tensors,
@@ -101,15 +118,15 @@ def grouped_reducescatter(
 @arguments.outside_mesh
 def _reducescatter(
     what: str,
-    tree: Any,
-    op: int,
+    tree: PyTree,
+    op: ReduceOp | int,
     prescale: float,
     postscale: float,
     *,
     process_set: runtime.ProcessSet,
     name: str | None,
     compression: WireDtype,
-) -> Any:
+) -> PyTree:
     communicator = runtime.communicator(process_set, what)
     leaves = arguments.require_rows(what, arguments.flatten(what, tree))
     size = communicator.size
@@ -130,7 +147,7 @@ def _reducescatter(
 
 
 def split_rows(rows: int, size: int) -> tuple[int, ...]:
-    """As even as possible; the first ranks take the remainder."""
+    """Returns the rows of each rank; the first ranks take the remainder."""
     each, rest = divmod(rows, size)
     return tuple(each + (rank < rest) for rank in range(size))
 
@@ -138,14 +155,16 @@ def split_rows(rows: int, size: int) -> tuple[int, ...]:
 # -- shape and derivatives -------------------------------------------------------------
 
 
-def _shape(avals: Sequence[Any], *, rows: Any, **params: Any) -> list[Any]:
+def _shape(avals: Sequence[Aval], *, rows: Sequence[int], **params: Any) -> list[Aval]:
     return [
         jax_private.with_rows(aval, own) for aval, own in zip(avals, rows, strict=True)
     ]
 
 
-def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
-    """Sum: ``dy_r = Σ_s (dx_s)_r``; Average: the same over P; the others see below."""
+def _jvp(
+    p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
+) -> Jvp:
+    """Sum: ``dy_r = Σ_s (dx_s)_r``; Average: divided by P. Others: see below."""
     op = ReduceOp(params["reduce_op"])
     if op in primitive.LINEAR:
         return primitive.linear_jvp(p, xs, ts, **params)
@@ -154,12 +173,13 @@ def _jvp(p: Any, xs: Any, ts: Any, **params: Any) -> Any:
 
 
 def _extreme_tangents(
-    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
-) -> list[Any]:
-    """Min, Max: as in allreduce, after every rank has learnt all extreme elements.
+    xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
+) -> list[Traced]:
+    """Min, Max: as in allreduce, after an allgather of all extreme elements.
 
-    ``dy_r = (Σ_s m_s dx_s / k)_r`` with m_s = 1 where rank s holds the extreme element
-    and k = Σ_s m_s: a reducescatter with Sum, which transposes by itself.
+    ``dy_r = (Σ_s m_s dx_s / k)_r``. m_s is 1 for the elements of rank s that are
+    extreme, and k = Σ_s m_s. That is a reducescatter with Sum, whose transpose JAX
+    derives.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -179,11 +199,12 @@ def _extreme_tangents(
 
 
 def _product_tangents(
-    xs: list[Any], ts: list[Any], ys: list[Any], params: dict[str, Any]
-) -> list[Any]:
-    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, on the factors of these rows.
+    xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
+) -> list[Traced]:
+    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, from the factors of these rows.
 
-    An alltoall brings them together: right at zeros and for every order of derivative.
+    An alltoall sends each rank the factors of its rows. That is right at zeros, and for
+    derivatives of each order.
     """
     del ys
     size, rows = params["size"], params["rows"]
@@ -196,7 +217,7 @@ def _product_tangents(
         ),
     }
 
-    def together(values: list[Any]) -> list[Any]:
+    def factors_of(values: list[Traced]) -> list[Traced]:
         scaled = [primitive.scale(v, before) for v in values]
         return [
             v.reshape(size, own, *v.shape[1:])
@@ -207,11 +228,11 @@ def _product_tangents(
 
     return [
         primitive.scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
-        for f, d in zip(together(xs), together(ts), strict=True)
+        for f, d in zip(factors_of(xs), factors_of(ts), strict=True)
     ]
 
 
-def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list[Any]:
+def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
     """``y_s = Σ_r (x_r)_s``, so ``ct_x_r = (ct_y_1, .., ct_y_P)`` on every rank."""
     del avals
     factor = params["prescale"] * params["postscale"]
@@ -221,8 +242,8 @@ def _transpose(cts: list[Any], avals: list[Any], params: dict[str, Any]) -> list
     return [primitive.scale(ct, factor) for ct in gathered]
 
 
-def _without_rows(params: dict[str, Any], *, counts: bool = True) -> dict[str, Any]:
-    """The parameters for a collective that moves the same rows and reduces nothing."""
+def _without_rows(params: Params, *, counts: bool = True) -> Params:
+    """Returns the parameters of a collective that only moves these rows."""
     kept: tuple[str, ...] = ("comm", "timeout", "name", "names")
     kept += ("size", "counts") if counts else ()
     return {k: params[k] for k in kept}

@@ -11,7 +11,7 @@ Tangent: a traced derivative, or JAX's symbolic zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import Primitive as Primitive
@@ -29,3 +29,6 @@ Batched = tuple[Sequence[Traced], Sequence[int | None]]
 # ``(operands, tangents, **params) -> (results, their tangents)``
 Jvp = tuple[Sequence[Traced], Sequence[Tangent]]
 Rule = Callable[..., Any]
+
+# The structure of a tree, in annotations with jaxtyping's `PyTree`.
+Tree = TypeVar("Tree")
