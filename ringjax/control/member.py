@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+JsonObject = dict[str, Any]  # a message, or a part of one
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -22,7 +24,7 @@ class Member:
 
     rank: int
     seen: str
-    hello: dict[str, Any]
+    hello: JsonObject
     worker: int = -1
 
 

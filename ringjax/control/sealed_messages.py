@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringjax.control.member import JsonObject
 from ringjax.control.tls import TlsEndpoint
 from ringjax.errors import AuthenticationError
 
@@ -83,7 +84,7 @@ class MessageOpener:
         self._key, self._count, self._max_bytes, self._tls = key, 0, max_bytes, tls
         self._buffer = bytearray()
 
-    def feed(self, piece: bytes) -> list[dict[str, Any]]:
+    def feed(self, piece: bytes) -> list[JsonObject]:
         """Returns the messages that are complete with this piece.
 
         Raises:

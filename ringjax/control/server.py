@@ -16,12 +16,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ringjax import stderr
 from ringjax.control import addresses as address
 from ringjax.control.acceptor import Acceptor, run_once
 from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
+from ringjax.control.member import JsonObject
 from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, SessionKeys
 from ringjax.control.tls import offer_for
 from ringjax.errors import AuthenticationError
@@ -165,7 +165,7 @@ class JobServer(abc.ABC):
         """Called once a peer has authenticated."""
 
     @abc.abstractmethod
-    def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
+    def on_message(self, session: ServerSession, message: JsonObject) -> None:
         """Serves one message, which has been authenticated."""
 
     @abc.abstractmethod

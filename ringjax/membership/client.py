@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ringjax import errors
-from ringjax.control.member import Member
+from ringjax.control.member import JsonObject, Member
 from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
 from ringjax.membership import directives
 from ringjax.membership.connection import Connection
@@ -58,9 +58,7 @@ class CoordinatorClient:
         size: the number of its members; provisional for a newcomer.
     """
 
-    def __init__(
-        self, worker: int, connection: Connection, hello: dict[str, Any]
-    ) -> None:
+    def __init__(self, worker: int, connection: Connection, hello: JsonObject) -> None:
         self.worker = worker
         self.name = worker_text(worker, elastic=connection.reconnects)
         self._first: EpochDirective | Welcome | Dismiss | None = None
@@ -75,14 +73,14 @@ class CoordinatorClient:
         self._end: Dismiss | Fence | Stop | None = None
         self._refusal = ""
         self._term = 0  # the newest term of a coordinator
-        self._newest: dict[str, Any] = {}  # the message with the newest epoch
-        self._resendable: dict[Hashable, dict[str, Any]] = {}
+        self._newest: JsonObject = {}  # the message with the newest epoch
+        self._resendable: dict[Hashable, JsonObject] = {}
         self._directives: list[Directive] = []
         self._revoked: Revoke | None = None
         self._departed: dict[int, str] = {}
-        self._finished: dict[str, Any] = {}  # ranks that have left -> their last lines
+        self._finished: JsonObject = {}  # ranks that have left -> their last lines
         self._exchanging, self._exchanges = threading.Lock(), 0
-        self._replies: dict[int, dict[str, Any]] = {}
+        self._replies: dict[int, JsonObject] = {}
         self._missing: str | None = None  # names ranks that have not joined
         self._wakeup_fd = -1  # readable while there are directives, in an elastic job
 
@@ -280,7 +278,7 @@ class CoordinatorClient:
 
     def _await_reply(
         self, number: int, seconds: float, epoch: int, what: str
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Waits for the coordinator's answer to an exchange."""
         deadline = time.monotonic() + seconds
         if not self._connection.reconnects:
@@ -336,7 +334,7 @@ class CoordinatorClient:
             self._send("leave", {"type": "leave", "epoch": own, "lines": last})
 
     def _send(
-        self, key: Hashable, message: dict[str, Any], epoch: int | None = None
+        self, key: Hashable, message: JsonObject, epoch: int | None = None
     ) -> None:
         """Sends a message now, and again to a coordinator that was restarted."""
         with self._changed:
@@ -349,7 +347,7 @@ class CoordinatorClient:
 
     # --- events of the connection, see ConnectionHandler ---
 
-    def hello_message(self) -> dict[str, Any]:
+    def hello_message(self) -> JsonObject:
         """Makes the hello. It contains the newest epoch if the worker reconnects."""
         rejoin = None
         if self._first is not None:
@@ -371,7 +369,7 @@ class CoordinatorClient:
         over = self._leave_acknowledged or self._end is not None or bool(self._refusal)
         return over or self._closing
 
-    def on_message(self, message: dict[str, Any]) -> None:
+    def on_message(self, message: JsonObject) -> None:
         kind = message.get("type")
         if kind in ("members", "welcome", "resumed"):
             self._term = int(message["term"])
@@ -397,7 +395,7 @@ class CoordinatorClient:
         self._changed.notify_all()
 
     def _on_directive(
-        self, directive: Directive, message: dict[str, Any] | None = None
+        self, directive: Directive, message: JsonObject | None = None
     ) -> None:
         if isinstance(directive, EpochDirective):
             self._newest = (message or {}) if self._connection.reconnects else {}

@@ -14,10 +14,11 @@ import select
 import socket
 import threading
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from ringjax.control.connecting import connect_to_server, enable_keepalive
 from ringjax.control.handshake import HANDSHAKE_TIMEOUT, HandshakeRequest
+from ringjax.control.member import JsonObject
 from ringjax.control.polling import wait_readable
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.errors import AuthenticationError, StartupError
@@ -28,10 +29,10 @@ MAX_PAUSE = 0.25  # seconds between two attempts to connect, at most
 class ConnectionHandler(Protocol):
     """Receives the events of a connection. Called with its lock held."""
 
-    def hello_message(self) -> dict[str, Any]:
+    def hello_message(self) -> JsonObject:
         """Returns the first message on a new connection."""
 
-    def on_message(self, message: dict[str, Any]) -> None:
+    def on_message(self, message: JsonObject) -> None:
         """Handles a message of the coordinator."""
 
     def on_disconnected(self) -> None:
@@ -53,7 +54,7 @@ class _Stream:
         self._sealer, self._opener = keys.sealer(), keys.opener()
         self.output = bytearray()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Writes as much as the socket takes now. Only `read` reports errors."""
         self.output += self._sealer.seal(message)
         self.write()
@@ -63,7 +64,7 @@ class _Stream:
             while self.output:
                 del self.output[: self.sock.send(self.output[: 1 << 16])]
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[JsonObject]:
         """Reads the messages that have arrived.
 
         Raises:
@@ -177,7 +178,7 @@ class Connection:
         )
         self._thread.start()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: JsonObject) -> None:
         """Sends a message if there is a connection. Does not wait.
 
         Call it with the lock held.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from ringjax import failpoints
 from ringjax.control import open_files
 from ringjax.control.connecting import enable_keepalive
+from ringjax.control.member import JsonObject
 from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, encode
 from ringjax.control.server import JobServer, ServerSession
 from ringjax.errors import AuthenticationError
@@ -231,7 +232,7 @@ class Coordinator(JobServer):
         if not self._config.stops_on_loss:
             enable_keepalive(session.sock, self._config.failure_timeout)
 
-    def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
+    def on_message(self, session: ServerSession, message: JsonObject) -> None:
         """Serves one genuine message of a worker."""
         now, worker = time.monotonic(), session.caller
         failpoints.passing("coordinator.heard")
@@ -250,7 +251,7 @@ class Coordinator(JobServer):
             self._deliver()
 
     def _on_hello(
-        self, session: ServerSession, message: dict[str, Any], now: float
+        self, session: ServerSession, message: JsonObject, now: float
     ) -> None:
         hello, rejoin = message.get("hello"), message.get("rejoin")
         if not isinstance(hello, dict) or not isinstance(rejoin, dict | None):
@@ -266,7 +267,7 @@ class Coordinator(JobServer):
         self._workers[session.caller] = session
         self._membership.on_hello(session.caller, session.seen, hello, rejoin, now)
 
-    def _on_exchange(self, worker: int, message: dict[str, Any], now: float) -> None:
+    def _on_exchange(self, worker: int, message: JsonObject, now: float) -> None:
         rank = self._membership.rank_of(worker)
         if rank >= 0 and message.get("epoch") == self._membership.epoch.number:
             self._reply(self._exchanges.put(rank, message, now))

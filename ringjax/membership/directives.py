@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringjax.control.member import Member
+from ringjax.control.member import JsonObject, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def _texts_by_rank(texts: Mapping[str, Any]) -> dict[int, str]:
 
 def progress_message(
     kind: str, epoch: int, sets: Mapping[int, Sequence[int]] | None, next_set: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Makes the message of a worker that has stopped, with its process sets."""
     known = {str(number): list(ranks) for number, ranks in (sets or {}).items()}
     return {"type": kind, "epoch": epoch, "sets": known, "next_set": next_set}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from ringjax.control.member import JsonObject
 from ringjax.membership import commit_decision
 from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
@@ -113,7 +113,7 @@ class EpochState:
             if accused not in self.reports and now >= since + report_timeout
         }
 
-    def revocation(self) -> dict[str, Any]:
+    def revocation(self) -> JsonObject:
         """The message that ends this epoch."""
         lost = {str(rank): why for rank, why in self.lost.items()}
         message = {"type": "revoke", "epoch": self.number, "lost": lost}
@@ -148,7 +148,7 @@ class EpochState:
         """The members, in the order of their ranks."""
         return [worker for worker in self.order if worker in self.alive]
 
-    def outcome(self, kind: str) -> dict[str, Any]:
+    def outcome(self, kind: str) -> JsonObject:
         """The entries about this epoch in the message that announces the next one."""
         if kind == "start":
             return {"verdicts": {}, "sets": {}, "next_set": 1}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ringjax.control.member import JsonObject
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.commit_decision import CommitReport
 from ringjax.membership.epoch_state import EpochState
@@ -30,7 +30,7 @@ class WorkerInfo:
     """
 
     seen: str
-    hello: dict[str, Any]
+    hello: JsonObject
     ready: bool = False
 
 
@@ -348,7 +348,7 @@ class Epochs:
             return
         infos = [self._newcomers[mate] for mate in mates]
         alive, number = len(self.epoch.alive), self.epoch.number
-        welcome: dict[str, Any]
+        welcome: JsonObject
         welcome = {"type": "welcome", "epoch": number, "term": self._term}
         welcome["why"] = f"epoch {number} has {alive} members"
         welcome["size"] = alive + len(mates)

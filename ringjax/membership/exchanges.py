@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ringjax.control.member import ranks_text
+from ringjax.control.member import JsonObject, ranks_text
 
-Replies = list[tuple[list[int], dict[str, Any]]]  # (ranks, message to them)
+Replies = list[tuple[list[int], JsonObject]]  # (ranks, message to them)
 _MAX_SECONDS = 86400
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ringjax.control.member import JsonObject
 from ringjax.membership import assembly, commit_decision
 from ringjax.membership.assembly import Assembly, MembershipConfig
 from ringjax.membership.epoch_state import EpochState
@@ -92,7 +93,7 @@ class JobMembership(Epochs):
         self,
         worker: int,
         seen: str,
-        hello: dict[str, Any],
+        hello: JsonObject,
         rejoin: Mapping[str, Any] | None,
         now: float,
     ) -> None:
@@ -321,7 +322,7 @@ class JobMembership(Epochs):
 
     # --- assembly ---
 
-    def _reference(self) -> dict[str, Any]:
+    def _reference(self) -> JsonObject:
         """The hello of any member: version and settings of all members are equal."""
         return next((info.hello for info in self._members.values()), {})
 

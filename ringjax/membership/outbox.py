@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-OutgoingMessage = tuple[int, dict[str, Any], bool]  # worker, message, last
+from ringjax.control.member import JsonObject
+
+OutgoingMessage = tuple[int, JsonObject, bool]  # worker, message, last
 LauncherEvent = tuple[Any, ...]  # see `Coordinator.events`
 
 
@@ -38,10 +40,10 @@ class Outbox:
         self._messages, self._events = [], []
         return found
 
-    def send(self, worker: int, message: dict[str, Any], *, last: bool = False) -> None:
+    def send(self, worker: int, message: JsonObject, *, last: bool = False) -> None:
         self._messages.append((worker, message, last))
 
-    def send_all(self, workers: Iterable[int], message: dict[str, Any]) -> None:
+    def send_all(self, workers: Iterable[int], message: JsonObject) -> None:
         self._messages += [(worker, message, False) for worker in workers]
 
     def publish(self, *event: Any) -> None:

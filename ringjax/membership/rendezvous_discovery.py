@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.launch_environment import LaunchInfo
+from ringjax.control.member import JsonObject
 from ringjax.errors import StartupError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.membership.init_warning import InitWarning
@@ -40,7 +40,7 @@ _PORT_ATTEMPTS = 4  # neighbouring ports, in case another job uses the first one
 # Appended to the error about a missing secret, by launcher.
 _SECRET_HINTS = {"Slurm": "; or run ringrun in the batch script, which needs none"}
 # Takes the secret and the job id, returns entries for the hello of this rank.
-OpenListener = Callable[[bytes, str], dict[str, Any]]
+OpenListener = Callable[[bytes, str], JsonObject]
 
 
 def start_coordinator(
@@ -99,7 +99,7 @@ def start_coordinator(
 def join_job(
     info: LaunchInfo,
     config: Config,
-    hello: dict[str, Any],
+    hello: JsonObject,
     open_listener: OpenListener,
     warn: Callable[[str], None] = lambda text: None,
 ) -> JoinedJob:
@@ -134,9 +134,9 @@ def join_job(
         credentials = derive_credentials(info, config)
     else:
         credentials, coordinator = start_coordinator(info, config, file)
-    opened: dict[JobCredentials, dict[str, Any]] = {}
+    opened: dict[JobCredentials, JsonObject] = {}
 
-    def hello_for(credentials: JobCredentials) -> dict[str, Any]:
+    def hello_for(credentials: JobCredentials) -> JsonObject:
         if credentials not in opened:
             opened.clear()
             opened[credentials] = open_listener(credentials.secret, credentials.job)
