@@ -115,7 +115,7 @@ def broadcast_group(
         raise as_argument_error(error) from None
 
     def rule(gradients: Tensors, _: RowCounts) -> Tensors:
-        means = average_gradients(call, gradients)
+        means = average_gradients(gradients, process_set, ignore_name_scope)
         is_root = tf.equal(read_rank_info("rank"), root_rank)
         return [tf.where(is_root, mean, tf.zeros_like(mean)) for mean in means]
 

@@ -207,48 +207,56 @@ def run_compressed(
     ]
 
 
-def _unnamed(call: CollectiveSpec, op: str, **options: Any) -> CollectiveSpec:
-    """Makes the specification of a collective in the derivative of `call`."""
-    number = call.process_set_id
-    return CollectiveSpec(op, process_set_id=number, bare=call.bare, **options)
+# A rule keeps the process set itself: its number alone would find the set that was used
+# last under that number, and that one may have another time limit.
 
 
-def average_gradients(call: CollectiveSpec, gradients: Tensors) -> Tensors:
-    """Averages the gradients of the results of `call` over its ranks."""
-    return run_allreduce(_unnamed(call, "allreduce", reduce_op=Average), gradients)
+def average_gradients(
+    gradients: Tensors, process_set: ProcessSet, ignore_name_scope: bool
+) -> Tensors:
+    """Averages gradients over the ranks of a process set."""
+    call = make_spec(
+        "allreduce", None, process_set, ignore_name_scope, reduce_op=Average
+    )
+    return run_allreduce(call, gradients)
 
 
 def run_allreduce(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable allreduce of `tensors` as one operation."""
+    process_set = call.process_set()
 
     def rule(gradients: Tensors, _: RowCounts) -> Tensors:
         options = OperationOptions(
             reduce_op=call.reduce_op, prescale=call.prescale, postscale=call.postscale
         )
-        return run_allreduce(_unnamed(call, "allreduce", **options), gradients)
+        unnamed = make_spec("allreduce", None, process_set, call.bare, **options)
+        return run_allreduce(unnamed, gradients)
 
     return run(call, tensors, rule)[0]
 
 
 def run_reducescatter(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable reducescatter of `tensors` as one operation."""
+    process_set = call.process_set()
 
     def rule(gradients: Tensors, _: RowCounts) -> Tensors:
         factor = call.prescale * call.postscale
         if call.reduce_op == Sum:
-            factor *= call.process_set().size()
+            factor *= process_set.size()
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return run_allgather(_unnamed(call, "allgather"), scaled)
+        unnamed = make_spec("allgather", None, process_set, call.bare)
+        return run_allgather(unnamed, scaled)
 
     return run(call, tensors, rule)[0]
 
 
 def run_allgather(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensors:
     """Runs a differentiable allgather of `tensors` as one operation."""
+    process_set = call.process_set()
 
     def rule(gradients: Tensors, received: RowCounts) -> Tensors:
-        means = average_gradients(call, gradients)
-        rank = _own_set_rank(call)
+        means = average_gradients(gradients, process_set, call.bare)
+        rank = _own_set_rank(process_set)
         parts = []
         for mean, rows in zip(means, received, strict=True):
             rows = tf.convert_to_tensor(rows, tf.int32)
@@ -264,10 +272,11 @@ def _in_xla_function() -> bool:
     return tf_private.is_compiled(tf.compat.v1.get_default_graph())
 
 
-def _own_set_rank(call: CollectiveSpec) -> int | tf.Tensor:
+def _own_set_rank(process_set: ProcessSet) -> int | tf.Tensor:
     if tf_private.executing_eagerly() or _in_xla_function():
-        return call.process_set().rank()
-    return graph_collectives.add_query("set_rank", call.process_set_id, None)
+        return process_set.rank()
+    number = process_set_id_of(process_set, "rank")
+    return graph_collectives.add_query("set_rank", number, None)
 
 
 def read_rank_info(
