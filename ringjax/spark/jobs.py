@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Row, SparkSession
@@ -20,6 +20,7 @@ from ringjax.run import environ, task
 from ringjax.run.engine_job import EngineJob
 from ringjax.spark.task import SCHEMA, RankTask
 
+T = TypeVar("T")
 log = logging.getLogger("ringjax.spark")
 _POLL_INTERVAL = 0.1  # seconds between two polls of the coordinator
 _STOP_TIMEOUT = 2.0  # seconds to wait for tasks that were told to stop
@@ -28,7 +29,7 @@ _job_numbers = itertools.count()
 
 
 def run(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -43,7 +44,7 @@ def run(
     nics: Sequence[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Runs a function as the ranks of one job, in the tasks of a barrier stage.
 
     Args:
@@ -93,7 +94,7 @@ def run(
 
 
 def run_elastic(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
@@ -110,7 +111,7 @@ def run_elastic(
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Runs a function in an elastic job, which goes on if a task is lost.
 
     Spark tries the task again, at most `spark.task.maxFailures` times, and the new rank

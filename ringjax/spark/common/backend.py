@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ringjax.spark import jobs
+
+T = TypeVar("T")
 
 
 class Backend(ABC):
@@ -15,11 +17,11 @@ class Backend(ABC):
     @abstractmethod
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Calls `fn(*args, **kwargs)` in every rank; returns the results by rank."""
 
     @abstractmethod
@@ -47,11 +49,11 @@ class SparkBackend(Backend):
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Calls `fn(*args, **kwargs)` in every rank; returns the results by rank.
 
         Raises:

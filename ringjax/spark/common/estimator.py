@@ -178,7 +178,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         job = self._training_job(run_id, val_rows > 0, dataset_idx)
         if self._has_checkpoint(run_id):
             job.checkpoint = self._load_checkpoint(run_id)
-        results = backend.run(
+        results: list[Any] = backend.run(
             self._train_function(),
             args=(job, self._pickle_spec()),
             kwargs={},
