@@ -210,7 +210,7 @@ class ObjectEncoder:
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
         dtype = array.dtype
         if dtype.isbuiltin == 1 or dtype.byteorder == ">":
-            dtype = dtype.newbyteorder("<")  # one byte order on all hosts
+            dtype = dtype.newbyteorder("<")  # the byte order of the layout
         if not (name := dtype_name(dtype, self.kinds)):
             raise TypeError(
                 f"{where} is an array of dtype {array.dtype}, which has no plain bytes"
@@ -236,7 +236,7 @@ def _unicode(value: str, where: str) -> str:
 
 
 class Template:
-    """What this process has in the place of a node; the builtin types ignore it."""
+    """The object of this process in the place of a node. Builtin types ignore it."""
 
     def child(self, kind: type[Any], key: Any) -> Self:
         """Returns the template of an item in a container of this kind."""

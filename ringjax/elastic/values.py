@@ -18,7 +18,7 @@ from ringjax.control.objects import is_named_callable
 if TYPE_CHECKING:
     from ringjax.elastic.jax_leaves import JaxNode
 
-Attributes = dict[str, Any]  # of a state, by name
+Attributes = dict[str, Any]  # the attributes of a state by name
 _SCALARS = str | bytes | int | float | complex
 
 

@@ -24,7 +24,7 @@ _CONNECT_TIMEOUT = 2.0  # seconds
 
 
 class JobSocketError(OSError):
-    """There is no job to connect to, or it belongs to another user."""
+    """The job does not exist, or it belongs to another user."""
 
 
 def socket_folder() -> Path:
