@@ -25,7 +25,6 @@ def connect_to_server(
 
     Args:
         addresses: "host:port,[v6]:port,...".
-        secret: the secret of the job.
         request: describes this end of the connection.
         deadline: of `time.monotonic`, for all addresses together.
         server: the name of the server in errors.

@@ -188,8 +188,6 @@ def callee_steps(
     """Runs the end of the handshake that accepts.
 
     Args:
-        secret: the secret of the job.
-        job: the id of the job.
         refusal_of: returns why a request is refused; "" accepts the request.
         tls_offer: the TLS offer of this end.
     """
@@ -233,8 +231,6 @@ def authenticate(
     """Runs the caller's end of the handshake on a connected socket.
 
     Args:
-        sock: the socket.
-        secret: the secret of the job.
         request: describes this end of the connection.
         limit: seconds for the whole handshake.
 

@@ -59,10 +59,6 @@ class LaunchInfo:
 def detect_launch(config: Config, environ: Environ = os.environ) -> LaunchInfo:
     """Finds rank and size of this process.
 
-    Args:
-        config: the settings.
-        environ: the environment variables.
-
     Raises:
         StartupError: a launcher has started several processes, but rank or size is
             missing. The text says which variables exist and which to set.

@@ -25,7 +25,7 @@ from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import TlsOffer, offer_for
 
-# Connections that nobody has taken yet. Only members of the job can open some.
+# Connections that `accept` has not returned yet. Only members of the job open some.
 _MAX_WAITING = 1 << 16
 
 
@@ -56,8 +56,6 @@ class LinkListener:
     """Accepts the connections of higher ranks.
 
     Args:
-        secret: the secret of the job.
-        job: the id of the job.
         rank: this rank. A caller must name it, and must have a higher rank itself.
             -1: the rank changes from epoch to epoch, so neither is checked.
         size: the size of the job, if `rank` is given.

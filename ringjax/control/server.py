@@ -56,7 +56,6 @@ class ServerSession:
         """Queues a message and writes as much as the socket takes now.
 
         Args:
-            message: to send.
             last: close the session once everything is written.
 
         Raises:
@@ -97,7 +96,6 @@ class JobServer(abc.ABC):
     """Serves one job. A subclass decides who may connect and answers the messages.
 
     Args:
-        secret: the secret of the job.
         job: the id of the job, 16 hexadecimal digits.
         hosts: the addresses to listen on; None for the loopback address only.
         port: the same port on each address; 0 takes a free one for each.

@@ -76,7 +76,6 @@ def calibrate(
 
     Args:
         communicator: of all ranks.
-        config: the settings.
         network: the result of `describe_network`.
         before: the constants of the epoch before; only those of rank 0 count.
 

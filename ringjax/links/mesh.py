@@ -61,9 +61,6 @@ class MeshFactory:
         members: the members of the epoch, by rank.
         hosts: the number of the host of each world rank.
         epoch: the number of the epoch.
-        job: the id of the job.
-        secret: the secret of the job.
-        config: the settings.
         listener: accepts the connections of higher ranks.
         loss_monitor: knows which ranks are lost.
         shm_bytes: computes the shared memory of a pair from the bytes of one ring.

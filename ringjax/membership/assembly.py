@@ -167,7 +167,6 @@ class Assembly:
     """Collects the workers that have come, and decides when the job begins.
 
     Args:
-        config: the numbers of the job.
         resuming: the job had begun under an earlier coordinator. If this is not known
             beforehand, the first worker that sends an older epoch shows it.
 

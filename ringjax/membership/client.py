@@ -107,7 +107,7 @@ class CoordinatorClient:
             self.close()
             raise
         if self._connection.reconnects:
-            waiting = len(self._directives)  # came together with the first one
+            waiting = len(self._directives)  # directives that came with the first one
             self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._connection.start_thread()
 
@@ -204,7 +204,7 @@ class CoordinatorClient:
         self._send(("suspect", rank), message, epoch)
 
     def ready(self) -> None:
-        """Tells that this newcomer is warmed up and may become a member."""
+        """Announces that this newcomer is warmed up and may become a member."""
         self._send("ready", {"type": "ready"})
 
     def pause(
@@ -214,7 +214,7 @@ class CoordinatorClient:
         sets: Mapping[int, Sequence[int]] | None = None,
         next_set: int = 0,
     ) -> None:
-        """Tells that this member waits at a step boundary for the next epoch.
+        """Announces that this member waits at a step boundary for the next epoch.
 
         All members pause for the same `number`, or none does. If an `EpochDirective` of
         kind "repair" comes first, call it again with the new epoch.
@@ -320,7 +320,7 @@ class CoordinatorClient:
     def leave(
         self, lines: Mapping[int, CallProgress] | None = None, epoch: int | None = None
     ) -> None:
-        """Tells that this member has finished. The job then admits no newcomers.
+        """Announces that this member has finished. The job then admits no newcomers.
 
         Args:
             lines: as in `report`. Ranks that are still inside the last call of a

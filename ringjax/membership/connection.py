@@ -85,7 +85,6 @@ class Connection:
 
     Args:
         addresses: of the coordinator: "host:port,...", tried in turn.
-        secret: the secret of the job.
         request: describes this worker in the handshake.
         failure_timeout: seconds of silence after which the kernel ends the connection;
             0: never.

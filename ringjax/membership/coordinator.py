@@ -36,7 +36,6 @@ class Coordinator(JobServer):
     """Decides who belongs to a job.
 
     Args:
-        secret: the secret of the job.
         job: the id of the job, 16 hexadecimal digits.
         np: the number of workers that start the job.
         min_np: with fewer members the job waits for newcomers.
@@ -162,17 +161,17 @@ class Coordinator(JobServer):
                 os.eventfd_read(self._wakeup_fd)
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
-        """Tells that a worker's process has ended, see `JobMembership`."""
+        """Records that a worker's process has ended, see `JobMembership`."""
         self._call_soon(
             lambda now: self._membership.process_ended(worker, text, now, heirs=heirs)
         )
 
     def finished(self, worker: int) -> None:
-        """Tells that a worker has finished under an earlier coordinator."""
+        """Records that a worker has finished under an earlier coordinator."""
         self._call_soon(lambda now: self._membership.mark_finished(worker, now))
 
     def expected(self, worker: int) -> None:
-        """Tells that a process was started as this worker."""
+        """Records that a process was started as this worker."""
         self._call_soon(lambda now: self._membership.expect(worker))
 
     def ended(self, worker: int) -> None:

@@ -62,8 +62,6 @@ class EpochState:
         """Records that a member has left or is lost.
 
         Args:
-            worker: the member.
-            why: the reason.
             last: its last report, if it has not reported before.
         """
         self.alive.discard(worker)

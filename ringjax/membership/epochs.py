@@ -37,9 +37,6 @@ class WorkerInfo:
 class Epochs:
     """Holds the present epoch and forms the next one.
 
-    Args:
-        config: the numbers of the job.
-
     Attributes:
         phase: "assembly", "run", "revoked", "waiting" or "stopped".
         epoch: the present epoch.
@@ -241,11 +238,9 @@ class Epochs:
         """Removes a member that has finished. The other members are about to finish.
 
         Args:
-            worker: the member.
             last: its report about this epoch. None if it had finished before it learnt
                 about this epoch. Then no member may have sent its state to the workers
                 that joined in this epoch, so the job does not need them any more.
-            now: the time.
         """
         if last is None:
             self._stateless |= self.epoch.joiners

@@ -27,8 +27,6 @@ class JoinedJob:
 
     Attributes:
         client: this rank's connection to the coordinator.
-        secret: the secret of the job.
-        job: the id of the job.
         coordinator: the coordinator if it runs in this process, else None.
     """
 

@@ -36,7 +36,6 @@ class JobMembership(Epochs):
     """Decides who belongs to a job.
 
     Args:
-        config: the numbers of the job.
         resume: the job had begun under an earlier coordinator.
 
     Attributes:
@@ -56,7 +55,7 @@ class JobMembership(Epochs):
     def __init__(self, config: MembershipConfig, resume: bool = False) -> None:
         super().__init__(config)
         self._connected: set[int] = set()
-        self._missing_was_asked = False  # a rank has got the names
+        self._missing_was_asked = False  # a rank has got the list
         # Workers whose process has ended while their connection is still open: why, and
         # until when to wait for the end of the connection.
         self._exited: dict[int, tuple[str, float]] = {}
@@ -100,12 +99,10 @@ class JobMembership(Epochs):
         """Handles the hello of a worker that has no other connection.
 
         Args:
-            worker: its number.
             seen: the address from which it has connected.
             hello: its description of itself.
             rejoin: its knowledge from an earlier connection, see `RejoinState`; None on
                 its first connection.
-            now: the time.
 
         Raises:
             ValueError: `rejoin` is malformed.
@@ -264,9 +261,7 @@ class JobMembership(Epochs):
         So the end of its connection is waited for, `exit_grace` at most.
 
         Args:
-            worker: the worker.
             text: why it has ended.
-            now: the time.
             heirs: whether newcomers may begin the job again if all members have ended
                 in this way. False if the host of the process cannot be reached, because
                 the process may still run there, and after an error of the program,

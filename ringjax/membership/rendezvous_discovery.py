@@ -49,8 +49,6 @@ def start_coordinator(
     """Starts the coordinator in rank 0, if there is no ringrun.
 
     Args:
-        info: the rank, the size and the host of this process.
-        config: the settings.
         file: where to publish the credentials for the other ranks of this host; None if
             the job spans several hosts.
 
@@ -106,8 +104,6 @@ def join_job(
     """Finds the coordinator of this process's job, joins and waits for all ranks.
 
     Args:
-        info: the rank, the size and the host of this process.
-        config: the settings.
         hello: what the other ranks must know about this one.
         open_listener: opens the socket on which other ranks will connect to this one.
             It is called before this rank joins, because the hello contains the address
