@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(path: Path | None) -> str:
-    """The same text on all ranks, also where hosts have different Pythons."""
+    """Rank 0 reads and broadcasts it: Python's help texts differ by version."""
     text = None
     if ringjax.rank() == 0:
         if path is not None:
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """One layer."""
+        """Applies the layer to activations [..., length, width]."""
         length, width = x.shape[-2:]
         mask = nn.make_causal_mask(jnp.ones(length))
         y = nn.LayerNorm()(x)

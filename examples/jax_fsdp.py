@@ -44,12 +44,12 @@ jax.config.update("jax_num_cpu_devices", arguments.devices)
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 ringjax.init()
 
-# Of this process, or of all processes of its group.
+# The devices of this process, or of all processes of its group.
 mesh = jax.make_mesh((jax.device_count(),), ("shard",), (jax.sharding.AxisType.Auto,))
 
 
 def cut(leaf):
-    """Over the last dimension that the devices divide, if there is one."""
+    """Shards `leaf` over its last dimension that is a multiple of the device count."""
     fits = [i for i, n in enumerate(leaf.shape) if n and n % mesh.size == 0]
     spec = [None] * leaf.ndim
     if fits:
@@ -64,7 +64,7 @@ tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
 model = Transformer(len(alphabet), arguments.length, arguments.width, arguments.layers)
 tx = optax.chain(
     ringjax.allreduce_grads(),
-    optax.clip_by_global_norm(1.0),  # of the whole model: JAX adds up the shards
+    optax.clip_by_global_norm(1.0),  # JAX sums the norm over all shards
     optax.adamw(3e-3),
 )
 

@@ -55,7 +55,7 @@ class WithJax:
 
 
 class WithTorch:
-    """The same in PyTorch, through Horovod's functions."""
+    """Trains the line in PyTorch, with Horovod's functions."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         import torch

@@ -74,7 +74,7 @@ def make_network() -> tf.keras.Model:
 
 
 def make_step(network, optimizer, compression):
-    """One step of training as a graph; returns loss and accuracy of this rank."""
+    """Makes a training step as a graph; the step returns loss and accuracy."""
 
     @tf.function
     def step(images, labels):

@@ -60,7 +60,7 @@ class Bottleneck(nn.Module):
             self.around = nn.Sequential(fit, nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same shape, or with half the pixels and more channels."""
+        """Adds the two paths. With stride 2 the result has half the pixels each way."""
         return functional.relu(self.path(x) + self.around(x))
 
 

@@ -1,4 +1,4 @@
-"""What every test has: the `ranks` mark, a world, jobs to start, a check for leaks.
+"""Fixtures and hooks of all tests: the `ranks` mark, job starters, leak checks.
 
 `@pytest.mark.ranks(1, 2, 3)` runs a test under ringrun on so many ranks, once for each
 number, from plain `pytest`. The mechanism is in support/rank_items.py and
@@ -84,7 +84,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What shares tests out among several processes: a launch goes to one of them."""
+    """Schedules tests on pytest-xdist's processes; all tests of a launch go to one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Launches(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]
@@ -105,12 +105,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _give_cache(config: pytest.Config) -> None:
-    """What tests and their ranks measure or compile stays out of the user's cache.
+    """Gives tests and their ranks a cache of their own, not the user's.
 
-    What one process compiles the others read, all with the same flags: some compare bit
-    by bit. jax writes a file in its place, so another rank may read half of it; jax
-    notices, warns and compiles. Tests that compare the output of a rank must not see
-    that warning.
+    All processes share the compiled programs and use equal compiler flags, because some
+    tests compare results bit by bit. jax does not write a cache file atomically, so
+    another rank may read half a file. jax notices that, warns and compiles. Tests that
+    compare the output of a rank must not see that warning.
     """
     folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder.name)
@@ -119,7 +119,8 @@ def _give_cache(config: pytest.Config) -> None:
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     unfinished = "ignore:Error reading persistent compilation cache entry:UserWarning"
     patch.setenv("PYTHONWARNINGS", unfinished)
-    # Whoever names a platform, as the targets for GPUs do, is after its own code.
+    # A run that names a platform, such as the make targets for GPUs, must get the code
+    # that XLA makes for that platform by default.
     if {"XLA_FLAGS", "JAX_PLATFORMS"}.isdisjoint(os.environ):
         patch.setenv("XLA_FLAGS", cheap_code())
     config.add_cleanup(folder.cleanup)
@@ -167,7 +168,7 @@ def _release(error: BaseException | None) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         while error is not None:
             for frame, _ in traceback.walk_tb(error.__traceback__):
-                with contextlib.suppress(RuntimeError):  # it runs: one of pytest's
+                with contextlib.suppress(RuntimeError):  # pytest's frames still run
                     frame.clear()
                     _ = frame.f_locals  # Python 3.11 keeps a copy until it is asked
             error = error.__context__

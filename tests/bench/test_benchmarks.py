@@ -156,7 +156,8 @@ def test_a_peer_may_have_another_python(
     built = tmp_path / "horovod" / "bin" / "python"
     built.parent.mkdir(parents=True)
     built.symlink_to(sys.executable)
-    assert named() == str(built)  # of that environment: the link is not followed
+    # The link is not followed, because its target belongs to another environment.
+    assert named() == str(built)
     assert named("--python", "horovod=/other/python", "mpich=x") == "/other/python"
     entry = Entry(PEERS["horovod"].kind, ("json",), "horovodrun")
     words = options.parse([])
@@ -196,7 +197,7 @@ class World:
 
 
 def variant(peer: str, *rounds: list[float], **known: Any) -> Variant:
-    """One that has been measured."""
+    """Makes a variant with measured `rounds`."""
     about = {"wall": 1.0, "busy": 0.5, "own": 0.5} | known
     return Variant(World(peer), f"of {peer}", rounds=list(rounds), **about)
 

@@ -15,7 +15,7 @@ from benchmarks import by_ranks, collectives
 
 
 def row(peer: str, ranks: int, *medians: float, case: str = "alltoall, 4 KiB") -> Any:
-    """What turns.measure reports, as far as it matters here."""
+    """A row of `turns.measure` with the columns that by_ranks reads."""
     rounds = [[us, us] for us in medians]
     return {"peer": peer, "ranks": ranks, "case": case, "rounds_us": rounds}
 

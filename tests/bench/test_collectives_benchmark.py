@@ -20,7 +20,7 @@ from benchmarks.peers.adapter import COLLECTIVES, Peer
 def test_by_default_it_is_everything() -> None:
     options = collectives.parse([])
     assert options.ranks == [2, 4] and {"limit", "mpich"} <= set(options.peers)
-    assert not {"jax-empty", "ringjax-tcp"} & set(options.peers)  # they have none
+    assert not {"jax-empty", "ringjax-tcp"} & set(options.peers)  # no collectives
     cases = collectives.cases(options, 4)
     assert [(c.collective, c.size) for c in cases] == [
         (name, size) for name in COLLECTIVES for size in collectives.SIZES
@@ -144,13 +144,13 @@ class World:
 
 
 def variant(peer: str, name: str, *times: float) -> Variant:
-    """One that took so many milliseconds in each round."""
+    """Makes a variant with `times`: the milliseconds of each round."""
     rounds = [[t / 1e3] for t in times]
     return Variant(World(peer), name, rounds=rounds, wall=1.0, busy=0.5, own=0.25)
 
 
 def rows(*more: Variant, **times: list[float]) -> list[dict[str, Any]]:
-    """What is measured of one case, from the milliseconds of each round."""
+    """The rows of one case, from each peer's milliseconds per round."""
     case = Case("alltoall, 4 KiB", [(1024,)], "collectives", collective="alltoall")
     variants = [variant(peer, "alltoall", *of) for peer, of in times.items()]
     found = turns.compare([*more, *variants], case, ranks=2)
@@ -188,7 +188,7 @@ def test_the_limit_is_its_variant_with_the_fastest_round() -> None:
 
 
 class Worlds:
-    """One peer with variants, that says what it is asked for."""
+    """A peer with three variants that records the variants asked for."""
 
     peer, dtypes = "limit", ("float32",)
 

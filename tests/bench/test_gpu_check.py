@@ -1,6 +1,6 @@
-"""What `make gpu-check` does without a GPU: sections, tables, shapes, profiles.
+"""Tests of `make gpu-check` that need no GPU: sections, tables, shapes, profiles.
 
-No number of a GPU is here; the sections themselves run on one only, or in a dry run.
+The sections themselves run only on a GPU or in a dry run, so no measurement is tested.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def test_every_rank_gets_a_host_of_its_own() -> None:
 
 
 def said(**cases: Any) -> dict[str, Any]:
-    """What a rank says: a case's name with its error or its detail."""
+    """A rank's report: the name of each case with its error or its detail."""
     lines: dict[str, Any] = {
         name: {"error": value if value and " " in value else "", "detail": value,
                "seconds": 0.1}

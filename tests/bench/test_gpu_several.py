@@ -17,7 +17,7 @@ from benchmarks.gpu.report import Report
 
 
 class Item:
-    """As much of a collected test as the hook looks at."""
+    """A stand-in for a collected test, with the attributes that the hook reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

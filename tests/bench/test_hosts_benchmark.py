@@ -1,6 +1,6 @@
-"""What benchmarks/hosts/ does without namespaces: bounds, options, commands, tables.
+"""Tests of benchmarks/hosts/ without namespaces: bounds, options, commands, tables.
 
-No test makes a namespace, starts a rank or looks at how long something took.
+No test makes a namespace, starts a rank or measures time.
 """
 
 from __future__ import annotations

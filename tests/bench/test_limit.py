@@ -60,9 +60,9 @@ def check_sums(own: limit.Limit) -> int:
 
 
 def check_collectives(own: limit.Limit) -> int:
-    """Every variant and size in an order without order; how many were right."""
+    """Checks every variant and size in random order; returns the number of cases."""
     cases = [(name, part) for name in own.collectives for part in PARTS]
-    mixed = random.Random(own.size)  # the same on all ranks
+    mixed = random.Random(own.size)  # all ranks draw the same order
     for variant, part in mixed.sample(cases, len(cases)):
         step = worker.collective(own, variant, part * own.size)  # checks the first
         if part <= PARTS[1]:
@@ -72,7 +72,6 @@ def check_collectives(own: limit.Limit) -> int:
 
 
 def main(rank: int, size: int, port: int) -> None:
-    """One rank."""
     own = limit.Limit(rank, size, port)
     print(check_sums(own), check_collectives(own), len(own.collectives))
     own.close()

@@ -20,7 +20,7 @@ MIB = memory.MIB
 
 
 def level(private: int, shared: int = 0, file: int = 0, mapped: int = 0) -> Any:
-    """As a rank writes it, from MiB."""
+    """A rank's memory in bytes, from values in MiB."""
     values = {"private": private, "shared": shared, "file": file, "mapped": mapped}
     return {name: value * MIB for name, value in values.items()}
 

@@ -55,7 +55,7 @@ class Deed:
 
 @dataclass
 class Verdict:
-    """What `check` found.
+    """The findings of `check`.
 
     Attributes:
         steps: how many were completed.
@@ -185,7 +185,7 @@ class Chaos:
             time.sleep(0.01)
 
     def logs(self) -> str:
-        """What everybody has written, and the last lines of the traces."""
+        """The output of all workers and of ringrun, and the end of each trace."""
         ends = [
             f"--- trace of worker {path.stem}: {path.read_text()[-300:]}"
             for path in sorted(self.folder.glob("*.jsonl"))
@@ -195,7 +195,7 @@ class Chaos:
     # -- what is done to them ----------------------------------------------------------
 
     def do(self, what: str, worker: int, pid: int, chance: random.Random) -> None:
-        """One deed, at once; what takes its time is waited for."""
+        """Does one deed at once. Waits for a deed that takes time."""
         self.deeds.append(Deed(time.monotonic(), what, worker))
         with contextlib.suppress(ProcessLookupError):
             match what:
@@ -257,7 +257,8 @@ class Chaos:
         code = self.job.wait(seconds)
         assert code == 0, f"ringrun ended with {code}; {self.deeds[-9:]}\n{self.logs()}"
         verdict = check(self.folder, self.deeds, eager=self.program == EAGER)
-        # What comes to its own end by an error is replaced as well, but must not be.
+        # ringrun also replaces a worker that ended by an error of its own. Here such an
+        # end is a bug, except for a worker whose memory was filled on purpose.
         full = {str(deed.worker) for deed in self.deeds if deed.what == "memory"}
         lines = re.finditer(
             r"^ringrun: .*worker (\d+), pid \d+\) (failed|was declared lost: failed).*",
@@ -283,7 +284,7 @@ _WEIGHTS = (67, 7, 4, 8, 4, 7, 3)
 
 
 def _job_name(pid: int) -> str:
-    """What its job calls itself; "" if it is gone."""
+    """The job's name from the environment of process `pid`; zeros if it has ended."""
     with contextlib.suppress(OSError):
         for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, value = variable.partition(b"=")
@@ -398,7 +399,7 @@ def recoveries(deed: Deed, traces: dict[int, list[dict[str, Any]]]) -> Iterator[
         without = (
             line["t"] for line in trace[len(before) :] if victim not in line["who"]
         )
-        with contextlib.suppress(StopIteration):  # it was killed, too
+        with contextlib.suppress(StopIteration):  # this survivor was killed, too
             yield next(without) - deed.at
 
 
@@ -415,6 +416,6 @@ def _pauses(by_step: dict[int, dict[int, dict[str, Any]]]) -> Iterator[float]:
 
 
 def quantile(samples: list[float], share: float) -> float:
-    """Of the sorted samples, the one that `share` of them do not exceed."""
+    """The sample that a fraction `share` of all samples does not exceed."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

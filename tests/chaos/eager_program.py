@@ -19,7 +19,7 @@ from ringjax import eager
 if len(sys.argv) <= 3:  # checkpoints are Orbax's, which imports jax
     from support import numpy_only
 
-    assert numpy_only  # it refuses frameworks
+    assert numpy_only  # this import refuses later imports of frameworks
 
 
 def main() -> None:

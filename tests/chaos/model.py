@@ -1,11 +1,11 @@
-"""What ranks train in the chaos tests: every step can be computed again bit by bit.
+"""The model of the chaos tests: every step can be computed again bit by bit.
 
 A worker's gradients are small whole numbers that depend on the worker, the step and the
-parameters. So their sums are exact in float32 in whatever order they are added, a step
-that is lost, done twice or done with other ranks changes all that follows, and one
-process can repeat what many have done. Adam and its state are as in any training. The
-mean is one division, and the optimizer is a compiled program of its
-own, the same here and there: XLA might fuse it otherwise with what stands before it.
+parameters. So their sums are exact in float32 in every order of addition. A step that
+is lost, done twice or done with other ranks changes all later steps, and one process
+can repeat the training of many. Adam and its state are as in any training. The mean is
+one division. The optimizer is a compiled program of its own, both in the ranks and in
+the repetition, because XLA might fuse it differently with the code before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def first() -> tuple[Tree, Any]:
 
 
 def gradients(params: Tree, worker: Any, step: Any) -> Tree:
-    """One worker's gradients of a step: whole numbers between -6 and 6."""
+    """Computes a worker's gradients of a step: whole numbers between -6 and 6."""
     found = {}
     for i, (name, value) in enumerate(params.items()):
         index = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)

@@ -1,4 +1,4 @@
-"""What ranks train in the chaos tests where no jax is imported; as model.py.
+"""The model of the chaos tests that do not import jax; compare model.py.
 
 Gradients are small whole numbers again, and the optimizer is momentum, line by line in
 numpy, which rounds the same in every process. A newcomer needs a third of the time to
@@ -29,7 +29,7 @@ def first() -> tuple[Tree, Tree]:
 
 
 def gradients(params: Tree, worker: int, step: int) -> Tree:
-    """One worker's gradients of a step: whole numbers between -6 and 6."""
+    """Computes a worker's gradients of a step: whole numbers between -6 and 6."""
     found = {}
     salt = (worker * 69069 + step * 40503) % 2**32
     for i, (name, value) in enumerate(params.items()):
@@ -67,7 +67,7 @@ def apply(params: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
 
 
 def digest(params: Tree) -> str:
-    """The same exactly if all bits are."""
+    """A hash of all parameter bits: equal hashes mean equal parameters."""
     text = b"".join(np.asarray(params[name]).tobytes() for name in SHAPES)
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 

@@ -21,7 +21,8 @@ def main() -> None:
     training = Training()
     tx = ringjax.allreduce_grads()
     params, opt = model.first()
-    # Who takes part travels with the gradients, so that it is known exactly.
+    # Each worker adds a mark of its own to the gradients. The sum of the marks shows
+    # exactly which workers took part in the step.
     extra = {"who": jnp.zeros((2, model.PLACES), jnp.float32)}
     state = ringjax.elastic.State(
         params=params, opt=opt, reduction=tx.init({**params, **extra}), step=0

@@ -111,7 +111,7 @@ def checksum(data: bytes) -> int:
 
 
 def listed(code: object) -> list[str]:
-    """What `images` prints for it."""
+    """The lines that `images` prints for `code`."""
     return [
         f"{i.kind} {i.sm} {len(i.data)} {checksum(i.data)}"
         for i in code.images  # type: ignore[attr-defined]

@@ -81,7 +81,7 @@ nccl = Library("libnccl.so.2", "nccl", (OK, IN_PROGRESS))
 
 
 def handle(function: Callable[..., int], *args: Any) -> int:
-    """What `function` writes to the place that is its first argument."""
+    """Calls `function` and returns the handle that it writes to its first argument."""
     place = ctypes.c_size_t()
     function(ctypes.byref(place), *args)
     return place.value
@@ -127,7 +127,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 class Comm:
-    """One rank's communicator, not blocking unless it is asked to be."""
+    """An NCCL communicator of one rank, nonblocking by default."""
 
     def __init__(self, rank: int, size: int, made: UniqueId, blocking: int = 0) -> None:
         self.rank, self.size = rank, size

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 MARKS = [
     pytest.mark.timeout(180),
-    # Of Ray, not ours.
+    # Ray causes these warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

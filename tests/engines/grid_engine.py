@@ -41,7 +41,7 @@ qsort_args NONE
 
 
 def missing() -> str:
-    """What is not here that Grid Engine needs; nothing if all is."""
+    """Names what Grid Engine needs and this machine lacks; "" if nothing."""
     absent = [name for name in _PROGRAMS if _path(name) is None]
     if absent or not (_LIBRARY / "spoolinit").exists():
         packages = "gridengine-master gridengine-exec gridengine-client"

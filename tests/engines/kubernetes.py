@@ -35,7 +35,7 @@ sys.path.append(str(ROOT))
 from benchmarks.hosts.namespaces import Namespaces, address
 
 Object = dict[str, Any]
-PODS = 16  # that there can ever be: each has an address of its own
+PODS = 16  # pods in the life of a cluster: an address is never used again
 _PATHS = {
     "Service": "api/v1/namespaces/default/services",
     "Secret": "api/v1/namespaces/default/secrets",
@@ -161,7 +161,7 @@ class Cluster:
         self._network.__enter__()
         self._free: Iterator[int] = iter(range(PODS))
         self.pods: dict[str, Pod] = {}  # by name; the newest of each
-        self.failures: dict[str, int] = {}  # of pods
+        self.failures: dict[str, int] = {}  # pod -> number of its failures
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._control, name="controllers")
@@ -180,7 +180,7 @@ class Cluster:
             raise self._error
         return left
 
-    # What users do.
+    # The actions of users.
 
     def apply(self, manifest: Object) -> None:
         """kubectl apply."""
@@ -207,7 +207,7 @@ class Cluster:
             time.sleep(0.05)
 
     def output(self, pod: str) -> str:
-        """What the newest pod of this name has written."""
+        """The output of the newest pod of this name."""
         found = self.pods.get(pod)
         return "" if found is None else found.output
 
@@ -363,7 +363,7 @@ class Cluster:
 
 
 def children(manifest: Object) -> list[Object]:
-    """What the controllers of JobSet and Trainer make of an object."""
+    """The objects that the controllers of JobSet and Trainer make from an object."""
     if manifest["kind"] == "JobSet":
         return _of_job_set(manifest)
     return []

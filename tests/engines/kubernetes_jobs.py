@@ -36,14 +36,14 @@ _MODELS = {
     "TrainJob": "TrainerV1alpha1TrainJob",
     "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
 }
-# There is no schema of it on PyPI: what v2beta1 has at these places.
+# The keys of an MPIJob of v2beta1, by place. No package on PyPI has its schema.
 _MPI_JOB = {
     "spec": {"slotsPerWorker", "sshAuthMountPath", "mpiReplicaSpecs", "runPolicy"}
     | {"mpiImplementation", "launcherCreationPolicy", "runLauncherAsWorker"},
     "replica": {"replicas", "restartPolicy", "template"},
 }
 _WRONG = (AssertionError, ValueError, validation.ValidationError)
-# Tables whose keys are the user's, or of no schema.
+# Tables whose keys users choose, or that no schema describes.
 _FREE = ("labels", "selector", "jax", "requests", "limits", "mpiReplicaSpecs")
 needs_pods = [
     pytest.mark.timeout(240),
@@ -64,7 +64,7 @@ def _validate(document: dict[str, Any]) -> None:
     if kind in _MODELS:
         model = getattr(models, _MODELS[kind])
         known = model.from_dict(document).to_dict()
-        _compare(document, known, kind)  # what it does not know, it drops
+        _compare(document, known, kind)  # the model drops unknown keys
         for job in _jobs(document):
             validation.validate(job, "1.37", strict=True)
     elif kind == "MPIJob":
@@ -160,7 +160,7 @@ def test_pods_learn_their_place() -> None:
     assert (info.rank0_host, info.port) == (first, 29400)
 
 
-# What runs in the pods.
+# The programs in the pods.
 
 STATIC = """
 import numpy as np
@@ -224,7 +224,7 @@ elastic = pytest.mark.parametrize("cluster", [ELASTIC], indirect=True)
 
 
 def _sizes(folder: Path, host: str) -> list[tuple[int, int, float]]:
-    """What the newest rank on a host has said: step, size, time."""
+    """The lines of the newest rank on a host: step, size, time."""
     files = sorted(folder.glob(f"size-{host}-*"), key=lambda f: f.stat().st_ctime_ns)
     lines = files[-1].read_text().split("\n")[:-1] if files else []
     return [(int(a), int(b), float(c)) for a, b, c in map(str.split, lines)]
@@ -302,7 +302,7 @@ class TestElastic:
         _wait_for(cluster, 2, names[1:3])
         _wait_for(cluster, 3, names[:3])
         steps = [step for step, _, _ in _sizes(cluster.folder, "train-1")]
-        assert steps == sorted(steps) and len(steps) > 5  # one process, all the time
+        assert steps == sorted(steps) and len(steps) > 5  # one process wrote all
         (cluster.folder / "end").touch()
         cluster.wait_for(lambda: cluster.status("train"), "the end")
         assert cluster.status("train") == "Complete", cluster.logs()
@@ -332,7 +332,8 @@ class TestElastic:
             assert cluster.status(job) == "Complete", cluster.logs()
 
 
-# As OpenSSH: options, a host, then the words of a command for the login shell.
+# A stand-in for OpenSSH, with its command line: options, a host, then the words of a
+# command for the login shell.
 SSH = """#!/bin/sh
 while :; do case "$1" in -*) shift;; *) break;; esac; done
 shift

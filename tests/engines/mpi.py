@@ -31,12 +31,12 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Launcher:
-    """One program that starts ranks.
+    """A program that starts ranks, such as mpirun.
 
     Attributes:
-        name: for people; if it ends with a number, that is the version's first one.
-        program: where it is looked for.
-        install: what brings it.
+        name: shown to people; a number at its end is the major version.
+        program: the path of the program.
+        install: an advice how to install the program.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Launcher:
     install: str
 
     def missing(self) -> str:
-        """What to do if it is not here; nothing if it is, and is this version."""
+        """Says how to get the program in this version; "" if it is installed."""
         if not shutil.which(self.program):
             return f"{self.name}: no {self.program}; {self.install}"
         number = self.name.split()[-1]

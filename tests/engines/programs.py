@@ -1,4 +1,4 @@
-"""What the workers of these tests do; each function is shipped as it is."""
+"""Functions that the workers of these tests run. Each function is pickled alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def allreduce(scale: float = 1.0) -> tuple[int, int, int, float]:
 
 
 def fails(rank: int, how: str) -> None:
-    """One rank raises or is killed while the others wait for it."""
+    """Raises or dies on `rank` while the other ranks wait for this rank."""
     import ringjax
 
     ringjax.init()

@@ -57,7 +57,7 @@ _DEVICES = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n"
 
 
 def missing() -> str:
-    """What is not here that a Slurm needs; nothing if all is."""
+    """Names what Slurm needs and this machine lacks; "" if nothing."""
     absent = [name for name in PROGRAMS if _path(name) is None]
     if absent:
         return f"{', '.join(absent)}: install slurmd slurmctld slurm-client munge"

@@ -363,7 +363,7 @@ def test_kills_at_random_moments(slurm: Slurm, program: Path, tmp_path: Path) ->
         while time.monotonic() - begin < 45:
             what, node = chance.choice(KILLS)
             if node != last:
-                time.sleep(2)  # whose srun or agent is killed ends a moment later
+                time.sleep(2)  # ranks end a moment after their srun or agent
                 _wait_for_four(tmp_path)
             last = node
             deeds.append(f"{time.monotonic() - begin:.1f} s: {what} on {node}")

@@ -41,7 +41,8 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
     model = estimator.fit_on_parquet()
     import torch
 
-    # One process trains on the batches of both ranks with twice the learning rate.
+    # The reference: this process trains on the batches of both ranks with twice the
+    # learning rate.
     alone = torch_model()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.2, momentum=0.9)
     names = ["features", "y", "weight"]

@@ -39,11 +39,11 @@ class Target:
 
 
 class Broken(AssertionError):
-    """An input did what none may do."""
+    """An input had an effect that no input may have."""
 
 
 def damaged(seeds: Sequence[bytes], chance: random.Random) -> bytes:
-    """One of the seeds with one to six damages."""
+    """Copies a random seed and damages the copy at one to six places."""
     data = bytearray(chance.choice(seeds))
     for _ in range(chance.randint(1, 6)):
         at = chance.randint(0, len(data))

@@ -279,7 +279,7 @@ def _coordinator(data: bytes) -> None:
         for _ in range(8):
             session = chance.choice(sessions)
             message = _as_sent(strange(chance.choice(_SAYINGS), chance))
-            with contextlib.suppress(AuthenticationError):  # it is told to go
+            with contextlib.suppress(AuthenticationError):  # the server refused
                 server.on_message(session, message)
             server.after_round()
     finally:
@@ -287,7 +287,7 @@ def _coordinator(data: bytes) -> None:
 
 
 def _as_sent(message: Any) -> dict[str, Any]:
-    """What arrives of a message, if it is one."""
+    """The message as the receiver decodes it; {} if it is no JSON object."""
     try:
         read = json.loads(json.dumps(message))
     except ValueError:  # a lone surrogate cannot be sent

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needy = [item for item in mine if item.path.name.startswith("test_")]
     count, why = driver.count_devices() if needy else (1, "")
     for item in mine:
-        # What JAX's CUDA plugin warns of is no failure of ours.
+        # Warnings of JAX's CUDA plugin must not fail the tests.
         item.add_marker(pytest.mark.filterwarnings("default"))
         if not count and item in needy:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device: {why}"))

@@ -1,9 +1,9 @@
-"""What XLA makes of a training step for a GPU, looked at on a machine without one.
+"""Checks XLA's schedule of a training step for a GPU, on a machine without a GPU.
 
-XLA compiles for a GPU that it only knows from a description, and its optimised HLO is
-printed in the order of the schedule: so it shows where communication starts and that
-nothing is copied. Nothing runs here. `make gpu-schedule` brings JAX's CUDA plugin and
-runs this file; plain `pytest` does not collect it.
+XLA compiles for the description of a GPU and prints its optimised HLO in the order of
+the schedule. The text shows where communication starts and that nothing is copied.
+Nothing runs here. `make gpu-schedule` installs JAX's CUDA plugin and runs this file.
+Plain `pytest` does not collect it.
 """
 
 from __future__ import annotations
@@ -264,6 +264,6 @@ def test_calls_stay_out_of_cuda_graphs(compiled: Any, tmp_path: Path) -> None:
     lines = found.read_text().splitlines()
     calls = [line for line in lines if "kCustomCall" in line]
     assert len(calls) == 2 * LAYERS
-    # What a graph holds is indented.
+    # Lines inside a CUDA graph are indented.
     assert not [line for line in calls if line.startswith(" ")]
     assert any("kCommandBuffer" in line for line in lines), "graphs are off"

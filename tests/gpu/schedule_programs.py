@@ -1,8 +1,8 @@
-"""What XLA makes of the training programs that people write, for several GPUs.
+"""Checks XLA's schedules of usual training programs for several GPUs.
 
-As in schedule_several.py, for one of each kind: of flax, with accumulation, with steps
-in a loop, with two transforms. Whatever the kind, XLA has the collectives that it would
-have without ringjax, or sums that become three parts.
+Like schedule_several.py, for a program of each kind: with flax, with accumulation, with
+steps in a loop, with two transforms. In every program XLA has the collectives that it
+would have without ringjax, or an all-reduce becomes three operations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def gpus() -> Iterator[Any]:
 
 
 def loss(params: Any, batch: Any) -> Any:
-    if jax.typeof(batch[0]).sharding.mesh.explicit_axes:  # one says what is gathered
+    # On explicit axes JAX gathers no sharded parameters by itself.
+    if jax.typeof(batch[0]).sharding.mesh.explicit_axes:
         params = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), params)
     return described_gpu.dense_loss(params, batch)
 

@@ -1,7 +1,8 @@
-"""What XLA makes of a training step for several GPUs of a process, without one.
+"""Checks XLA's schedule of a training step for several GPUs of a process.
 
-As in schedule.py. XLA has collectives of its own here, over the devices of the process:
-ringjax must add none but those that gather what it has shared out, and copy nothing.
+As in schedule.py, no GPU is needed. Here XLA has collectives of its own, over the
+devices of the process. ringjax may add only those that gather the shares it has
+distributed, and must copy nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Step:
         return jax.tree.map(one, tree)
 
     def _loss(self, params: Any, batch: Any) -> Any:
-        if self._kind is AxisType.Explicit:  # there one says what is gathered
+        if self._kind is AxisType.Explicit:  # JAX does not gather these itself
             params = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), params)
         return dense_loss(params, batch)
 
@@ -94,7 +95,7 @@ def collectives(program: Program) -> Counter[str]:
 
 
 def check_call(program: Program, elements: int) -> None:
-    """One call of so many elements, after the backward pass and in place."""
+    """Checks that one call sends all `elements` in place, after the backward pass."""
     (call,) = program.calls()
     assert program.count_everywhere() == 1
     assert call.kind == "RUN0"
@@ -136,7 +137,7 @@ def test_what_devices_have_alike_is_an_allreduce_in_three_parts(
     plain = collectives(step.compiled(optax.identity()))
     assert plain == {"all-reduce": 1}
     program = step.compiled(ringjax.allreduce_grads())
-    # Of biases, which are small, and of the loss the sum stays a sum.
+    # Biases are small, so their sum and the loss's stay one all-reduce.
     found = {"all-reduce": 1, "reduce-scatter": 1, "all-gather": 1}
     assert collectives(program) == found
     check_call(program, PARAMETERS // DEVICES)

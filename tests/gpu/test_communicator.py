@@ -46,7 +46,7 @@ def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
     return made
 
 
-# One for all tests: NCCL takes half a second to connect.
+# All tests share a communicator because NCCL takes half a second to connect.
 @pytest.fixture(scope="module", params=["hybrid", "pack", "group"])
 def communicator(request) -> Iterator[Any]:
     made = connect(request.param)

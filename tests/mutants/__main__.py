@@ -29,17 +29,21 @@ MOST_IN_ALL = 900
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake: `original` becomes `replacement`, at one place in `file`."""
+    """A deliberate mistake that replaces `original` at one place in `file`."""
 
     what: str
     file: str
     original: str
     replacement: str
-    tests: list[str] = field(default_factory=list)  # that should notice: tried first
-    accepted: str = ""  # why it may go unnoticed
+    tests: list[str] = field(default_factory=list)  # run first: they should fail
+    accepted: str = ""  # the reason why no test needs to fail
 
     def applied_to(self, source: str) -> str:
-        """The text with the mistake; ValueError if there is not one place for it."""
+        """Returns `source` with the mistake.
+
+        Raises:
+            ValueError: if `original` does not occur exactly once.
+        """
         if source.count(self.original) != 1:
             found = source.count(self.original)
             raise ValueError(f"{self.file} has its lines {found} times, not once")
@@ -95,7 +99,7 @@ def _noticed_by(name: str, seconds: float) -> str:
 
 
 def _verdict(mutant: Mutant) -> str:
-    """Who notices it; empty: nobody."""
+    """The tests that fail with the mutant; empty if none does."""
     for name in mutant.tests:
         if noticed := _noticed_by(name, MOST_SECONDS):
             return noticed

@@ -21,12 +21,12 @@ class NativeFailure(Exception):
 
 
 class NativeTest(pytest.Item):
-    """One TEST of a file."""
+    """The item for one `TEST` of a C++ file."""
 
     line: int
 
     def setup(self) -> None:
-        """Builds what has changed, which may take longer than a test may."""
+        """Builds the changed files. The time limit of a test does not apply here."""
         try:
             self.program = native_build.tests()
         except native_build.BuildError as error:

@@ -10,7 +10,7 @@ from support import native_build
 from support.launch import ROOT
 
 
-@pytest.mark.timeout(0)  # it may have to be built
+@pytest.mark.timeout(0)  # the build of the program may take minutes
 def test_every_native_test_is_collected_once() -> None:
     listed = subprocess.run(
         [native_build.tests(), "--list"], capture_output=True, text=True, check=True

@@ -23,7 +23,7 @@ class SimulatedComm:
 
 
 class Call:
-    """One collective: the inputs of all ranks, and when each arrives at each rank."""
+    """A collective: the inputs of all ranks, and their arrival times at each rank."""
 
     __slots__ = (
         *("arrivals", "ended", "endings", "comm", "inputs", "key", "inline"),

@@ -37,12 +37,12 @@ MOST_EVENTS = 20000
 
 
 class Simulation:
-    """One job.
+    """Simulates a job.
 
     Args:
-        seed: decides everything.
-        wrong: one of `WRONG`, or nothing.
-        group: so many workers are lost and join together.
+        seed: decides everything that happens.
+        wrong: the name of a planted mistake from `WRONG`, or "".
+        group: the number of workers that are lost together and join together.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Simulation:
         self.present: dict[int, Channel] = {}
         self.tick_at: float | None = None
         self.workers: dict[int, Worker] = {}
-        self.pairs: set[tuple[int, int]] = set()  # that cannot reach each other
+        self.pairs: set[tuple[int, int]] = set()  # workers that cannot reach each other
         self.cuts: dict[tuple[int, int], float] = {}  # (from, to) -> since
         self.comms: dict[tuple[int, tuple[int, ...]], SimulatedComm] = {}
         self.formations: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -448,7 +448,11 @@ class Simulation:
 
 
 def run(seed: int, wrong: str = "", group: int = 1) -> Simulation:
-    """One job. Raises Violation with the seed in its text."""
+    """Simulates a job.
+
+    Raises:
+        Violation: if the job broke an invariant. The text contains the seed.
+    """
     try:
         with wrong_rules.applied(wrong):
             simulation = Simulation(seed, wrong, group)

@@ -62,7 +62,7 @@ class SimulatedConnection:
 
 
 class Worker:
-    """One process: `state` is "new", "work", "end" and the like."""
+    """A simulated worker process; `state` is "new", "work", "end" or between."""
 
     __slots__ = (
         "aborted", "base", "blocked", "call", "call_done", "cause", "client",

@@ -1,1 +1,1 @@
-"""What tests stand on: jobs of ranks, what they leave behind, stubs, strangers."""
+"""Helpers of the tests: jobs of ranks, checks for leaks, stubs, hostile peers."""

@@ -103,7 +103,7 @@ class Device:
         )
 
     def run(self, op: str, *args: Any, **options: Any) -> None:
-        """One call, and waits for its results."""
+        """Enqueues a call and waits for its results."""
         self.enqueue(op, *args, **options)
         self.core.synchronize()
 
@@ -138,7 +138,7 @@ class Device:
         self.core.done(given(ins), places(outs), site=site, **options)
 
     def stats(self, op: str) -> dict[str, Any]:
-        """What was enqueued until now; zeros before the first call."""
+        """Counts of the operations enqueued so far; zeros before the first call."""
         found: dict[str, Any] = self.core.stats().get(op, {})
         return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
 
@@ -154,7 +154,7 @@ class DefaultStream:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
         self._context, self._others = ctypes.c_void_p(), list[int]()
-        self._bodies: list[Any] = []  # of host functions that may not have run yet
+        self._bodies: list[Any] = []  # keeps host functions that may run later
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def sleep(self, seconds: float) -> None:
@@ -214,7 +214,7 @@ def reopen(**settings: str) -> Device:
 
 
 def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
-    """What an allreduce of the arrays of all ranks gives."""
+    """The result of an allreduce of all ranks' arrays `xs`."""
     dtype = xs[0].dtype
     combine: Any = np.add
     if dtype.kind == "b":
@@ -250,7 +250,7 @@ def equal(got: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> None
 
 
 class NcclLog:
-    """What the stub of NCCL was called with, on this rank."""
+    """The log of this rank's calls to the NCCL stub."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0

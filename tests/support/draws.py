@@ -1,4 +1,4 @@
-"""What ranks put into collectives, drawn from a seed: all know it of each. No jax."""
+"""Random inputs of collectives. Every rank can compute every rank's input. No jax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw(
     dtype: str = "float32",
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """One array for each rank; `shape` may depend on the rank.
+    """Draws an array for each rank; `shape` may depend on the rank.
 
     The values are small integers or their halves, so that sums and products of a few of
     them are exact in every dtype.

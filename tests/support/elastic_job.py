@@ -24,7 +24,7 @@ from ringjax.run.environ import rank_defaults
 from support import leaks, warm
 from support.launch import JobError, environment
 
-# What every script of these tests begins with: `say` writes one line at once.
+# The first lines of every script of these tests. `say` writes a line without buffering.
 HEAD = """
 import os, signal, sys, time
 import numpy as np
@@ -125,15 +125,15 @@ class ElasticJob:
         self._script.with_name(f"{self._script.name}.{word}").touch()
 
     def output(self, worker: int) -> str:
-        """What it has written with `say` and print."""
+        """The standard output of a worker."""
         return (self._folder / f"{worker}.out").read_text(errors="replace")
 
     def errors(self, worker: int) -> str:
-        """What it has written to standard error."""
+        """The standard error of a worker."""
         return (self._folder / f"{worker}.err").read_text(errors="replace")
 
     def lines(self, worker: int, word: str) -> list[list[str]]:
-        """The words after `word` of the lines that begin with it; whole lines only."""
+        """The other words of each complete line that begins with `word`."""
         text = self.output(worker)
         found = text[: text.rfind("\n") + 1].splitlines()
         return [line.split()[1:] for line in found if line.split(" ")[0] == word]
@@ -175,7 +175,7 @@ class ElasticJob:
         return self.events
 
     def story(self, tail: int = 3000) -> str:
-        """What everybody has written, for error texts."""
+        """The coordinator's events and all workers' output, for error texts."""
         parts = [f"events: {self.taken()}"]
         for worker in self.workers:
             code = self.workers[worker].poll()

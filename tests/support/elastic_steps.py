@@ -11,7 +11,7 @@ import itertools
 
 from support.elastic_job import ElasticJob
 
-# One line for each finished step: number, time, size, digest of all bits, one value.
+# Prints a line for each finished step: number, time, size, digest of all bits, a value.
 LOOP = """
 import zlib
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the bytes of one direction.
+    """The faults of one direction of a connection.
 
     Attributes:
-        delay: seconds that everything takes longer.
-        rate: bytes a second, 0: as many as there are.
-        drip: bytes that are handed on at a time, 0: any; with `delay`, a slow-loris.
+        delay: seconds of additional latency.
+        rate: bytes per second; 0: no limit.
+        drip: bytes per write; 0: no limit. With `delay`, this is a slow-loris attack.
         cut_after: bytes after which the connection is reset; -1: never.
         flip_at: the byte whose lowest bit is wrong; -1: none.
         close_after: bytes after which no more are handed on, and the receiver sees the

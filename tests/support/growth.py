@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 @dataclass
 class Process:
-    """One process: when it was seen, and what it held."""
+    """A process of the job with its samples of memory and descriptors."""
 
     command: str
     since: float
@@ -49,9 +49,9 @@ class Growth:
         self.processes: dict[int, Process] = {}
 
     def look(self) -> None:
-        """Takes a sample of those that are there."""
+        """Takes a sample of every running process."""
         now = time.monotonic()
-        with contextlib.suppress(OSError):  # one ended meanwhile: the next time
+        with contextlib.suppress(OSError):  # a process ended: sample the rest next time
             memory, fds = strangers.memory(self._job), strangers.descriptors(self._job)
             for pid, command in leaks.processes(self._job).items():
                 seen = self.processes.setdefault(pid, Process(command, now))

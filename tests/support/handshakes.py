@@ -34,6 +34,7 @@ def converse(
             inbox[1 - end] += output
         except StopIteration as finished:
             done[end] = finished.value[1]
-    # What follows on a link is the native core's, and it would find this before it.
+    # After the handshake the native core reads from the link. Bytes that the handshake
+    # left unread would stand before the core's own.
     assert inbox == [b"", b""], "one end took less than the other one said"
     return done[0], done[1]

@@ -23,13 +23,13 @@ COLLECTIVE = re.compile(
     r"(?:-start)?\("
 )
 HEAVY = re.compile(r"__triton|__cublas|__cudnn| dot\(| convolution\(")
-# They name memory and move none.
+# Opcodes of instructions that give memory a name and move no data.
 NAMING = ("get-tuple-element", "tuple", "bitcast", "opt-barrier")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """An instruction: one line of a computation."""
 
     name: str
     shape: str
@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def bucket(self) -> int:
-        """Of a native call; the number of its chain is in the bits above."""
+        """The bucket of a native call: the low 16 bits of `site`, below its chain."""
         found = re.search(r"\bsite = (\d+)", self.rest)
         assert found, f"no attribute site in {self.rest}"
         return int(found[1]) & 0xFFFF
@@ -60,7 +60,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of an array; none for a tuple or a token."""
+        """The size of the result if it is an array; 0 for a tuple or a token."""
         if not (found := re.match(r"[a-z]+(\d+)\[([\d,]*)\]", self.shape)):
             return 0
         bits, dimensions = found.groups()

@@ -44,7 +44,7 @@ class Pending:
 
 
 class Made(Pending):
-    """The same for results in memory of the core."""
+    """A pending submission whose results are in the core's memory."""
 
     def __init__(self, ticket: Any, like: Sequence[np.ndarray]) -> None:
         super().__init__(ticket, [])
@@ -92,7 +92,7 @@ class End:
         return self.submit(*args, **options).wait()
 
     def stats(self, op: str) -> dict[str, Any]:
-        """What was enqueued until now."""
+        """Counts of the operations enqueued so far; zeros before the first call."""
         found = self.lane.cuda_stats().get(op, {})
         return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
 

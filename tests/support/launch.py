@@ -32,11 +32,11 @@ _LAUNCHER = "ringjax.run"
 
 
 class JobError(AssertionError):
-    """A job did not do what the test waited for; the text holds every rank's log."""
+    """The event that a test waited for did not come. The text holds all ranks' logs."""
 
 
 class Job:
-    """One run of `ringrun -np N …` with its ranks, logs and end.
+    """A run of `ringrun -np N …` with its ranks, logs and exit code.
 
     Tests get it from the fixture `start_job`, which also closes it.
 
@@ -163,7 +163,7 @@ class Job:
         return "".join(map(_text, names))
 
     def launcher_output(self) -> str:
-        """What ringrun itself has written to the terminal."""
+        """The text that ringrun itself has written to the terminal."""
         return _text(self._folder / "launcher")
 
     def logs(self, tail: int = 4000) -> str:
@@ -253,7 +253,7 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
     spec = importlib.util.find_spec("ringjax")
     if spec is not None and spec.origin and Path(spec.origin).is_relative_to(ROOT):
-        # It comes from the checkout here, so it must come from there in the job.
+        # pytest imports ringjax from the checkout, so the job must do that, too.
         paths = [str(ROOT), *paths]
     kept["PYTHONPATH"] = os.pathsep.join(paths)
     return {
@@ -293,12 +293,12 @@ def _xla_knows(flags: str) -> bool:
 
 
 def _signal(pid: int, sig: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         os.kill(pid, sig)
 
 
 def _last_words(text: str, tail: int) -> str:
-    """The end, and of a crash what comes first: the stacks behind it may be long."""
+    """The end of `text`. For a crash also its head, because its stacks may be long."""
     text = text.strip()
     crash = text.find("Fatal Python error: ")
     if 0 <= crash < len(text) - tail:

@@ -53,7 +53,7 @@ class Snapshot:
     """
 
     children: dict[int, str]
-    descriptors: dict[str, int]  # what it refers to -> its number
+    descriptors: dict[str, int]  # file or socket -> number of its descriptor
     threads: dict[int, str]
     shared_memory: frozenset[str]
 

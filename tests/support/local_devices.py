@@ -78,7 +78,7 @@ def data(rank: int, step: int, rows: int = 8) -> np.ndarray:
 
 
 def loss(params: Mapping[str, Any], x: Any) -> Any:
-    if jax.typeof(x).sharding.mesh.explicit_axes:  # there one says what is gathered
+    if jax.typeof(x).sharding.mesh.explicit_axes:  # JAX does not gather these by itself
         params = {k: jax.sharding.reshard(v, P()) for k, v in params.items()}
     hidden = jnp.tanh(x @ params["in"] + params["bias"])
     out = jnp.sin(hidden @ params["out"]) * params["scale"]
@@ -108,7 +108,7 @@ def train(
 
 
 def expected(size: int, steps: int = 5, rows: int = 8) -> Any:
-    """The same without ringjax, on one device, on the data of all ranks."""
+    """Trains without ringjax, on one device, with the data of all ranks."""
 
     def everything(step: int) -> Any:
         return np.concatenate([data(rank, step, rows) for rank in range(size)])

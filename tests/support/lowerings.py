@@ -44,7 +44,7 @@ CALL = re.compile(
 
 
 class Call(NamedTuple):
-    """One native call in the text of a lowering."""
+    """A native call in the text of a lowering."""
 
     target: str
     operands: list[str]
@@ -76,7 +76,7 @@ def found_in(text: str) -> list[Call]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of `jaxpr` and of every jaxpr inside."""
+    """The equations of `jaxpr` and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():

@@ -21,7 +21,7 @@ from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 RING = 1 << 14
-SIZE = 3 * RING  # what the core would ask for
+SIZE = 3 * RING  # bytes of shared memory that the core would request
 
 
 class Ranks:

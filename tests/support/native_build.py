@@ -21,7 +21,7 @@ CORE, TESTS = "ringjax_core", "ringjax_native_tests"
 
 
 class BuildError(Exception):
-    """It cannot be built; the text says what is missing or what the compiler said."""
+    """The build failed. The text names what is missing, or is the compiler's output."""
 
 
 def build(target: str) -> Path:
@@ -52,7 +52,7 @@ def _configure(cmake: str, ninja: str) -> None:
     words = [cmake, "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options]
     stamp, text = BUILD / "configured", "\n".join([*words, os.environ.get("CXX", "")])
     if not stamp.exists() or stamp.read_text() != text:
-        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another compiler
+        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # may name another compiler
         _run(words)
         stamp.write_text(text)
 

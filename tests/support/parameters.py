@@ -1,4 +1,4 @@
-"""What ranks say of parameters that differ: for tests of the look at them."""
+"""Reads the warnings of ranks whose parameters differ (`RINGJAX_CHECK_PARAMETERS`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SAID = re.compile(r"warning: the ranks' parameters differ at \D*(\d+)[^:]*: (.*
 
 
 def look_every(monkeypatch, steps: int) -> None:
-    """As RINGJAX_CHECK_PARAMETERS, for one test."""
+    """Sets RINGJAX_CHECK_PARAMETERS to `steps` for one test."""
     config = replace(runtime.config(), check_parameters=steps)
     monkeypatch.setattr(runtime, "config", lambda: config)
 
 
 def said(capfd) -> list[tuple[int, str]]:
-    """The steps and what differed in them, when all ranks have looked."""
+    """Waits for all ranks' checks; returns each warning's step and difference."""
     return [(int(step), what) for step, what in _SAID.findall(errors(capfd))]
 
 
@@ -32,7 +32,11 @@ def errors(capfd) -> str:
 
 
 def by_the_first(world, step: int, name: str, rank: int) -> list[tuple[int, str]]:
-    """What is said of one that differs from those of all others, and who says it."""
+    """The warning that rank 0 must print if `name` differs on `rank` only.
+
+    Returns:
+        A list with the step and the text on rank 0; empty on other ranks.
+    """
     right = 0 if rank else 1
     text = f"'{name}' of rank {rank} is not that of rank {right}"
     return [] if world.rank else [(step, text)]

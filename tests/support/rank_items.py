@@ -36,24 +36,24 @@ class RankFailure(Exception):
 class Group:
     """Tests of one group share a launch."""
 
-    name: str  # of the mark `launch`, or the file
+    name: str  # the argument of the mark `launch`, or the name of the file
     np: int
-    # A function is asked only when the ranks start: it may have to build something.
+    # A function is called only when the ranks start, because it may build a program.
     env: tuple[tuple[str, str], ...] | Callable[[], Mapping[str, str]] = ()
     alone: str = ""  # the id of an isolated test
 
 
 @dataclass
 class Verdict:
-    """What a test came to, over all ranks."""
+    """The outcome of a test over all ranks."""
 
-    outcome: str  # one of: passed, failed, skipped, xfailed
+    outcome: str  # "passed", "failed", "skipped" or "xfailed"
     text: str = ""
     seconds: float = 0.0  # on the slowest rank, without the launch
 
 
 class RankItem(pytest.Item):
-    """One marked test on one number of ranks."""
+    """A test with the mark `ranks`, for one of its rank counts."""
 
     group: Group
     test: str
@@ -63,7 +63,7 @@ class RankItem(pytest.Item):
 
     @staticmethod
     def expand(function: pytest.Function) -> list[RankItem]:
-        """One item for every rank count that the function's `ranks` mark names."""
+        """Makes an item for every rank count in the function's `ranks` mark."""
         marks = list(function.iter_markers("ranks"))
         counts = marks[0].args
         if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
@@ -141,7 +141,7 @@ class RankItem(pytest.Item):
 
 @dataclass
 class Launch:
-    """What came back from one launch."""
+    """The results of one launch."""
 
     np: int
     exit_code: int
@@ -224,7 +224,7 @@ class Runs:
         verdicts = {item: launch.verdict(item.test) for item in items}
         known = {item: v for item, v in verdicts.items() if v is not None}
         if not known:
-            # It never came to a test, so another launch would not either.
+            # The ranks ended before their first test. Another launch would, too.
             nothing = Verdict("failed", f"no test was started\n{launch.end()}")
             known = dict.fromkeys(items, nothing)
         if left:
@@ -244,9 +244,10 @@ def _launch_named_in(path: Path) -> str:
 
 
 def share(nodeid: str, root: Path) -> str:
-    """What one process runs as a whole where pytest has several: launches with others.
+    """The scope of a test for pytest-xdist, which runs a scope in one process.
 
-    Found in the id and the file, as the process that shares tests out has no items.
+    All tests of one launch have one scope. It is derived from the test's id and its
+    file, because xdist's scheduler has no items.
     """
     found = re.search(r"\b(\d+) ranks?\]$", nodeid)
     if found is None:

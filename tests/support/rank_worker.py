@@ -30,7 +30,7 @@ _WAIT = 120.0  # seconds to wait for a slower rank; its own timeout ends it befo
 
 @dataclass(frozen=True)
 class World:
-    """Who a rank is, after `ringjax.init()`."""
+    """Rank and size of this process after `ringjax.init()`."""
 
     rank: int
     size: int
@@ -170,7 +170,7 @@ class RankWorker:
 
 
 def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
-    """One outcome for the three phases of a test."""
+    """Joins the reports of setup, call and teardown to one outcome."""
     failed = [r for r in reports if r.failed]
     skipped = [r for r in reports if r.skipped]
     outcome, text, crash, sections = "passed", "", "", []

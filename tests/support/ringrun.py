@@ -11,7 +11,8 @@ import pytest
 
 from support.launch import environment
 
-# As OpenSSH: options, a host, then the words of a command for the login shell.
+# A stand-in for OpenSSH, with its command line: options, a host, then the words of a
+# command for the login shell.
 SSH = """#!/bin/sh
 echo "$@" >> "$SSH_LOG"
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done

@@ -25,7 +25,11 @@ class Devices:
         self.numbers = [device.core.device for device in self.all]
 
     def here(self, number: int | None) -> int:
-        """What a program's call finds with that device's context, or with none."""
+        """The device that a call of the program gets under that device's context.
+
+        Args:
+            number: the CUDA device whose primary context is current; None: no context.
+        """
         context = ctypes.c_void_p()
         if number is not None:
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
@@ -65,7 +69,7 @@ class Devices:
         return [out[place] for place in chosen]
 
     def must(self, body: Callable[[int, Device], Any], **options: Any) -> list[Any]:
-        """As `run`; raises what a device has raised."""
+        """Calls `run` and raises the first exception that a device raised."""
         out = self.run(body, **options)
         for one in out:
             if isinstance(one, Exception):

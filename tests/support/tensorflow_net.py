@@ -51,7 +51,7 @@ def dense(tf: Any, gradient: Any) -> np.ndarray:
 def everybodys(
     tf: Any, net: Net, ranks: Sequence[int], op: Callable, step: int = 0
 ) -> list[Any]:
-    """What all ranks are to get, by plain TensorFlow."""
+    """The results that all ranks must get, computed by plain TensorFlow."""
     rows = [net.gradients(tf.constant(batch(rank, step))) for rank in ranks]
     return [
         None if one[0] is None else op([dense(tf, g).astype("float64") for g in one])

@@ -42,8 +42,8 @@ _SETS = {
     "tensorflow": ("tensorflow", "ringjax.tensorflow"),
 }
 _MOST = 6  # servers of one process
-# One process never holds TensorFlow and PyTorch (tests/support/frameworks.py), so a
-# program is given one framework; others that it imports, it imports itself.
+# A process never holds both TensorFlow and PyTorch (tests/support/frameworks.py), so a
+# server imports one framework beforehand. A program imports any other itself.
 _IMPORTS = {
     "tensorflow": r"(ringjax\.)?tensorflow",
     "torch": r"(ringjax\.)?torch",
@@ -81,14 +81,14 @@ class Process:
 
     def poll(self) -> int | None:
         """The exit code, or None while the program runs."""
-        with self._lock:  # one thread of a test may wait while another one looks
+        with self._lock:  # two threads of a test may poll and wait at the same time
             if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
                 self.returncode = self._answer().get("code", -signal.SIGKILL)
                 self._answers.close()
             return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Nothing if the program has ended."""
+        """Sends a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -191,12 +191,12 @@ def start(
 
 
 def _server(framework: str, env: Mapping[str, str]) -> _Server:
-    env = {**environ.rank_defaults(), **env}  # as ringrun gives it to ranks
+    env = {**environ.rank_defaults(), **env}  # ringrun sets these defaults, too
     fixed = warm_server.fixed(env)
     key = (framework, *sorted(fixed.items()))
     server = _servers.pop(key, None)
     if server is None:
-        # The one that was not used for the longest time goes: they hold much memory.
+        # Servers hold much memory, so end the idle one that was used least recently.
         for old in [k for k, s in _servers.items() if s.idle()][
             : max(0, len(_servers) + 1 - _MOST)
         ]:

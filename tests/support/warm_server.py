@@ -100,7 +100,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():  # of threads, which the child has not
+        with warnings.catch_warnings():  # Python warns of threads at a fork
             warnings.simplefilter("ignore")
             pid = os.fork()
         if pid == 0:
@@ -115,7 +115,8 @@ class ForkingPopen(subprocess.Popen[bytes]):
                     os.setpgid(0, process_group)
                 if preexec_fn is not None:
                     preexec_fn()
-                if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as at a start
+                # Python does the same at its start.
+                if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 _take_name(words, variables)
             _end(_outcome(words))

@@ -39,7 +39,7 @@ def test_interfaces() -> None:
         addresses.of_interfaces("lo,nothere0")
 
 
-NOWHERE = "203.0.113.9"  # of documentation (RFC 5737), so of no interface
+NOWHERE = "203.0.113.9"  # reserved for documentation (RFC 5737): no interface has it
 
 
 def test_of_several_addresses_one_may_be_gone() -> None:

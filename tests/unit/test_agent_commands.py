@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.ringrun import Done, ringrun, sh
 
-# As srun and kubectl exec: options, then the command; and variables of its own.
+# A stand-in for srun and kubectl exec: its words are options, then the command. Like
+# these programs, it sets variables of its own.
 ENGINE = """#!/bin/sh
 echo "$@" >> "$ENGINE_LOG"
 for word; do
@@ -65,7 +66,7 @@ def test_an_allocation_needs_no_options(engine: dict[str, str]) -> None:
         "[2]<stdout>:n2 n2 GPU-n2 engine",
     ]
     calls = Path(engine["ENGINE_LOG"]).read_text().splitlines()
-    assert len(calls) == 2  # one for each host
+    assert len(calls) == 2  # a call for each host
     assert all("--overlap" in call and "--nodes=1" in call for call in calls)
 
 

@@ -98,7 +98,7 @@ def test_a_donation_that_nothing_can_use() -> None:
 
 
 def test_the_last_result_is_the_memory_of_the_next() -> None:
-    """What docs/train/tuning.md says of large results: no new memory, and no copy."""
+    """docs/train/tuning.md promises that large results need no new memory, no copy."""
     step = jax.jit(lambda x, memory: reduce(x), donate_argnums=1, keep_unused=True)
     x, result = jnp.full(1000, 3.0), jnp.zeros(1000)
     text = step.lower(x, result).compile().as_text() or ""

@@ -1,4 +1,4 @@
-"""What the benchmarks compute without a world: sizes, factors, answers, statistics."""
+"""Tests of the benchmarks that need no ranks: sizes, factors, answers, statistics."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ HOSTS = [[0, 1], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 1], [0, 1, 0,
 
 
 def times_for(hosts: list[int], cost: dict[str, float]) -> dict[str, float]:
-    """What a network that is just like the model would show."""
+    """The times that calibration measures on a network with exactly these costs."""
     return {
         algorithm: sum(cost[name] * count for name, count in row.items())
         for algorithm, row in calibration._coefficients(hosts).items()

@@ -18,7 +18,7 @@ from ringjax.membership.commit_decision import (
         ([(1, 0)], 0),
         ([(0, 1), (1, 0)], 1),
         ([(0, 2), (1, 2), (2, 0), (2, 1)], 2),
-        ([(0, 1), (0, 2), (0, 3)], 0),  # it is the one that reaches nobody
+        ([(0, 1), (0, 2), (0, 3)], 0),  # rank 0 reaches no other rank
         ([], None),
     ],
 )

@@ -88,7 +88,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
         shell.done[-1](*answer)
         assert discovery.hosts == [HostSlots("a", 3)]
     assert not discovery.unusable
-    first, second = said  # one line each time that the script begins to fail
+    first, second = said  # a line each time that the script begins to fail
     assert first == (
         "--host-discovery-script find: exit code 7: no cluster; "
         "the hosts stay as they were"

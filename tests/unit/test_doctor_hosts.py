@@ -25,8 +25,8 @@ from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 pytestmark = [needs_root("ip", "unshare", "tc", "hostname"), pytest.mark.timeout(90)]
 
 ONE, TWO = address(0), address(1)
-# As OpenSSH: options, a host, then words for the shell. FOLDER/N.sh is what else is
-# special about host N.
+# A stand-in for OpenSSH: its words are options, a host, then words for the shell. Each
+# host's shell also runs FOLDER/N.sh, with which a test makes host N special.
 SSH = """#!/bin/sh
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
 number=$((${1##*.} - 1)); shift
@@ -132,7 +132,7 @@ def test_a_way_that_is_closed(hosts: Hosts) -> None:
     found = hosts.visit()
     assert found.code == 1
     [(status, text)] = found.of("ports", ONE)
-    # As with a firewall that drops packets, no reply comes.
+    # No reply comes, like behind a firewall that drops packets.
     assert status == "FAIL" and f"does not reach {TWO} ({TWO}: timed out)" in text
     rows = {row["host"]: row["mend"] for row in found.rows() if row["check"] == "ports"}
     assert rows[ONE].startswith(f"on {TWO}: sudo ufw allow from {ONE}")

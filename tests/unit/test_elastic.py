@@ -197,7 +197,7 @@ def test_only_leaving_ranks_need_no_sync(updates, skip_sync: bool) -> None:
 
 
 def test_all_ranks_do_what_rank_0_has_heard() -> None:
-    # One rank that has heard something, but rank 0 has not; and the other way round.
+    # First this rank was notified and rank 0 was not, then only rank 0 was notified.
     deaf = ObjectState(lambda obj: (0, 0, 0), lambda: 1, step=0)
     deaf.on_hosts_updated(5, HostUpdateResult.added)
     deaf.check_host_updates()

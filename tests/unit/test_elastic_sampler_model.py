@@ -21,7 +21,7 @@ from ringjax.elastic.transfer import Participants
 
 @dataclass
 class Rank:
-    """One process: its sampler and where it is in its share."""
+    """A rank with its sampler and its position in its share."""
 
     worker: int
     sampler: ElasticSampler
@@ -69,7 +69,7 @@ class Job:
             rank.share, rank.at = list(rank.sampler), 0
 
     def step(self, batch: int, dies: int, in_result: bool) -> None:
-        """One step; the rank number `dies`, if there is one, is lost in it."""
+        """Makes a step. If rank `dies` exists, the job loses it during the step."""
         lost = [self.ranks[dies]] if dies < len(self.ranks) > 1 else []
         stays = [rank for rank in self.ranks if rank not in lost]
         part = self.ranks if in_result else stays

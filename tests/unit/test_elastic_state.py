@@ -1,4 +1,4 @@
-"""What a State keeps: JAX's trees, arrays, objects with a state; donated memory."""
+"""Tests of State: JAX's trees, arrays, objects with a state; donated memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fresh(value: float = 1.0) -> jax.Array:
 
 
 def sent(state, own, *, allow_pickle: bool = False):
-    """What a receiver whose state is `own` makes of `state`."""
+    """Encodes `state` and decodes it at a receiver whose state is `own`."""
     encoded = StateEncoder(state, allow_pickle=allow_pickle)
     made = StateDecoder(encoded.structure, own, allow_pickle=allow_pickle)
     for room, data in zip(made.memory, encoded.memory, strict=True):
@@ -91,7 +91,7 @@ def test_what_is_known_of_donation() -> None:
     assert donation.names_to_copy({"x": x}) == {"x"}  # no step has run
     donation.discard_inputs()
     y = STEP(x)
-    assert donation.names_to_copy({"x": y}) == {"x"}  # who knows where it is from
+    assert donation.names_to_copy({"x": y}) == {"x"}  # y's origin is unknown
     z = STEP(y)
     assert donation.names_to_copy({"x": z}) == set()
     w = DONATING(z)
@@ -275,7 +275,7 @@ def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
 
 
 class Model:
-    """As equinox registers one: functions and settings are leaves beside arrays."""
+    """A model like those of equinox: functions and settings are leaves, too."""
 
     def __init__(self, *parts) -> None:
         self.parts = parts

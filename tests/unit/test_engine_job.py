@@ -84,7 +84,7 @@ def engine() -> Iterator[Processes]:
 )
 def test_a_static_job(engine: Processes, nodes: list[str], expected: list[str]) -> None:
     with EngineJob(len(nodes), hosts=["127.0.0.1"]) as job:
-        for _ in range(2):  # the same tickets serve again
+        for _ in range(2):  # tickets can be used again
             tickets = job.tickets(nodes)
             running = [engine.start(RANK, ticket) for ticket in tickets]
             for number, process in enumerate(running):

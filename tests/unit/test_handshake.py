@@ -398,7 +398,7 @@ def test_a_rank_that_gives_way_is_told_to_come_again(
         keep = handshake.caller_steps
 
         def crowded(secret: bytes, hello: HandshakeRequest) -> handshake.HandshakeSteps:
-            """Others come between what it says first and what it says then."""
+            """Connects two other ranks between this caller's first two messages."""
             steps = keep(secret, hello)
             answer = yield next(steps)
             others = [Rank(house) for _ in range(2)]

@@ -40,7 +40,7 @@ def test_missing_ranks_are_named_to_all_and_to_the_launcher(town: MakeTown) -> N
             future.result()
         assert str(error.value) == text
     assert here.event("stop") == ("stop", text)
-    here.gather(0, 1, 2, 3)  # they may try again
+    here.gather(0, 1, 2, 3)  # ranks may try again
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,12 @@ def test_three_hundred_ranks_end_at_once(town: MakeTown, way: str) -> None:
         for rank in ranks:
             if way == "leave":
                 rank.say({"type": "leave", "epoch": 0})
-            rank.sock.close()  # what it was told is unread, so that sending fails
+            # The socket's buffer holds unread messages. Closing then resets the
+            # connection, so the coordinator fails to send.
+            rank.sock.close()
     until(lambda: len(rest.departed_ranks()) == 300)
     rest.close()
-    until(lambda: not here.coordinator._workers)  # its thread lives
+    until(lambda: not here.coordinator._workers)  # the coordinator's thread works
 
 
 def test_an_exchange_ends_when_a_rank_dies(town: MakeTown) -> None:

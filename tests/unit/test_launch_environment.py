@@ -1,4 +1,4 @@
-"""Who am I: what engines put into the environment, and what must not be believed."""
+"""Tests of rank and size from launchers' environments, and of misleading variables."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ FLOORS = (
 FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
 # An import by name; of an f-string, the part before its first variable.
 BY_NAME = r"import_module\(\s*f?[\"'](ringjax\.[\w.]+)"
-ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # they start jobs, too
-# Horovod's module paths. They hand names on and hold nothing, so that they may have
-# names that say nothing; nobody here imports them.
+ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # also start jobs
+# Horovod's module paths, which only re-export names. Horovod chose their vague names,
+# and no module of ringjax imports them.
 HANDING_ON = ("common", "runner")
 FLOOR |= dict.fromkeys(HANDING_ON, 1)
 HOROVODS_PATHS = (
@@ -54,9 +54,9 @@ FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters of more than one framework: Keras is part of TensorFlow, and has backends.
 MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
 MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFrame
-# What is not ringjax's own configuration: the whole environment to hand on to ranks,
-# the traces of another launcher, the system's folder for sockets, what NCCL and JAX
-# read when they start.
+# Modules that may read the environment for other things than ringjax's configuration:
+# variables that ranks inherit, marks of another launcher, the system's folder for
+# sockets, settings that NCCL and JAX read at their start.
 ENVIRONMENT_READERS = {
     *(
         "config.py",
@@ -76,7 +76,7 @@ DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
 # each of which stays below a number.
 MEDIAN_FILE = 150  # lines
 MEDIAN_FUNCTION = 10
-MOST_METHODS = 40  # of a class of the core; more than that is more than one duty
+MOST_METHODS = 40  # per class of the core; a larger class has more than one duty
 # A class as clang-format writes it, and the first lines of its methods.
 CLASS = r"(?m)^(?:class|struct) (\w+)[^;{\n]*\{.*\n((?:(?!\};).*\n)*)"
 METHOD = r"(?m)^  (?!//|using |friend |static_assert|.*std::function<)\S.*\("
@@ -102,7 +102,7 @@ INCLUDES = {
         "engine/recorder",
     },
     "cuda": set(),  # also read by compilers that know no other folder
-    "cuda/cuda_on_cpu.h": {"base", "cuda"},  # what the device would bring
+    "cuda/cuda_on_cpu.h": {"base", "cuda"},  # stands in for the device's headers
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "device", *ENGINE},
     "binding": {"base", "transport", "collective", "cuda", "device", "ffi", *ENGINE},

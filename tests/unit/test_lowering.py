@@ -1,7 +1,7 @@
-"""What the collectives become in JAX: calls, ties, rules, refusals.
+"""Tests of the collectives' lowering in JAX: calls, order, rules, refusals.
 
-One process, a job of one; what the calls compute is tested in ranks/, what they share
-memory with in test_aliases.py.
+The job has one rank: this process. The results of the calls are tested in tests/ranks/
+and the memory that they share in test_aliases.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_in_an_elastic_job_many_tensors_are_reduced_over_the_same_ranks(
     config = dataclasses.replace(runtime.config(), elastic=True)
     monkeypatch.setattr(runtime, "config", lambda: config)
     monkeypatch.setattr(runtime, "elastic", lambda: True)
-    leaves = many(1031)  # of which no other test has a program
+    leaves = many(1031)  # no other test compiles a program for so many
     tx = ringjax.allreduce_grads(overlap=False)
     assert len(calls(ringjax.grouped_allreduce, leaves)) == 1
     assert len(calls(tx.update, leaves, tx.init(leaves))) == 1

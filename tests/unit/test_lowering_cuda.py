@@ -1,7 +1,7 @@
-"""What the collectives become for CUDA devices: the text of programs, no device.
+"""Tests of the collectives' lowering for CUDA: the text of programs, without a device.
 
-One process, a job of one. What is alike on all platforms is in test_lowering.py, the
-schedules that XLA makes of it in tests/gpu/schedule.py.
+The job has one rank: this process. test_lowering.py tests the parts that are equal on
+all platforms, and tests/gpu/schedule.py the schedules that XLA makes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def test_cuda_overlaps_where_the_cpu_does_not() -> None:
     found = found_in(text)
     targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
     assert [call.target for call in found] == targets
-    # One chain, tied to the call before, every START and DONE in place.
+    # The calls are one chain: each has the order of the call before it as an operand.
+    # Every START and DONE reduces in place.
     assert [len(call.operands) for call in found] == [2, 4, 2, 3, 2]
     for before, call in pairwise(found):
         assert call.operands[-1] == before.order
@@ -107,7 +108,7 @@ def test_every_collective_lowers_for_cuda() -> None:
         lambda x: ringjax.barrier() or x,
     ):
         (here,), (there,) = calls(f, jnp.ones(2)), on_cuda(f, jnp.ones(2))
-        # The same call but for its token; the platform chooses the handler.
+        # Only the token differs from the CPU's call: the platform chooses the handler.
         assert (here.target, here.rest) == (there.target, there.rest)
         assert len(here.operands) == len(there.operands)
         assert here.operands[-1] != there.operands[-1] == "%arg0"

@@ -77,7 +77,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed(
 
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """As if the hard limit left room for so many."""
+    """Pretends a hard limit that leaves room for `most` more descriptors."""
     hard = len(os.listdir("/proc/self/fd")) + most
     monkeypatch.setattr(resource, "getrlimit", lambda which: (hard, hard))
 

@@ -59,7 +59,7 @@ def test_a_second_loss_while_reports_are_awaited() -> None:
     job.lose(2)
     assert job.last(1)["lost"].keys() == {"2", "3"}
     job.report(1, line=(5, 5, True))
-    # What the lost rank has returned from stays finished.
+    # The lost rank has returned from the call, so the call stays committed.
     assert job.last(1)["verdicts"] == {"0": (6, True)}
     assert job.order() == [0, 1]
 
@@ -101,7 +101,7 @@ def test_a_report_alone_ends_an_epoch() -> None:
 def test_the_silent_are_lost_soon_if_somebody_accuses_them() -> None:
     job = started(4)
     job.say(1, "suspect", rank=0, text="silent for 5 s")
-    assert job.last(2)["type"] == "revoke"  # whoever lives, reports
+    assert job.last(2)["type"] == "revoke"  # all living ranks must report
     job.report(1, 2, 3)
     job.wait(0.4)
     assert job.epoch == 0
@@ -301,7 +301,7 @@ def test_newcomers_that_got_no_state_are_not_left_alone() -> None:
     job.lose(1)
     job.report(0)
     assert job.order() == [0, 7]
-    job.say(0, "leave", epoch=0)  # it had finished before it heard of epoch 1
+    job.say(0, "leave", epoch=0)  # worker 0 left before it received epoch 1
     assert job.last(7)["type"] == "dismissed"
 
 

@@ -84,7 +84,7 @@ def test_newcomers_come_in_when_all_of_their_group_are_ready() -> None:
 def test_a_group_of_which_one_has_ended_never_comes() -> None:
     job = started(4, 2, 6)
     job.hello(4)
-    end(job, 5)  # it had not even called
+    end(job, 5)  # worker 5 had not connected yet
     assert fenced(job) == {4: "ended with its group, which lost worker 5 (was killed)"}
     assert job.last(4)["type"] == "fenced"
     job.hello(6, 7)

@@ -38,7 +38,10 @@ def test_those_that_do_not_come_back_are_lost() -> None:
 
 def test_a_second_new_coordinator() -> None:
     old = started(2)
-    memories = [memory_of(old, 0) | {"term": 1}, memory_of(old, 1)]  # one heard of it
+    memories = [
+        memory_of(old, 0) | {"term": 1},
+        memory_of(old, 1),
+    ]  # only worker 0 knows it
     job = Job(2)
     for worker, memory in enumerate(memories):
         job.hello(worker, rejoin=memory)

@@ -71,12 +71,12 @@ def test_the_narrowest_group_on_the_way_up_counts(machine: Machine) -> None:
     files = version_2("/pod/job/rank")
     files |= group("/pod/job/rank", "max", GIB)
     files |= group("/pod/job", 20 * GIB, 4 * GIB)
-    files |= group("/pod", 30 * GIB, 27 * GIB)  # others are in it, too
+    files |= group("/pod", 30 * GIB, 27 * GIB)  # also used by other jobs
     assert available(machine(files)) == 3 * GIB
 
 
 def test_a_container_that_sees_the_groups_of_the_host(machine: Machine) -> None:
-    """Its group is mounted where the topmost one is otherwise."""
+    """The container's group is mounted at the place of the host's topmost group."""
     files = version_2("/docker/abc/x", base="/docker/abc")
     files |= group("", 4 * GIB, 3 * GIB) | group("/x", 4 * GIB, GIB)
     assert available(machine(files)) == GIB

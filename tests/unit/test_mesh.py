@@ -40,7 +40,7 @@ def link(mesh: LinkDescriptors, peer: int) -> tuple[Any, ...]:
 
 
 def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
-    """What one writes the other reads, and each rings the other's doorbell."""
+    """Each end reads the other end's bytes and rings the other end's doorbell."""
     one, two = link(meshes[low], high), link(meshes[high], low)
     assert (one[0], two[0], one[3], two[3]) == ("shm", "shm", 0, 1)
     assert one[4] == two[4] == RING
@@ -223,7 +223,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
         assert error.value.rank == 1
 
 
-# What strangers and impostors find at a listener.
+# Strangers and impostors at a listener.
 
 
 def _call(
@@ -270,7 +270,7 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
     meshes = [future.result() for future in futures]
     ranks.meshes += meshes
     assert link(meshes[0], 1)[0] == "tcp"
-    assert len(ranks.log) == 2  # one for each kind of socket
+    assert len(ranks.log) == 2  # a line for each kind of socket
 
 
 def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:

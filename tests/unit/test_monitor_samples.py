@@ -1,4 +1,4 @@
-"""What ranks tell of themselves, put together: good words, nonsense, losses, joins."""
+"""Tests of the aggregator of ranks' samples: valid ones, nonsense, losses, joins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_sample_survives_the_way() -> None:
     told = of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
     told.memory, told.step, told.exposed = 1 << 40, 0.25, 1e-9
     heard = parse_sample(told.text())
-    assert heard.place == 'a "b"?'  # it is for a terminal
+    assert heard.place == 'a "b"?'  # safe to print on a terminal
     told.place = heard.place
     assert heard == told
     assert "\n" not in told.text()
@@ -119,7 +119,7 @@ def test_sums_never_fall() -> None:
         aggregator.ranks[0].totals.calls == 15
         and aggregator.ranks[1].totals.calls == 15
     )
-    aggregator.add_sample(1, of(0, 1, 2, epoch=1), 4.0)  # it has called init again
+    aggregator.add_sample(1, of(0, 1, 2, epoch=1), 4.0)  # rank 1 has called init again
     assert aggregator.sums["allreduce", True, 0].calls == 32
     assert aggregator.ranks[0].totals.calls == 17
     assert sum(aggregator.sums["allreduce", True, 0].wait) == 32

@@ -259,7 +259,7 @@ def test_ranks_that_cannot_join(
     )
 
 
-# What an aborted operation leaves: 0x5a in every byte, a finite number in every type.
+# An aborted operation leaves 0x5a in every byte: a finite number in every type.
 HANG = """
     comm = join()
     comm.settle()

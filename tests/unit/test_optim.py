@@ -122,7 +122,7 @@ LABELS = {"a": "one", "b": {"c": "two"}}
 
 
 def with_and_without(build):
-    """The same optimizer with `allreduce_grads`, and with nothing in its place."""
+    """Builds an optimizer with `allreduce_grads` and one with `optax.identity`."""
     return build(ringjax.allreduce_grads), build(optax.identity)
 
 

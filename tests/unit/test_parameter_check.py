@@ -43,7 +43,7 @@ def test_the_order_counts_and_the_address_does_not() -> None:
 
 
 def differences(hashes: Sequence[Sequence[int]]) -> tuple[set[str], int]:
-    """What all ranks say, and how many exchanges there were."""
+    """Compares the ranks' hashes; returns all ranks' texts and the exchanges needed."""
     size = len(hashes)
     barrier = threading.Barrier(size)
     given: list[list[int]] = [[]] * size

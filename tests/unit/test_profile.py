@@ -29,7 +29,7 @@ START = 10_000.0
 
 
 def shown(host: str, when: float) -> float:
-    """What a host's clock shows at that moment of a true clock."""
+    """The time on the clock of `host` when a true clock shows `when`."""
     ahead, drift = CLOCKS[host]
     return when + ahead + drift * (when - START)
 
@@ -287,7 +287,7 @@ def test_arguments_of_a_slice(tmp_path: Path) -> None:
 
 
 def jax_trace(folder: Path, rank: Rank, run: str = "abc") -> None:
-    """As jax.profiler writes it; its times count from START + 0.5."""
+    """Writes a trace like jax.profiler's; its times count from START + 0.5."""
     path = folder / parts.PARTS / f"{run}.rank-{rank.rank}.jax" / "vm.trace.json.gz"
     path.parent.mkdir(parents=True)
     events = [
@@ -372,7 +372,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     ranks[1].end()
     ranks[2].file.close()
     with open(tmp_path / "parts" / "abc.rank-2.jsonl", "ab") as file:
-        file.write(b'{"op": "allred')  # it died while it wrote
+        file.write(b'{"op": "allred')  # rank 2 died while it wrote
     text = merge(tmp_path)
     assert "rank 3: no file" in text
     assert "rank 2: its file has no end" in text

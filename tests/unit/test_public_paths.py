@@ -1,8 +1,9 @@
-"""What programs may import, by its path: a room that moves must not take one along.
+"""All module paths that programs may import. A package that moves must keep its path.
 
-Two processes import all paths: one those that need no TensorFlow, the other those that
-do, and then PyTorch, some builds of which end a process that holds both. The names
-in `ringjax.torch` and its like, with their arguments, are in test_torch_names.py,
+Two processes import all paths. The first imports those that need no TensorFlow. The
+second imports those that do, and then PyTorch, because some builds of PyTorch end a
+process that holds both. The names in `ringjax.torch`, `ringjax.tensorflow` and
+`ringjax.keras`, with their arguments, are in test_torch_names.py,
 test_tensorflow_names.py and tests/support/keras_checks.py.
 """
 

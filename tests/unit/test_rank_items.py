@@ -18,7 +18,7 @@ from support.launch import ROOT, environment
 pytestmark = pytest.mark.timeout(120)
 
 Inner = Callable[..., str]
-COLD = {"RINGJAX_TEST_COLD": "1"}  # one launch each: a server would not pay
+COLD = {"RINGJAX_TEST_COLD": "1"}  # each test launches once: a warm server costs more
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_rank_that_crashes_shows_where(inner: Inner) -> None:
 def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
     inner: Inner, when: str
 ) -> None:
-    """As XLA does at a flag that it does not know."""
+    """XLA ends a process like this when it finds an unknown flag."""
     dies = "if RANK: os.write(2, b'Unknown flag: --t'); print('so I end'); os._exit(1)"
     source = f"""
         {dies if when == "imported" else ""}

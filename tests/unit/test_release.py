@@ -1,6 +1,6 @@
-"""What a release is made by: one version, pinned tools, checks that can fail.
+"""Tests of the release: one version everywhere, pinned tools, checks that can fail.
 
-The wheels themselves take minutes: `make wheels`.
+No wheel is built here because that takes minutes: run `make wheels`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_what_publishes_is_pinned_and_has_no_secret() -> None:
         assert text.count("actions/checkout@") == text.count("credentials: false")
         assert "secrets." not in text
         assert text.count("id-token: write") == (workflow.name == "release.yml")
-        # What others have written, such as a tag's name, is no part of a command.
+        # Text that outsiders choose, such as a tag's name, must not be in a command.
         runs = re.findall(r"(?m)^ +- run: (?:[|>].*\n((?: {10}.*\n)+)|(.*))", text)
         assert runs and not any("{{ github." in p for run in runs for p in run)
 

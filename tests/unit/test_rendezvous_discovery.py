@@ -76,7 +76,7 @@ USUAL = Config(start_timeout=LONG)
 
 def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     (late,) = start([here(1)], USUAL)
-    time.sleep(0.1)  # it looks for the file before there is one
+    time.sleep(0.1)  # the late rank looks for the file before it exists
     info = here(0)
     found = rendezvous_discovery.start_coordinator(info, USUAL, CredentialsFile(info))
     credentials, coordinator = found

@@ -340,7 +340,7 @@ def test_kill_9_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
 def test_control_c_is_sigint_on_other_hosts_too(
     start: Start, ssh: dict[str, str], tmp_path: Path
 ) -> None:
-    # As the real ssh, this one carries all messages, and dies of a SIGINT to itself.
+    # Like the real ssh, this stand-in forwards all messages and dies of a SIGINT.
     client = SSH.replace("exec env -u RINGJAX_SECRET", "cat | setsid") + "| cat\n"
     (tmp_path / "bin" / "ssh").write_text(client.replace('"$*"\n', '"$*" '))
     log = tmp_path / "signals"

@@ -104,7 +104,7 @@ def test_ranks_find_modules_of_the_caller(
 def test_ranks_look_for_modules_in_our_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `.pth` files and programs put behind site-packages stays there."""
+    """Folders that `.pth` files and programs append behind site-packages stay there."""
     (tmp_path / "cloudpickle.py").write_text("raise ImportError('the wrong one')\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     ours = list(dict.fromkeys(map(os.path.abspath, filter(os.path.exists, sys.path))))

@@ -1,4 +1,4 @@
-"""Whom all wait for: the judgement alone, with waits that a test makes up."""
+"""Tests of the straggler detection with invented waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringjax.monitor.stragglers import (
 def _told(
     size: int, calls: int, late: dict[int, int], noise: int = 50
 ) -> StragglerTally:
-    """Of ranks that come up to `noise` microseconds late, some later still."""
+    """A tally of ranks that are up to `noise` microseconds late, plus `late`."""
     seen, tally, rng = Stragglers(size), StragglerTally(size), random.Random(7)
     for call in range(calls):
         came = [rng.randrange(noise) + late.get(rank, 0) for rank in range(size)]

@@ -34,7 +34,7 @@ HELLO = HandshakeRequest(JOB, Purpose.RENDEZVOUS, caller=0, callee=-1)
 TOKEN = "a sentence that nobody else may read"
 SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
 
-# Who uses it.
+# The negotiation of TLS.
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,8 @@ def test_who_requires_it_refuses_and_both_say_why(
     next(callee)
     challenge, _ = callee.send(next(caller)[0])
     proof, wants = caller.send(challenge)
-    assert not wants  # it says no more, but the callee can believe it
+    # The caller refuses and sends no more, but the callee already has its proof.
+    assert not wants
     text = {
         TlsOffer.REQUIRED: "has no TLS, and here RINGJAX_TLS=required",
         TlsOffer.NONE: "requires TLS .RINGJAX_TLS=required., which this end does not",
@@ -207,7 +208,7 @@ def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
-    """Of a hello of TLS 1.3, in its handshake record."""
+    """The extensions of a hello message of TLS 1.3, inside its handshake record."""
     place = 4 + 2 + 32
     place += 1 + hello[place]  # client
     if client:
@@ -253,7 +254,7 @@ def test_nobody_on_the_way_can_read_it(town: tuple[Coordinator, list[str]]) -> N
 
 @pytest.mark.parametrize("town", ["off"], indirect=True)
 def test_what_can_be_read_without(town: tuple[Coordinator, list[str]]) -> None:
-    """That the test above would notice."""
+    """Proves that the test above can fail: without TLS the proxy reads the token."""
     server, _ = town
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
         meet(server, proxy, "auto").close()

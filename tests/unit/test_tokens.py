@@ -38,7 +38,7 @@ def _no_tokens_of_others() -> Iterator[None]:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What JAX places on devices from now on."""
+    """Records the arguments of JAX's `device_put` from now on."""
     arguments: list[Any] = []
     api: Any = vars(JAX._dispatch)["api"]
     place = api.device_put

@@ -1,4 +1,4 @@
-"""What is tried, in which order, and what wins; what a damaged memory says."""
+"""Tests of the autotuner: its trials, their order, the winner, damaged memories."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_noise_alone_hardly_ever_leaves_the_default() -> None:
     for _ in range(300):
         times = [[rng.lognormvariate(0, 0.1) for _ in settings] for _ in range(10)]
         left += Trials(settings, 0, 10).winner(times) != DEFAULT
-    assert left < 60  # of four rivals, each with a chance of about 5 %
+    assert left < 60  # each of four rivals wins by chance with about 5 %
 
 
 @pytest.mark.parametrize(
