@@ -1,4 +1,4 @@
-"""The native core, as xla_ext/module.cc binds it. Written by hand; a test compares."""
+"""The native core, as `xla_ext/binding` binds it. A test compares this file with it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,16 +8,16 @@ REDUCE_OPS: dict[str, int]
 DTYPES: dict[str, int]
 
 def waits_since(recorder: Recorder, seen: int) -> tuple[int, list[Any]]:
-    """How many calls there were, and the waits of those after the first `seen`."""
+    """Returns the number of calls, and the waits of those after the first `seen`."""
 
 class StatusError(RuntimeError):
-    """A failed call of the core."""
+    """The failure of a call of the core."""
 
     code: str
     """MISMATCH, UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED, FAILED_PRECONDITION,
     INVALID_ARGUMENT or INTERNAL."""
     rank: int
-    """The world rank that caused it, or -1."""
+    """The world rank that caused the failure, or -1."""
 
 class Communicator:
     def __init__(
@@ -37,14 +37,14 @@ class Communicator:
         resilient: ResilientComm | None = None,
         ending: Communicator | None = None,
     ) -> None:
-        """Takes ownership of every descriptor in `links`, `segment` and of `doorbell`.
+        """Takes ownership of the descriptors in `links`, `segment` and `doorbell`.
 
-        Also if it raises, unless that is a TypeError: then it has taken nothing.
-        Links are ("shm", peer, memfd, side, ring_bytes, peer_doorbell, process) or
-        ("tcp", peer, [socket, ...]), and perhaps keys. A shared segment is (memfd,
-        tile_bytes, bells). Compiled programs find it under its id from here on; a
-        `resilient` one from ResilientComm.install on; its calls end when the ranks of
-        `ending` are there.
+        The constructor takes ownership even if it raises; only if it raises TypeError,
+        it has taken nothing. A link is ("shm", peer, memfd, side, ring_bytes,
+        peer_doorbell, process) or ("tcp", peer, [socket, ...]), optionally followed by
+        keys. A shared segment is (memfd, tile_bytes, bells). From now on compiled
+        programs find the communicator by its id; a `resilient` communicator from
+        ResilientComm.install on. Its calls end when the ranks of `ending` are there.
         """
     @property
     def id(self) -> int: ...
@@ -62,7 +62,7 @@ class Communicator:
     def aborted(self) -> bool: ...
     @property
     def reason(self) -> str:
-        """Why it was aborted, or an empty text."""
+        """The reason of the abort, or an empty text."""
     def execute(
         self,
         op: int,
@@ -78,36 +78,42 @@ class Communicator:
         name: str = "",
         names: Sequence[str] = ...,
     ) -> int:
-        """Runs one call on this thread without the GIL; raises StatusError.
+        """Runs one call on this thread without the GIL.
 
-        Of a resilient communicator, in the present epoch, and once more if that ends.
+        A resilient communicator runs the call in the present epoch, and again if that
+        epoch ends.
 
         Returns:
             The epoch in which the call was finished.
+
+        Raises:
+            StatusError: the call has failed.
         """
     def abort(self, message: str, rank: int = -1) -> None: ...
     def quiesce(self, seconds: float) -> tuple[int, int, bool]:
-        """After abort(): waits without the GIL until no call makes progress in it.
+        """Waits, after abort() and without the GIL, until no call makes progress.
 
-        Counted since it was installed in its resilient communicator.
+        Calls are counted since the communicator was installed in its resilient
+        communicator.
 
         Returns:
-            How many calls have returned; how many have complete results here; whether
-            the one that is under way, if any, still has its inputs.
+            The number of calls that have returned; the number of calls with complete
+            results on this rank; and whether the call in progress, if any, still has
+            its inputs.
 
         Raises:
-            StatusError: DEADLINE_EXCEEDED: one does not stop. FAILED_PRECONDITION: it
-                was not aborted.
+            StatusError: DEADLINE_EXCEEDED if a call does not stop; FAILED_PRECONDITION
+                if the communicator was not aborted.
         """
     def close(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def set_cost(
         self, cost: Mapping[str, float], algorithm: str = "", trial: bool = False
     ) -> None:
-        """Chooses by these constants from now on, or a forced algorithm.
+        """Sets the constants of the cost model, or forces one algorithm.
 
-        Constants that are missing get their defaults. All ranks do it alike, between
-        the same two calls. Forgets the statistics; nobody hears of calls of a `trial`.
+        Missing constants get their defaults. All ranks must set equal values between
+        the same two calls. Statistics start anew. Calls of a `trial` are not reported.
         """
     @property
     def cost(self) -> dict[str, float]: ...
@@ -115,13 +121,12 @@ class Communicator:
 class ResilientComm:
     """The epochs of one communicator in a job that outlives its ranks.
 
-    Every call of an epoch that has been installed runs in the current one.
-    If that is aborted, the call waits for the next one, and there it returns, is
-    repeated or fails, as the ranks have decided.
+    A call runs in the current epoch. If that epoch is aborted, the call waits for the
+    next epoch. There it returns, is repeated or fails, as the ranks have decided.
     """
 
     def __init__(self, epoch_timeout: float) -> None:
-        """`epoch_timeout`: seconds that a call waits for a next epoch; 0: for ever."""
+        """A call waits `epoch_timeout` seconds for the next epoch; 0: forever."""
     def install(
         self,
         communicator: Communicator | None,
@@ -130,27 +135,27 @@ class ResilientComm:
         ranks: Sequence[int] = (),
         reason: str = "",
     ) -> None:
-        """From now on calls go to `communicator`, which was made with this one.
+        """Sends all later calls to `communicator`, which was made with this object.
 
-        What follows it says of the epoch before, and nothing of the first one.
-        Without `repeats` one call fails on every rank; a rank that is not in that call
-        fails its next one, unless `resume` comes first.
+        The other arguments describe the previous epoch; the first epoch has none.
 
         Args:
-            communicator: None: an epoch that never came to life on this rank, but
-                of which it has heard; another one follows.
-            finished: so many of the calls of the one before count as finished.
-            repeats: the next one is run again, where it has not failed.
-            ranks: by rank before: the rank now, -1: lost.
-            reason: why the one before has ended.
+            communicator: the communicator of the next epoch. None: an epoch that this
+                rank knows of, but never formed; another epoch follows.
+            finished: the number of calls of the previous epoch that count as finished.
+            repeats: True: the next call runs again, unless it has failed. False: that
+                call fails on all ranks. A rank that is not in that call fails its next
+                call, unless it calls `resume` before.
+            ranks: for each rank of the previous epoch, its rank now; -1: lost.
+            reason: why the previous epoch has ended.
 
         Raises:
             StatusError: FAILED_PRECONDITION: the resilient communicator has ended.
         """
     def resume(self) -> None:
-        """No call needs to fail any more: this rank starts again with the others."""
+        """Cancels the pending failure: this rank starts again with the other ranks."""
     def end(self, message: str, rank: int = -1) -> None:
-        """Nothing follows: calls that wait and later ones fail with UNAVAILABLE."""
+        """Ends all epochs: waiting and later calls fail with UNAVAILABLE."""
 
 class Heartbeat:
     def __init__(
@@ -179,41 +184,41 @@ class Heartbeat:
     def leave(self) -> None: ...
     def lost(self) -> list[tuple[int, str]]: ...
     def left(self) -> list[int]:
-        """The ranks that have said that they leave in good order."""
+        """Returns the ranks that have announced their regular end."""
     def asked(self) -> tuple[int, list[str]]:
-        """What waits for answer().
+        """Returns the questions of peers that wait for answer().
 
         Returns:
-            The number of the newest question, 0 if none waits; a sentence for each
-            call or operation that others wait for, once.
+            The number of the newest question, 0 if none waits; and, once, a sentence
+            for each call or operation for which other ranks wait.
         """
     def answer(self, newest: int, place: str) -> None:
-        """Answers the questions up to that number: "it is at train.py:41 in load"."""
+        """Answers the questions up to a number: "it is at train.py:41 in load"."""
     def share_waits(self, recorder: Recorder | None) -> None:
-        """From now on its waits go to the first rank, with each beat."""
+        """Sends the waits of the recorder to the first rank, with each heartbeat."""
     def say_where(self, place: str) -> None:
-        """Where the program is, which goes with them."""
+        """Sets the place of the program in the source, which is sent with the waits."""
     def take_waits(
         self,
     ) -> dict[int, tuple[int, float, float, list[tuple[bool, int, int]], str]]:
-        """What the peers have told since the last time, by rank.
+        """Returns the reports of the peers since the last call, by rank.
 
         Returns:
-            Calls and seconds of waiting and moving in all; (named, sequence,
-            microseconds) of the last ones; where the program was seen.
+            The number of calls; the seconds of waiting and of moving data; (named,
+            sequence, microseconds) of the last calls; and the place of the program.
         """
     def ask_clock(self, times: int) -> None:
-        """Asks the first rank so often what its clock shows; itself asks nobody."""
+        """Asks the first rank `times` times for its clock; no-op on the first rank."""
     def take_clocks(self) -> list[tuple[int, float, float, float]]:
-        """(rank, our clock, its clock is ahead by, way there and back), in seconds."""
+        """Returns (rank, our clock, lead of its clock, round-trip time), in seconds."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
-    """The ranks of a process set, joined by NCCL on a device and a stream of their own.
+    """An NCCL communicator of a process set, on one device and a stream of its own.
 
-    Pointers are device addresses and streams handles of the driver, both as integers:
-    tensors of any framework may be sent. Refuses all calls once its epoch has failed,
-    on this device or on another one of the process.
+    Pointers are device addresses, and streams are handles of the driver, both as
+    integers, so tensors of any framework can be sent. If the epoch fails on a device of
+    the process, the communicators of all its devices refuse all later calls.
     """
     @property
     def id(self) -> int: ...
@@ -241,7 +246,7 @@ class CudaCommunicator:
         name: str = "",
         names: Sequence[str] = ...,
     ) -> None:
-        """Enqueues one call on `stream` and returns; raises StatusError.
+        """Enqueues one call on `stream` and returns, or raises StatusError.
 
         Args:
             ins: (pointer, number of the dtype in DTYPES, shape) of each tensor.
@@ -262,7 +267,7 @@ class CudaCommunicator:
         name: str = "",
         names: Sequence[str] = ...,
     ) -> None:
-        """Enqueues an allreduce beside `stream`; `done` with the same `site` joins."""
+        """Enqueues an allreduce on another stream; see `done` with equal `site`."""
     def done(
         self,
         ins: Sequence[tuple[int, int, Sequence[int]]] = ...,
@@ -272,56 +277,56 @@ class CudaCommunicator:
         stream: int = 0,
         name: str = "",
     ) -> None:
-        """Lets `stream` wait for a start; tensors only where they are to be copied."""
+        """Makes `stream` wait for a start; tensors are needed only for copies."""
     def synchronize(self, stream: int = 0) -> None:
-        """Waits for the device, without the GIL; StatusError if the epoch failed."""
+        """Waits for the device without the GIL; StatusError if the epoch has failed."""
     def confirm(self) -> None:
         """Waits until all calls have ended; StatusError if results are void."""
     def check(self) -> None:
         """Raises StatusError if the epoch has failed. Does not wait."""
     def abort(self, message: str, rank: int = -1) -> None: ...
     def close(self) -> None:
-        """Ends it: in good order and bounded in time, or at once after a failure."""
+        """Closes the communicator within bounded time, or at once after a failure."""
     def stats(self) -> dict[str, Any]: ...
 
 class Recorder:
-    """Calls of a process, as its communicators tell; of all its epochs.
+    """Records the calls of all communicators of a process, over all epochs.
 
-    Keeps `capacity` of them, and sums of all. The first communicator that fails for the
-    end of a job writes them to `path`, unless that is empty.
+    It keeps the last `capacity` calls, and sums over all calls. If `path` is not empty,
+    the first communicator whose failure ends the job writes the calls to it.
     """
 
     def __init__(self, capacity: int, who: str, path: str = "") -> None: ...
     def events(self) -> list[dict[str, Any]]:
-        """Those that are kept, the oldest first; see ringjax.recent_calls."""
+        """Returns the kept calls, the oldest first; see ringjax.recent_calls."""
     def totals(self) -> list[dict[str, Any]]:
-        """By set, lane and collective; see ringjax.stats."""
+        """Returns sums by process set, lane and collective; see ringjax.stats."""
     def busy(self) -> tuple[float, float]:
-        """Seconds in which some call waited, and in which some call moved data."""
+        """Returns the seconds in which a call waited, and moved data."""
     def keep(self, capacity: int) -> None:
-        """Keeps so many from now on; the newest stay."""
+        """Sets the number of calls to keep; the newest calls stay."""
     def lines_since(self, seen: int) -> tuple[int, int, bytes]:
-        """How many there are; of those after `seen`: how many are lost, and JSON."""
+        """Returns the number of calls; of the calls after `seen`: losses, and JSON."""
     def tell(self, timeline: Timeline | None) -> None:
-        """Tells it of each call from now on."""
+        """Reports each later call to the timeline."""
     @property
     def count(self) -> int:
-        """Of all that were ever added."""
+        """The number of all calls."""
     @property
     def dumped(self) -> str:
-        """The path, once it has been written."""
+        """The path after the calls have been written, else an empty text."""
 
 class Timeline:
     def __init__(self, path: str, mark_rounds: bool, most_bytes: int = ...) -> None:
-        """Replaces `path`, keeps so many bytes there and in `path`.1; StatusError."""
+        """Replaces `path`; keeps `most_bytes` there and in `path`.1; StatusError."""
     def close(self) -> None:
-        """Writes what has been reported; later reports go nowhere."""
+        """Writes all reports; later reports are dropped."""
 
 class EagerLane:
     """Named operations of a process set, submitted in any order from any thread.
 
-    A thread without the interpreter's lock agrees with those of the other ranks which
-    operations all have submitted, and runs them.
+    A thread without the GIL negotiates with the other ranks which operations all ranks
+    have submitted, and runs these.
     """
 
     def __init__(
@@ -335,24 +340,25 @@ class EagerLane:
         timeout: float,
         cuda: dict[str, Any] | None = None,
     ) -> None:
-        """Nobody else may use `communicator`.
+        """Makes a lane, the only user of `communicator`.
 
-        Of a resilient communicator, in which it has been installed, the lane goes on in
-        every later epoch: what the loss of a rank interrupts is done again by those
-        that are left. A broadcast whose root is lost, alltoall with splits,
-        reducescatter and CUDA tensors fail then with UNAVAILABLE, and so does all that
-        is pending where training starts again. `close` ends the resilient communicator.
+        On a resilient communicator, in which `communicator` has been installed, the
+        lane continues in each later epoch: the remaining ranks repeat operations that
+        the loss of a rank interrupts. A broadcast whose root is lost, an alltoall with
+        splits, a reducescatter, and operations on CUDA tensors fail with UNAVAILABLE,
+        as do all pending operations if training starts again. `close` ends the
+        resilient communicator.
 
         Args:
-            fusion_threshold: most bytes of one message, 0: nothing is fused. Alike on
-                all ranks, as is `cache_capacity`, the operations to remember.
+            fusion_threshold: the most bytes of one message; 0: no fusion. Equal on all
+                ranks.
+            cache_capacity: the number of submissions to remember. Equal on all ranks.
             cycle_seconds: how long an operation waits for more to fuse with.
             stall_warning: seconds of waiting for other ranks until a warning.
-            timeout: and until an error; 0 = never, for both.
-            cuda: what it needs to take CUDA tensors: the options of CudaCommunicator,
-                `nccl`, the paths to try for it, and `device`, the one of a rank that
-                joins without having submitted any tensor, -1 for none. All ranks or
-                none have this.
+            timeout: seconds until an error; 0, here and for the warning: never.
+            cuda: options for CUDA tensors: those of CudaCommunicator; `nccl`, paths of
+                NCCL to try; and `device`, the device of a rank that joins before it has
+                submitted a tensor, -1 for none. All ranks have them, or none.
         """
     @property
     def rank(self) -> int: ...
@@ -380,10 +386,12 @@ class EagerLane:
         waits: bool = False,
         rooms: Sequence[int] = (),
     ) -> Work:
-        """Hands in an operation; raises StatusError if it is impossible.
+        """Submits an operation.
 
-        INVALID_ARGUMENT also if one of this name is under way; what has failed this
-        lane before, at once.
+        Raises:
+            StatusError: the operation is not possible. INVALID_ARGUMENT also if another
+                operation of this name is in progress. If the lane has failed, the error
+                of that failure.
 
         Args:
             ins: (address, number of the dtype in DTYPES, shape), C-contiguous.
@@ -392,10 +400,11 @@ class EagerLane:
                 r < dim0 % size. May be empty for allgather and alltoall.
             root: rank in the set.
             splits: of alltoall: rows for each rank, input by input; empty: equal parts.
-            keep: referred to until the operation has ended.
+            keep: an object that the lane refers to until the operation has ended.
             alone: never fused with others.
             timeout: seconds until an error, 0 = never; negative: the lane's.
-            waits: the caller will wait at once: this may return only at the end.
+            waits: True if the caller will wait at once: `submit` may then return only
+                when the operation has ended.
             rooms: bytes at each of `outs`, needed for allgather and alltoall, whose
                 results are in memory of the core if they have another size.
             cuda: the addresses are of memory on a CUDA device, one for all tensors of
@@ -413,10 +422,15 @@ class EagerLane:
         postscale: float,
         timeout: float,
     ) -> bool:
-        """`submit` and `wait` for an array with a buffer, and another for the result.
+        """Submits an operation on an array with a buffer, and waits for its result.
 
-        False: it is not for these two, and nothing has happened. ValueError: `out` has
-        other rows than the result of an allgather or alltoall.
+        Returns:
+            False if nothing was submitted, because `array` or `out` has no suitable
+            buffer.
+
+        Raises:
+            ValueError: `out` has another number of rows than the result of an allgather
+                or alltoall.
         """
     def run_at(
         self,
@@ -431,31 +445,31 @@ class EagerLane:
         timeout: float,
         keep: object,
     ) -> None:
-        """`submit` and `wait` for a tensor of this host, a result of known shape."""
+        """Submits an operation on a host tensor and waits; not for ragged results."""
     def set_timeline(self, timeline: Timeline | None) -> None:
-        """From the next round on, reports there what it does."""
+        """Reports all work from the next round on to the timeline."""
     def join(self) -> Work:
-        """This rank has nothing more to submit until all ranks have joined."""
+        """Announces that this rank submits nothing more until all ranks have joined."""
     def hold(self) -> None:
-        """What is submitted wakes nobody until `release`, so that it goes together."""
+        """Holds later submissions until `release`, so that they are sent together."""
     def release(self) -> None: ...
     def abort(self, message: str, rank: int = -1) -> None: ...
     def close(self) -> None:
-        """Ends it, bounded in time; what is pending fails."""
+        """Closes the lane within bounded time; pending operations fail."""
     @property
     def takes_cuda(self) -> bool:
-        """Whether tensors on CUDA devices may be submitted."""
+        """True if tensors on CUDA devices may be submitted."""
     @property
     def joined(self) -> bool:
-        """Whether NCCL joins the ranks, in the present epoch."""
+        """True if the ranks have an NCCL communicator in the present epoch."""
     def confirm(self) -> None:
-        """As CudaCommunicator.confirm, for what is enqueued on a device."""
+        """Waits as CudaCommunicator.confirm, for operations on a device."""
     def cuda_stats(self) -> dict[str, dict[str, Any]]:
-        """As CudaCommunicator.stats; empty before the first call on a device."""
+        """Returns CudaCommunicator.stats; empty before the first call on a device."""
     def stats(self) -> dict[str, int]:
         """Keys: rounds, message_bytes, submissions, cached, calls, fused, failures.
 
-        `cached` are the submissions that travelled as a number, `fused` those in calls.
+        `cached` counts submissions that were sent as a number, `fused` those in calls.
         """
 
 class Work:
@@ -463,44 +477,44 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, on the device as well if its tensors are there."""
+        """True if the operation has ended, on its device, too."""
     def wait(self, stream: int | None = None) -> None:
-        """Without the interpreter's lock; raises StatusError, or KeyboardInterrupt.
+        """Waits without the GIL; raises StatusError or KeyboardInterrupt.
 
-        Of tensors on a device: until it is enqueued. What is enqueued on `stream` from
-        then on, by default the one that submitted it, comes after it.
+        For tensors on a device `wait` returns when the operation is enqueued. All later
+        work on `stream`, by default the stream of the submission, runs after it.
         """
     def output(self, i: int) -> Any:
-        """The result of allgather or alltoall: has a buffer and __dlpack__.
+        """Returns a result of allgather or alltoall, with a buffer and __dlpack__.
 
-        On a device __dlpack__ only, for the stream that was last given to wait(): when
-        that has passed the moment of the last reference, the memory is used again.
+        On a device the result has only __dlpack__, for the stream of the last wait().
+        Its memory is used again when that stream has passed the last reference.
         """
     def received(self, i: int) -> list[int]:
-        """How many of its rows came from each rank."""
+        """Returns the number of rows from each rank in result `i`."""
     @property
     def last_joined(self) -> int:
-        """The rank in the set that joined last, once a join is done."""
+        """The rank in the set that joined last, after a join has ended."""
 
 class TensorInterface:
-    """Many tensors of a TensorFlow kernel at once, through its C functions, by name.
+    """TensorFlow's C functions, by name, for many tensors of a kernel in one call.
 
-    Tensors and contexts are addresses. RuntimeError is what TensorFlow has refused.
+    Tensors and contexts are addresses. RuntimeError: TensorFlow has refused a call.
     """
 
     def __init__(self, functions: dict[str, int]) -> None: ...
     def inputs(self, context: int, count: int) -> list[int]:
-        """The first inputs of a node; give them to `delete`."""
+        """Returns the first inputs of a node; pass them to `delete` afterwards."""
     def describe(
         self, tensors: Sequence[int]
     ) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Address of the elements, TensorFlow's number of the dtype, shape."""
+        """Returns the address of the elements, TensorFlow's dtype number, the shape."""
     def allocate_like(self, tensors: Sequence[int]) -> list[int]:
-        """New ones, uninitialised; give them to `delete`. MemoryError: none is made."""
+        """Makes uninitialised tensors, for `delete`; MemoryError: it has made none."""
     def put(self, context: int, first: int, tensors: Sequence[int]) -> None:
-        """Makes them outputs of a node from `first` on; lets them go in any case."""
+        """Makes tensors the outputs of a node from `first` on; always releases them."""
     def delete(self, tensors: Sequence[int]) -> None:
-        """Lets them go."""
+        """Releases tensors."""
 
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...
@@ -515,7 +529,7 @@ def difference(
     rank: int,
     greatest: Callable[[list[int]], list[int]],
 ) -> str:
-    """Which tensor differs between ranks, or ""; see engine/call/alike.h."""
+    """Returns a text about tensors that differ, or ""; see engine/call/alike.h."""
 
 def shm_bytes(ring_bytes: int) -> int: ...
 def segment_bytes(size: int, tile_bytes: int) -> int: ...
@@ -550,7 +564,7 @@ def verify_schedules(
 def predict(
     op: str, bytes: int, host: Sequence[int], cost: Mapping[str, float] = ...
 ) -> list[tuple[str, float]]:
-    """Seconds by the cost model, of all algorithms that apply."""
+    """Returns the seconds of all algorithms that apply, by the cost model."""
 
 def connect_devices(
     *,
@@ -560,17 +574,18 @@ def connect_devices(
     unique_ids: Sequence[bytes],
     options: Mapping[str, float | str],
 ) -> list[CudaCommunicator]:
-    """Joins each device of this process with those of its place on the other ranks.
+    """Makes a communicator of each device with the devices of its position elsewhere.
 
-    `controls` join the same ranks, one for each device, for nothing else; options are
-    start_timeout, fusion, fusion_small and comm_stream. Compiled programs use `id`.
+    `controls` are host communicators of the same ranks, one for each device, that have
+    no other use. Options: start_timeout, fusion, fusion_small, comm_stream. Compiled
+    programs use `id`.
     """
 
 def device_here(id: int) -> int:
-    """The device of a program's call on this thread; -1: none of this process set."""
+    """Returns the device of a program's call on this thread; -1: not of this set."""
 
 def cuda_info() -> dict[str, Any]:
-    """What is compiled in and what the driver shows; never raises.
+    """Describes the CUDA support of this build and of the driver; never raises.
 
     Keys: device_code ("nvcc 13.0" or "none"), images [(kind, architecture, bytes)],
     driver (13000 for 13.0, or 0), driver_error, devices [{name, uuid,
@@ -578,9 +593,9 @@ def cuda_info() -> dict[str, Any]:
     """
 
 def open_nccl(path: str = "") -> tuple[int, str]:
-    """Version and file of NCCL: what is open or mapped already, else `path`.
+    """Opens NCCL unless it is open or mapped already; returns its version and file.
 
-    An empty path leaves the search to the loader. Raises StatusError.
+    With an empty path the loader searches for NCCL. Raises StatusError.
     """
 
 def nccl_unique_id() -> bytes: ...
@@ -595,6 +610,6 @@ def pack(
     device: int = 0,
     poison: int = 0,
 ) -> int:
-    """Enqueues the copy of tensors to one buffer, or back; returns the launches."""
+    """Enqueues copies of tensors to one buffer, or back; returns the launch count."""
 
 def cuda_ffi_targets() -> dict[str, Any]: ...

@@ -80,17 +80,17 @@ def _plan(
     # bfloat16, norms in float32) each leaf would otherwise be a bucket of its own.
     done: list[tuple[int, list[int]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[int]]] = {}
-    for place, index in enumerate(order):
+    for position, index in enumerate(order):
         shape, dtype = leaves[index]
         size = math.prod(shape) * dtype.itemsize
         if dtype in filling:
             last, filled, members = filling[dtype]
             if filled + size <= bucket_bytes:
                 members.append(index)
-                filling[dtype] = (place, filled + size, members)
+                filling[dtype] = (position, filled + size, members)
                 continue
             done.append((last, members))
-        filling[dtype] = (place, size, [index])
+        filling[dtype] = (position, size, [index])
     done += [(last, members) for last, _, members in filling.values()]
     return tuple(tuple(members) for _, members in sorted(done))
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from ringjax.xla.program import Program
 
-    AnyAval = jax.core.AbstractValue  # of an array or of a token
+    AnyAval = jax.core.AbstractValue  # an array's or a token's
 
 Zero = ad.Zero
 

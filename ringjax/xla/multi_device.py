@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
     from ringjax.xla.program import Program
 
-_AXIS = "devices"  # of the mesh of a program that XLA partitions
+_AXIS = "devices"  # the mesh axis of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
 
 # The positions of the operands, the attributes, and the kind: "run", "start", "done" or
@@ -187,7 +187,7 @@ def _emit(
     calls: Calls,
     *,
     kept: Sequence[int],
-    behind: Sequence[IrValue] = (),
+    after: Sequence[IrValue] = (),
     inside: bool = False,
     reads: bool = False,
 ) -> list[IrValue]:
@@ -195,7 +195,7 @@ def _emit(
 
     Args:
         kept: the positions of tensors whose memory results must not use.
-        behind: more values on which the first call depends.
+        after: more values on which the first call depends.
         inside: as for `jax_private.emit`.
         reads: True if the calls only read their tensors. Their only result is the order
             value.
@@ -206,7 +206,7 @@ def _emit(
     *values, order = operands
     for number, (cut, attributes, target) in enumerate(calls):
         types = [*(avals[i] for i in cut), avals[len(values)]]
-        more = behind if number == 0 else ()
+        more = after if number == 0 else ()
         changed = () if reads else cut
         *out, order = jax_private.emit(
             ctx,
@@ -231,7 +231,7 @@ def _lower_partitioned(
     operands: Sequence[IrValue],
     avals: Sequence[Aval],
     calls: Calls,
-    behind: Sequence[OrderValue],
+    after: Sequence[OrderValue],
     *,
     reads: bool = False,
 ) -> list[IrValue]:
@@ -242,11 +242,11 @@ def _lower_partitioned(
     operand.
 
     Args:
-        behind: more values on which the first call depends.
+        after: more values on which the first call depends.
         reads: True if the calls only read their tensors. The only result is then the
             order value, and the tensors keep their shardings.
     """
-    count = len(operands) - 1  # of the tensors; the last operand is the order value
+    count = len(operands) - 1  # tensors; the last operand is the order value
     first = count if reads else 0  # the position of the first result in the operands
     kept = jax_private.unaliasable(program, operands[:-1])
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
@@ -278,7 +278,7 @@ def _lower_partitioned(
             mesh,
             lower,
             placed[first:],
-            (*placed, *(replicated for _ in behind), replicated),
+            (*placed, *(replicated for _ in after), replicated),
         )
 
     # Every dimension of every tensor may be sharded, and a result has the sharding of
@@ -297,8 +297,8 @@ def _lower_partitioned(
     return jax_private.lower_function(
         ctx,
         lambda *values: parted(*values, digest),
-        [*operands, *(value for value, _ in behind)],
-        [*avals, *(aval for _, aval in behind)],
+        [*operands, *(value for value, _ in after)],
+        [*avals, *(aval for _, aval in after)],
         avals[first:],
     )
 
@@ -352,7 +352,7 @@ def _lower_part(
         jax_private.avals_in(ctx),
         [(cut, dict(attributes), target) for cut, attributes, target in calls],
         kept=kept,
-        behind=operands[count:],
+        after=operands[count:],
         inside=True,
         reads=reads,
     )

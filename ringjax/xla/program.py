@@ -72,7 +72,7 @@ def check_processes(program: Program, name: str, params: Params) -> None:
     """Checks that processes of one program exchange their shards by the replica set.
 
     The processes of a group hold different shards of a tensor. A collective of another
-    process set would reduce shards of different places.
+    process set would reduce shards of different positions.
     """
     if params.get("comm", REPLICA_SET) == REPLICA_SET:
         return

@@ -118,15 +118,15 @@ def of_shardings(
         cut: for each tensor the replicas of which each device holds a share, or None.
     """
     of, parts, here = [], [], program.local_devices
-    place = {device: i for i, device in enumerate(program.devices)}
+    position = {device: i for i, device in enumerate(program.devices)}
     for number, (shape, sharding) in enumerate(zip(shapes, shardings, strict=True)):
-        places = sharding.devices_indices_map(tuple(shape))
+        slices = sharding.devices_indices_map(tuple(shape))
         same = cut[number] if cut else None
-        which = same.numbers if same else [0] * len(place)
+        which = same.numbers if same else [0] * len(position)
         bounds = [
             (
-                tuple(s.indices(n)[:2] for s, n in zip(places[d], shape, strict=True)),
-                which[place[d]],
+                tuple(s.indices(n)[:2] for s, n in zip(slices[d], shape, strict=True)),
+                which[position[d]],
             )
             for d in here
         ]
