@@ -19,7 +19,11 @@ from jax.typing import ArrayLike
 
 import ringjax
 
-pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("collectives")]
+pytestmark = [
+    pytest.mark.ranks(1, 3),
+    pytest.mark.launch("collectives"),
+    pytest.mark.usefixtures("world"),
+]
 # What the annotations name, and what the package imports for type checkers only.
 NAMES = {
     **{name: getattr(jaxtyping, name) for name in ("PyTree", "Shaped")},
