@@ -99,7 +99,7 @@ def _opened_genuine(data: bytes) -> None:
         assert isinstance(message, dict)
 
 
-# -- objects, files, notices -----------------------------------------------------------
+# -- objects and files -----------------------------------------------------------------
 
 
 def _object(data: bytes) -> None:
@@ -152,10 +152,10 @@ def _cost_seed() -> bytes:
         return file.read()
 
 
-def _notice(data: bytes) -> None:
-    notice = object.__new__(job_credentials.CredentialsFile)
-    notice.path = _written(data, "notice")
-    found = notice.read()
+def _credentials_file(data: bytes) -> None:
+    file = object.__new__(job_credentials.CredentialsFile)
+    file.path = _written(data, "credentials file")
+    found = file.read()
     assert found is None or isinstance(found, job_credentials.JobCredentials)
 
 
@@ -385,7 +385,7 @@ def targets() -> list[Target]:
         ),
         Target("object", _object, [*_objects_of(), boxed], value),
         Target("cost", _cost, [_cost_seed(), deep]),
-        Target("notice", _notice, [_notice_seed(), deep]),
+        Target("credentials file", _credentials_file, [_credentials_seed(), deep]),
         Target(
             "setting",
             _setting,
@@ -424,6 +424,6 @@ def targets() -> list[Target]:
     ]
 
 
-def _notice_seed() -> bytes:
+def _credentials_seed() -> bytes:
     found = {"addresses": "127.0.0.1:5", "secret": "00" * 32, "job": JOB}
     return json.dumps(found).encode()

@@ -1,4 +1,4 @@
-"""JoinedJob without ringrun: the notice of rank 0, stale notices, ports, secrets."""
+"""Rendezvous discovery without ringrun: credentials files, ports, secrets."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ def start(infos: Sequence[LaunchInfo], config: Config) -> list[Future[JoinedJob]
 
 
 def check(futures: Sequence[Future[JoinedJob]]) -> list[JoinedJob]:
-    meetings = [future.result() for future in futures]
-    for found in meetings:
-        assert [m.rank for m in found.client.members] == list(range(len(meetings)))
-        assert {m.hello["job"] for m in found.client.members} == {meetings[0].job}
-        assert found.secret == meetings[0].secret
-    for found in reversed(meetings):
+    joined = [future.result() for future in futures]
+    for found in joined:
+        assert [m.rank for m in found.client.members] == list(range(len(joined)))
+        assert {m.hello["job"] for m in found.client.members} == {joined[0].job}
+        assert found.secret == joined[0].secret
+    for found in reversed(joined):
         found.close()
-    return meetings
+    return joined
 
 
 USUAL = Config(start_timeout=LONG)
 
 
-def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
+def test_ranks_of_one_host_meet_by_a_private_file(folder: Path) -> None:
     (late,) = start([here(1)], USUAL)
     time.sleep(0.1)  # the late rank looks for the file before it exists
     info = here(0)
@@ -91,7 +91,7 @@ def test_ranks_of_one_host_meet_by_a_private_notice(folder: Path) -> None:
     coordinator.close()
 
 
-def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
+def test_the_file_is_removed_when_all_have_joined(folder: Path) -> None:
     for _ in range(3):  # and again
         check(start([here(rank, 3) for rank in (2, 0, 1)], USUAL))
         assert list(folder.iterdir()) == []
@@ -107,7 +107,7 @@ def test_the_notice_is_gone_when_all_have_met(folder: Path) -> None:
         '{"addresses": "127.0.0.1:%d", "secret": "%s", "job": "0123456789abcdef"}',
     ],
 )
-def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
+def test_a_stale_file_is_read_again(folder: Path, text: str) -> None:
     with addresses.listen("127.0.0.1") as dead:
         port = dead.getsockname()[1]
     file = Path(CredentialsFile(here(0)).path)
@@ -118,7 +118,7 @@ def test_a_stale_notice_is_read_again(folder: Path, text: str) -> None:
     check([*start([here(0)], USUAL), late])
 
 
-def test_a_notice_that_others_could_write_is_not_believed(folder: Path) -> None:
+def test_a_file_that_others_could_write_is_not_trusted(folder: Path) -> None:
     credentials = JobCredentials("127.0.0.1:1", bytes(32), "0123456789abcdef")
     file = CredentialsFile(here(0))
     file.write(credentials)
@@ -151,7 +151,9 @@ def test_rank_0_never_appears(folder: Path) -> None:
     )
 
 
-def test_a_rank_that_never_appears_is_named_and_the_notice_goes(folder: Path) -> None:
+def test_a_rank_that_never_appears_is_named_and_the_file_is_removed(
+    folder: Path,
+) -> None:
     futures = start([here(0, 3), here(2, 3)], Config(start_timeout=2.0))
     for future in futures:
         with pytest.raises(StartupError, match=r"rank 1 of 3 did not join within 2 s"):
