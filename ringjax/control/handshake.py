@@ -65,7 +65,7 @@ class HandshakeRequest:
     Attributes:
         job: the id of the job, 16 hexadecimal digits.
         purpose: what the connection is for.
-        caller: the world rank that connects, or the number of a worker or an agent.
+        caller: the world rank or the worker that connects; 0 for an agent of ringrun.
         callee: the world rank to which it connects; -1 is a server.
         epoch: the epoch of a link.
         comm: the number of the communicator of a link.
