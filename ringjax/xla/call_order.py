@@ -46,7 +46,6 @@ _order = _CallOrder()
 
 
 def release_module() -> None:
-    """Drops the reference to the module that this thread has lowered last."""
     _order.module = None
 
 

@@ -144,12 +144,10 @@ def with_rows(aval: Aval, rows: int) -> Aval:
 
 
 def zero_tangent(value: Traced) -> Zero:
-    """Returns the symbolic zero tangent of `value`."""
     return Zero(jax.typeof(value).to_tangent_aval())
 
 
 def zero_cotangent(linear: Any) -> Zero:
-    """Returns the symbolic zero cotangent of an undefined primal."""
     return Zero(linear.aval)
 
 
@@ -441,7 +439,6 @@ def tiled_sharding(
 
 
 def without_mesh(aval: Aval) -> Aval:
-    """Returns `aval` without its axes of a mesh."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
@@ -461,7 +458,6 @@ def checks_varying() -> bool:
 
 
 def increment(value: IrValue, aval: Aval) -> IrValue:
-    """Emits the addition of 1 to an integer array."""
     one: Any = mlir.ir_constant(np.ones(aval.shape, aval.dtype))
     return stablehlo.add(value, one)
 

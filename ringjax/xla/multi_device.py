@@ -131,14 +131,12 @@ def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
 
 
 def _tensor_count(calls: Calls) -> int:
-    """Returns the number of tensors of calls."""
     return len({i for cut, _, _ in calls for i in cut})
 
 
 def _emit_manual(
     ctx: Context, program: Program, operands: Sequence[IrValue], calls: Calls
 ) -> list[IrValue]:
-    """Emits a chain inside a shard_map."""
     *avals, order = jax_private.avals_in(ctx)
     inside = shares.ManualShares(ctx, program, avals)
     own = _shard_calls(program, shards.of_mesh(program, inside.varying), calls)

@@ -242,7 +242,6 @@ def check_nccl(what: str, avals: Sequence[Aval], params: Params) -> None:
 
 
 def select_operands(params: Params, kept: Sequence[int]) -> dict[str, Any]:
-    """Returns the parameters of the call with only the operands `kept`."""
     per_operand = ("counts", "names")
     chosen = {k: tuple(params[k][i] for i in kept) for k in per_operand if params[k]}
     return {**params, **chosen}

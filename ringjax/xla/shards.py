@@ -41,7 +41,6 @@ class Shards(NamedTuple):
     parts: tuple[tuple[str, ...], ...]
 
     def select(self, kept: Sequence[int]) -> Shards:
-        """Returns the shards of the tensors at the positions `kept`."""
         return self._replace(
             of=tuple(self.of[i] for i in kept), parts=tuple(self.parts[i] for i in kept)
         )

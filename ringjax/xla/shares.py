@@ -171,7 +171,6 @@ def gather_all(
 
 
 def share_aval(aval: Aval, count: int) -> Aval:
-    """Returns the aval of a result of `slice_share`."""
     return jax.core.ShapedArray((-(-aval.size // count),), aval.dtype)
 
 
@@ -244,7 +243,6 @@ class ManualShares:
         return math.prod(self._mesh.shape[axis] for axis in axes)
 
     def slice_values(self, values: Sequence[IrValue]) -> list[IrValue]:
-        """Emits the operands that are sent."""
 
         def cut(*xs: Traced) -> list[Traced]:
             return [
@@ -257,7 +255,6 @@ class ManualShares:
         return self._lower(cut, values, self._whole, self.avals)
 
     def gather_values(self, results: Sequence[IrValue]) -> list[IrValue]:
-        """Emits the whole values from the results of the call."""
 
         def gather(*xs: Traced) -> list[Traced]:
             return [
