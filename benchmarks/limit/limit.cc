@@ -1,8 +1,8 @@
-// What collectives between processes of one machine cost at the least: loops over
+// The lowest possible cost of collectives between processes of one machine: loops over
 // shared memory, or over the memory of another process, that move as few bytes as
 // private buffers allow, and plain streams over loopback TCP. A yardstick and no
-// library: no NaN in bfloat16, no error but a rank that does not come. Built and called
-// by limit.py.
+// library: no NaN in bfloat16, no error but a rank that does not start. Built and
+// called by limit.py.
 
 #include <memory>
 

@@ -1,11 +1,11 @@
 // The allreduce of limit.cc.
 //
-// Up to kAtOnce bytes, every rank writes all it has to its slot, and adds up all slots:
-// one barrier. Longer messages pass through in tiles. Rank r is to add up the r-th part
-// of a tile, so that a rank writes only the other parts to its slot, adds its own from
-// where it lies, and fetches the other sums: (P-1)/P of the message in, as much out.
-// Two sets of slots take turns, and one barrier separates [copy k in, add k-1, copy k-2
-// out].
+// Up to kAtOnce bytes, every rank writes its message to its slot and adds up all slots,
+// with one barrier between. Longer messages are cut into tiles. Rank r adds up the r-th
+// part of a tile. So a rank writes only the other parts to its slot, adds its own part
+// from its input, and reads the other ranks' sums: (P-1)/P of the message goes in, and
+// as much comes out. Two sets of slots take turns. One barrier ends each round: copy
+// tile k in, add tile k-1, copy tile k-2 out.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_ALLREDUCE_H_
 #define RINGJAX_BENCHMARKS_LIMIT_ALLREDUCE_H_
@@ -18,7 +18,7 @@
 #include "limit_copy.h"
 #include "limit_rank.h"
 
-// What limit.py passes.
+// The arguments of an allreduce, from limit.py.
 struct LimitJob {
   char* const* inputs;
   char* const* outputs;  // the inputs themselves: in place

@@ -26,12 +26,12 @@
 enum Which { kBroadcast, kAllgather, kAlltoall, kReducescatter };
 enum Way { kInTiles, kRead, kReadAndWrite };
 
-// What limit.py passes.
+// The arguments of a collective, from limit.py.
 struct LimitMove {
   const char* given;
   char* out;
-  size_t bytes;  // of the whole vector, a multiple of the ranks
-  size_t piece;  // bytes of the whole vector at a time
+  size_t bytes;  // size of the whole vector, a multiple of the number of ranks
+  size_t piece;  // bytes of the whole vector that are moved at a time
   int which, way;
   int copying;  // in tiles; see Copying
 };

@@ -41,7 +41,7 @@ struct alignas(kLine) Place {
 struct Control {  // zero at first, as the kernel gives it
   std::array<Flag, kMaxRanks> arrived;
   Flag sent;                          // tiles of broadcasts
-  std::array<Flag, kMaxRanks> taken;  // of them
+  std::array<Flag, kMaxRanks> taken;  // the tiles that each rank has read
   std::array<Place, kMaxRanks> places;
   std::atomic<int> port;
   std::atomic<int> unreadable;  // ranks that may not read the memory of another one

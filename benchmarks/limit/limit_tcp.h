@@ -74,7 +74,7 @@ class Streams {
   }
 
  private:
-  static constexpr size_t kSegment = 1 << 20;  // of one send or recv
+  static constexpr size_t kSegment = 1 << 20;  // bytes per send or recv
 
   static sockaddr_in Loopback(int port) {
     sockaddr_in address = {};

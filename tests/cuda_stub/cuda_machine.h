@@ -1,7 +1,6 @@
-// What the CUDA stub remembers: contexts, and every handle that is alive. Also what
-// each function checks before it does anything. Not the functions: libcuda_stub.cc
-// (devices, modules, launches) and cuda_queues.cc (streams, events, memory) define
-// those.
+// The state of the CUDA stub: contexts and all living handles. Also the checks at the
+// beginning of each function. The functions are defined in libcuda_stub.cc (devices,
+// modules, launches) and cuda_queues.cc (streams, events, memory).
 #pragma once
 
 #include <algorithm>
@@ -51,7 +50,8 @@ struct ModuleTag {
 // Everything that lives. Never destroyed: threads of streams may outlive main().
 struct Machine {
   std::mutex mutex;
-  std::atomic<pid_t> pid = 0;  // of the process that called cuInit; a child has no CUDA
+  std::atomic<pid_t> pid =
+      0;  // the caller of cuInit; CUDA does not work in its children
   std::array<ContextTag, 8> contexts;
   int devices = 1;
   std::map<Stream, std::shared_ptr<StreamTag>> streams;
@@ -80,7 +80,7 @@ inline thread_local Context t_current = nullptr;
 
 enum class Needs { kNothing, kInit, kContext };
 
-// What every function checks first.
+// The checks at the beginning of every function.
 inline Outcome Enter(const char* function, Needs needs) {
   if (g_machine.failures.Strikes(function)) return kUnknown;
   if (t_on_stream) return kNotPermitted;
@@ -125,7 +125,7 @@ inline Outcome Enqueue(Stream handle, std::function<void()> work) {
 #define STUB_DECLARE(member, name, types) STUB_EXPORT Outcome name types;
 RINGJAX_CUDA_FUNCTIONS(STUB_DECLARE)
 RINGJAX_CUDA_OPTIONAL(STUB_DECLARE)
-// What the tests of the stub use besides.
+// Functions that only the tests of the stub use.
 STUB_EXPORT Outcome cuEventElapsedTime(float*, Event, Event);
 STUB_EXPORT Outcome cuMemAlloc_v2(Pointer*, size_t);
 STUB_EXPORT Outcome cuMemFree_v2(Pointer);

@@ -1,5 +1,5 @@
-// What all exported functions of the NCCL stub share: the driver's functions they need,
-// the communicators that are alive, errors and the log.
+// Shared by all exported functions of the NCCL stub: the driver's functions they need,
+// the living communicators, errors and the log.
 #pragma once
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 
 namespace ringjax::nccl {
 
-// What it needs of the driver.
+// The functions of the CUDA driver that the NCCL stub needs.
 struct CudaCalls {
   cuda::Outcome (*launch)(cuda::Stream, cuda::HostFunction, void*) = nullptr;
   cuda::Outcome (*get_context)(cuda::Context*) = nullptr;

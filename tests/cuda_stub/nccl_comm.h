@@ -138,7 +138,7 @@ struct CommTag {
 
 using CommPointer = std::shared_ptr<CommTag>;
 
-// What one host function on a stream does: a group's operations of one communicator.
+// A group's operations of one communicator: the work of one host function on a stream.
 struct Group {
   CommPointer comm;
   uint64_t number = 0;

@@ -8,7 +8,7 @@
 
 namespace ringjax::nccl {
 
-struct Place {  // of the calling rank
+struct Place {  // device and host of the calling rank
   char uuid[16] = {};
   std::string host = stub::Knob("NCCL_HOSTID");
 };
@@ -25,7 +25,7 @@ inline void WritePage(CommTag& comm, const Place& place) {
   comm.segment.Ring();
 }
 
-// What is wrong with the world, if anything: the same on all ranks.
+// An error in the set of ranks, or "". All ranks get the same answer.
 inline std::string CheckPages(CommTag& comm) {
   const bool share = stub::KnobNumber("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0;
   for (int r = 0; r < comm.size; r++) {

@@ -1,4 +1,4 @@
-// What the NCCL stub does on a stream: collectives in rounds through one slot per rank,
+// The NCCL stub's work on a stream: collectives in rounds through one slot per rank,
 // then all sends and receives of the group at once through one channel per pair of
 // ranks.
 //
@@ -14,8 +14,9 @@
 namespace ringjax::nccl {
 namespace {
 
-// What an aborted collective leaves behind: garbage that does not look like garbage (in
-// every float type a finite number), so that a caller must know that it was aborted.
+// An aborted collective fills its results with this byte. It gives a finite number in
+// every float type, so callers cannot recognise the garbage: they must notice the
+// abort.
 constexpr int kGarbage = 0x5a;
 
 bool Disagree(CommTag& comm, const std::string& what) {

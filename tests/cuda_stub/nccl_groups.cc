@@ -103,7 +103,7 @@ Outcome Submit(Part part) {
     std::unique_ptr<Group> owned(data);
     Cuda().set_context(context);
     if (Cuda().pushed(stream) != pushed) {
-      // What was pushed, such as giving memory back, would come before the group.
+      // The other work, such as freeing memory, would run before the group.
       std::fputs("NCCL's stub: a stream got other work before its group\n", stderr);
       std::abort();
     }

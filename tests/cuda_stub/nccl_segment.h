@@ -40,7 +40,8 @@ enum class Kind : int {
   kRecv
 };
 
-// What all ranks must say alike. NCCL does not compare it and hangs or corrupts data.
+// Arguments of an operation that must be equal on all ranks. The real NCCL does not
+// compare them: if they differ, it hangs or corrupts data.
 struct Description {
   Kind kind{};
   DataType type{};
@@ -55,10 +56,10 @@ struct Description {
 struct RankPage {
   std::atomic<uint32_t> claimed, attached, gone;
   int version, ranks, pid;
-  uint64_t birth;  // of the process: its number may be given away again
+  uint64_t birth;  // start time of the process, because pids are used again
   char uuid[16], host[64];
   std::atomic<uint64_t> published, consumed;  // pieces in the slot of this rank
-  Description description;                    // of the piece published last
+  Description description;                    // the operation of the newest piece
   alignas(64) std::byte slot[kSlotBytes];
 };
 
@@ -132,7 +133,7 @@ class Segment {
     return std::memcmp(id.data(), kMagic, sizeof kMagic) == 0;
   }
 
-  // What is wrong, or nothing.
+  // Opens the segment of `id`. Returns an error text, or "".
   std::string Open(const UniqueId& id) {
     Address address;
     std::memcpy(&address, id.data(), sizeof address);

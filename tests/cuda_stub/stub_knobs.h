@@ -1,5 +1,5 @@
-// What both stubs need besides their subject: settings from the environment, calls that
-// fail on request, a log for tests to count in, and threads that leave signals alone.
+// Helpers of both stubs: settings from the environment, calls that fail on request, a
+// log in which tests count calls, and threads that block all signals.
 #pragma once
 
 #include <fcntl.h>

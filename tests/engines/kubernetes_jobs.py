@@ -302,7 +302,7 @@ class TestElastic:
         _wait_for(cluster, 2, names[1:3])
         _wait_for(cluster, 3, names[:3])
         steps = [step for step, _, _ in _sizes(cluster.folder, "train-1")]
-        assert steps == sorted(steps) and len(steps) > 5  # one process wrote all
+        assert steps == sorted(steps) and len(steps) > 5  # all from a single process
         (cluster.folder / "end").touch()
         cluster.wait_for(lambda: cluster.status("train"), "the end")
         assert cluster.status("train") == "Complete", cluster.logs()

@@ -27,9 +27,10 @@ constexpr size_t kMost = 8192;      // bytes of an input
 constexpr size_t kMostSaved = 256;  // bytes of an input that is saved
 constexpr int kMostFiles = 40;
 constexpr unsigned kSecondsPerInput = 20;
-uint8_t hits[kPlaces];   // of this input
-uint8_t known[kPlaces];  // of all before, one bit for each magnitude
-// Only the thread that runs the targets counts: others come and go at any time.
+uint8_t hits[kPlaces];   // by the current input
+uint8_t known[kPlaces];  // by all earlier inputs, one bit for each magnitude
+// Counts only in the thread that runs the targets: other threads start and end at
+// random moments, so their hits would differ between runs of the same input.
 thread_local bool counting = false;
 thread_local uintptr_t before = 0;
 
@@ -163,7 +164,7 @@ uint64_t Search(const Target& target, const Options& options) {
   uint64_t runs = 0;
   for (; runs < options.runs; ++runs) {
     if (options.seconds > 0 && runs % 64 == 0 && seconds() > options.seconds) break;
-    // What was found last is tried more often.
+    // Recently found inputs are tried more often.
     const size_t n = inputs.size();
     const size_t pick =
         random() % 2 ? n - 1 - random() % std::min<size_t>(n, 16) : random() % n;

@@ -38,7 +38,7 @@ double Load(DType type, const std::byte* from) {
   return Get<double>(from);
 }
 
-// Of the largest number: every level rounds once.
+// The allowed error as a fraction of the largest number. Every level rounds once.
 double Tolerance(DType type) {
   if (type == DType::kF16) return 4e-3;
   if (type == DType::kBF16) return 3e-2;
@@ -271,7 +271,7 @@ TEST(AdasumOfNaNsEndsWithTheSameBits) {
   job.Set(1, 0, 17, std::nan(""));
   job.Run(&world);
   CHECK(std::isnan(job.Out(0, 0, 0)));
-  CHECK(!std::isnan(job.Out(0, 1, 0)));  // of the other tensor
+  CHECK(!std::isnan(job.Out(0, 1, 0)));  // the second tensor is not affected
   job.CheckBits();
 }
 

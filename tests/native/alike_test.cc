@@ -38,7 +38,7 @@ TEST(AHashIsOfBitsAndLengthOnly) {
 }
 
 struct Answers {
-  std::vector<std::string> texts;  // of the ranks
+  std::vector<std::string> texts;  // one for each rank
   std::vector<Code> codes;
   std::vector<int> exchanges;
 };

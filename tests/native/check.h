@@ -22,9 +22,9 @@ struct Registration {
   Registration(const char* name, void (*body)()) { Tests().push_back({name, body}); }
 };
 
-inline std::atomic<int> failures{0};  // of the running test
+inline std::atomic<int> failures{0};  // in the running test
 
-// A broken loop would print for ever: only the first few failures are shown.
+// Prints only the first few failures, because a broken loop would print without end.
 inline void Fail(const char* file, int line, const std::string& what) {
   if (failures.fetch_add(1) >= 10) return;
   std::ostringstream text;

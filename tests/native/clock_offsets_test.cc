@@ -37,7 +37,7 @@ TEST(AClockIsReadWithinHalfOfTheWay) {
   }
   CHECK(zero.TakeClocks().empty() && beats[1]->clock_offsets().TakeClocks().empty());
   beats[0]->Stop();
-  two.AskClock(1);  // of nobody, without a harm
+  two.AskClock(1);  // the heartbeat has stopped: the question has no effect
   for (const auto& beat : beats) beat->Stop();
 }
 

@@ -155,7 +155,7 @@ TEST(ARankThatOnlySendsAndHasACoreCopiesIntoTheRing) {
 // Bytes that the peer cannot read, from the beginning or from somewhere on, are sent
 // through the ring, and nothing is exposed any more.
 TEST(BytesThatCannotBeReadAreSentThroughTheRing) {
-  for (const uint64_t passage : {1, 3, 4}) {  // of the four reads of the message
+  for (const uint64_t passage : {1, 3, 4}) {  // the read that fails; a message has four
     CmaPair pair(ShmEnds(1 << 14));
     std::vector<float> sent(1 << 20), received(sent.size(), -1);
     for (size_t i = 0; i < sent.size(); ++i) sent[i] = Value(7, i);

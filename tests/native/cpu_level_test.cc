@@ -25,7 +25,8 @@ std::vector<std::byte> RandomBytes(size_t bytes, uint64_t seed) {
   return all;
 }
 
-// What is not a number may have other bits: which of two wins is the compiler's choice.
+// Makes all NaNs equal. If both operands are NaN, the compiler decides whose bits
+// remain.
 void MaskNaN(DType t, std::vector<std::byte>* all) {
   for (size_t at = 0; at < all->size(); at += Width(t)) {
     double value = 0;

@@ -1,5 +1,5 @@
-// What makes two calls the same to the ranks that compare their fingerprints: all that
-// decides what travels and what is done with it, and nothing of one rank alone.
+// Fingerprints of calls, by which ranks compare them. All properties that decide the
+// messages and the computation count; properties of a single rank do not count.
 #include "engine/call/descriptor.h"
 
 #include <functional>
@@ -67,7 +67,7 @@ TEST(FingerprintsIgnoreWhatIsOfOneRankAlone) {
   CHECK_EQ(Fingerprint(call), Fingerprint(Example()));
   for (Collective op : {Collective::kAllgather, Collective::kAlltoall}) {
     call = Example(op);
-    call.tensors[0].dims = {7, 4};  // what a rank contributes is its own matter
+    call.tensors[0].dims = {7, 4};  // ranks may contribute different counts
     CHECK_EQ(Fingerprint(call), Fingerprint(Example(op)));
   }
   call = Example(Collective::kAlltoall);

@@ -35,7 +35,7 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
 namespace ringjax {
 namespace {
 
-// What the devices of one rank were told.
+// The results that the devices of one rank received.
 class Told {
  public:
   std::function<void(const Status&)> For(int64_t device) {

@@ -19,10 +19,10 @@ using testing_eager::Floats;
 using testing_eager::Place;
 using WorkPtr = std::shared_ptr<Work>;
 
-// What is added for a worker: a sum of these tells who took part.
+// A worker's summand, a power of two: a sum shows exactly which workers took part.
 float ShareOf(int worker) { return std::ldexp(1.0f, worker); }
 
-// The results by name: the first worker that has one says what all must have.
+// The results by name. The first worker's result of an operation is the reference.
 class Results {
  public:
   void Add(const std::string& name, int worker, const Floats& result) {
@@ -198,7 +198,7 @@ class Chaos {
       Floats rows(static_cast<size_t>(all.dims[0]));
       std::memcpy(rows.data(), all.memory.get(), rows.size() * sizeof(float));
       results_.Add(o->name, worker, rows);
-      // Of each rank that is there, in their order, as many as it has.
+      // The rows of each present rank, in the order of the ranks.
       float before = -1;
       for (size_t at = 0; at < rows.size();) {
         const float share = rows[at];

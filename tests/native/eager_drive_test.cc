@@ -56,7 +56,7 @@ TEST(eager_what_is_held_goes_together) {
         for (size_t k = 0; k < all.size(); ++k)
           works.push_back(
               lane.Submit(Place(std::to_string(k), &all[k], &all[k])).value());
-        if (i % 4 == 0) {  // who waits for what is held does so in vain no longer
+        if (i % 4 == 0) {  // releases the held operations, so a wait can end
           lane.Hurry();
           CHECK(works[0]->Wait().ok());
         }

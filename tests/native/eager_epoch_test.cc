@@ -246,7 +246,8 @@ TEST(eager_epoch_close_while_parked_waits_for_no_limit) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   const auto start = Clock::now();
   for (int w : {0, 2}) job.lane(w).Close();
-  CHECK(Clock::now() - start < std::chrono::seconds(30));  // of 60 that it might wait
+  CHECK(Clock::now() - start <
+        std::chrono::seconds(30));  // Close must not wait for the limit of 60 s
   CHECK(pending->Wait().code() == Code::kUnavailable);
   CHECK(!job.lane(0).Submit(Place("y", &x, &x)).ok());
   CHECK(job.lane(2).aborted());

@@ -20,9 +20,9 @@ class Epochs {
  public:
   struct Worker {
     std::shared_ptr<ResilientComm> resilient;
-    std::shared_ptr<Communicator> communicator;  // of its last epoch
+    std::shared_ptr<Communicator> communicator;  // its newest epoch's
     std::unique_ptr<EagerLane> lane;
-    std::vector<CommitDecision> heard;  // and not installed yet
+    std::vector<CommitDecision> heard;  // received, not installed yet
     bool lost = false;
   };
 
@@ -60,8 +60,8 @@ class Epochs {
     Kill(worker, [] {});
   }
 
-  // What the survivors do when they hear of it; each half is a step of its own, so that
-  // tests can do something in between.
+  // The survivors' actions after a loss, in two halves, so that tests can act between
+  // them.
   void Revoke(const std::string& reason) {
     for (int w : members)
       if (!workers[w].lost)

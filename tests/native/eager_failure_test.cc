@@ -1,5 +1,5 @@
-// What goes wrong on the eager lane: ranks that disagree, are late, leave or break the
-// protocol, and callers that ask for what cannot be.
+// Failures of the eager lane: ranks that disagree, are late, leave or break the
+// protocol, and callers that submit impossible operations.
 #include <barrier>
 #include <chrono>
 

@@ -96,7 +96,7 @@ void Reducescatter(EagerLane& lane, int rank, int size, bool inside) {
   }
 }
 
-// Of two rows for each rank.
+// Checks an alltoall that sends two rows to each rank.
 void Alltoall(EagerLane& lane, int rank, int size, bool in_place) {
   Floats x = Own(rank, size), want;
   for (int r = 0; r < size; ++r)

@@ -1,5 +1,5 @@
-// The eager lane with threads as ranks: orders, operations, joins, what goes wrong and
-// what must still work afterwards. Also run under sanitizers.
+// The eager lane with threads as ranks: orders, operations, joins, and use after
+// failures. Also run under sanitizers.
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -36,7 +36,7 @@ TEST(eager_allreduce_with_and_without_a_segment) {
   }
 }
 
-// Who asks again and again meets the very moment at which an operation ends.
+// A rank polls an operation so often that some polls happen exactly when it ends.
 TEST(eager_asked_at_any_moment) {
   Eager world(2);
   world.Each([](EagerLane& lane, int rank) {
@@ -185,7 +185,7 @@ TEST(eager_a_joined_rank_changes_no_result) {
     ReduceOp op;
     float expected;
   };
-  // Of three ranks with 2, 3 and 4, the first has joined.
+  // Three ranks have 2, 3 and 4. The first rank has joined, so 3 and 4 are reduced.
   const Case cases[] = {{ReduceOp::kSum, 7},
                         {ReduceOp::kAverage, 7.0f / 3},
                         {ReduceOp::kMin, 3},

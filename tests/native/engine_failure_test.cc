@@ -1,4 +1,4 @@
-// What goes wrong in a call, and that everybody learns it: calls that are not valid,
+// Failures in a call, which all ranks must receive: calls that are not valid,
 // results that do not fit, lost turns, exceptions, half steps, texts at their limits.
 #include <sys/socket.h>
 

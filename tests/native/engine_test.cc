@@ -1,5 +1,5 @@
 // Threads as ranks over in-process links: collectives, disagreement, loss, overlap.
-// The same code paths that processes run, in reach of the sanitizers.
+// Threads run the code paths of processes, but the sanitizers can check them.
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -245,7 +245,8 @@ TEST(AHeartbeatRestsWhileAForkedChildHasALostSocket) {
   close(copy);
 }
 
-// Of a process that stops at once: 0 if its heartbeat blames nobody for that.
+// The exit code of a process that stops itself by SIGSTOP: 0 if its heartbeat, after
+// SIGCONT, blames no peer for the pause.
 int StandStill(int socket) {
   Heartbeat heartbeat(0, {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr, nullptr);
   raise(SIGSTOP);

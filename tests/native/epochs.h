@@ -22,9 +22,9 @@ inline float Part(int worker) { return static_cast<float>(1 << worker); }
 struct Worker {
   int number = 0;
   std::shared_ptr<ResilientComm> resilient;
-  std::shared_ptr<Communicator> communicator;  // of the epoch that forms, or has
-  std::shared_ptr<Communicator> ending;        // in a job of groups, beside it
-  bool installed = false;                      // this communicator
+  std::shared_ptr<Communicator> communicator;  // for the newest epoch
+  std::shared_ptr<Communicator> ending;        // only in a job of groups
+  bool installed = false;                      // whether `communicator` is in use
 };
 
 // The commit decision that follows from the progress reports of all ranks.

@@ -38,8 +38,8 @@ Status RunStep(int rank, Link* link, Doorbell* bell, std::vector<float>* data) {
   return status;
 }
 
-// What is converted for the wire is staged where a socket does not take it: a send has
-// ended only when all of that is out, be the peer as slow as it may.
+// Elements converted for the wire are staged if the socket is full. A send has ended
+// only when all staged bytes are sent, however slow the peer is.
 TEST(ASendOnAFullSocketEndsWhenAllIsOut) {
   Ends ends = SocketEnds(1, [] {
     const auto pair = UnixPair();

@@ -128,7 +128,7 @@ TEST(NoModeOfTheThreadChangesAResult) {
       }
 }
 
-// Of vectors that hold nothing but denormals: any NaN would hide all else.
+// The vectors hold only denormals. A NaN among them would make every moment a NaN.
 TEST(NoModeOfTheThreadChangesMoments) {
   for (DType t : kFloats) {
     const Bytes a = Values(t, 1, false), b = Values(t, 2, false);

@@ -43,7 +43,7 @@ bool IsPacked(const FusionPlan& plan, size_t tensor) {
   return false;
 }
 
-// What must hold for every plan, whatever was asked for.
+// Checks the invariants of every fusion plan.
 void CheckPlan(const Call& call, const FusionPlan& plan) {
   std::vector<int> seen(call.tensors.size());
   uint64_t end = 0, packed_bytes = 0;

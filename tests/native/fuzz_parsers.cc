@@ -48,7 +48,7 @@ void ReadAll(NegotiationReader reader, int size) {
   while (!reader.done()) {
     if (!reader.Next(&item).ok()) return;
     if (item.kind != NegotiationItem::Kind::kDescription) continue;
-    // What was understood can be said again, and means the same.
+    // A parsed description can be written again, and the copy means the same.
     NegotiationWriter writer;
     writer.Description(*item.submission);
     const std::string again = writer.Seal(3, 1);
@@ -87,7 +87,7 @@ std::vector<std::string> MessageSeeds() {
 
 constexpr int kRanks = 3, kFoul = 1;
 
-// What honest ranks do in a round.
+// The actions of an honest rank in a round.
 void Act(Negotiation* rank, unsigned what, int round) {
   if (what & 1) rank->Submit(Share(Sum("a")));
   if (what & 2) rank->Submit(Share(Splitting()));

@@ -144,7 +144,7 @@ void DoTogether(const std::vector<std::shared_ptr<Communicator>>& ranks,
   other.join();
 }
 
-// What rank 1 of two writes to rank 0 in one piece of work.
+// The bytes that rank 1 of two writes to rank 0 in one piece of work.
 std::string Recorded(unsigned number) {
   std::string record;
   Ends ends = LocalEnds(kRing);

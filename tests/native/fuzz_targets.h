@@ -1,6 +1,6 @@
-// What reads bytes of other processes, each as a function of these bytes, and how such
-// bytes are damaged. Used by a short test (hostile_bytes_test.cc) and by the long,
-// coverage-guided search of tests/fuzz/driver.cc.
+// The code that reads other processes' bytes, each part as a function of these bytes,
+// and the damage done to such bytes. Used by a short test (hostile_bytes_test.cc) and
+// by the long, coverage-guided search of tests/fuzz/driver.cc.
 //
 // A target may return whatever it likes as a Status; what it must not do is crash,
 // hang, read outside, ask for memory without end, or break what ALWAYS says.

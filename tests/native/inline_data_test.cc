@@ -23,7 +23,7 @@ uint64_t InlineFloats(int size) {
   return MakeLocalSegments(4096, all)[0]->inline_bytes() / sizeof(float);
 }
 
-// Of rank `from`, for rank `to`, at place i.
+// Element i of the data that rank `from` sends to rank `to`.
 float Value(int from, int to, size_t i) {
   return static_cast<float>(from * 1000 + to * 100) + static_cast<float>(i % 97);
 }

@@ -87,7 +87,7 @@ inline std::pair<int, int> UnixPair() {
   return {fds[0], fds[1]};
 }
 
-// What both ends of a connection encrypt with, as the handshake would give it to them.
+// The keys of one end of a connection, in the format in which a handshake returns them.
 inline std::string ChannelKey(int side, size_t connection = 0) {
   const char first = static_cast<char>(2 * connection + 1);
   const std::string up(Cipher::kSecretBytes, first);

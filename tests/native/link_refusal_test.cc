@@ -1,6 +1,6 @@
-// What a link must refuse or survive: nonsense in shared memory, memory that is not
-// sealed, sockets that are none; and what becomes of descriptors. See transport_test.cc
-// for what links are for.
+// Input that a link must refuse or survive: nonsense in shared memory, memory that is
+// not sealed, descriptors that are not sockets. Also the lifetime of descriptors.
+// transport_test.cc tests the normal use of links.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>

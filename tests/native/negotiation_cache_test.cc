@@ -1,5 +1,5 @@
-// What travels in a negotiation: what has been described once is a number from then on,
-// a known step is a few bytes, and no message grows without bounds.
+// The sizes of negotiation messages. An operation is described once and is a number
+// afterwards, a known step needs a few bytes, and no message grows without bounds.
 #include <algorithm>
 #include <random>
 

@@ -59,7 +59,8 @@ TEST(NegotiationMessagesAreReadAsTheyWereWritten) {
   CHECK(item.submission->Same(Named(Collective::kBarrier, "", {})));
 }
 
-// What rank 0 of two says to these items from rank 1, after two submissions of both.
+// Rank 0's status after a message with these items from rank 1, in a job of two ranks
+// that both have submitted twice.
 Status Said(const std::string& items) {
   NegotiatingRanks ranks(2, {.members = {4, 6}});
   ranks.SubmitAll(Sum("a"));
@@ -133,7 +134,7 @@ TEST(DamagedNegotiationMessagesAreFound) {
     return !fresh.Receive({other, ""}, &decisions).ok();
   };
   CHECK(!refused(own));
-  CHECK(refused(message));  // of another rank
+  CHECK(refused(message));  // the sender is another rank
   for (size_t bit = 0; bit < own.size() * 8; ++bit) {
     std::string flipped = own;
     flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ 1 << bit % 8);
@@ -144,7 +145,7 @@ TEST(DamagedNegotiationMessagesAreFound) {
   CHECK(refused(own + '\0') && refused(own + own));
   std::vector<Decision> decisions;
   CHECK(ranks[1].Receive({own, message}, &decisions).ok());
-  CHECK(!ranks[1].Receive({own, ""}, &decisions).ok());  // of another round
+  CHECK(!ranks[1].Receive({own, ""}, &decisions).ok());  // `own` is from another round
 }
 
 TEST(TheMessageOfThisRankMustBeWhatWasTaken) {

@@ -62,7 +62,7 @@ class NegotiatingRanks {
   int size() const { return static_cast<int>(ranks.size()); }
   Negotiation& operator[](int rank) { return *ranks[static_cast<size_t>(rank)]; }
 
-  // The same from each rank.
+  // Submits an equal operation on each rank.
   void SubmitAll(const Submission& submission) {
     for (auto& rank : ranks) rank->Submit(Share(submission));
   }
@@ -73,7 +73,7 @@ class NegotiatingRanks {
     return messages;
   }
 
-  // What all have decided; rank 0's pointers.
+  // Checks that all ranks decide alike. The returned pointers are rank 0's.
   std::vector<Decision> Give(const std::vector<std::string>& messages) {
     std::vector<Decision> first;
     for (int r = 0; r < size(); ++r) {

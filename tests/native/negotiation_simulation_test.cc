@@ -1,9 +1,9 @@
-// Negotiation under random programs: ranks submit the same named operations in orders
-// of their own, at paces of their own, some with a planted difference, and join when
-// they run out. Whatever the interleaving: all ranks decide alike, every submission
-// ends exactly once and as it must, and nothing is left over. The two shortcuts that
-// lanes take after a decision (no call, no agreement) are taken by all ranks or none,
-// and only where they are right.
+// Negotiation under random programs. Ranks submit equal sets of named operations, each
+// rank in its own order and at its own pace, some with a planted difference, and join
+// at the end. In every interleaving, all ranks make the same decisions, every
+// submission ends exactly once and correctly, and nothing is left over. The two
+// shortcuts that lanes take after a decision (no call, no agreement) are taken by all
+// ranks or none, and only where they are right.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -200,8 +200,8 @@ class Simulation {
 
  private:
   struct Rank {
-    size_t steps = 0, step = 0;  // that it makes; where it is
-    std::vector<size_t> order;   // of the step's operations, those still to submit
+    size_t steps = 0, step = 0;  // number of steps; the current step
+    std::vector<size_t> order;   // the step's operations that are not submitted yet
     std::map<std::pair<Collective, std::string>, SubmissionPtr> under_way;
     bool joining = false, done = false;
   };
@@ -245,7 +245,7 @@ class Simulation {
       }
       const Operation& operation = program_[rank.step][rank.order.back()];
       const Submission& s = operation.by_rank[static_cast<size_t>(r)];
-      if (rank.under_way.count({s.op, s.name}) > 0) return;  // of an earlier step
+      if (rank.under_way.count({s.op, s.name}) > 0) return;  // from an earlier step
       const SubmissionPtr mine = Share(s);
       rank.under_way[{s.op, s.name}] = mine;
       began_[mine.get()] = rank.step;

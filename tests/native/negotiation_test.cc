@@ -37,7 +37,7 @@ std::string Runs(const std::vector<Decision>& decisions) {
   return text;
 }
 
-// What two ranks are told that submit these under one name.
+// The decision for two ranks that submit `a` and `b` under one name.
 std::string ToldOf(const Submission& a, const Submission& b) {
   NegotiatingRanks ranks(2, {.prefix = "RINGJAX[world, epoch 0]: "});
   ranks[0].Submit(Share(a));
@@ -136,7 +136,7 @@ TEST(NegotiationNamesWhatDiffersInRowsAndRoots) {
   CHECK_EQ(ToldOf(root, second),
            "RINGJAX[world, epoch 0]: Mismatched root ranks of broadcast 'w': rank 0 "
            "sent root_rank=0, rank 1 sent root_rank=1");
-  // What has no meaning for an operation does not keep it from running.
+  // Arguments that have no meaning for an allgather may differ.
   rows.root = 1, rows.reduce_op = ReduceOp::kMin, rows.prescale = 3;
   more.tensors[0].dims = {1, 5};
   CHECK_EQ(ToldOf(rows, more), "run");

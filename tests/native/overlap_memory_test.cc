@@ -1,5 +1,6 @@
-// The memory between START and DONE: a ring that is contiguous everywhere, and buckets
-// of all sizes that go round it in a window. What overlap computes: engine_test.cc.
+// The memory between START and DONE: a ring mapped twice so that every part of it is
+// contiguous, and buckets of all sizes that go round it in a window. The results of
+// overlap are tested in engine_test.cc.
 #include <cstring>
 #include <deque>
 #include <random>

@@ -106,7 +106,7 @@ class Training {
     const auto& want = sums_[static_cast<size_t>(left[0])];
     CHECK_EQ(want.size(), static_cast<size_t>(kSteps));
     for (int w : left) CHECK(sums_[static_cast<size_t>(w)] == want);
-    for (const auto& sums : sums_)  // of those that died, too, until then
+    for (const auto& sums : sums_)  // also of dead workers, until their deaths
       for (size_t step = 0; step + 1 < sums.size(); ++step)
         CHECK_EQ(sums[step], want[step]);
     for (size_t step = 0; step < want.size(); ++step) {

@@ -135,7 +135,7 @@ class Stream {
             testing::Fail(__FILE__, __LINE__, o.error);
           continue;
         }
-        // Who returned last from a call and died may be the only one who did.
+        // A dead worker's last result may come from a call that no other rank finished.
         if (!lives && (i + 1 == results.size() || !results[i + 1].ok)) continue;
         CHECK_EQ(o.sum, want[i].sum);
         CHECK_EQ(o.epoch, want[i].epoch);

@@ -71,7 +71,7 @@ double ReferenceOp(ReduceOp op, double a, double b) {
   return (a < b) == minimum ? a : b;
 }
 
-// What Combine does to one float element.
+// The reference for Combine on one float element.
 double ReferenceCombine(double own, double received, const Arithmetic& a, bool first,
                         bool last) {
   const DType computed = a.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -184,7 +184,7 @@ TEST(ReduceFloats) {
   }
 }
 
-// What a peer receives and decodes is what it would have computed with.
+// Decoding the encoded bytes gives the value that the sender computes with, too.
 TEST(EncodeDecodeAndCopy) {
   for (const Arithmetic& a : FloatArithmetics()) {
     const DType computed = a.dtype == DType::kF64 ? DType::kF64 : DType::kF32;

@@ -75,7 +75,7 @@ TEST(AnInlineCallThatARankHasAbortedRunsAgain) {
   Caller late(job.worker(1), kSum, 5);
   AwaitBegun(job.worker(1), 1);
   Pause(2000);
-  // What it still waits for comes after it has stopped.
+  // The data that worker 1 waits for arrives only after worker 1 has stopped.
   job.worker(1).communicator->Abort(Status(Code::kUnavailable, "stop"));
   ProgressReport standing;
   CHECK(job.worker(1).communicator->Quiesce(5, &standing).ok());
@@ -447,7 +447,7 @@ TEST(AHeartbeatRingsForWhoIsLostAndWhoHasLeft) {
                                                                 // one
   CHECK(Contains(world.ranks[0]->abort_state().CheckShutdowns(2).message(),
                  "has shut down"));
-  // What a communicator blames on a peer counts here as well.
+  // An abort that names a peer counts as the peer's failure, too.
   world.ranks[0]->AbortAndNotifyPeers(Code::kDeadlineExceeded, "has not called for 3 s",
                                       2);
   CHECK(rung());

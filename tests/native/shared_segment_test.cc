@@ -29,7 +29,7 @@ struct Options {
   bool in_place = true;
 };
 
-// What a rank has of any tensor.
+// Element i of every tensor of a rank.
 float Value(int rank, size_t i) {
   return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
 }
@@ -296,7 +296,7 @@ TEST(APeerThatDoesNotComeToTheSegmentIsNamedAndCostsNoTime) {
   });
   const double before = ThreadSeconds();
   const Status status = world.ranks[0]->Run(AllreduceOf(&data));
-  CHECK(ThreadSeconds() - before < 0.3);  // of 1.5 s and more: it slept
+  CHECK(ThreadSeconds() - before < 0.3);  // the wait lasts 1.5 s or more and must sleep
   one.join();
   CHECK(status.code() == Code::kDeadlineExceeded);
   CHECK_EQ(status.rank(), 2);

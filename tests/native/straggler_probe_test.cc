@@ -102,7 +102,8 @@ TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
         call.name = "grads";
         call.timeout = 1;  // the communicator has 3600
         const Status status = world.ranks[static_cast<size_t>(r)]->Run(call);
-        // Of two whose time is up at once, one may hear it from the other.
+        // Both ranks' timeouts end at the same time. The faster rank's abort may reach
+        // the other rank before its own timeout.
         CHECK(status.code() == Code::kDeadlineExceeded ||
               status.code() == Code::kUnavailable);
         CHECK_EQ(status.rank(), 2);
@@ -149,7 +150,7 @@ TEST(ACallMayWaitLongerThanItsCommunicatorDoes) {
     Call call = AllreduceOf(&data);
     call.timeout = 0;
     CHECK(world.ranks[0]->Run(call).ok());
-    call.timeout = -1;  // what the communicator has is in force again
+    call.timeout = -1;  // the communicator's timeout applies again
     CHECK(world.ranks[0]->Run(call).code() == Code::kDeadlineExceeded);
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(1200));
@@ -207,8 +208,8 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
   CHECK(!monitor.MustAsk(21, 10, 60) && monitor.MustAsk(21.7, 10, 60));
   monitor.Warned(22);
   CHECK(monitor.MustAsk(59, 10, 60) && !monitor.MustAsk(59.5, 10, 60));
-  CHECK(monitor.MustAsk(59, 10, 60));  // something has moved meanwhile
-  StallPolicy brief;  // of a limit below a second, half of it is left for the answers
+  CHECK(monitor.MustAsk(59, 10, 60));  // data has moved since the last question
+  StallPolicy brief;  // a limit below a second leaves half of its time for the answers
   CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
   StallPolicy endless;
   CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));

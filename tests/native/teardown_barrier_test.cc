@@ -28,7 +28,7 @@ TEST(ThoseWhoPartWaitForEachOther) {
   for (auto& thread : threads) thread.join();
   CHECK(parted[0] && parted[1] && parted[2]);
   const TeardownAnnouncements& zero = beats[0]->teardown_announcements();
-  // Of another communicator, or epoch, nobody has said anything.
+  // No rank has announced anything for another communicator or epoch.
   CHECK(zero.NotReady(7, 0, {0, 1, 2}) == (std::vector<int>{1, 2}));
   CHECK(zero.NotReady(0, 1, {0, 2}) == std::vector<int>{2});
   CHECK(zero.NotReady(0, 0, {0, 1, 2}).empty());

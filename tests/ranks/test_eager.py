@@ -47,7 +47,7 @@ def as_torch(x: Any) -> torch.Tensor:
 
 
 def kinds(x: Any) -> list[Any]:
-    """The same values in every framework, that of the dtype at least."""
+    """`x` as an array of NumPy, JAX and PyTorch."""
     return [x, jnp.asarray(x), as_torch(x)]
 
 
@@ -315,7 +315,7 @@ def test_bad_arguments(world) -> None:
 
 
 def test_any_framework_that_speaks_dlpack(world) -> None:
-    """As MXNet's arrays do; docs/migrate/from-horovod.md."""
+    """MXNet's arrays are an example (docs/migrate/from-horovod.md)."""
 
     class Foreign:
         """An array of a framework that ringjax has never heard of."""

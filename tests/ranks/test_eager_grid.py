@@ -211,7 +211,7 @@ def test_long_ones(world: World, dtype: str) -> None:
         same(eager.allgather(x, name="o", out=out), np.concatenate(xs))
         root = (world.size - 1) * turn
         same(eager.broadcast(x, root, name="b"), xs[root])
-        rows = np.concatenate(xs)  # the same on all ranks
+        rows = np.concatenate(xs)  # equal on all ranks
         mine = np.concatenate([xs[world.rank]] * world.size)
         same(eager.alltoall(rows, name="a"), mine)
     same(x, draw(world.rank, (LONG, 2), dtype))

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Kept:
-    """What a submission keeps, and a weak reference can watch."""
+    """An owner of arrays that a submission keeps; a test watches it by a weakref."""
 
     def __init__(self, *arrays: Array) -> None:
         self.arrays = arrays

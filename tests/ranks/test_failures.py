@@ -128,12 +128,12 @@ class Watch:
         self._now = self._limit = 0.0
 
     def press(self, now: float = 0.0) -> None:
-        """What is timed happens now; until then a job has started."""
+        """Starts the measurement. The time so far, a job's start, sets the limit."""
         self._now = now or time.monotonic()
         self._limit = 2 + 2 * (self._now - self._begin)
 
     def runs(self, when: float = 0.0) -> bool:
-        """Whether that was less than so many seconds ago."""
+        """Whether the limit had not passed at `when`, by default now."""
         return (when or time.monotonic()) - self._now < self._limit
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_waits_in_a_program_of_xla_can_be_interrupted(
     assert "KeyboardInterrupt" in text
 
 
-# what the error must show, and what rank 1 calls with; the others: f32[4], Sum
+# name -> words of the error, and rank 1's arguments; other ranks reduce f32[4] by Sum
 DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
     "shape": (["f32[4]", "f32[3]"], lambda x: {"tensor": x[:3]}),
     "rank": (["f32[4]", "f32[2,2]"], lambda x: {"tensor": x.reshape(2, 2)}),

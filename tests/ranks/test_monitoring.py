@@ -89,7 +89,7 @@ def test_metrics_of_a_job_with_losses_and_joins(watched: Watched) -> None:
     assert after["ringjax_losses_total"][""] == 1 and after["ringjax_epoch"][""] >= 2
     for name in ("ringjax_rank_calls_total", "ringjax_collective_bytes_total"):
         for labels, value in before[name].items():
-            assert after[name][labels] >= value, name  # of a worker that is lost, too
+            assert after[name][labels] >= value, name  # also for a lost worker
     watched.end()
 
 

@@ -374,7 +374,7 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     found = parts.read(folder)
     assert [part.who for part in found] == ["worker 0", "worker 1", "worker 2"]
     assert [len(part.members) for part in found] == [1, 2, 2]
-    # Who is left has moved up.
+    # After the loss, the remaining workers have moved up to lower ranks.
     assert [part.members[-1].rank for part in found] == [0, 0, 1]
     said = parts.describe_missing(found)
     assert said == ["worker 0: its file has no end: it died, or the disk is full"]

@@ -188,7 +188,7 @@ def test_ranks_that_disagree_about_a_set_all_hear_it() -> None:
     with pytest.raises(Mismatch, match=r"rank [01] calls add_process_set \d+ \[0"):
         ringjax.add_process_set(ranks)
     assert total(1) == 3
-    both = ringjax.add_process_set([0, 1])  # it goes on
+    both = ringjax.add_process_set([0, 1])  # the job still works
     assert ringjax.remove_process_set(both)
 
 

@@ -1,4 +1,4 @@
-"""What a rank knows of its calls: sums, the last ones, reports, the file at the end."""
+"""Statistics of a rank's calls: sums, the recorder, reports, the file at the end."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ for _ in steps():
 """
 
 
-# As where no ringrun is, and ranks report by themselves.
+# Without ringrun's monitor, ranks print the reports themselves.
 ALONE = "import os\ndel os.environ['RINGJAX_MONITOR']\n"
 
 
@@ -167,7 +167,7 @@ def test_a_report_names_the_rank_that_all_wait_for(
     until(lambda: len(blocks()) > 2 or job.poll() is not None, 40)
     end.touch()
     assert job.wait() == 0, job.logs()
-    for block in blocks()[:2]:  # those of whole windows
+    for block in blocks()[:2]:  # these blocks cover whole windows
         (named,) = re.findall(r"^ +(\d)  .*<- all wait for it$", block, re.MULTILINE)
         assert named == "1", block
         (place,) = re.findall(r"^ +1  .* ms  (\S+ in \w+)", block, re.MULTILINE)
@@ -327,15 +327,16 @@ def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -
         if int(epoch) not in (2, 4):
             continue
         ranks = re.findall(r"(?m)^ +(\d)  ", block)
-        # One that has just begun may not have said anything yet.
+        # A rank that has just started may have sent no sample yet.
         assert ranks and ranks == sorted({"0", "1", "2"}.intersection(ranks)), block
         assert re.findall(r"(?m)^ +(\d)  .*<- all", block) in (["1"], []), block
-    # Some 35 a second; what processes did before they were these ranks is not in there.
+    # About 35 calls a second. Calls that a process made under an earlier rank must not
+    # count.
     rates = [float(r) for r in re.findall(r"report: ([\d.e+]+) calls/s", text)]
     assert rates and max(rates) < 100, text
     assert re.search(r"(?m)^ +1  .*<- all wait for it$", text), text
     assert "the slowest was rank 1" in text
-    if by_rank:  # of those who are rank 0, one after the other
+    if by_rank:  # first worker 0 is rank 0, then worker 1
         assert "ringjax report" in logs[0] and "ringjax report" in logs[1]
     else:
         assert not any("ringjax report" in log for log in logs)
@@ -368,7 +369,7 @@ def test_a_collector_for_prometheus_client(world: World) -> None:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["add_scalar", "scalar", "write_scalars", "function"])
 def test_scalars_go_to_any_writer(world: World, kind: str) -> None:
-    """As PyTorch's, flax's and clu's writers are, or `tf.summary.scalar`."""
+    """Writers of PyTorch, flax and clu work, and functions as `tf.summary.scalar`."""
     seen: dict[str, tuple[float, int]] = {}
 
     def one(tag: str, value: float, step: int) -> None:

@@ -131,7 +131,7 @@ def fill(path: Path, calls: int, most_bytes: int) -> None:
 
 
 def sizes(found: list[dict[str, Any]]) -> list[int]:
-    """Of the calls that have ended in a file."""
+    """The bytes of all completed calls in a timeline."""
     return [e["args"]["bytes"] for e in found if "bytes" in e.get("args", {})]
 
 

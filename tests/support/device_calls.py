@@ -93,7 +93,7 @@ class Device:
         reduce: str = "Sum",
         **options: Any,
     ) -> None:
-        """One call; it is in place without `outs`."""
+        """Enqueues a call, in place if `outs` is None."""
         self.core.execute(
             _native.COLLECTIVES[op],
             _native.REDUCE_OPS[reduce],

@@ -197,7 +197,7 @@ def test_in_any_order_and_fused(end: End, log: NcclLog) -> None:
             continue
         calls = after["calls"] - before["calls"]
         assert calls < count
-        # What was fused is packed.
+        # Fused operations are packed, which needs kernels.
         done = [e for e in log.take() if e["function"] == "ncclAllReduce"]
         assert len(done) == calls or not HAS_KERNELS
 
@@ -223,7 +223,7 @@ def test_streams_wait_and_hosts_do_not(end: End, stream: DefaultStream) -> None:
     x, y = np.zeros_like(xs[0]), np.zeros_like(xs[0])
     seen = np.zeros_like(x)
     release = stream.hold()
-    stream.copy(xs[end.rank], x)  # what is submitted is not computed yet
+    stream.copy(xs[end.rank], x)  # x is submitted before the stream has filled it
     pending = end.submit("allreduce", "late", [x], [y])
     pending.ticket.wait()
     stream.copy(y, seen)
@@ -248,7 +248,7 @@ def test_another_stream_may_want_the_results(end: End, stream: DefaultStream) ->
 
 
 class Owner:
-    """As a tensor of a framework would be, whose memory has its own life."""
+    """A stand-in for a tensor that owns its memory."""
 
 
 def test_memory_is_kept_until_nobody_uses_it(end: End, stream: DefaultStream) -> None:
@@ -274,7 +274,8 @@ def test_memory_is_kept_until_nobody_uses_it(end: End, stream: DefaultStream) ->
     assert forgotten() is None
 
     release = stream.hold()
-    # What the submitter's stream does from now on comes after: as good as finished.
+    # The submitter's stream waits for the operation, so later work on this stream
+    # cannot disturb it. The owner may be released before the operation has finished.
     followed, pending = submit("followed")
     pending.ticket.wait()
     some_call()
@@ -348,7 +349,7 @@ def test_what_is_refused_at_once(end: End) -> None:
 
 @pytest.mark.ranks(2, env=partial(stub_environment, CUDA_STUB_DEVICES=2))
 def test_one_device_for_a_rank(end: End) -> None:
-    # As with PyTorch, each rank takes the device of its number.
+    # Each rank uses the device of its number, as is usual with PyTorch.
     mine, wrong = Foreign(end.rank, 5).array, Foreign(1 - end.rank, 5).array
     for array in (mine, mine):
         end.run("allreduce", "first", [array], [array])
@@ -387,7 +388,7 @@ def while_one_has_joined(end: End) -> None:
         for reduce in OPS:
             (out,) = end.run("allreduce", f"{dtype}.{reduce}", [x], reduce=reduce)
             want = reduced("Sum" if reduce == "Average" else reduce, xs)
-            if reduce == "Average":  # of all ranks of the set
+            if reduce == "Average":
                 wide = want.astype("f8") / size
                 want = np.trunc(wide) if out.dtype.kind == "i" else wide
                 want = want.astype(out.dtype)

@@ -49,7 +49,7 @@ def f32(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-# what is wrong, and the words that tell it
+# name of the mistake -> the call, and words of its error
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dtype": (
         {"op": "allreduce", "ins": [f32(2), np.ones(3, np.int16)], "name": "count"},
@@ -133,7 +133,7 @@ def _same(**changes: Any) -> dict[str, Any]:
     return call | changes
 
 
-# what the error shows, and what the last rank calls; the others: _same()
+# name of the mistake -> words of the error, and the last rank's changes to _same()
 DISAGREEMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "shape": (["f32[4]", "f32[5]"], {"ins": [f32(5), f32(2)]}),
     "rank": (["f32[4]", "f32[2,2]"], {"ins": [f32(2, 2), f32(2)]}),
@@ -163,7 +163,8 @@ def test_ranks_that_disagree_all_get_one_sentence(condemned: Device, what: str) 
     accepted, sentence = ends(device, call)
     for word in [*shown, "rank 0", f"rank {culprit}"]:
         assert word in sentence or word.split()[-1] == "tensors", sentence
-    # One text for all, which only the control plane can still carry.
+    # All ranks must have the same text. They compare it by the host's communicator,
+    # because the devices' communicator has failed.
     host = runtime.current("test").communicators[0]
     mine = np.array([zlib.crc32(sentence.encode())], np.uint32)
     every = np.zeros(device.size, np.uint32)

@@ -140,7 +140,7 @@ def check(job: Job, workers: int) -> None:
 
 
 def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
-    """One in the middle of a call; then rank 0, and one more while NCCL connects."""
+    """A worker dies in a call, then rank 0 dies, then a worker while NCCL connects."""
     job = start(
         start_job,
         3,
@@ -211,7 +211,7 @@ def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
 
 
 def test_a_rank_that_nccl_fails_on(start_job: StartJob) -> None:
-    """One dies in `init`, while NCCL connects. Later another one's NCCL fails it."""
+    """A rank dies in `init`, while NCCL connects. Later NCCL fails on another rank."""
     job = start(
         start_job,
         4,

@@ -275,7 +275,7 @@ def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
 
 
 def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
-    """Of the peer, only what belongs to NCCL goes: no heartbeat tells of it."""
+    """Only the peer's NCCL connection is lost, so its heartbeat reports nothing."""
     one = job(
         start_job,
         2,

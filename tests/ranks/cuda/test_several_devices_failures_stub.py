@@ -231,7 +231,7 @@ def test_a_device_that_does_not_come_is_named(
     for rank in range(3):
         text = caught(one, rank, 1)
         if rank == 2:
-            assert text == "no error"  # it did not call
+            assert text == "no error"  # rank 2 made no call
             text = one.output(2).partition("later:")[2]
         assert "world (device 1)" in text, one.logs()
         assert "rank 2" in text, one.logs()
@@ -395,7 +395,7 @@ def test_an_elastic_job_loses_a_rank_and_takes_another(start_job: StartJob) -> N
 
 @needs_kernels
 def test_a_newcomer_with_other_devices_ends_alone(start_job: StartJob) -> None:
-    """Those who were there go on, and take the next one."""
+    """The members continue and accept the next newcomer."""
     limits = ["--min-np", "2", "--max-np", "3"]
     one = job(partial(start_job, options=limits), 3, ELASTIC, {"LAST": "4"})
     assert one.wait(90) == 0, one.logs()

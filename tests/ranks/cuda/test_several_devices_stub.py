@@ -84,7 +84,7 @@ def test_a_call_finds_its_device_by_the_context(devices: Devices) -> None:
     for number in range(SEEN):
         mine = number in devices.numbers
         assert devices.here(number) == (number if mine else -1)
-    assert devices.here(None) == -1  # it could be any
+    assert devices.here(None) == -1  # no context names a device
     assert _native.device_here(77) == -1
 
 
@@ -177,7 +177,7 @@ def test_nccl_has_a_communicator_of_all_ranks_for_each_device(
     x = [np.ones(LARGE, np.float32) for _ in new.all]
     new.must(lambda place, device: device.run("allreduce", [x[place]]))
     counts = [e["count"] for e in log.take() if e["function"] == "ncclAllReduce"]
-    # What each device has goes once; alone there is nothing to do.
+    # Each device sends its part once. A single rank sends nothing.
     assert counts == ([] if world.size == 1 else [LARGE[0]] * len(new.all))
 
 
@@ -222,7 +222,7 @@ def test_what_is_counted_is_what_one_device_calls(
     for _ in range(3):
         mine.must(step)
     mine.confirm()
-    if world.size == 1:  # there is nobody to compare with
+    if world.size == 1:  # a single rank compares nothing
         return
     found = ringjax.stats()["process_sets"]
     assert list(found) == [0]

@@ -26,12 +26,13 @@ from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
 
-SEED = 20  # of the moments; what happens at them is up to the machine
+SEED = 20  # decides the times of the deeds; their effects depend on the machine
 
 
 @pytest.mark.timeout(150)
 def test_a_killed_worker_costs_no_step(start_job: StartJob, tmp_path: Path) -> None:
-    # Nor is it noticed by its silence, which would take longer than the test may.
+    # The death must be noticed by the closed connection. The failure timeout, which
+    # notices silence, is longer than the test may take.
     env = {"RINGJAX_FAILURE_TIMEOUT": "600"}
     chaos = Chaos(start_job, tmp_path, np=3, env=env, program=PROGRAM)
     training, chance = chaos.wait_for(3), random.Random(SEED)

@@ -109,7 +109,7 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     job.wait_for_line(3, "state", count + 20)
     stop(job)
     assert (job.wait(2), job.wait(3)) == (0, 0), job.story()
-    # One may see the sign to stop a step before the other.
+    # A worker may see the sign to stop a step before the other worker.
     ends = [int(job.lines(worker, "end")[0][0]) for worker in (2, 3)]
     assert abs(ends[0] - ends[1]) <= 1, job.story()
     assert job.lines(2, "end")[0][1] == "0"

@@ -27,9 +27,9 @@ from support.launch import ROOT, StartJob
 sys.path.append(str(ROOT))
 from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
-_SO_RCVBUFFORCE = 33  # of Linux; Python has no name for it
-# As OpenSSH: options, a host, then words for the shell; the host's namespace is known
-# by the last number of its address.
+_SO_RCVBUFFORCE = 33  # a constant of Linux that Python does not define
+# A stand-in for OpenSSH: its words are options, a host, then words for the shell. The
+# last number of the host's address is the number of its namespace.
 SSH = """#!/bin/sh
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
 number=${1##*.}; shift
@@ -65,7 +65,7 @@ class Hosts:
         _ip(f"link set {self.network._links[1]} {'up' if up else 'down'}")
 
     def deafen(self) -> None:
-        """What the second host sends to the first is lost; the other way it is not."""
+        """Drops packets from the second host to the first, but not in return."""
         _ip(f"-n {self.network.names[1]} route add blackhole {address(0)}/32")
 
 
@@ -93,7 +93,7 @@ def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
     hosts.cut()
     chaos.wait_for_steps(50)
     hosts.cut(up=True)
-    chaos.wait_for_end_of(2, 30)  # as soon as it can hear that it was declared lost
+    chaos.wait_for_end_of(2, 30)  # the cable is back, so it receives its dismissal
     verdict = chaos.end()
     assert verdict.smallest == 2
     traces = {int(p.stem): lines(p) for p in chaos.folder.glob("*.jsonl")}

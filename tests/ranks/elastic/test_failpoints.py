@@ -132,7 +132,7 @@ def test_rank_0_dies_while_it_writes_a_checkpoint(
     )
     all_have_died(chaos, points)
     numbers = Checkpointer(folder).numbers()
-    assert 0 < len(numbers) <= 4  # one more until the next is complete
+    assert 0 < len(numbers) <= 4  # an old checkpoint stays until the next is complete
 
 
 @pytest.mark.parametrize("point", ["coordinator.formed", "coordinator.told"])

@@ -26,7 +26,8 @@ from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
-# What starts the agent of a host: the last number of its address is that of its name.
+# Starts the agent of a host in its network namespace. The last number of the host's
+# address gives the number of the namespace.
 AGENT = """#!/bin/sh
 number=$((${1##*.} - 1)); shift
 exec ip netns exec %sn$number "$@"

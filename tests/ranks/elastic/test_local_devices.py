@@ -91,7 +91,7 @@ except Exception as error:
 def test_ranks_die_and_all_devices_of_the_others_finish_the_step(
     start: Start, overlap: bool
 ) -> None:
-    """One while its call moves data, one when it has its results, one at any moment."""
+    """Ranks die while a call moves data, after a call, and at a random moment."""
     deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
     env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
     job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
@@ -125,7 +125,7 @@ def test_a_device_that_does_not_come_is_named_within_the_timeout(
 def test_a_state_in_shards_is_sent_and_kept_where_it_is(
     world: World, tmp_path: Path
 ) -> None:
-    """What a rank that joins gets, and what a checkpoint brings back."""
+    """A joining rank receives the state, and a checkpoint restores it."""
     mesh = local_devices.mesh((2, 2))
     own = jax.tree.map(lambda x: x * (world.rank + 1), local_devices.parameters())
 

@@ -30,7 +30,7 @@ TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-1
 
 
 def adasum(xs: Sequence[np.ndarray]) -> np.ndarray:
-    """What all ranks must get, in float64."""
+    """The result that all ranks must get, in float64."""
     if len(xs) == 1:
         return np.asarray(xs[0], np.float64)
     half = len(xs) // 2
@@ -40,7 +40,7 @@ def adasum(xs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def draw(size: int, shape: tuple[int, ...], dtype: Any, seed: int = 0) -> list[Any]:
-    """One array for each rank, none parallel to another."""
+    """Draws an array for each rank; no two arrays are parallel."""
     rng = np.random.default_rng(seed)
     return [
         (rng.normal(size=shape) + 0.5).astype(jnp.dtype(dtype)) for _ in range(size)
@@ -83,7 +83,7 @@ def test_every_dtype(world) -> None:
         for value, xs in zip(out, stacks, strict=True):
             close(value, xs)
         same_bits(out)
-    # One of each dtype, all tensors of a dtype together, and nothing of another kind.
+    # A call reduces all tensors of a dtype together, and there are no other calls.
     assert calls() - before == 2 * len(FLOATS)
     grouped = ringjax.grouped_allreduce(mine[-2:], op=Adasum, name="pair")
     for value, xs in zip(grouped, stacks[-2:], strict=True):

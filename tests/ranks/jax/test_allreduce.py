@@ -336,7 +336,7 @@ def test_bad_arguments(world) -> None:
 
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
 def test_gradients_of_integers_pass(world, how) -> None:
-    """They have no value, traced or not."""
+    """Such gradients have dtype float0 and hold no value, traced or not."""
     params = {"w": jnp.ones(2), "i": jnp.int32(3)}
 
     def grads(p):

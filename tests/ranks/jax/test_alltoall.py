@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def oracle(xs: Any, table: np.ndarray, rank: int, join: Any = np.concatenate) -> Any:
-    """What `rank` receives; table[s, r] rows go from s to r."""
+    """The rows that `rank` receives if rank s sends table[s, r] rows to rank r."""
     starts = np.concatenate([np.zeros((len(xs), 1), int), table.cumsum(1)], axis=1)
     return join([x[starts[s, rank] : starts[s, rank + 1]] for s, x in enumerate(xs)])
 

@@ -55,7 +55,7 @@ TRIALS = 3 * TRIED  # with one round that does not count, and two that do
 def run(
     start_job: StartJob, ranks: int, folder: Path, steps: int, **env: str
 ) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Runs a job with autotuning; returns each rank's result."""
     few = {
         "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE": "2",
         "RINGJAX_AUTOTUNE_WARMUP_SAMPLES": "1",

@@ -1,4 +1,4 @@
-"""What moves and is not computed with: keys, types of few bits; and jax's switches."""
+"""Data that is moved but not reduced: keys, types of few bits. Also jax's switches."""
 
 from __future__ import annotations
 

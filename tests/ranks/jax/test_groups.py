@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def parts(tree) -> list[bytes]:
-    """What this process has of arrays."""
+    """The bytes of all shards that this process holds."""
     return [
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(tree)
@@ -65,7 +65,7 @@ def test_who_is_who(world) -> None:
     assert peers.ranks == list(range(world.rank % 2, world.size, 2))
     assert (peers.size(), peers.rank()) == (world.size // 2, world.rank // 2)
     assert ringjax.global_process_set.size() == world.size
-    # What is one process's own goes over all of them, or over those like it.
+    # An array on one device is reduced over all processes or over a process set.
     mine = jnp.float32(world.rank)
     assert ringjax.allreduce(mine, op=ringjax.Sum) == sum(range(world.size))
     got = ringjax.allreduce(mine, op=ringjax.Sum, process_set=peers)

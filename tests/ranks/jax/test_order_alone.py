@@ -28,7 +28,8 @@ pytestmark = pytest.mark.launch("collectives")
 STEPS = 15
 ONE_WORKER = {"NPROC": "1"}
 WORKERS = {"NPROC": "4"}
-# As the program was called (docs/operate/sharp-bits.md).
+# The type of the error depends on how the program was called
+# (docs/operate/sharp-bits.md).
 ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 DISAGREE = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
 

@@ -61,7 +61,8 @@ def run(start_job: StartJob, np: int, memory: int, script: str) -> Job:
     env = {
         "RINGJAX_OVERLAP_MEMORY": str(memory),
         "NPROC": "4",  # workers of XLA, which would else run small programs in order
-        # What is freed goes back to the system, so that what is resident is in use.
+        # malloc returns freed blocks of this size to the system, so the resident memory
+        # is the memory in use.
         "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536",
     }
     return start_job(np, HEAD + dedent(script), env=env)

@@ -24,7 +24,7 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 
 @pytest.fixture(autouse=True)
 def alike_before(world, capfd, monkeypatch) -> None:
-    """What one test has warned of has ended when the next one begins."""
+    """Ends a difference that an earlier test left: makes the parameters equal."""
     parameters.look_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))

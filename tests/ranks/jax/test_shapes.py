@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]
-# What the annotations name, and what the package imports for type checkers only.
+# The names in the annotations. The package imports them for type checkers only.
 NAMES = {
     **{name: getattr(jaxtyping, name) for name in ("PyTree", "Shaped")},
     "Array": jax.Array,
@@ -41,7 +41,7 @@ def call(function: Callable[..., Any], tensor: Any, *arguments: Any) -> Any:
     given, returned = (
         eval(function.__annotations__[name], NAMES) for name in (first, "return")
     )
-    with jaxtyping.jaxtyped("context"):  # one name of a dimension is one number in it
+    with jaxtyping.jaxtyped("context"):  # binds names of dimensions
         assert isinstance(tensor, given), (tensor, given)
         result = function(tensor, *arguments)
         assert isinstance(result, returned), (result, returned)

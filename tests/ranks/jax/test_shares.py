@@ -191,13 +191,13 @@ def test_the_calls_of_cuda_devices(world) -> None:
         assert "partition = " in line
         assert "4 devices (0, 1, 2, 3)" in line
         assert "shards = " not in line
-    # Of six elements that are alike, filled up to eight, each device sends two.
+    # Six replicated elements are padded to eight, so each of four devices sends two.
     assert "tensor<2x3xf64>, tensor<2xf64>, tensor<1xui32>" in calls[0]
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_gradients_that_are_all_alike_inside_of_shard_map(world, check_vma) -> None:
-    """As JAX makes them of parameters that are alike, if it checks what varies."""
+    """With check_vma, JAX replicates the gradients of replicated parameters itself."""
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads()
     w = jax.device_put(np.arange(24.0).reshape(8, 3), NamedSharding(mesh, P()))

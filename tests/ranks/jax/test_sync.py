@@ -189,7 +189,7 @@ def test_trees_that_differ_are_told_on_every_rank(world, make, text) -> None:
 
 
 class Model:
-    """As equinox registers one: functions and settings are leaves beside arrays."""
+    """A model like those of equinox: functions and settings are leaves, too."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -292,7 +292,7 @@ def test_allgather_object(world) -> None:
 
 
 class Odd:
-    """What the safe format does not know."""
+    """An object that the safe format cannot encode."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Odd)

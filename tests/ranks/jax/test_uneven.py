@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("world"),
 ]
 
-ROWS = (9, 0, 14, 3, 4)  # of each rank; one has none
+ROWS = (9, 0, 14, 3, 4)  # rows of each rank; rank 1 has none
 SIZE = 4
 
 
@@ -74,7 +74,7 @@ def start() -> Any:
 
 
 def train_alone(size: int, epochs: int) -> Any:
-    """One process; its batch is what all ranks have in a step."""
+    """Trains in one process, with all ranks' rows of a step as its batch."""
     params, tx = start(), optax.adam(0.1)
     state = tx.init(params)
     everyone = [data_of(rank, ROWS[rank]) for rank in range(size)]
@@ -202,7 +202,7 @@ def test_weights_are_exact_also_where_gradients_are_not(
     # More than any 16 bits can count; whole numbers that every type here can hold.
     weights = [70_001.0, 0.0, 129.0, 3.0, 70_003.0][: world.size]
     values = [0.25, np.nan, 0.25, 0.25, 0.25][: world.size]
-    if compression == "fp16":  # of 65504 at most
+    if compression == "fp16":  # float16 ends at 65504
         weights = [w / 1024 for w in weights]
     tx = ringjax.allreduce_grads(compression=getattr(ringjax.Compression, compression))
     grads = {"a": jnp.full((3, 5), values[world.rank], dtype), "b": jnp.ones((), dtype)}
@@ -338,7 +338,7 @@ def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> No
     else:
         with pytest.raises(ValueError, match=r"ringjax\.weighted_loss"):
             update(crossing)
-    # What crosses no derivative may be weighed.
+    # The collective of a constant is not differentiated, so weights are allowed.
     out = update(lambda w: jnp.sum(w**2 * ringjax.allreduce(jnp.float64(3))))
     np.testing.assert_allclose(out, 6.0)
 

@@ -35,7 +35,7 @@ def test_the_reduction_is_a_part_of_the_compiled_step(world, keras, hvd) -> None
     gradients = [jax.numpy.full(v.shape, float(world.rank)) for v in values]
     step = jax.jit(optimizer.stateless_apply)
     text = step.lower(state, gradients, values).as_text()
-    assert text.count("ringjax_run") == 1  # one call for all gradients
+    assert text.count("ringjax_run") == 1  # all gradients in a call
     new, _ = step(state, gradients, values)
     for one, before in zip(new, values, strict=True):
         expected = np.asarray(before) - 0.25 * (world.size - 1)

@@ -143,7 +143,7 @@ def test_branches(world) -> None:
 
 
 def test_functions_in_functions(world) -> None:
-    """One line of source becomes several operations of different shapes at once."""
+    """A line of source becomes several concurrent operations of different shapes."""
 
     @tf.function(reduce_retracing=False)
     def inner(x: Any) -> Any:

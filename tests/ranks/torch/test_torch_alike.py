@@ -91,7 +91,7 @@ def test_ranks_with_fewer_steps_join_and_count_anew(world, capfd) -> None:
             training.model(torch.ones(2, 3)).square().sum().backward()
             training.optimizer.step()
         hvd.join()
-        # As after any join, the rank with the most steps has the parameters that count.
+        # After a join, the rank with the most steps has the newest parameters.
         hvd.broadcast_parameters(training.model.state_dict(), world.size - 1)
         hvd.barrier()
         assert DIFFER not in capfd.readouterr().err
