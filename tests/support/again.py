@@ -1,9 +1,9 @@
 """Runs pytest, then once more, alone, each test that failed: `again.py PYTEST-OPTIONS`.
 
 A test that fails and then passes alone is flaky. It does not fail the run, but it is
-listed behind it, with both times, and counted in the closing line. A test that fails
-twice fails the run, and so do many failures at once, which are no matter of chance.
-For CI; it is not a plugin and runs outside of pytest.
+listed at the end, with both times, and counted in the closing line. A test that fails
+twice fails the run. Many failures at once also fail the run, because they are no matter
+of chance. CI runs this program. It is no plugin and runs outside of pytest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-MOST = 10  # failures that are tried again
+MOST = 10  # with more failures, no test is tried again
 TESTS_FAILED = 1  # the exit code of pytest
 
 
 def main(options: list[str]) -> int:
-    """The exit code: that of pytest, or 0 if every failed test has passed alone."""
+    """Returns pytest's exit code, or 0 if every failed test has passed alone."""
     with tempfile.TemporaryDirectory(prefix="ringjax-again-") as folder:
         code, text = _pytest(options, Path(folder, "all"))
         failed = _failed(Path(folder, "all"))
@@ -39,7 +39,7 @@ def main(options: list[str]) -> int:
 
 
 def closing(text: str, flaky: int, broken: int) -> str:
-    """The closing line of pytest's output, with these numbers for those that failed."""
+    """The closing line of pytest's output, with two counts of failures."""
     counts, seconds = re.findall(r"(?m)^=+ (\d.*) in (\d.*?) =+$", text)[-1]
     others = [c for c in counts.split(", ") if not re.search("failed|error", c)]
     known = {"failed": broken, "flaky": flaky}
@@ -48,7 +48,7 @@ def closing(text: str, flaky: int, broken: int) -> str:
 
 
 def _pytest(options: list[str], cache: Path) -> tuple[int, str]:
-    """Its exit code, and what it has printed, which is shown at once as well."""
+    """Runs pytest and shows its output. Returns its exit code and its output."""
     words = [sys.executable, "-P", "-m", "pytest", "-o", f"cache_dir={cache}"]
     lines = []
     with subprocess.Popen(
@@ -62,7 +62,7 @@ def _pytest(options: list[str], cache: Path) -> tuple[int, str]:
 
 
 def _failed(cache: Path) -> list[str]:
-    """The ids of the tests that failed, or whose setup or teardown did."""
+    """The ids of the tests that failed, also in setup or teardown."""
     file = cache / "v" / "cache" / "lastfailed"
     return list(json.loads(file.read_text())) if file.exists() else []
 

@@ -1,4 +1,4 @@
-"""A coordinator, and clients of it that are threads of the test."""
+"""A coordinator and its clients, which are threads of the test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Town:
     def join(
         self, worker: int, secret: bytes = SECRET, warning: Any = None, **hello: Any
     ) -> CoordinatorClient:
-        """Joins; a rank of a job that stops at a loss says the size of the job."""
+        """Joins the job. In a job that stops at a loss, a rank also sends its size."""
         said = {"size": self.options["np"]} | hello if self.stops else hello
         more = {} if warning is None else {"warning": warning}
         patient = 0.0 if self.stops else LONG
@@ -64,11 +64,11 @@ class Town:
         return list(self.pool.map(self.join, workers))
 
     def waiting(self) -> set[int]:
-        """The workers that have come and are not members."""
+        """The connected workers that are not members yet."""
         return set(self.coordinator._membership._newcomers)
 
     def event(self, kind: str) -> tuple[Any, ...]:
-        """Waits for such an event, as a launcher does."""
+        """Waits for an event of this kind, as a launcher does."""
         while not any(event[0] == kind for event in self.events):
             wakeup = self.coordinator.wakeup
             assert select.select([wakeup], [], [], LONG)[0], self.events
@@ -87,7 +87,7 @@ class Town:
 
 
 def raw(here: Town, worker: int) -> tuple[socket.socket, MessageSealer]:
-    """A worker that knows the secret and nothing else."""
+    """Connects a worker that has authenticated and sent nothing else."""
     sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
     hello = HandshakeRequest(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
     return sock, authenticate(sock, SECRET, hello).sealer()

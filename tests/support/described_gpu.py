@@ -1,4 +1,4 @@
-"""A GPU that is only described, and a model for it: to compile programs without one."""
+"""Compiles programs for the description of a GPU, without a GPU; also a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = (Shape((BATCH, WIDTH), F32), Shape((BATCH, WIDTH), F32))
 
 
 def gpus(count: int) -> Any:
-    """So many of one process; fails without JAX's plugin, as nothing else is here."""
+    """`count` described GPUs of one process; fails without JAX's CUDA plugin."""
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
     assert any(map(find_spec, plugins)), "make gpu-schedule installs JAX's CUDA plugin"
     topology = topologies.get_topology_desc(

@@ -1,8 +1,8 @@
 """The device communicator on numpy arrays, for tests on the stubs.
 
-There, memory of the host is memory of the device, and so an array's address will do.
-Knows no JAX, which does not see the device of the stub. Not for GPUs, and no test is
-here.
+The stub's device memory is host memory, so the address of a numpy array is a device
+pointer. This module does not use JAX, because JAX does not see the stub's device. It
+does not work on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax import _native, runtime
 INTEGERS = ("int8", "int32", "int64", "uint8", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
-REDUCIBLE = ("bool", *INTEGERS, *FLOATS, *COMPLEX)  # by NCCL
+REDUCIBLE = ("bool", *INTEGERS, *FLOATS, *COMPLEX)  # NCCL reduces these
 DTYPES = (*REDUCIBLE, "int16", "uint16")
 OPS = ("Sum", "Average", "Min", "Max", "Product")
 
@@ -34,7 +34,7 @@ _LETTER = {"i": "i", "u": "u", "f": "f"}
 
 
 def number_of(dtype: np.dtype[Any]) -> int:
-    """The core's number of an element type."""
+    """The number of an element type in the core."""
     short = _SHORT.get(dtype.name) or f"{_LETTER[dtype.kind]}{8 * dtype.itemsize}"
     return int(_native.DTYPES[short])
 
@@ -43,8 +43,9 @@ def wire(name: str) -> int:
     return int(_native.DTYPES[name])
 
 
-# Where a test ends in an error, what it enqueued may still be on its way on the stub's
-# streams, in memory that must be there: XLA would keep its buffers until then.
+# When a test ends in an error, its operations may still run on the stub's streams.
+# Their memory must not be freed before, so keep the newest arrays. XLA keeps its
+# buffers, too.
 _lent: deque[np.ndarray] = deque(maxlen=64)
 
 
@@ -59,9 +60,9 @@ def places(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
 
 
 def open_at_init() -> None:
-    """Makes every `ringjax.init` from now on take a device, where there is one.
+    """Makes every later `ringjax.init` open a device, if the stub has one.
 
-    JAX, if something has imported it, would say that there is none: it must come later.
+    Call this before anything imports JAX, which would report that there is no device.
     """
     assert "ringjax.xla.jax_private" not in sys.modules
 
@@ -76,7 +77,7 @@ def open_at_init() -> None:
 
 
 class Device:
-    """This rank's end of a device communicator, of one of its devices."""
+    """This rank's device communicator for one of its devices."""
 
     def __init__(self, number: int = 0, place: int = 0) -> None:
         world = runtime.current("test")
@@ -147,7 +148,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class DefaultStream:
-    """Work of somebody else, such as XLA, on the stream 0 of a device of the stub's."""
+    """Enqueues other work, such as XLA's, on stream 0 of a device of the stub."""
 
     def __init__(self, device: int = 0) -> None:
         self._device = device
@@ -162,7 +163,7 @@ class DefaultStream:
         self._on("cuLaunchHostFunc", None, self._usleep, int(seconds * 1e6))
 
     def hold(self) -> Callable[[], None]:
-        """Keeps the stream busy until what is returned here is called."""
+        """Keeps the stream busy until the returned function is called."""
         gate = threading.Event()
 
         def wait(_: Any) -> None:
@@ -174,16 +175,16 @@ class DefaultStream:
         return gate.set
 
     def copy(self, source: np.ndarray, target: np.ndarray, on: int = 0) -> None:
-        """Both must live until the stream has come by."""
+        """Enqueues a copy. Both arrays must live until the stream has done it."""
         there, here = target.ctypes.data, source.ctypes.data
         self._on("cuMemcpyDtoDAsync_v2", there, here, source.nbytes, on)
 
     def finish(self, on: int = 0) -> None:
-        """Waits until it is idle."""
+        """Waits until the stream is idle."""
         self._on("cuStreamSynchronize", on)
 
     def another(self) -> int:
-        """A new stream of the same device, for `on`; it lives until `close`."""
+        """Makes a stream of the same device, for `on`. `close` destroys it."""
         made = ctypes.c_size_t()
         self._on("cuStreamCreateWithPriority", ctypes.byref(made), 1, 0)
         self._others.append(made.value)
@@ -206,7 +207,7 @@ class DefaultStream:
 
 
 def reopen(**settings: str) -> Device:
-    """A new epoch of the world, with other settings; all ranks do it."""
+    """Starts a new epoch of the job with other settings. All ranks must call this."""
     ringjax.shutdown()
     os.environ.update(settings)
     ringjax.init()
@@ -233,12 +234,12 @@ def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def empty_like(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays for results, full of what no result is."""
+    """Arrays for results, filled with a value that no result has."""
     return [np.full_like(a, 1 if a.dtype == bool else 77) for a in arrays]
 
 
 def equal(got: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> None:
-    """Same type and values; up to a tolerance where there is one."""
+    """Asserts equal types, and values that are equal up to the tolerance."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if tolerance == 0.0 or got.dtype.kind in "biu":
         np.testing.assert_array_equal(got, expected)
@@ -257,13 +258,13 @@ class NcclLog:
 
     @classmethod
     def begin(cls, folder: str) -> NcclLog:
-        """This rank's, if the stub has not been loaded yet."""
+        """Starts this rank's log. Call it before the stub is loaded."""
         path = Path(folder) / f"nccl.{os.getpid()}"
         os.environ["NCCL_STUB_LOG"] = str(path)
         return cls(path)
 
     def take(self) -> list[dict[str, Any]]:
-        """The operations since the last time."""
+        """Returns the operations since the last call."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         new, self._read = lines[self._read :], len(lines)
         return [json.loads(line) for line in new]

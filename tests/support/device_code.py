@@ -1,9 +1,9 @@
 """Whether this ringjax was built with code for CUDA devices.
 
-Without it nothing is packed, no number is converted, and the results of a dead epoch
-are not made void.
-Not in device_calls.py: to ask opens the CUDA driver, and the settings of a stub must be
-made before.
+Without device code, ringjax packs no tensors, converts no numbers and does not
+overwrite the results of a failed epoch. This module is not part of device_calls.py,
+because its check opens the CUDA driver, and the settings of a stub must be made before
+that.
 """
 
 from __future__ import annotations

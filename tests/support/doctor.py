@@ -1,7 +1,7 @@
-"""Running `ringjax doctor` where something is broken for real.
+"""Runs `ringjax doctor` on a machine where something is really broken.
 
-What is broken is a shell's affair: a script in a namespace of its own, which says where
-the doctor comes in. Its mend is run there, too, and then the doctor once more.
+A shell script breaks the machine, inside a namespace of its own, and then starts the
+doctor. The doctor's fix is run there, too, and then the doctor again.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ def visit(
 
     Args:
         words: options of the doctor.
-        before: what breaks the machine; a failure of it fails the test.
-        inside: what the shell runs in: `unshare -m`.
-        trial: also the job at the end.
-        env: variables added.
-        again: mend what it has said, each with `sudo` being nothing, and run again.
-        folder: an empty one; needed with `again`.
+        before: a script that breaks the machine. If it fails, the test fails.
+        inside: a command that runs the shell, such as `unshare -m`.
+        trial: whether the doctor also runs its trial job.
+        env: additional variables.
+        again: run the fixes that the doctor printed, with a `sudo` that only runs its
+            arguments, and then the doctor again.
+        folder: an empty folder, needed with `again`.
     """
     command = [*DOCTOR, *([] if trial else ["--no-trial"]), *words]
     quoted = " ".join(f"'{word}'" for word in command)

@@ -1,6 +1,6 @@
 """An elastic job without ringrun: a coordinator in the test, and workers to kill.
 
-For tests of the workers' side. Those of the launcher use `start_job`.
+Tests of the workers' side use this module. Tests of the launcher use `start_job`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ElasticJob:
 
     Args:
         folder: an empty folder for the script and the logs.
-        np: how many start the job.
-        script: Python source, put behind HEAD.
-        env: more variables for the workers.
+        np: the number of workers that start the job.
+        script: Python source that follows HEAD.
+        env: additional variables for the workers.
         limits: further arguments of `Coordinator`.
     """
 
@@ -78,7 +78,7 @@ class ElasticJob:
             self.add()
 
     def add(self) -> int:
-        """Starts one more worker; returns its number."""
+        """Starts another worker; returns its number."""
         worker = len(self.workers)
         variables = {
             "RINGJAX_ELASTIC": "1",
@@ -115,13 +115,13 @@ class ElasticJob:
         self.coordinator.process_ended(worker, f"its process ended with {code}")
 
     def kill(self, worker: int, sig: signal.Signals = signal.SIGKILL) -> float:
-        """Sends a signal; returns when, on time.time()'s clock."""
+        """Sends a signal; returns the time of it as `time.time()`."""
         now = time.time()
         self.workers[worker].send_signal(sig)
         return now
 
     def tell(self, word: str) -> None:
-        """Makes a file that the script looks for: sys.argv[0] + ".WORD"."""
+        """Makes a file for which the script waits: sys.argv[0] + ".WORD"."""
         self._script.with_name(f"{self._script.name}.{word}").touch()
 
     def output(self, worker: int) -> str:
@@ -141,7 +141,7 @@ class ElasticJob:
     def wait_for(
         self, check: Callable[[], bool], what: str, seconds: float = 40
     ) -> None:
-        """Waits until something is so; not for long once no worker is left."""
+        """Waits for a condition, but not for long after all workers have ended."""
         deadline = time.monotonic() + seconds
         while not check():
             if all(process.poll() is not None for process in self.workers.values()):
@@ -151,14 +151,14 @@ class ElasticJob:
             time.sleep(0.005)
 
     def wait_for_line(self, worker: int, word: str, count: int = 1) -> None:
-        """Waits until a worker has written so many lines that begin with `word`."""
+        """Waits until a worker has written `count` lines that begin with `word`."""
         self.wait_for(
             lambda: len(self.lines(worker, word)) >= count,
             f"worker {worker} writes {count} x {word!r}",
         )
 
     def wait(self, worker: int, seconds: float = 40) -> int:
-        """The exit code of a worker, when it has ended."""
+        """Waits for the end of a worker and returns its exit code."""
         self.wait_for(
             lambda: self.workers[worker].poll() is not None,
             f"worker {worker} ends",
@@ -169,7 +169,7 @@ class ElasticJob:
         return code
 
     def taken(self) -> list[tuple[Any, ...]]:
-        """All events of the coordinator until now."""
+        """All events of the coordinator so far."""
         while not self.coordinator.events.empty():
             self.events.append(self.coordinator.events.get())
         return self.events
@@ -184,7 +184,7 @@ class ElasticJob:
         return "\n".join(parts)
 
     def end_with_stacks(self) -> None:
-        """Ends those that still run; they write the stacks of their threads."""
+        """Ends the running workers, which first write the stacks of their threads."""
         for process in self.workers.values():
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGCONT)

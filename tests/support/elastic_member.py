@@ -1,11 +1,12 @@
-"""A rank of an elastic job that keeps to the coordinator's protocol by itself.
+"""A rank of an elastic job with its own code for the coordinator's protocol.
 
-Without jax and without the native core, so that it starts in a moment.
+It starts quickly because it imports neither jax nor the native core.
 """
 
 from __future__ import annotations
 
-# Follows the coordinator until there is a file $FOLDER/end; says "epoch E: rank/size".
+# Follows the coordinator until the file $FOLDER/end exists. Prints "epoch E:
+# rank/size".
 MEMBER = """
 import os, signal, sys, time
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Loops of steps for workers of an elastic job, and whether their results are right.
+"""Loops of steps for workers of an elastic job, and checks of their results.
 
-Workers add powers of two, so that a mean tells whose values are in it. All workers that
-are left must have the same results bit for bit, and each must be the mean over one
-membership.
+Each worker contributes a power of two, so a mean shows which workers contributed. All
+surviving workers must have equal results bit for bit, and each result must be the mean
+over one membership.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train(step, state, steps=10**9):
         i += 1
 """
 
-# Named operations, some of them at the same time.
+# Named operations, some of them concurrent.
 EAGER = (
     LOOP
     + """
@@ -50,7 +50,7 @@ train(step, None)
 
 
 def stop(job: ElasticJob) -> None:
-    """Lets the loops end; one may see it a step before the others."""
+    """Tells the loops to end. A worker may see that a step before the others."""
     job.tell("stop")
 
 
@@ -64,11 +64,11 @@ def memberships(workers: set[int]) -> dict[float, set[int]]:
 
 
 def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None:
-    """All results are alike on those who are left, and of one membership each.
+    """Checks that survivors have equal results, each over one membership.
 
     Args:
-        alive: the workers that are left.
-        whole: a step is one call.
+        alive: the workers that survived.
+        whole: whether a step is a single call.
     """
     groups = memberships(set(job.workers))
     traces = {w: {int(x[0]): x for x in job.lines(w, "step")} for w in job.workers}
@@ -85,17 +85,17 @@ def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None
             assert len(near) == 1, (i, first[i])
             assert near[0] <= before, (i, near, before)
             found += near
-        # Operations with names of their own are finished or repeated each for itself.
+        # Operations with different names are finished or repeated independently.
         assert len(found) == 1 or not whole, (i, first[i])
         before = set.intersection(*found)
         seen.append(before)
-    # At the end one may see the sign to stop a step before the others.
+    # A worker may see the sign to stop a step before the others.
     assert alive in seen, job.story()
     assert before <= alive, job.story()
 
 
 def progress(job: ElasticJob, workers: set[int], steps: int) -> None:
-    """Waits until each has made so many steps more."""
+    """Waits until each worker has made `steps` more steps."""
     now = {w: len(job.lines(w, "step")) for w in workers}
     for worker in workers:
         job.wait_for_line(worker, "step", now[worker] + steps)

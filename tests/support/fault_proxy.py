@@ -1,8 +1,8 @@
 """A bad network between two ends: a TCP proxy that delays, throttles, cuts and damages.
 
-For what tc's netem would do, which needs rights and a kernel that has it, and for what
-it cannot do: damage that every checksum of TCP has passed. Not for frozen processes or
-hosts that vanish; see SIGSTOP and network namespaces for those.
+It replaces tc's netem, which needs root and support of the kernel. It also damages
+bytes although TCP's checksums are correct, which netem cannot do. For frozen processes
+use SIGSTOP, and for vanishing hosts use network namespaces.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Fault:
         rate: bytes per second; 0: no limit.
         drip: bytes per write; 0: no limit. With `delay`, this is a slow-loris attack.
         cut_after: bytes after which the connection is reset; -1: never.
-        flip_at: the byte whose lowest bit is wrong; -1: none.
-        close_after: bytes after which no more are handed on, and the receiver sees the
-            end, while the other direction goes on; -1: never.
-        stall_after: bytes after which nothing moves any more, without an end.
+        flip_at: the byte whose lowest bit is flipped; -1: none.
+        close_after: bytes after which the receiver sees the end of the stream, while
+            the other direction still works; -1: never.
+        stall_after: bytes after which no more arrive, without an end of the stream.
     """
 
     delay: float = 0.0
@@ -40,17 +40,17 @@ class Fault:
 
 
 class FaultProxy:
-    """Listens on a port of 127.0.0.1 and hands on to another address.
+    """Listens on a port of 127.0.0.1 and forwards to another address.
 
     Args:
-        target: where to.
-        up: what happens to bytes on their way to the target.
-        down: what happens to those that come back.
-        times: so many connections suffer, the later ones are sound; -1: all.
+        target: the address to forward to.
+        up: the faults on the way to the target.
+        down: the faults on the way back.
+        times: the number of connections with faults, later ones have none; -1: all.
 
     Attributes:
-        connections: how many there were.
-        heard: all bytes that came, on their way to the target and back.
+        connections: the number of connections so far.
+        heard: all bytes received from callers, and all bytes received from the target.
 
     Example:
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
@@ -71,7 +71,8 @@ class FaultProxy:
         self._target, self._faults, self._times = target, (up, down), times
         self.connections = 0
         self.heard = bytearray(), bytearray()
-        # asyncio does not keep what waits for nothing, as a stalled connection does.
+        # asyncio holds tasks only weakly, so the task of a stalled connection would be
+        # collected without this reference.
         self._open: set[asyncio.Task[None] | None] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -87,7 +88,7 @@ class FaultProxy:
         self._thread.join()
 
     def cut(self) -> None:
-        """Resets the connections that there are now."""
+        """Resets all open connections."""
         self._loop.call_soon_threadsafe(
             lambda: [task.cancel() for task in list(self._open) if task is not None]
         )
@@ -116,7 +117,7 @@ class FaultProxy:
                 group.create_task(_hand_on(reader, back, up, self.heard[0]))
                 group.create_task(_hand_on(there, writer, down, self.heard[1]))
         except* (OSError, _Cut, asyncio.CancelledError):
-            pass  # the end, also of the proxy: asyncio would report it as an error
+            pass  # the connection or the proxy ends; asyncio would report an error
         finally:
             for each in writers:
                 _reset(each)
@@ -124,9 +125,9 @@ class FaultProxy:
 
 
 async def _end() -> None:
-    """Ends what a loop still does, also connections that nobody has looked at yet."""
+    """Ends all tasks of a loop, also those of connections not yet accepted."""
     quiet = 0
-    while quiet < 5:  # connections that have arrived, and sockets, take some rounds
+    while quiet < 5:  # the loop needs some rounds to accept and to close connections
         await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -136,7 +137,7 @@ async def _end() -> None:
 
 
 class _Cut(Exception):
-    """The end that was asked for."""
+    """The fault that resets the connection."""
 
 
 async def _hand_on(
@@ -173,7 +174,7 @@ async def _hand_on(
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Ends a connection at once, with what is still on its way."""
+    """Resets a connection and discards its unsent bytes."""
     sock = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
         linger = b"\x01\0\0\0\0\0\0\0"  # on, for no time: RST instead of FIN
@@ -182,7 +183,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 def every_fault(size: int) -> Iterator[tuple[str, Fault]]:
-    """Faults that end a conversation, in all places of its first `size` bytes."""
+    """Faults that end a conversation, one for each of its first `size` bytes."""
     for at in range(size):
         yield f"cut after {at}", Fault(cut_after=at)
         yield f"byte {at} damaged", Fault(flip_at=at)

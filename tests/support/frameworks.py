@@ -1,8 +1,8 @@
 """TensorFlow and PyTorch in the suite: never both in one process.
 
-PyTorch's CUDA build ends a process that loaded TensorFlow before: `import tensorflow,
-torch; torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])` is enough. So TensorFlow
-is for ranks and other processes of their own, and the process of pytest itself, which
+PyTorch's CUDA build crashes in a process that loaded TensorFlow before. `import
+tensorflow, torch; torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])` is enough. So
+only ranks and other separate processes load TensorFlow. The process of pytest, which
 collects all files and runs the unit tests of PyTorch, never loads it.
 """
 

@@ -1,7 +1,7 @@
-"""Jobs of groups, elastic or not, whose every step tells whose it is.
+"""Jobs of groups, elastic or not, whose results show which groups contributed.
 
-Each group gives 2 ** its number; so the mean that a step returns tells whose it is of.
-All shards of a step must have one membership, whichever of their calls broke off.
+Each group contributes 2 ** its number, so the mean of a step shows the groups in it.
+All shards of a step must come from one membership, whichever call of them failed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def lines(job: Job, worker: int, word: str) -> list[list[str]]:
 
 
 def reach(job: Job, workers: set[int], steps: int, limit: float = 60) -> None:
-    """Waits until each of them has made so many steps."""
+    """Waits until each worker has made `steps` steps."""
     late = leaks.settle(
         lambda: [f"{w}" for w in workers if len(lines(job, w, "step")) < steps], limit
     )
@@ -75,7 +75,7 @@ def joined(job: Job, worker: int) -> None:
 
 
 def finish(job: Job, workers: set[int]) -> None:
-    """Ends the job; its steps must be the same on all, each of one membership."""
+    """Ends the job. Checks that its steps are equal on all workers."""
     (job._folder / "script.py.end").touch()
     assert job.wait(60) == 0, job.logs()
     ends = {tuple(*lines(job, worker, "end")) for worker in workers}
@@ -87,7 +87,7 @@ def finish(job: Job, workers: set[int]) -> None:
         for number, value in made:
             assert values.setdefault(number, value) == value, (number, job.logs())
         numbers = [int(number) for number, _ in made]
-        # No step was made twice, and none was left out.
+        # No step was made twice or left out.
         assert numbers == list(range(numbers[0], numbers[0] + len(made))) if made else 1
     assert len(values) == int(steps), job.logs()
     groups = range(20)

@@ -1,7 +1,7 @@
-"""Whether the processes of a test job grow: their own memory, and their descriptors.
+"""Finds processes of a test job whose private memory or descriptors grow.
 
-A process is compared with itself when it had settled; only what stays counts, so that
-the last samples are taken for one, the least of them.
+The first sample after a settling time is compared with the smallest of the last
+samples, because only resources that are never released are a leak.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from support import leaks, strangers
 
-SETTLED = 20.0  # seconds after which a process has what it needs
+SETTLED = 20.0  # seconds until a process has started completely
 LAST = 5  # samples
-DESCRIPTORS = 8  # more than this is a leak; a few are on their way at any time
-PEER = 6  # descriptors that a rank has for each other one
-BYTES = 24 << 20  # more than this in `HOUR`, and as much again for each further one
+DESCRIPTORS = 8  # more new descriptors are a leak; a few are open for a short time
+PEER = 6  # descriptors that a rank needs for each other rank
+BYTES = 24 << 20  # allowed growth per `HOUR`, and in a shorter time
 HOUR = 3600.0
 
 
@@ -36,11 +36,11 @@ class Growth:
     """Watches all processes of a test job, the launcher's too.
 
     Args:
-        job: as `leaks.processes` knows it.
-        peers: how many other ranks a rank may have got since it was first seen.
+        job: the id of the job, as for `leaks.processes`.
+        peers: the number of ranks that may have joined since a rank's first sample.
 
     Attributes:
-        processes: by process id, those that are gone as well.
+        processes: all processes by process id, also ended ones.
     """
 
     def __init__(self, job: str, peers: int = 0) -> None:
@@ -62,7 +62,7 @@ class Growth:
                     seen.at = now
 
     def found(self) -> list[str]:
-        """Sentences about those that have grown."""
+        """A sentence for each process that has grown."""
         most = self._descriptors
         return [text for p in self.processes.values() for text in _grown(p, most)]
 

@@ -1,4 +1,4 @@
-"""Both halves of a handshake without sockets, and what tests of TLS need."""
+"""Both halves of a handshake without sockets, and helpers for tests of TLS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no
 def converse(
     secret: bytes, hello: HandshakeRequest, mine: TlsOffer, theirs: TlsOffer
 ) -> tuple[SessionKeys, SessionKeys]:
-    """Both halves, until both have come to their end and nothing is on its way."""
+    """Runs both halves until both have ended and no message is in flight."""
     steps = (
         handshake.caller_steps(secret, replace(hello, tls=mine)),
         handshake.callee_steps(secret, hello.job, lambda introduction: "", theirs),

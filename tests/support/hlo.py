@@ -1,7 +1,7 @@
 """Reads the HLO text that XLA has optimised and scheduled: calls, order, memory.
 
-As much as the test of schedules needs, for the entry computation only. It knows the
-native calls of ringjax by their names; what must hold of them is in
+It reads only the parts of the entry computation that the tests of schedules need. It
+recognises ringjax's native calls by their names. The checks are in
 tests/gpu/schedule.py.
 """
 
@@ -17,7 +17,7 @@ INSTRUCTION = re.compile(
     r"\((?P<operands>[^()]*)\)(?P<rest>.*)$"
 )
 CALL = re.compile(r'custom_call_target="ringjax_(\w+)"')
-# XLA's own.
+# XLA's own collectives.
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
     r"(?:-start)?\("
@@ -53,7 +53,7 @@ class Instruction:
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """(result, operand) that are the same memory."""
+        """Pairs (result, operand) that share memory."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\s*\}", self.rest)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1]) if found else []
         return [(int(result or 0), int(operand)) for result, operand in pairs]
@@ -108,7 +108,7 @@ class Program:
         return len(CALL.findall(self.text))
 
     def __str__(self) -> str:
-        """The schedule in words, without what launches nothing."""
+        """The schedule in words, without instructions that launch nothing."""
         silent = (*NAMING, "parameter", "constant")
         kinds = [x.kind for x in self.instructions if x.opcode not in silent]
         out: list[list[Any]] = []
@@ -124,12 +124,12 @@ class Program:
         return self._places[name]
 
     def heavy_between(self, first: Instruction, second: Instruction) -> int:
-        """Matrix products and convolutions that are launched between the two."""
+        """The number of matrix products and convolutions between two instructions."""
         part = slice(self._places[first.name] + 1, self._places[second.name])
         return sum(x.kind == "gemm" for x in self.instructions[part])
 
     def origin(self, name: str) -> tuple[Instruction, int]:
-        """The instruction that wrote `name`, and which of its results that is."""
+        """The instruction that wrote `name`, and the index of that result."""
         index = 0
         instruction = self.instructions[self._places[name]]
         while instruction.opcode in NAMING:
@@ -145,7 +145,7 @@ class Program:
         return instruction, index
 
     def readers(self, call: str, result: int) -> list[Instruction]:
-        """All that reads a result of `call`, whatever it is called there."""
+        """All instructions that read a result of `call`, also under another name."""
         users = self.users.get(call, [])
         assert all(x.opcode == "get-tuple-element" for x in users), users
         named = [x for x in users if re.match(rf", index={result}\b", x.rest)]

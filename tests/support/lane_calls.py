@@ -1,8 +1,8 @@
 """The eager lane on numpy arrays that stand for CUDA tensors, for tests on the stubs.
 
-There, memory of the host is memory of the device, and so an array's address will do.
-Knows no framework, and JAX is not loaded: as in a program that uses PyTorch. Not for
-GPUs, and no test is here.
+The stub's device memory is host memory, so the address of a numpy array is a device
+pointer. JAX is not loaded, as in a program that uses PyTorch. This module does not work
+on GPUs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def without_jax() -> None:
 
 
 class Pending:
-    """A submitted operation and where its results go."""
+    """A submitted operation and the arrays for its results."""
 
     def __init__(self, ticket: Any, outs: Sequence[np.ndarray]) -> None:
         self.ticket, self.outs = ticket, list(outs)
 
     def wait(self, **options: Any) -> list[np.ndarray]:
-        """The results once the device has finished."""
+        """Waits for the device and returns the results."""
         self.ticket.wait(**options)
         deadline = time.monotonic() + 20
         while not self.ticket.done:
@@ -51,7 +51,7 @@ class Made(Pending):
         self._like = like
 
     def wait(self, **options: Any) -> list[np.ndarray]:
-        """Copies of the results once the device has finished."""
+        """Waits for the device and returns copies of the results."""
         super().wait(**options)
         return [taken(self.ticket.output(i), like) for i, like in enumerate(self._like)]
 
@@ -73,7 +73,7 @@ class End:
         reduce: str = "Sum",
         **options: Any,
     ) -> Pending:
-        """Into new memory unless `outs` is given."""
+        """Submits an operation. Its results get new memory unless `outs` is given."""
         makes = op in ("allgather", "alltoall", "barrier")
         if outs is None:
             outs = [] if makes else empty_like(ins)
@@ -118,7 +118,7 @@ class _Tensor(ctypes.Structure):  # DLTensor
 
 
 def taken(output: Any, like: np.ndarray) -> np.ndarray:
-    """A copy of what a framework would get; rows of the kind that `like` has."""
+    """A copy of the tensor that a framework would receive, in rows like `like`'s."""
     device = output.__dlpack_device__()
     assert device[0] == CUDA, device
     get = ctypes.pythonapi.PyCapsule_GetPointer
@@ -135,11 +135,11 @@ def taken(output: Any, like: np.ndarray) -> np.ndarray:
     return copy
 
 
-# -- what the stub's device holds ------------------------------------------------------
+# -- resources of the stub's device ----------------------------------------------------
 
 
 def alive() -> tuple[int, int, int]:
-    """Events, streams and pieces of memory that live in the stub."""
+    """The numbers of living events, streams and allocations in the stub."""
     counts = [ctypes.c_size_t() for _ in range(3)]
     ctypes.CDLL("libcuda.so.1").stub_cuda_alive(*map(ctypes.byref, counts))
     events, streams, memory = (count.value for count in counts)

@@ -1,7 +1,7 @@
-"""Starts jobs of several ranks for tests, and plays fate: kill, interrupt, wait, read.
+"""Starts jobs of several ranks for tests; kills, interrupts and reads them.
 
-Not here: what a rank does (the script that a test hands in, or
-tests/support/rank_worker.py) and what counts as a leak (tests/support/leaks.py).
+A rank runs the script that a test passes, or tests/support/rank_worker.py.
+tests/support/leaks.py defines what is a leak.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Self
 from support import leaks, warm
 
 ROOT = Path(__file__).resolve().parents[2]
-# A job must not take itself for a part of the job that started pytest.
+# Variables of other launchers. With them, a job would think that it is a part of the
+# job that started pytest.
 _FOREIGN = (
     *("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_"),
     *("JSM_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_", "PET_"),
@@ -42,12 +43,12 @@ class Job:
 
     Args:
       np: number of ranks.
-      script: Python source for every rank, or the words of a command.
+      script: the Python source of every rank, or the words of a command.
       folder: an empty folder for the script and the logs.
       env: variables added to the job's environment.
       options: further words for ringrun.
-      source: what the ranks run, if it is not the script: its imports choose the warm
-        server that forks them (tests/support/warm.py). None: they are started afresh.
+      source: the program of the ranks if it is not the script. Its imports choose the
+        warm server that forks the ranks (tests/support/warm.py). None: no server.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Job:
         """Waits for the end of the job and returns ringrun's exit code.
 
         Raises:
-          JobError: it still ran after `timeout` seconds; it is ended, and the text
-            shows the stacks of all ranks.
+          JobError: if the job still ran after `timeout` seconds. It is then ended, and
+            the text shows the stacks of all ranks.
         """
         if self._process is None:
             raise JobError("the job was not started")
@@ -135,7 +136,7 @@ class Job:
             time.sleep(0.01)
 
     def worker_pid(self, worker: int) -> int:
-        """The process id of a worker of an elastic job, which must be there."""
+        """The process id of a running worker of an elastic job."""
         (pid,) = (
             pid
             for pid in leaks.processes(self.id)
@@ -145,18 +146,15 @@ class Job:
         return pid
 
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Sends `sig` to one rank; SIGKILL is a machine that loses power."""
+        """Sends `sig` to a rank. SIGKILL simulates a machine that loses power."""
         os.kill(self.rank_pid(rank), sig)
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to the launcher's whole process group."""
+        """Sends SIGINT to the launcher's whole process group, like Ctrl-C."""
         os.killpg(self.pid, signal.SIGINT)
 
     def output(self, rank: int) -> str:
-        """Everything that `rank` has written, its stdout before its stderr.
-
-        Of an elastic job, what worker `rank` has written.
-        """
+        """The stdout and stderr of a rank, or of a worker in an elastic job."""
         logs = self._folder / "logs"
         folders = [logs / f"rank.{rank}", logs / f"worker.{rank}"]
         names = [folder / name for folder in folders for name in ("stdout", "stderr")]
@@ -184,13 +182,13 @@ class Job:
         self._kill_all()
 
     def left_behind(self) -> list[str]:
-        """Processes of the job that outlived it; none are left after the call."""
+        """Ends and returns the processes that outlived the job."""
         found = leaks.settle(lambda: list(leaks.processes(self.id).values()))
         self._kill_all()
         return [f"process that outlived the job: {text}" for text in found]
 
     def close(self) -> list[str]:
-        """Ends what still runs; returns what outlived a job that ended by itself."""
+        """Ends the job. If it has ended by itself, returns its leaked processes."""
         found = self.left_behind() if self._ended_itself else []
         self._kill_all()
         return found
@@ -203,9 +201,10 @@ class Job:
         return [sys.executable, str(path)]
 
     def _runs_rank(self, pid: int, rank: int | None = None) -> bool:
-        """Whether `pid` runs the job's very command as `rank`, not a wrapper of it.
+        """Whether `pid` runs the job's command itself, and not a wrapper of it.
 
-        None: as any rank, newcomers of an elastic job among them.
+        Args:
+            rank: the rank that it must be; None: any rank, or a newcomer.
         """
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
@@ -246,9 +245,9 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of a job: this process's, without traces of another launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
     kept.setdefault("JAX_PLATFORMS", "cpu")
-    # PyTorch's threads spin at barriers, which is slow where others work as well.
+    # PyTorch's threads spin at barriers, which is slow while other processes run.
     kept.setdefault("OMP_NUM_THREADS", "1")
-    # Hundreds of ranks import the same files: the first one compiles them for all.
+    # Hundreds of ranks import the same files, so the first rank stores the byte code.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
     spec = importlib.util.find_spec("ringjax")
@@ -267,11 +266,11 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def cheap_code() -> str:
-    """Flags for XLA where many small programs are compiled, and each run a few times.
+    """XLA's flags for tests, which compile many programs and run each a few times.
 
-    XLA rewrites and schedules them as always, but the code for them is made in half the
-    time, by TensorFlow, too. XLA aborts a process at a flag it does not know, and
-    forgets flags from one version to the next, so the installed one is asked.
+    XLA still rewrites and schedules the programs as usual, but generates their code in
+    half the time. TensorFlow does, too. XLA aborts a process at an unknown flag, and
+    new versions drop flags, so a process tries the flags with the installed version.
     """
     level = "--xla_backend_optimization_level=0"
     for flags in (f"{level} --xla_cpu_use_fusion_emitters=false", level):
@@ -281,7 +280,7 @@ def cheap_code() -> str:
 
 
 def _xla_knows(flags: str) -> bool:
-    """Whether a process with these flags survives its first look at its devices."""
+    """Whether a process with these flags survives the first listing of its devices."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import jax; jax.devices()"],
         env=environment("flags", {"XLA_FLAGS": flags}),

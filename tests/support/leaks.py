@@ -1,8 +1,8 @@
-"""Finds what a test or a job left behind: processes, descriptors, threads, memory.
+"""Finds leaks of a test or a job: processes, descriptors, threads, shared memory.
 
-A listening port or an abstract unix socket lives exactly as long as a process holds a
-descriptor of it. So it is enough that no process of the job is alive and that this one
-holds no new descriptor; sockets are described by address to make a leak readable.
+A listening port or an abstract unix socket lives exactly as long as a process holds its
+descriptor. So nothing is leaked if no process of the job is alive and this process
+holds no new descriptor. Texts describe sockets by their addresses.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every job that the tests start carries this variable, and so do its orphans.
+# All processes of a job that a test starts have this variable, also orphans.
 JOB_VARIABLE = "RINGJAX_TEST_JOB"
-# Descriptors that ringjax opens; files of a backend loaded meanwhile are not ours.
+# Kinds of descriptors that ringjax opens. A framework that is loaded during a test may
+# open files of other kinds.
 _KINDS = ("socket:", "pipe:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]")
 
 
@@ -26,17 +27,17 @@ _staying: dict[int, int] = {}
 
 
 def stays(pid: int, descriptor: int) -> None:
-    """From now on this child and this descriptor are no leak."""
+    """Marks a child and its descriptor as wanted: they are no leak from now on."""
     _staying[pid] = descriptor
 
 
 def goes(pid: int) -> None:
-    """This child is about to end."""
+    """Takes the mark from a child that is about to end."""
     del _staying[pid]
 
 
 def processes(job: str) -> dict[int, str]:
-    """The living processes of a test job, orphans too: pid -> command line."""
+    """The living processes of a test job, also orphans: pid -> command line."""
     needle = f"{JOB_VARIABLE}={job}".encode()
     found = {}
     for pid in _pids():
@@ -49,7 +50,7 @@ def processes(job: str) -> dict[int, str]:
 class Snapshot:
     """The resources of this process at one moment, and ringjax's files in /dev/shm.
 
-    Other programs make and remove names in /dev/shm at all times; these do not count.
+    Files of other programs in /dev/shm do not count.
     """
 
     children: dict[int, str]
@@ -74,7 +75,7 @@ class Snapshot:
         )
 
     def leaked_since(self) -> list[str]:
-        """Sentences about everything that exists now and did not exist at `self`."""
+        """A sentence for each resource that was created after this snapshot."""
         now = Snapshot.take()
         sockets = _socket_names() if now.descriptors.keys() - self.descriptors else {}
         return [
@@ -104,8 +105,9 @@ class Snapshot:
 def settle(check: Callable[[], list[str]], seconds: float = 2.0) -> list[str]:
     """Repeats `check` until it finds nothing or time is up; returns what it found.
 
-    The kernel and thread pools need a moment to let go after a process was killed, and
-    an exception's traceback keeps what its frames held until the collector comes by.
+    After a process was killed, the kernel and thread pools need a moment to release its
+    resources. An exception's traceback keeps the variables of its frames until the
+    garbage collector runs.
     """
     deadline = time.monotonic() + seconds
     while (found := check()) and time.monotonic() < deadline:
@@ -133,7 +135,8 @@ def _read(path: str) -> bytes:
 
 
 def _state(pid: int) -> str:
-    # The command name in brackets may hold anything, so look behind the last bracket.
+    # The command name in parentheses may contain any character, also parentheses, so
+    # read after the last one.
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2][1:2].decode()
 
 
@@ -160,7 +163,7 @@ def _descriptors() -> dict[str, int]:
             continue
         if target.startswith("anon_inode:"):
             target = (
-                f"{target}#{name}"  # all share one inode: the number tells them apart
+                f"{target}#{name}"  # all share an inode, so only the number differs
             )
         if target.startswith(_KINDS):
             found[target] = int(name)
@@ -193,7 +196,7 @@ def _threads() -> dict[int, str]:
 
 
 def _planted(name: str) -> bool:
-    """Whether test_rank_items.py, in another process of pytest-xdist, leaves it."""
+    """Whether test_rank_items.py leaked this file on purpose, in another process."""
     mine = f"ringjax-test-{os.getppid()}"
     return name.startswith("ringjax-test-") and name != mine
 

@@ -1,6 +1,6 @@
-"""Ranks with several CPU devices, and programs over them that are known to be right.
+"""Ranks with several CPU devices, and programs over them with known results.
 
-The oracle is the same program on one device, with the data of all ranks.
+The reference is the same program on one device, with the data of all ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 import ringjax
 
 
-@functools.cache  # launches with the same one are shared
+@functools.cache  # tests with an equal object share a launch
 def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
-    """For ranks with so many devices, in double precision.
+    """The variables for ranks with `devices` devices, in double precision.
 
-    XLA's own collectives wait for all devices, and have few threads on a small machine:
-    without ringjax, too, programs that are not waited for hang there.
+    XLA's own collectives block a thread for each device, and XLA has few threads on a
+    small machine. Programs that run concurrently hang there, even without ringjax.
     """
 
     def made() -> Mapping[str, str]:
@@ -42,13 +42,13 @@ def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
 
 
 def mesh(shape: tuple[int, ...], kind: AxisType = AxisType.Auto, devices: Any = None):
-    """Axes "d" and "t", as many as `shape` has."""
+    """A mesh with the axes "d" and "t", or only "d", according to `shape`."""
     names = ("d", "t")[: len(shape)]
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
 
 
 def place(tree: Any, specs: Any, on: Any) -> Any:
-    """`tree`, alike in all its processes, as arrays on the devices of the mesh `on`."""
+    """Places `tree`, equal in all its processes, on the devices of the mesh `on`."""
 
     def put(x: Any, spec: P) -> Any:
         return jax.make_array_from_callback(
@@ -58,7 +58,7 @@ def place(tree: Any, specs: Any, on: Any) -> Any:
     return jax.tree.map(put, tree, specs)
 
 
-# Cut over rows, over columns, over both, not at all; odd, in bfloat16, a number.
+# Sharded by rows, by columns, by both, and replicated; an odd size, bfloat16, a scalar.
 FSDP = {
     "in": P("d"), "out": P(None, "d"), "bias": P(), "odd": P(), "half": P("d"),
     "scale": P(),
@@ -93,7 +93,7 @@ def train(
     steps: int = 5,
     **jit: Any,
 ) -> tuple[Any, Any]:
-    """Parameters and optimizer state after some steps of `loss` on ``batch(step)``."""
+    """Returns parameters and optimizer state after `steps` steps on ``batch(step)``."""
     tx = optax.chain(transform, optax.sgd(0.05, 0.9))
 
     def step(params: Any, state: Any, x: Any) -> Any:
@@ -117,7 +117,7 @@ def expected(size: int, steps: int = 5, rows: int = 8) -> Any:
 
 
 def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -> None:
-    """Each rank's data on the mesh `on`: as on one device with the data of all."""
+    """Trains on each rank's data on the mesh `on` and checks the result."""
 
     def batch(step: int) -> Any:
         return jax.device_put(data(world.rank, step), NamedSharding(on, P("d")))
@@ -129,7 +129,7 @@ def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -
         np.testing.assert_allclose(
             *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
         )
-        if AxisType.Explicit in on.axis_types:  # elsewhere XLA chooses
+        if AxisType.Explicit in on.axis_types:  # on other axes XLA chooses
             where = params[key].sharding
             assert got[key].sharding.is_equivalent_to(where, value.ndim)
     same_bits_everywhere(got)
@@ -137,7 +137,7 @@ def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -
 
 
 def same_bits_everywhere(tree: Any) -> None:
-    """On all ranks, and on all devices that have the same."""
+    """Checks that all ranks and all devices with equal shards hold equal bits."""
     for leaf in jax.tree.leaves(tree):
         seen: dict[str, bytes] = {}
         for shard in leaf.addressable_shards:

@@ -1,6 +1,6 @@
 """Reads the native calls out of the text that JAX lowers a function to.
 
-For tests of one process, a job of one, that look at programs and need not run them.
+Tests in a job of one rank use this to check programs without running them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     target: str
     operands: list[str]
-    order: str  # its last result
+    order: str  # the last result of the call, its order token
     rest: str
 
 

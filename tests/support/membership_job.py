@@ -1,4 +1,4 @@
-"""A job of test_membership.py: its rules, a clock, and what it said to whom."""
+"""The simulated job of test_membership.py: rules, a clock, and all sent messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringjax.membership.membership import JobMembership
 
 
 class Job:
-    """A membership with a clock, and what it said to whom."""
+    """A membership with a clock, and the messages that it sent to each worker."""
 
     def __init__(
         self, np: int, min_np: int = 1, max_np: int = 0, group: int = 1, **more: Any

@@ -1,6 +1,6 @@
 """A world of threads for the tests of meshes: rank r lives on the host hosts[r].
 
-Each has a listener of its own; the native core is not needed.
+Each rank has its own listener. The native core is not needed.
 """
 
 from __future__ import annotations

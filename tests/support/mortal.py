@@ -1,8 +1,8 @@
-"""A rank whose death ringrun does not hear of until the test has seen what others do.
+"""Hides a rank's death from ringrun until the test has seen the other ranks' reaction.
 
-Ringrun gives the others a second and then ends them, which may be too soon on a busy
-machine. In a rank: `apart`. In the test: `kill`, and in the end `Job.kill` for what the
-rank was a child of.
+A second after a death, ringrun ends the other ranks, which may be too soon on a busy
+machine. The rank calls `apart`. The test calls `kill` and at the end `Job.kill` for the
+rank's parent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def apart() -> None:
-    """Before `init`: makes this rank a child of the process that ringrun started."""
+    """Forks: the rank becomes a child of the process that ringrun started.
+
+    Call this before `init`.
+    """
     child = os.fork()
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -27,6 +30,6 @@ def apart() -> None:
 
 
 def kill(job: Job, rank: int) -> None:
-    """Ends it as a machine does that loses power."""
+    """Kills the rank, but not its parent."""
     pid = job.output(rank).partition("its own pid: ")[2].split()[0]
     os.kill(int(pid), signal.SIGKILL)

@@ -25,15 +25,15 @@ class BuildError(Exception):
 
 
 def build(target: str) -> Path:
-    """The folder with `target`, which is up to date.
+    """Builds `target` if it is not up to date. Returns its folder.
 
     Raises:
-      BuildError: cmake or ninja is missing, or the sources do not compile.
+      BuildError: if cmake or ninja is missing, or if the sources do not compile.
     """
     cmake, ninja = map(_program, ("cmake", "ninja"))
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest-xdist's processes come here at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest-xdist runs several processes
         _configure(cmake, ninja)
         _run([ninja, "-C", str(BUILD), target])
     return BUILD
@@ -41,12 +41,12 @@ def build(target: str) -> Path:
 
 @functools.cache
 def tests() -> Path:
-    """The program of the tests, built once in the life of this process."""
+    """The test program, which this process builds only once."""
     return build(TESTS) / TESTS
 
 
 def _configure(cmake: str, ninja: str) -> None:
-    """Runs cmake unless it has run with this very command."""
+    """Runs cmake unless it has already run with an equal command."""
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
     options += ["-DRINGJAX_NATIVE_TESTS=ON", "-DRINGJAX_EXTENSION=OFF"]
     words = [cmake, "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options]
@@ -58,7 +58,7 @@ def _configure(cmake: str, ninja: str) -> None:
 
 
 def _program(name: str) -> str:
-    """Beside this interpreter, where the extra `test` puts it, or on PATH."""
+    """Finds a program beside this interpreter (the extra `test`), or on PATH."""
     places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     found = shutil.which(name, path=os.pathsep.join(places))
     if found is None:

@@ -1,10 +1,10 @@
-"""For programs of ranks that need no framework: it refuses them, and has their calls.
+"""Refuses imports of frameworks in a rank, and offers an allreduce without them.
 
-A rank that imports jax starts a second or two later, and what a launcher, a coordinator
-or a link does is the same without. Whoever imports this cannot import a framework any
-more, so the stack shows who does it by mistake. `allreduce` goes where a compiled
-program's goes: calls in the order of the program, on the thread that makes them. Named
-operations are `ringjax.eager`.
+A rank that imports jax starts a second or two later, and launcher, coordinator and
+links need no framework. After this import, a framework's import by mistake fails, and
+the stack shows its place. `allreduce` uses the jit lane, like a compiled program: calls
+are made in the order of the program, on the calling thread. For named operations use
+`ringjax.eager`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Refusal(importlib.abc.MetaPathFinder):
 
 assert not sys.modules.keys() & set(FRAMEWORKS), "a framework has been imported already"
 sys.meta_path.insert(0, _Refusal())
-# ringjax.init() would ask jax which of them is this rank's.
+# With visible devices, ringjax.init() would ask jax for this rank's device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -49,7 +49,7 @@ def allreduce(
     name: str = "",
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Any:
-    """An allreduce as a compiled program calls it; errors have classes of ringjax.
+    """Calls an allreduce as a compiled program does; raises ringjax's error classes.
 
     Args:
         op: a key of `_native.REDUCE_OPS`.

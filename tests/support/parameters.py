@@ -23,7 +23,7 @@ def said(capfd) -> list[tuple[int, str]]:
 
 
 def errors(capfd) -> str:
-    """All that was written, when all ranks have looked."""
+    """Waits for all ranks' checks; returns all text on standard error."""
     for thread in threading.enumerate():
         if thread.name == "ringjax-tensorflow-check":
             thread.join(30)

@@ -1,10 +1,11 @@
-"""The side of pytest that you see: a test marked `ranks(2, 3)` becomes two items.
+"""The pytest items of rank tests: a test marked `ranks(2, 3)` becomes two items.
 
-Starting Python and jax costs seconds, so all selected tests of one file with the same
-rank count and environment share one launch: the first that runs starts it, the others
-read their result. Files with `pytestmark = pytest.mark.launch("name")` share one, too.
-After a failure the ranks may be out of step, so they stop, and the next test starts a
-fresh launch. What happens inside a rank is tests/support/rank_worker.py.
+Starting Python and jax costs seconds, so all selected tests of one file with equal rank
+count and environment share a launch. The first test starts the launch, and the other
+tests read their results from it. Files with an equal mark
+`pytestmark = pytest.mark.launch("name")` share a launch, too. After a failure the ranks
+may be out of step, so they stop, and the next test starts a new launch. The ranks'
+side is tests/support/rank_worker.py.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
 
 
 class RankFailure(Exception):
-    """A test failed on some rank; the text says where and why."""
+    """A test failed on a rank. The text holds the ranks' reports."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tests of one group share a launch."""
+    """The properties of a launch. Tests with equal properties share it."""
 
     name: str  # the argument of the mark `launch`, or the name of the file
     np: int
@@ -91,7 +92,8 @@ class RankItem(pytest.Item):
         name = f"{name[:-1]}-{label}]" if name.endswith("]") else f"{name}[{label}]"
         assert function.parent is not None
         item: RankItem = RankItem.from_parent(function.parent, name=name)
-        # The ranks keep the time; what this process waits for is a whole launch.
+        # The ranks enforce the timeout of each test. This process may wait for a launch
+        # of many tests.
         item.own_markers = [pytest.mark.timeout(0).mark, *function.own_markers]
         item.keywords.update(function.keywords)
         item.test = function.nodeid
@@ -106,11 +108,11 @@ class RankItem(pytest.Item):
         return item
 
     def setup(self) -> None:
-        """Fetches the verdict, launching the ranks when it is not there yet."""
+        """Gets the verdict. Launches the ranks if there is none yet."""
         self.verdict = self.config.stash[RUNS].verdict(self)
 
     def runtest(self) -> None:
-        """Says what the ranks came to."""
+        """Reports the verdict as this item's outcome."""
         verdict = self.verdict
         if verdict.outcome == "failed":
             raise RankFailure(verdict.text)
@@ -122,19 +124,19 @@ class RankItem(pytest.Item):
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
     ) -> Any:
-        """Shows the ranks' own reports, not how this process came by them."""
+        """Shows the ranks' reports instead of this process's traceback."""
         if isinstance(excinfo.value, RankFailure):
             return str(excinfo.value)
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Where the test is."""
+        """The file, line and name of the test."""
         return self.path, self.line, self.name
 
     def iter_markers_with_node(
         self, name: str | None = None
     ) -> Iterator[tuple[Any, pytest.Mark]]:
-        """All marks but xfail: the ranks judge that one themselves."""
+        """All marks except xfail, which the ranks evaluate themselves."""
         pairs = super().iter_markers_with_node(name)
         return (pair for pair in pairs if pair[1].name != "xfail")
 
@@ -163,7 +165,7 @@ class Launch:
                     self.ends.setdefault(event["test"], {})[rank] = event
 
     def verdict(self, test: str) -> Verdict | None:
-        """The verdict of one test; None if no rank had come to it."""
+        """The verdict of a test; None if no rank has started it."""
         ends = self.ends.get(test, {})
         failed = {r: e for r, e in sorted(ends.items()) if e["outcome"] == "failed"}
         missing = sorted(set(range(self.np)) - ends.keys())
@@ -181,7 +183,7 @@ class Launch:
         return Verdict(*outcomes.pop(), max(e["seconds"] for e in ends.values()))
 
     def end(self) -> str:
-        """How the launch ended, with the logs."""
+        """A text about the end of the launch, with the logs."""
         how = f"ringrun ended with exit code {self.exit_code}"
         if self.stalled:
             how = "the ranks made no progress and were ended"
@@ -194,19 +196,19 @@ class Launch:
 
 
 class Runs:
-    """All launches of one pytest session and the verdicts they gave."""
+    """All launches of a pytest session and their verdicts."""
 
     def __init__(self) -> None:
         self._verdicts: dict[str, Verdict] = {}
 
     def verdict(self, item: RankItem) -> Verdict:
-        """The verdict of `item`, after a launch if need be."""
+        """The verdict of `item`. Launches the ranks if necessary."""
         if item.nodeid not in self._verdicts:
             self._run(item.group, self._waiting(item))
         return self._verdicts[item.nodeid]
 
     def _waiting(self, item: RankItem) -> list[RankItem]:
-        """`item` and what else of its group is selected and has no verdict yet."""
+        """`item` and the other selected items of its group without a verdict."""
         peers = [i for i in item.session.items if isinstance(i, RankItem)]
         waiting = [
             i
@@ -284,9 +286,10 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
 
 
 def _source(group: Group, items: Sequence[RankItem]) -> str | None:
-    """The source of the tests; None for an isolated one, whose ranks start afresh.
+    """The source of the tests, which chooses their warm server.
 
-    So some ranks of every framework differ in what forks of one process share.
+    None for an isolated test: its ranks start without a server. So some tests of every
+    framework run in processes that are not forks of one process.
     """
     if group.alone:
         return None
@@ -294,7 +297,7 @@ def _source(group: Group, items: Sequence[RankItem]) -> str | None:
 
 
 def _watch(job: Job, folder: Path, limit: float) -> bool:
-    """Waits for the end of the job; False if it stood still and had to be ended."""
+    """Waits for the end of the job. Ends a job without progress and returns False."""
     seen, deadline = -1, time.monotonic() + START_UP
     while job.poll() is None:
         written = sum(_sizes(rank_worker.results(folder, r) for r in range(job.np)))

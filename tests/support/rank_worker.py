@@ -1,9 +1,9 @@
-"""The side of pytest inside a rank: runs the tests in step with the other ranks.
+"""The pytest plugin inside a rank: runs the tests in step with the other ranks.
 
 Every rank writes a JSON line when a test starts and when it ends. Between two tests the
-ranks wait for each other over a small shared file, not over ringjax, so that a broken
-collective in one test cannot disturb the next. Reading the lines:
-tests/support/rank_items.py.
+ranks wait for each other by a small shared file and not by ringjax, so that a broken
+collective in one test cannot disturb the next. tests/support/rank_items.py reads the
+lines.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ def stacks(folder: Path, rank: int) -> Path:
 
 
 def write_selection(folder: Path, tests: Sequence[str]) -> None:
-    """Leaves the ids of the tests to run, in order, for every rank."""
+    """Writes the file with the ids of the selected tests, in order, for all ranks."""
     (folder / "selection").write_text(json.dumps(list(tests)))
 
 
 def command(config: pytest.Config, paths: Sequence[Path]) -> list[str]:
     """The words that run the selected tests of `paths` in a rank."""
-    # -P: the package under test is the installed one, not the checkout in the way.
+    # -P: import the installed package, not the checkout in the current folder.
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
-    # Not what C++ writes: with pytest's capture it is lost when the process is aborted.
+    # Capture only Python's output. If pytest captured the output of C++ too, it would
+    # be lost when the process aborts.
     words += ["--capture=tee-sys"]
     words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
     if not any("hypothesis" in path.read_text() for path in paths):
@@ -71,7 +72,7 @@ def limit(item: pytest.Item) -> float:
 
 
 class Progress:
-    """How many tests every rank has finished, and whether one of them failed there."""
+    """The number of tests that each rank has finished, and whether a test failed."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         descriptor = os.open(folder / "progress", os.O_RDWR | os.O_CREAT, 0o600)
@@ -81,13 +82,13 @@ class Progress:
         self._rank, self._size = rank, size
 
     def finish(self, failed: bool) -> None:
-        """This rank has finished one test more."""
+        """Records that this rank has finished a test."""
         if failed:
             self._cells[self._size + self._rank] = 1
         self._cells[self._rank] += 1
 
     def all_in_step(self) -> bool:
-        """Waits for the others to finish the test; False if it failed somewhere."""
+        """Waits for all ranks to finish the test; False if it failed on a rank."""
         mine = self._cells[self._rank]
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline:
@@ -121,10 +122,11 @@ class RankWorker:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Runs one test between its two lines and waits for the other ranks."""
+        """Writes the lines of a test around its run, then waits for the other ranks."""
         self._reports.clear()
         self._write(event="start", test=item.nodeid)
-        # Before pytest-timeout ends a rank that began earlier: all leave stacks.
+        # All ranks write their stacks before pytest-timeout ends the rank that began
+        # the test first.
         late = max(limit(item) - 6, limit(item) / 2)
         faulthandler.dump_traceback_later(late, file=self._stacks)
         try:
@@ -140,9 +142,9 @@ class RankWorker:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
-        """Lets garbage be collected once the first test's fixtures have loaded theirs.
+        """Turns the garbage collector on, after the first test's fixtures have loaded.
 
-        Before that it is off: pytest_collection of conftest.py.
+        `pytest_collection` of conftest.py turned it off.
         """
         result = yield
         if not gc.isenabled():
@@ -155,12 +157,12 @@ class RankWorker:
         self._reports.append(report)
 
     def pytest_internalerror(self) -> None:
-        """A failure of pytest itself must not look like a failed test."""
+        """Records a failure of pytest itself, which is no failed test."""
         self._in_order = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Ends with 0 after failed tests: their lines tell, and no rank has crashed."""
+        """Exits with 0 after failed tests: their lines report them. A crash differs."""
         expected = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
         if self._in_order and session.exitstatus in expected and session.items:
             session.exitstatus = pytest.ExitCode.OK
@@ -190,7 +192,7 @@ def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
 
 
 def _crash(report: pytest.TestReport) -> str:
-    """The one line that says what went wrong."""
+    """The line of a report that describes the error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash else report.longreprtext
     return next(iter(message.splitlines()), "")

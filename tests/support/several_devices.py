@@ -1,7 +1,7 @@
-"""A process with several devices, as XLA has it: a thread for each, with its context.
+"""Several devices in a process, each with a thread and a CUDA context, as in XLA.
 
-For tests on the stubs. What a program's call on a device finds by that context, a
-thread here finds the same way. Knows no JAX; no test is here.
+Tests on the stubs use this. A call finds its device by the thread's current context, as
+in a program of JAX. JAX itself is not used.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Devices:
         body: Callable[[int, Device], Any],
         places: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Runs ``body(place, device)`` on a thread for each device, all at once.
+        """Runs ``body(place, device)`` on a thread for each device, concurrently.
 
         Returns:
-            For each of `places` (all of them) what it returned or raised.
+            The result or the exception for each of `places`, by default all places.
         """
         chosen = list(range(len(self.all)) if places is None else places)
         out: dict[int, Any] = {}

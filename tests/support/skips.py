@@ -1,6 +1,6 @@
-"""The end of a run lists the skipped tests by reason, with their number.
+"""A pytest plugin that lists the skipped tests by reason at the end of a run.
 
-A plugin of pytest, which tests/conftest.py registers. `pytest -rs` lists them by place.
+tests/conftest.py registers it. `pytest -rs` lists them by file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The reason; the report of a skip holds its place, its line and its text."""
+    """The reason of a skip, whose report holds a file, a line and a text."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     return " ".join(str(text).removeprefix("Skipped: ").split()) or "no reason"

@@ -1,7 +1,7 @@
-"""The oracle of the rank tests: every rank can draw every rank's input from a seed.
+"""The reference of the rank tests: every rank draws all ranks' inputs from a seed.
 
-So what a collective must give is plain numpy, or for derivatives plain jax, on all
-inputs at once. No test is here.
+So plain numpy computes the expected result of a collective from all inputs. Plain jax
+computes the expected derivatives.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
 def draw_all(
     size: int, shape: tuple[int, ...], dtypes: Sequence[str] = DTYPES
 ) -> dict[str, list[np.ndarray]]:
-    """`draw` for every dtype; they travel, and are compiled, as one tree."""
+    """Draws inputs of every dtype, as a tree that is compiled and reduced at once."""
     return {dtype: draw(size, shape, dtype) for dtype in dtypes}
 
 
 def equal(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Same shape, same dtype, same values."""
+    """Asserts equal shapes, dtypes and values."""
     expected = np.asarray(expected)
     assert isinstance(actual, jax.Array), type(actual)
     assert actual.shape == expected.shape
@@ -56,12 +56,12 @@ def check_derivatives(
     *,
     tolerance: float = 1e-10,
 ) -> None:
-    """JVP, VJP, the VJP of a VJP, plain and under jit, against `model` of the world.
+    """Compares JVP, VJP and the VJP of a VJP with `model`'s, with and without jit.
 
-    The model's derivatives are under jit, as one program compiles sooner than dozens.
-
-    `op` is this rank's program; ``model([x of each rank]) -> [y of each rank]`` is the
-    same for all ranks at once, whose derivatives jax takes from ordinary arithmetic.
+    `op` is this rank's program. ``model([x of each rank]) -> [y of each rank]``
+    computes all ranks' results by ordinary arithmetic, which jax can differentiate. The
+    model's derivatives are computed under jit, because one program compiles faster than
+    dozens.
     """
     ys = jax.eval_shape(lambda xs: list(model(xs)), list(xs))
     ts = [

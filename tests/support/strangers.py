@@ -1,7 +1,8 @@
-"""Strangers at the doors of a running job: who does not belong to it, and tries.
+"""Strangers: clients that connect to a running job without belonging to it.
 
-They find every listening socket of the job's processes and do there what port scanners,
-web crawlers, broken clients and ranks of other jobs do. None of them knows the secret.
+They find every listening socket ("door") of the job's processes and behave there like
+port scanners, web crawlers, broken clients and ranks of other jobs. They do not have
+the job's secret.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def descriptors(job: str) -> dict[int, int]:
-    """How many descriptors each process of a test job has open."""
+    """The number of open descriptors of each process of a test job."""
     return {p: len(os.listdir(f"/proc/{p}/fd")) for p in leaks.processes(job)}
 
 
 def memory(job: str) -> dict[int, int]:
-    """The bytes of memory that each process of a test job has of its own."""
+    """The private memory in bytes of each process of a test job."""
     found = {}
     for pid in leaks.processes(job):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -67,10 +68,10 @@ def memory(job: str) -> dict[int, int]:
 
 
 def connect(door: Door, seconds: float = 20.0) -> socket.socket:
-    """A connection to a door, which the job takes for a caller like any other.
+    """Connects to a door.
 
     Raises:
-        TimeoutError: others waited there all the time.
+        TimeoutError: if the queue of the door was full all the time.
     """
     if isinstance(door, tuple):
         return socket.create_connection(door, timeout=seconds)
@@ -86,7 +87,7 @@ def connect(door: Door, seconds: float = 20.0) -> socket.socket:
     return sock
 
 
-# -- what strangers do; each returns what it wants to keep open ------------------------
+# -- the strangers' actions; each returns the sockets that it keeps open ---------------
 
 Visit = Callable[[Door, str], socket.socket | None]
 
@@ -94,7 +95,7 @@ Visit = Callable[[Door, str], socket.socket | None]
 def _says(text: bytes, *, stays: bool) -> Visit:
     def visit(door: Door, job: str) -> socket.socket | None:
         sock = connect(door)
-        with contextlib.suppress(OSError):  # sent away in the middle of it
+        with contextlib.suppress(OSError):  # the job closed the connection
             sock.sendall(text)
         if stays:
             return sock
@@ -110,7 +111,7 @@ def _half(door: Door, job: str) -> socket.socket | None:
 
 
 def _with_wrong_secret(door: Door, job: str) -> None:
-    """A rank of another job that was given this one's address."""
+    """Behaves like a rank of another job that has this job's address."""
     for purpose, callee in ((Purpose.RENDEZVOUS, -1), (Purpose.DATA, 0)):
         with connect(door) as sock, contextlib.suppress(AuthenticationError, OSError):
             authenticate(
@@ -120,7 +121,7 @@ def _with_wrong_secret(door: Door, job: str) -> None:
 
 
 def _reflecting(door: Door, job: str) -> None:
-    """Answers a proof with itself."""
+    """Sends the job's own proof back as the answer."""
     with connect(door) as sock, contextlib.suppress(OSError):
         introduction = HandshakeRequest(job, Purpose.RENDEZVOUS, 1, -1)
         sock.sendall(introduction.pack(bytes(32)))
@@ -141,10 +142,11 @@ VISITS: dict[str, Visit] = {
 
 
 def storm(door: Door, connections: int) -> int:
-    """Connects and leaves at once, so often; returns how often it was let in.
+    """Connects and closes at once, `connections` times.
 
-    Where the queue of a door is full, a stranger is kept waiting or refused; both are
-    the stranger's problem.
+    Returns:
+        The number of successful connections. If the queue of a door is full, a
+        connection waits or is refused, which is no error of the job.
     """
     reached = 0
     for _ in range(connections):
@@ -155,15 +157,15 @@ def storm(door: Door, connections: int) -> int:
 
 
 def besiege(job: str, name: str, seconds: float, rate: float = 1e9) -> int:
-    """Visits every door with all kinds of strangers in turn for so long.
+    """Visits every door with all kinds of strangers in turn for `seconds` seconds.
 
     Args:
-        job: the test job, as `leaks.processes` knows it.
-        name: what the job calls itself (RINGJAX_JOB); anybody on the host can see it.
-        rate: connections a second, at most.
+        job: the id of the test job, as for `leaks.processes`.
+        name: the job's RINGJAX_JOB, which everybody on the host can see.
+        rate: the maximum number of connections per second.
 
     Returns:
-        How many connections were made.
+        The number of connections.
     """
     start, made = time.monotonic(), 0
     open_doors = doors(job)

@@ -1,8 +1,7 @@
-"""Runs a script on the stubs of CUDA and NCCL, in one process per rank.
+"""Runs a script on the stubs of CUDA and NCCL, with a process for each rank.
 
-Without ringjax: the script has what tests/cuda_stub/calls.py offers. A job of ringjax
-on the stubs is an ordinary one (`start_job`) with the variables of stubs.py, as
-`stub_job` starts it.
+The script uses tests/cuda_stub/calls.py and not ringjax. A job of ringjax on the stubs
+is a usual job (`start_job`) with the variables of stubs.py. `stub_job` starts it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def stub_job(
 
 
 class Processes:
-    """Processes that all run the same script; none outlives the `with` statement."""
+    """Processes that run one script. They end with the `with` statement."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,14 +52,14 @@ class Processes:
         each: Sequence[dict[str, str]] = (),
         **settings: str | float,
     ) -> None:
-        """Runs a script in `size` processes; fails unless they end as expected.
+        """Runs a script in `size` processes and checks their exit codes.
 
         Args:
-          *script: parts of the script, each indented as it likes.
+          *script: parts of the script, each with any indentation.
           size: number of ranks.
-          codes: exit code of each rank, 0 unless given.
-          each: further variables for each rank.
-          **settings: of the stubs, for all ranks.
+          codes: expected exit code of each rank, by default 0.
+          each: additional variables for each rank.
+          **settings: settings of the stubs for all ranks.
         """
         text = ["from calls import *", *map(textwrap.dedent, script)]
         file = self.folder / "script.py"

@@ -1,7 +1,7 @@
 """Builds the stubs of CUDA's driver and of NCCL, and makes processes take them.
 
-Not GPU tests: what runs on these stubs proves how ringjax calls CUDA and NCCL, nothing
-about either. What the stubs do, and their settings, is in tests/cuda_stub/README.md.
+Tests on the stubs are no GPU tests. They prove how ringjax calls CUDA and NCCL, and
+nothing about CUDA or NCCL. tests/cuda_stub/README.md describes the stubs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = {
 }
 _FLAGS = (
     "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
-    # Their threads may still run when somebody closes them.
+    # Threads of the libraries may still run when a process closes the libraries.
     "-Wl,-z,defs", "-Wl,-z,nodelete",
 )  # fmt: skip
 SETTINGS = frozenset({
@@ -40,7 +40,7 @@ SETTINGS = frozenset({
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine: $CXX, or the first one of the usual names."""
+    """The C++ compiler: $CXX, or the first of the usual names that exists."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -48,7 +48,7 @@ def compiler() -> str | None:
 
 
 def build(cxx: str, flags: tuple[str, ...] = ()) -> Path:
-    """The folder with both libraries, built unless this very content has been before.
+    """Builds both libraries unless equal sources are already built. Returns the folder.
 
     Args:
       cxx: path of the compiler.
@@ -75,13 +75,13 @@ def build(cxx: str, flags: tuple[str, ...] = ()) -> Path:
         try:
             built.rename(done)
         except OSError:
-            if not done.is_dir():  # if it is there, another process was faster
+            if not done.is_dir():  # else another process was faster
                 raise
     return done
 
 
 def _content(words: list[str]) -> str:
-    """A name for everything that the libraries are made of."""
+    """A hash of the command and all source files of the libraries."""
     files = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cc")]
     for pattern in ("cuda/*.[hc]*", "base/*.h", "device/*.h"):
         files += _HEADERS.glob(pattern)
@@ -98,12 +98,12 @@ def _libraries() -> Path | None:
 
 
 def stub_environment(**settings: str | float) -> dict[str, str]:
-    """Variables with which a process takes the stubs for CUDA and NCCL.
+    """The variables with which a process loads the stubs instead of CUDA and NCCL.
 
-    Skips the test where there is no C++ compiler.
+    Skips the test if there is no C++ compiler.
 
     Args:
-      **settings: of the stubs, such as `CUDA_STUB_DELAY_US=500`.
+      **settings: settings of the stubs, such as `CUDA_STUB_DELAY_US=500`.
     """
     unknown = settings.keys() - SETTINGS
     assert not unknown, f"the stubs have no {sorted(unknown)}"

@@ -1,6 +1,6 @@
-"""A small model in plain TensorFlow, and what all ranks are to get for its gradients.
+"""A small model in plain TensorFlow, and the expected gradients on all ranks.
 
-For tests in ranks; imports no TensorFlow, but is given it.
+The tests in ranks pass the module of TensorFlow, which is not imported here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def in_mode(tf: Any, mode: str, call: Callable) -> Callable:
 
 
 class Net:
-    """An embedding, two dense variables, and one that nobody uses."""
+    """An embedding, two dense variables, and an unused variable."""
 
     def __init__(self, tf: Any, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

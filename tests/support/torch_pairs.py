@@ -34,7 +34,7 @@ def close(model, reference) -> None:
 
 
 def pair(make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **options):
-    """A model with a distributed optimizer, and a copy with a plain one."""
+    """Makes a model with a distributed optimizer, and a copy with a plain optimizer."""
     model = build()
     reference = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(

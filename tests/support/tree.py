@@ -1,7 +1,7 @@
-"""The files of the project, for the tests that read them: read once, parsed once.
+"""The files of the project, read and parsed once for all tests that check them.
 
-What is wrong with a file is said by those tests (test_layers.py, test_documents.py and
-their like): each check takes a `Tree` and yields a line for every offence.
+Each check of test_layers.py, test_documents.py and other tests takes a `Tree` and
+yields a line for every offence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Module:
     """A digest of a Python file; whole syntax trees would fill the memory."""
 
     docstring: str | None
-    docstrings: list[str]  # its own, and those of its classes and functions
-    imports: list[ast.Import | ast.ImportFrom]  # wherever in the file
+    docstrings: list[str]  # of the module, its classes and its functions
+    imports: list[ast.Import | ast.ImportFrom]  # also inside functions
     functions: list[tuple[str, int, int]]  # name, line, lines without the docstring
 
 
@@ -66,7 +66,7 @@ class Tree:
     root: Path = ROOT
 
     def files(self, folders: str, kinds: str) -> list[str]:
-        """All files of these kinds; `.` is the root without the folders in it."""
+        """All files of these kinds. The folder `.` means only the root itself."""
         found = [
             path.relative_to(self.root).as_posix()
             for name in folders.split()
@@ -89,7 +89,7 @@ class Tree:
         return f"{path}:{self.text(path).count(chr(10), 0, offset) + 1}"
 
     def matches(self, pattern: str, path: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """The matches in a file, each with the place of its first group, or its own."""
+        """The matches in a file, each with the place of its first group, if any."""
         for match in re.finditer(pattern, self.text(path)):
             yield self.place(path, match.start(min(1, match.re.groups))), match
 
@@ -108,8 +108,9 @@ def expect_offences(
 ) -> None:
     """Fails unless the checks find exactly the offences that the files announce.
 
-    A line announces each of its offences by ` !! ` and words of the message. `more` are
-    whole messages, for lines that cannot. A folder without files must fail each check.
+    A line announces each of its offences by ` !! ` and words of the message. `more`
+    holds whole messages, for offences that no line can announce. A folder without files
+    must fail each check.
     """
     for check in checks:
         with pytest.raises((AssertionError, OSError)):

@@ -1,4 +1,4 @@
-"""A command whose standard output is a pipe that nobody reads any longer."""
+"""Runs a command whose standard output is a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.launch import environment
 
 
 def unread(words: Sequence[str]) -> tuple[int, str]:
-    """Runs it; its exit code, and what it says on standard error."""
+    """Runs a command and returns its exit code and its standard error."""
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "wb") as nobody:

@@ -1,6 +1,6 @@
-"""Waiting for what another thread or process does.
+"""Waits for actions of other threads or processes.
 
-No test expects that something is quick: machines differ, and others may use this one.
+No test expects that something is fast, because machines differ and may be busy.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Seconds: no expectation, only less than the 60 that a test has, so that it is the wait
-# that fails, and says for what it was.
+# Seconds, less than a test's limit of 60 s. So the wait fails before the test, and its
+# error names the condition.
 LONG = 40.0
 
 
 def until(condition: Callable[[], object], seconds: float = LONG) -> None:
-    """Returns once it is true; fails after that time."""
+    """Waits until the condition is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -1,8 +1,8 @@
 """Starts Python programs as forks of a process that has imported what they need.
 
-The client's side of tests/support/warm_server.py. There is a server for each set of
-modules and of variables that imports read, started when it is first asked for. The text
-of a program chooses its set. RINGJAX_TEST_COLD=1 starts all programs afresh.
+This is the client of tests/support/warm_server.py. A server holds one set of imported
+modules and one set of variables that imports read. It starts at its first use. The text
+of a program chooses its server. With RINGJAX_TEST_COLD=1 no servers are used.
 """
 
 from __future__ import annotations
