@@ -230,7 +230,7 @@ def attempts(mode: str, nvcc: str) -> Iterator[tuple[Compiler, Path]]:
 
 
 def device_code(mode: str, nvcc: str) -> DeviceCode:
-    """What the first compiler that works makes of pack.cu.
+    """Compiles pack.cu by the first compiler that works.
 
     Raises:
         Failed: if `mode` names a way and none of its compilers works.
