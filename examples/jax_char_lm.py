@@ -3,8 +3,8 @@
     python jax_char_lm.py                    one rank
     ringrun -np 2 python jax_char_lm.py      two ranks, the same global batch
 
-The text is `pydoc_data.topics`, what Python's own help() prints: about 460,000
-characters that every installation has. Needs flax: ``pip install "ringjax[examples]"``.
+The text is `pydoc_data.topics`, the topics of Python's help(): about 460,000 characters
+that every installation has. Needs flax: ``pip install "ringjax[examples]"``.
 
 To go further: ``--steps 3000 --width 192 --layers 4`` writes much better and takes some
 minutes, ``--batch 128`` feeds more ranks, ``--text FILE`` learns any text.
@@ -54,7 +54,7 @@ def load_text(path: Path | None) -> str:
 
 
 class Block(nn.Module):
-    """Attention to what was before, then a network for each character."""
+    """A layer: attention to earlier characters, then a network for each character."""
 
     heads: int = 4
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From characters to what each might be followed by."""
+    """Predicts, for each character of a text, the character that follows."""
 
     letters: int
     length: int
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Logits of the next character at every place."""
+        """Returns the logits of the next character at every position."""
         places = nn.Embed(self.length, self.width)(jnp.arange(tokens.shape[-1]))
         x = nn.Embed(self.letters, self.width)(tokens) + places
         for _ in range(self.layers):
@@ -88,7 +88,7 @@ class Transformer(nn.Module):
 
 
 def bits_per_character(model, params, windows):
-    """Mean loss of predicting each character from those before it."""
+    """The mean loss, in bits, of predicting each character from the ones before."""
     logits = model.apply(params, windows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean() / math.log(2)
@@ -143,7 +143,9 @@ def main() -> None:
     )
     tx = optax.chain(
         ringjax.allreduce_grads(),
-        optax.clip_by_global_norm(1.0),  # after the average: it is not linear
+        optax.clip_by_global_norm(
+            1.0
+        ),  # after averaging, because clipping is not linear
         optax.adamw(schedule),
     )
     params = ringjax.broadcast_parameters(params)
@@ -157,7 +159,7 @@ def main() -> None:
             f"step, {count:,} parameters, {len(text):,} characters of text"
         )
 
-    # All ranks draw the same windows and each takes its share of them.
+    # All ranks draw equal windows, and each rank trains on its share of them.
     rng, started = np.random.default_rng(arguments.seed), time.perf_counter()
     for number in range(1, arguments.steps + 1):
         batch = windows(train, rng, share * size, model.length)

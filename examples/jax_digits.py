@@ -4,8 +4,8 @@
     ringrun -np 2 python jax_digits.py      two ranks, the same global batch
 
 The data are the 1,797 real images of 8 × 8 pixels inside the wheel of scikit-learn.
-Every step, the ranks share one global batch, so their number changes the speed and not
-the result. Needs flax and scikit-learn: ``pip install "ringjax[examples]"``.
+In every step the ranks share one global batch, so the number of ranks changes the speed
+and not the result. Needs flax and scikit-learn: ``pip install "ringjax[examples]"``.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
 ``--compression bf16`` halves the bytes, ``--overlap`` sends gradients while the rest is
@@ -43,17 +43,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Data(NamedTuple):
-    """Some images and what they show."""
+    """Images and their labels."""
 
     images: np.ndarray
     labels: np.ndarray
 
     def rows(self, rows) -> Data:
-        """The part with these rows."""
+        """Returns the images and labels with these indices."""
         return Data(self.images[rows], self.labels[rows])
 
     def shifted(self, steps: np.ndarray) -> Data:
-        """Every image moved by its own -1, 0 or 1 pixel, down and to the right."""
+        """Moves every image by its own -1, 0 or 1 pixel, down and to the right."""
         padded = np.pad(self.images, ((0, 0), (1, 1), (1, 1), (0, 0)))
         down, right = (1 + np.arange(8) - steps[:, i, None] for i in (0, 1))
         which = np.arange(len(steps))[:, None, None]
@@ -61,7 +61,7 @@ class Data(NamedTuple):
 
 
 def load(seed: int) -> tuple[Data, Data]:
-    """Images to train on and images to test on, alike on all ranks."""
+    """Loads training data and test data, which are equal on all ranks."""
     digits = load_digits()
     everything = Data(
         (digits.images[..., None] / 16).astype(np.float32),
@@ -76,7 +76,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """Logits of the ten digits."""
+        """Returns the logits of the ten digits."""
         x = nn.relu(nn.Conv(32, (3, 3))(x))
         x = nn.relu(nn.Conv(64, (3, 3), strides=2)(x))
         x = x.reshape(len(x), -1)
@@ -149,7 +149,7 @@ def main() -> None:
         count = sum(x.size for x in jax.tree.leaves(params))
         print(f"{size} rank(s), {share * size} images a step, {count:,} parameters")
 
-    # All ranks draw the same order and each takes its share of every batch.
+    # All ranks draw an equal order, and each rank takes its share of every batch.
     rng = np.random.default_rng(arguments.seed + 1)
     for epoch in range(1, arguments.epochs + 1):
         started, waited = time.perf_counter(), allreduce_seconds()

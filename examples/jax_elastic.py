@@ -1,17 +1,16 @@
-"""Training that goes on when ranks are lost, and takes in new ones.
+"""Elastic training with JAX: it continues when ranks are lost, and new ranks join.
 
     ringrun -np 4 --min-np 2 python jax_elastic.py
     kill -9 PID                                  of a rank, from another terminal
 
-The others finish the step without that rank, share its samples out among themselves,
-and go on; ringrun starts another process, which joins a moment later. Every sample is
-in exactly one step of each epoch. The data are the handwritten digits of
+The surviving ranks finish the step without the lost rank, distribute its samples among
+themselves and continue. ringrun starts a new process, which joins a moment later. Every
+sample is in exactly one step of each epoch. The data are the handwritten digits of
 `jax_digits.py`. Needs ``pip install "ringjax[examples,checkpoint]"``.
 
-To go further: with ``--checkpoints FOLDER`` a job that was stopped goes on where it
-was, on any number of ranks; ``kill PID`` without -9 lets a rank leave in good order;
-``ringrun --help`` tells how to change the hosts of a job while it runs. See also
-`torch_elastic.py`.
+To go further: with ``--checkpoints FOLDER`` a stopped job can continue on any number of
+ranks. ``kill PID`` without -9 lets a rank leave after its step. ``ringrun --help``
+explains how to change the hosts of a running job. See also `torch_elastic.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def train_on(state, rows):
 
 
 def warm_up(state):
-    """In a rank that joins, before it does: compiles while the others train."""
+    """Compiles the step in a rank that is going to join, while the members train."""
     train_on(state, np.arange(arguments.batch))
 
 
@@ -87,7 +86,7 @@ def train(state):
                     f"{state.sampler.epoch:2}: {done:4} images  loss {loss:.4f}",
                     flush=True,
                 )
-            time.sleep(arguments.pause)  # so that there is time to kill somebody
+            time.sleep(arguments.pause)  # leaves time to kill a rank
             state.commit()
         state.sampler.set_epoch(state.sampler.epoch + 1)
         state.commit()

@@ -1,16 +1,16 @@
-"""A model in shards on the devices of each rank, averaged between ranks; ranks may die.
+"""A model sharded over each rank's devices and averaged between ranks, also elastic.
 
     python jax_fsdp.py                                 one rank, all its devices
     ringrun -np 2 python jax_fsdp.py                   two ranks with four devices each
     ringrun -np 3 --min-np 2 python jax_fsdp.py        kill -9 a rank in the middle
     ringrun -np 4 --group-size 2 python jax_fsdp.py    two models, each over two ranks
 
-Inside of a rank JAX cuts parameters, optimizer state and batch over the local devices
-(fully sharded data parallel, in plain `jit`); ringjax sees one call of all devices.
-The transformer and its text are those of `jax_char_lm.py`. Without accelerators, the
-processor plays four devices (``--devices``). Needs ``pip install "ringjax[examples]"``.
+Inside a rank, JAX shards parameters, optimizer state and batch over the local devices
+(fully sharded data parallel, in plain `jit`). All local devices make one call of
+ringjax. Transformer and text are those of `jax_char_lm.py`. Without accelerators, the
+CPU acts as four devices (``--devices``). Needs ``pip install "ringjax[examples]"``.
 
-To go further: cut other dimensions in `cut`, such as the heads of the attention.
+To go further: shard other dimensions in `cut`, such as the heads of the attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ parser.add_argument("--pause", type=float, default=0.0, help="seconds after a st
 arguments = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", arguments.devices)
-# Or two programs at once may wait for each other's devices, on a small processor.
+# With asynchronous dispatch, two concurrent programs may wait for each other's devices
+# for ever on a CPU with few cores.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 ringjax.init()
 
@@ -57,7 +58,8 @@ def cut(leaf):
     return NamedSharding(mesh, P(*spec))
 
 
-# Each rank reads its own text: a process that joins later cannot ask the others yet.
+# Each rank reads the text from its own installation, because a process that joins later
+# cannot run a broadcast yet.
 text = "\n\n".join(topics[name] for name in sorted(topics))
 alphabet = sorted(set(text))
 tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
@@ -74,15 +76,15 @@ def begin():
     return params, tx.init(params)
 
 
-# No device ever has all of it. And what a step returns lies as what it was given, or it
-# would be compiled again.
+# The model is created in shards, so no device ever holds all of it. The step returns
+# arrays with the shardings of its arguments. Otherwise JAX would compile it again.
 where = jax.tree.map(cut, jax.eval_shape(begin))
 params, opt_state = jax.jit(begin, out_shardings=where)()
 step_of = jax.jit(make_step(model, tx), out_shardings=(*where, None))
 
 
 def batch_of(number):
-    """This rank's sequences of one step, cut over its devices."""
+    """This rank's sequences of a step, sharded over its devices."""
     rng = np.random.default_rng([number, ringjax.rank()])
     here = jax.local_device_count()
     share = windows(tokens, rng, max(arguments.batch // here, 1) * here, model.length)
@@ -91,7 +93,7 @@ def batch_of(number):
 
 
 def warm_up(state):
-    """In a rank that joins, before it does: compiles while the others train."""
+    """Compiles the step in a rank that is going to join, while the members train."""
     jax.block_until_ready(step_of(state.params, state.opt_state, batch_of(0)))
 
 

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(seed: int) -> list[np.ndarray]:
-    """Images and labels to train on, then those to test on, alike on all ranks."""
+    """Loads training data and test data, which are equal on all ranks."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = (digits.images[order, :, :, None] / 16).astype("float32")
@@ -53,7 +53,7 @@ def load(seed: int) -> list[np.ndarray]:
 
 
 def shifted(images: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Every image moved by its own -1, 0 or 1 pixel, down and to the right."""
+    """Moves every image by its own -1, 0 or 1 pixel, down and to the right."""
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     down, right = (1 + np.arange(8) - steps[:, i, None] for i in (0, 1))
     which = np.arange(len(steps))[:, None, None]
@@ -61,7 +61,7 @@ def shifted(images: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 class Batches(keras.utils.PyDataset):
-    """This rank's share of every global batch; another order in every epoch."""
+    """This rank's share of every global batch, in a new order in every epoch."""
 
     def __init__(self, images, labels, share: int, seed: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Batches(keras.utils.PyDataset):
 
 
 class Report(keras.callbacks.Callback):
-    """A line an epoch on rank 0, when the metrics have been averaged."""
+    """Prints a line per epoch on rank 0, after the metrics have been averaged."""
 
     def __init__(self, images_an_epoch: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Report(keras.callbacks.Callback):
         self.started = time.perf_counter()
 
     def on_epoch_end(self, epoch: int, logs=None) -> None:
-        """Prints."""
+        """Prints the metrics of the epoch."""
         speed = self.images / (time.perf_counter() - self.started)
         if hvd.rank() == 0:
             print(
@@ -126,9 +126,7 @@ def main() -> None:
     arguments = parse_arguments()
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    keras.utils.set_random_seed(
-        arguments.seed + rank
-    )  # the broadcast makes ranks alike
+    keras.utils.set_random_seed(arguments.seed + rank)  # the broadcast makes them equal
     images, labels, *test = load(arguments.seed)
     share = max(arguments.batch // size, 1)
     batches = Batches(images, labels, share, arguments.seed)
@@ -156,7 +154,8 @@ def main() -> None:
         hvd.callbacks.MetricAverageCallback(),
         Report(len(batches) * share * size),
     ]
-    # Every rank tests its share, and the average is that of all: shares are equal.
+    # Every rank tests its share. The shares have equal sizes, so the average over ranks
+    # is the average over all images.
     mine = [part[rank : TEST_IMAGES // size * size : size] for part in test]
     history = network.fit(
         batches,

@@ -3,14 +3,14 @@
     python mixed_frameworks.py                    one rank, JAX
     ringrun -np 2 python mixed_frameworks.py      rank 0 with JAX, rank 1 with PyTorch
 
-A named operation knows an address, a type and a shape, and not who made the array. So
-ranks of even number give a JAX array and the others a PyTorch tensor, and each gets the
-sum back as what it gave. Below, both fit one straight line: every rank has its own
-points and computes its gradient in its own framework. Needs
+A named operation needs only the address, the type and the shape of an array. So even
+ranks pass a JAX array and odd ranks a PyTorch tensor, and each rank gets the sum as an
+array of its own framework. Below, all ranks fit one straight line. Every rank has its
+own points and computes its gradient in its own framework. Needs
 ``pip install "ringjax[torch]"``.
 
-To go further: ``--points 100000``, more ranks, or a third framework: anything with
-``__dlpack__`` or a buffer will do, a NumPy array for example.
+To go further: ``--points 100000``, more ranks, or a third framework. Every object with
+``__dlpack__`` or a buffer works, for example a NumPy array.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class WithJax:
-    """A line, and the slope of its error, in JAX."""
+    """Trains the line in JAX."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
         import jax

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(seed: int) -> list[np.ndarray]:
-    """Images and labels to train on, then those to test on, alike on all ranks."""
+    """Loads training data and test data, which are equal on all ranks."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = (digits.images[order, :, :, None] / 16).astype("float32")
@@ -53,7 +53,7 @@ def load(seed: int) -> list[np.ndarray]:
 
 
 def shifted(image, label):
-    """The image moved by -1, 0 or 1 pixel, down and to the right."""
+    """Moves an image by -1, 0 or 1 pixel, down and to the right."""
     padded = tf.pad(image, ((1, 1), (1, 1), (0, 0)))
     return tf.image.random_crop(padded, (8, 8, 1)), label
 
@@ -95,7 +95,7 @@ def make_step(network, optimizer, compression):
 
 
 def tested(network, images, labels) -> float:
-    """Accuracy on all test images, of which each rank looks at its share."""
+    """The accuracy on all test images. Each rank tests its share."""
     mine = slice(hvd.rank(), None, hvd.size())
     found = tf.argmax(network(images[mine], training=False), -1, tf.int32)
     right = tf.reduce_sum(tf.cast(tf.equal(found, labels[mine]), tf.int32))
@@ -106,12 +106,12 @@ def main() -> None:
     arguments = parse_arguments()
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    tf.random.set_seed(arguments.seed)  # the order of the data depends on it
+    tf.random.set_seed(arguments.seed)  # decides the order of the data
     images, labels, *test = load(arguments.seed)
     share = max(arguments.batch // size, 1)
     steps = len(labels) // (share * size)
 
-    # All ranks draw the same order, and each takes every size-th image of it.
+    # All ranks draw an equal order, and each rank takes every size-th image.
     data = tf.data.Dataset.from_tensor_slices((images, labels))
     data = data.shuffle(len(labels), seed=arguments.seed + 1)
     data = shard(data).map(shifted).batch(share, drop_remainder=True).take(steps)

@@ -4,9 +4,9 @@
     ringrun -np 2 python torch_digits.py      two ranks, the same global batch
 
 The data and the network are those of `jax_digits.py`: 1,797 real images of 8 × 8 pixels
-inside the wheel of scikit-learn. Every step, the ranks share one global batch, so their
-number changes the speed and not the result. A program for Horovod looks the same, with
-another import. Needs ``pip install "ringjax[torch,examples]"``.
+inside the wheel of scikit-learn. In every step the ranks share one global batch, so the
+number of ranks changes the speed and not the result. A program for Horovod differs only
+by its import. Needs ``pip install "ringjax[torch,examples]"``.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
 ``--compression bf16`` halves the bytes, ``--adasum`` adds gradients by their angle. See
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load(seed: int) -> list[torch.Tensor]:
-    """Images and labels to train on, then those to test on, alike on all ranks."""
+    """Loads training data and test data, which are equal on all ranks."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = torch.tensor(digits.images[order, None] / 16, dtype=torch.float32)
@@ -53,7 +53,7 @@ def load(seed: int) -> list[torch.Tensor]:
 
 
 def shifted(images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Every image moved by its own -1, 0 or 1 pixel, down and to the right."""
+    """Moves every image by its own -1, 0 or 1 pixel, down and to the right."""
     padded = functional.pad(images, (1, 1, 1, 1))
     down, right = (1 + torch.arange(8) - steps[:, i, None] for i in (0, 1))
     which = torch.arange(len(steps))[:, None, None]
@@ -82,7 +82,7 @@ def measure(network: nn.Module, images: torch.Tensor, labels: torch.Tensor):
 
 
 def tested(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Accuracy on all test images, of which each rank looks at its share."""
+    """The accuracy on all test images. Each rank tests its share."""
     mine = slice(hvd.rank(), None, hvd.size())
     with torch.no_grad():
         right = (network(images[mine]).argmax(-1) == labels[mine]).sum()
@@ -95,7 +95,7 @@ def main() -> None:
     rank, size = hvd.rank(), hvd.size()
     # The ranks of a host share its cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
-    torch.manual_seed(arguments.seed + rank)  # the broadcast below makes ranks alike
+    torch.manual_seed(arguments.seed + rank)  # the broadcast makes ranks equal
     images, labels, *test = load(arguments.seed)
     share = max(arguments.batch // size, 1)
     steps = len(labels) // (share * size)
@@ -117,7 +117,7 @@ def main() -> None:
         count = sum(p.numel() for p in network.parameters())
         print(f"{size} rank(s), {share * size} images a step, {count:,} parameters")
 
-    # All ranks draw the same order and each takes its share of every batch.
+    # All ranks draw an equal order, and each rank takes its share of every batch.
     generator = torch.Generator().manual_seed(arguments.seed + 1)
     accuracy = tested(network, *test)
     for epoch in range(1, arguments.epochs + 1):

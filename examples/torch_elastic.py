@@ -1,12 +1,12 @@
-"""PyTorch training that goes on when ranks are lost, and takes in new ones.
+"""Elastic training with PyTorch: it continues when ranks are lost, and new ranks join.
 
     ringrun -np 4 --min-np 2 python torch_elastic.py
     kill -9 PID                                  of a rank, from another terminal
 
-As `jax_elastic.py`, with Horovod's names: a program for Horovod's elastic mode looks
-the same, with another import. Needs ``pip install "ringjax[torch,examples]"``.
+Like `jax_elastic.py`, with Horovod's names. A program for Horovod's elastic mode
+differs only by its import. Needs ``pip install "ringjax[torch,examples]"``.
 
-To go further: docs/migrate/from-horovod.md tells what is different from Horovod.
+To go further: docs/migrate/from-horovod.md lists the differences from Horovod.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train(state):
                     f"{done:4} images  loss {loss.item():.4f}",
                     flush=True,
                 )
-            time.sleep(arguments.pause)  # so that there is time to kill somebody
+            time.sleep(arguments.pause)  # leaves time to kill a rank
             state.commit()
         sampler.set_epoch(sampler.epoch + 1)
         state.commit()

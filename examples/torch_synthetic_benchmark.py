@@ -1,17 +1,16 @@
-"""How fast a residual network trains on invented images, with ringjax and without.
+"""Measures how fast a residual network trains, with ringjax and without.
 
     python torch_synthetic_benchmark.py                  one rank
     ringrun -np 2 python torch_synthetic_benchmark.py    two ranks
 
-Every rank works on a batch of its own. Rounds without ringjax, in which the ranks train
-apart, take turns with rounds in which a DistributedOptimizer averages the gradients;
-what the second ones lack is the price of working together. As it stands this is
-ResNet-50 with its 161 tensors and 25.6 million parameters, on images so small that CPUs
-chance; they are random, and nothing is learned. Needs
-``pip install "ringjax[torch]"``.
+Every rank trains on a batch of its own. Rounds in which the ranks train independently
+alternate with rounds in which a DistributedOptimizer averages the gradients. The
+difference is the cost of communication. The default model is ResNet-50 with its 161
+tensors and 25.6 million parameters. The images are random, and small enough for CPUs.
+Needs ``pip install "ringjax[torch]"``.
 
-To go further: ``--image 224 --batch 32`` is the real thing, ``--blocks 3 4 23 3``
-ResNet-101, ``--fp16-allreduce`` sends half the bytes, ``--device cuda`` uses GPUs.
+To go further: ``--image 224 --batch 32`` is the usual size, ``--blocks 3 4 23 3`` is
+ResNet-101, ``--fp16-allreduce`` halves the bytes, and ``--device cuda`` uses GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around which the input goes on unchanged."""
+    """A residual block: three convolutions, and a path around them."""
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ def make_network(blocks: list[int], width: int) -> nn.Sequential:
 def make_step(
     arguments: argparse.Namespace, together: bool
 ) -> tuple[nn.Module, Callable[[], object]]:
-    """A network, and a step of training it on one batch again and again."""
+    """Makes a network and a function that trains it on the same batch each time."""
     network = make_network(arguments.blocks, arguments.width).to(arguments.device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     if together:
@@ -109,7 +108,7 @@ def make_step(
 
 
 def seconds_of(step: Callable[[], object], steps: int) -> float:
-    """Seconds of a step, all ranks beginning together."""
+    """The mean seconds of a step. All ranks begin together."""
     hvd.barrier()
     started = time.perf_counter()
     for _ in range(steps):
@@ -137,7 +136,7 @@ def main() -> None:
             f"{arguments.image} each, {len(sizes)} tensors, {sum(sizes):,} parameters"
         )
 
-    for step in (without, with_ringjax):  # the first step is a slow one
+    for step in (without, with_ringjax):  # the first step is slow
         seconds_of(step, 1)
     speeds: dict[str, list[float]] = {"without ringjax": [], "with ringjax": []}
     for number in range(1, arguments.rounds + 1):

@@ -1,6 +1,6 @@
 """The comparison in benchmarks/ without its peers: shapes, options, ratios, tables.
 
-The limit has a file of its own: test_limit.py. No time is looked at.
+test_limit.py tests the limit. No test measures time.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_more_ranks_than_cores_must_yield() -> None:
 
 
 class World:
-    """Only its name."""
+    """A stand-in for a world, with only its name."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -206,7 +206,7 @@ CASE = Case("4 MB, float32, sum", [(1_000_000,)])
 
 
 def rows() -> list[dict[str, Any]]:
-    """The machine was ten times slower in the second round; ratios stay as they are."""
+    """Rows of two rounds. The second is ten times slower, which changes no ratio."""
     return turns.compare(
         [
             variant("limit", [0.5], [5.0], [0.5]),
@@ -251,7 +251,7 @@ def test_the_table_lines_up() -> None:
 
 
 def counted() -> list[dict[str, Any]]:
-    """Two peers and two counts; one peer failed in the second."""
+    """Rows of two peers and two rank counts; a peer failed with the second count."""
     about = {"kind": "models", "counts": True, "dtype": "float32", "ranks": 2}
     about |= {"size": 1 << 20, "variant": "v"}
     found = [("limit", 1, 4.0), ("other", 1, 5.0), ("limit", 1000, 6.0)]

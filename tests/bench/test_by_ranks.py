@@ -1,4 +1,4 @@
-"""benchmarks/by_ranks.py without ranks: what of the results goes into the picture."""
+"""Tests of benchmarks/by_ranks.py without ranks: the results that are plotted."""
 
 from __future__ import annotations
 

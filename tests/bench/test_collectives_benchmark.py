@@ -62,7 +62,7 @@ def test_what_rank_1_of_2_must_get(name: str, right: list[int]) -> None:
 
 
 class OneRank(Peer):
-    """Alone it gets what it gives, or something that is `off`."""
+    """A peer of one rank. Its result is its input, or wrong by `off`."""
 
     arrays = models = ()
 
@@ -90,7 +90,7 @@ def test_a_collective_is_checked_before_it_is_timed(name: str, returns: bool) ->
     worker.collective(peer, name, 10)
     given, out = peer.arrays_given
     assert (given is out) == (name in ("allreduce", "broadcast"))
-    assert not given.any()  # sums in place stay what they are
+    assert not given.any()  # zeros stay zeros in a sum in place
     with pytest.raises(ArithmeticError, match=f"{name} of 10 numbers came out wrong"):
         worker.collective(OneRank(1, returns), name, 10)
 
@@ -101,7 +101,7 @@ def test_fresh_numbers_are_written_before_each_call_and_not_timed(
     now, seen = [0.0], []
 
     class Given:
-        """Takes ten seconds to be written."""
+        """An input whose assignment takes ten seconds."""
 
         def fill(self, value: float) -> None:
             now[0] += 10
@@ -137,7 +137,7 @@ def test_busbw_is_of_the_collective() -> None:
 
 
 class World:
-    """Only its name."""
+    """A stand-in for a world, with only its name."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -159,7 +159,7 @@ def rows(*more: Variant, **times: list[float]) -> list[dict[str, Any]]:
 
 def test_the_table_compares_with_the_best_mpi() -> None:
     more = rows(ringjax=[0.01, 0.02, 0.03], mpi4py=[5, 6, 7], mpich=[0.02, 0.02, 0.09])
-    other = [{**more[0], "case": "broadcast, 4 KiB"}]  # here nobody else has that
+    other = [{**more[0], "case": "broadcast, 4 KiB"}]  # no other peer has this case
     head, first, second = collectives.table([*more, *other]).splitlines()
     assert head.split()[4:] == ["/", "MPI", "ringjax", "mpi4py", "mpich", "foreign"]
     first_cells, second_cells = (" ".join(x.split()) for x in (first, second))

@@ -1,6 +1,6 @@
-"""The comparisons in benchmarks/ run as programs, on two and three ranks of ringjax.
+"""Runs the comparisons in benchmarks/ as programs, on two and three ranks of ringjax.
 
-No test looks at how long something took.
+No test checks a time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def test_the_comparison_runs(tmp_path: Path) -> None:
 
 
 def test_the_comparison_of_all_collectives_runs(tmp_path: Path) -> None:
-    words = ["--quick", "-np", "3", "--rounds", "1"]  # which win over --quick
+    words = ["--quick", "-np", "3", "--rounds", "1"]  # these override --quick
     file = tmp_path / "rows.json"
     text, rows = compared("benchmarks.collectives", *words, file=file)
     names = ["allreduce", "broadcast", "allgather", "alltoall", "reducescatter"]
     found = [(row["collective"], row["tensors"], row["size"]) for row in rows]
-    # A third for each rank, in whole numbers.
+    # Sizes are rounded so that each of three ranks has a whole number of elements.
     assert found == [(name, 1, size) for name in names for size in (4092, 1048572)]
     assert all(row["ranks"] == 3 and len(row["rounds_us"]) == 1 for row in rows)
     *_, head, first = text[: text.index("allreduce, 1 MiB  ")].splitlines()

@@ -1,4 +1,4 @@
-"""The elastic section of `make gpu-check`, on the CPU: that its story can be told."""
+"""Tests that the elastic section of `make gpu-check` runs to its end, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of `make gpu-check` about several GPUs a process, without any."""
+"""Tests of `make gpu-check` for several GPUs per process, without a GPU."""
 
 from __future__ import annotations
 

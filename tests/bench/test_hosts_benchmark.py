@@ -201,11 +201,11 @@ def test_a_rank_that_fails_ends_the_world_and_shows_its_log(tmp_path: Path) -> N
 
 
 class Machine:
-    """Stands for `ip` and `tc`: keeps what they make, and can fail or be interrupted.
+    """A stand-in for `ip` and `tc` that records what they make.
 
     Args:
-      fails: a word of the command that fails.
-      raises: what to raise at a command with that word instead.
+      fails: commands with this word fail.
+      raises: the exception that such commands raise instead.
     """
 
     def __init__(self, fails: str = "", raises: BaseException | None = None) -> None:
@@ -285,7 +285,7 @@ def test_what_was_made_is_removed_on_an_interrupt(network: Any) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A shell lets what it runs in the background ignore Ctrl-C, and so these tests."""
+    """Restores Ctrl-C, which processes in a shell's background ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

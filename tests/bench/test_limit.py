@@ -1,6 +1,6 @@
-"""The limit, which all are held against, adds up right and moves everything.
+"""Tests that the limit (benchmarks/limit/) computes right sums and moves all bytes.
 
-Run as a program, this file is one rank of it. No time is looked at.
+As a program, this file is a rank of the limit. No test measures time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from benchmarks.harness import worker
 from benchmarks.peers import limit
 from benchmarks.peers.adapter import COLLECTIVES
 
-# Below and above what goes at once, not a multiple of lines, and more than two tiles.
+# Below and above kAtOnce, no multiples of a cache line, and more than two tiles.
 COUNTS = [1, 3, 1000, 4096, 4097, 40_001, 400_003]
-# Many small ones across a tile, one that is larger than a tile.
+# Many small tensors across a tile, and one that is larger than a tile.
 TENSORS = [*range(1, 200), 150_001, 7, *range(5, 60)]
-# For each rank: of one line and less, of some tiles, and more than a broadcast's ring.
+# Elements per rank: up to a cache line, some tiles, and more than a broadcast's ring.
 PARTS = [1, 16, 333, 60_001, 500_000]
 
 
@@ -36,7 +36,7 @@ def inputs(rank: int, count: int, dtype: Any) -> Any:
 
 
 def check_sums(own: limit.Limit) -> int:
-    """Every variant, dtype and shape against numpy; how many were right."""
+    """Compares all variants, dtypes and shapes with numpy; returns their number."""
     import ml_dtypes
 
     rank, size, done = own.rank, own.size, 0

@@ -1,4 +1,4 @@
-"""benchmarks/hosts/many_ranks.py with few clients and without ranks."""
+"""Tests of benchmarks/hosts/many_ranks.py with few clients and without ranks."""
 
 from __future__ import annotations
 

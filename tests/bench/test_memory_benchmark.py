@@ -1,4 +1,4 @@
-"""benchmarks/memory.py without worlds: what is extra, what grows, tables, a process."""
+"""Tests of benchmarks/memory.py without ranks: extra memory, growth, tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_results_that_are_not_donated_are_the_callers() -> None:
 
 
 def series(per_step: float, jump: int = 0) -> list[dict[str, Any]]:
-    """10,000 steps; `jump` at the beginning is no growth."""
+    """The memory of 10,000 steps. A `jump` at the beginning is no growth."""
     rest = {"descriptors": 9, "threads": 5, "maps": 100}
     return [
         {"step": n, "bytes": 1e8 + per_step * n + (jump if n else 0), **rest}

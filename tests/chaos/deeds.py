@@ -1,10 +1,10 @@
-"""Chaos: what ends, freezes, slows or annoys workers of a job at random moments.
+"""Chaos tests: deeds that kill, freeze, slow or disturb workers at random moments.
 
-The workers run eager_program.py, or program.py where XLA is in the story. Afterwards
-`check` proves that training did not notice: it computes every step again in one
-process, from the workers that were in its sums, and compares the parameters bit by bit.
-So all ranks had the same parameters after every step, no step was lost, done twice or
-done with a wrong mean, and nobody contributed after it was declared lost.
+The workers run eager_program.py, or program.py in tests with XLA. Afterwards `check`
+proves that no deed changed the training. It computes every step again in one process,
+with the contributions of the same workers, and compares the parameters bit by bit. So
+all ranks had equal parameters after every step, no step was lost, done twice or done
+with a wrong mean, and no worker contributed after it was declared lost.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from support import leaks, strangers
 from support.launch import Job, StartJob
 
 PROGRAM = Path(__file__).with_name("program.py")
-EAGER = Path(__file__).with_name("eager_program.py")  # numpy: all come sooner
-# Seconds after which a silent rank is declared lost: more than any has to wait for a
-# core of a busy machine, where several compile.
+EAGER = Path(__file__).with_name("eager_program.py")  # numpy: workers start fast
+# Seconds after which a silent rank is declared lost. On a busy machine where several
+# ranks compile, a rank may wait for a core almost as long.
 SILENCE = 4.0
 SETTINGS = {
     "RINGJAX_FAILURE_TIMEOUT": f"{SILENCE:g}",
     "RINGJAX_HEARTBEAT": "0.2",
-    "RINGJAX_TILE_BYTES": "4096",  # a large message's way, without large messages
+    "RINGJAX_TILE_BYTES": "4096",  # small messages use the code for large ones
 }
 
 
 @dataclass(frozen=True)
 class Deed:
-    """Something done to a worker, or to all.
+    """An action on a worker or on all workers.
 
-    "kill", "term" (it leaves), "memory" (it may have no more, which is an exception in
-    its training) and "fence" (silent for too long) cost the worker. "freeze" and "slow"
-    do not, nor does "garbage", which strangers bring to everybody.
+    "kill", "term" (the worker leaves), "memory" (an allocation fails, which raises an
+    exception in the training) and "fence" (the worker is silent for too long) end the
+    worker. "freeze", "slow" and "garbage" (strangers connect to all workers) do not.
     """
 
     at: float
@@ -58,10 +58,10 @@ class Verdict:
     """The findings of `check`.
 
     Attributes:
-        steps: how many were completed.
-        recoveries: for every kill and every survivor: seconds to its next step.
-        pauses: for every worker that joined: seconds between two steps of the others.
-        largest, smallest: the most and the least workers in a step.
+        steps: the number of completed steps.
+        recoveries: seconds to the next step, for every kill and every survivor.
+        pauses: seconds between two steps of the members, for every worker that joined.
+        largest, smallest: the largest and the smallest number of workers in a step.
     """
 
     steps: int
@@ -75,19 +75,20 @@ ENDS = ("kill", "term", "memory")
 
 
 class Chaos:
-    """A job under fire.
+    """A job whose workers suffer deeds.
 
     Args:
-        start_job: the fixture, or something that starts a `launch.Job`.
+        start_job: the fixture, or another function that starts a `launch.Job`.
         folder: an empty folder for the traces.
-        np: the workers at the start, and the most.
+        np: the number of workers at the start, which is also the maximum.
         pause: seconds between two steps.
-        env: further variables for the job.
-        options: further words for ringrun.
-        program: what the workers run.
-        seats: slots of the host. A seat whose worker left is not used again, and one
-            whose worker failed soon is left alone for a while.
-        arguments: further words for the program.
+        env: additional variables for the job.
+        options: additional words for ringrun.
+        program: the program of the workers.
+        seats: the number of slots of the host. ringrun does not use the slot of a
+            worker that left again, and waits before it uses the slot of a worker that
+            failed early.
+        arguments: additional words for the program.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Chaos:
         )
         self._read: dict[int, Reading] = {}
 
-    # -- what is there -----------------------------------------------------------------
+    # -- the state of the job ----------------------------------------------------------
 
     def pids(self) -> dict[int, int]:
         """The living workers: number -> process id."""
@@ -131,16 +132,16 @@ class Chaos:
         return found
 
     def progress(self) -> dict[int, int]:
-        """The workers that have completed steps: number -> the last one."""
+        """The workers that have completed steps: number -> last step."""
         for path in self.folder.glob("*.jsonl"):
             self._read.setdefault(int(path.stem), Reading(path)).follow()
         return {w: r.step for w, r in self._read.items() if r.step >= 0}
 
     def training(self) -> dict[int, int]:
-        """The living workers that are at the present step and will stay: pids."""
+        """The living workers that are at the current step and will stay: pids."""
         steps, pids = self.progress(), self.pids()
         newest = max((steps[w] for w in pids if w in steps), default=0)
-        # Where ranks are just being connected, silence is borne with for longer.
+        # Ranks that are being connected may be silent for longer.
         late = time.monotonic() - 3 * SILENCE
         doomed = {
             deed.worker
@@ -154,7 +155,7 @@ class Chaos:
         }
 
     def wait_for(self, workers: int, seconds: float = 60) -> dict[int, int]:
-        """Waits until so many workers train."""
+        """Waits until `workers` workers train."""
         deadline = time.monotonic() + seconds
         while len(found := self.training()) < workers:
             if self.job.poll() is not None or time.monotonic() > deadline:
@@ -174,7 +175,7 @@ class Chaos:
             time.sleep(0.05)
 
     def wait_for_steps(self, more: int, seconds: float = 60) -> None:
-        """Waits until so many further steps are complete."""
+        """Waits until `more` further steps are complete."""
         goal = max(self.progress().values(), default=0) + more
         deadline = time.monotonic() + seconds
         while max(self.progress().values(), default=0) < goal:
@@ -192,7 +193,7 @@ class Chaos:
         ]
         return "\n".join([self.job.logs(6000), *ends])
 
-    # -- what is done to them ----------------------------------------------------------
+    # -- the deeds ---------------------------------------------------------------------
 
     def do(self, what: str, worker: int, pid: int, chance: random.Random) -> None:
         """Does one deed at once. Waits for a deed that takes time."""
@@ -211,7 +212,7 @@ class Chaos:
                     os.kill(pid, signal.SIGSTOP)
                     time.sleep(SILENCE + 1.5)
                     os.kill(pid, signal.SIGCONT)
-                case "slow":  # a twentieth to a half of its time for a second
+                case "slow":  # the worker runs 5 to 50 % of a second
                     for _ in range(10):
                         os.kill(pid, signal.SIGSTOP)
                         time.sleep(chance.uniform(0.05, 0.095))
@@ -229,12 +230,12 @@ class Chaos:
         every: float,
         spared: Collection[int] = (),
     ) -> None:
-        """Deeds at random moments, as long as one that trains is left to go on.
+        """Does deeds at random moments, but leaves at least one training worker.
 
         Args:
-            seconds: for so long.
-            every: seconds between two deeds, on average.
-            spared: workers to which nothing is done.
+            seconds: the duration.
+            every: the mean seconds between two deeds.
+            spared: workers that suffer no deeds.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -246,13 +247,13 @@ class Chaos:
             possible = sorted(training.keys() - set(spared))
             victims = chance.sample(possible, k=max(0, min(spare, 2, len(possible))))
             for worker in victims[: 2 if chance.random() < 0.3 else 1]:
-                if worker != victims[0]:  # while the others recover from the first
+                if worker != victims[0]:  # during the first recovery
                     time.sleep(chance.choice((0.0, 0.15)) * chance.random())
                 what = chance.choices(_DEEDS, _WEIGHTS)[0]
                 self.do(what, worker, training[worker], chance)
 
     def end(self, seconds: float = 90) -> Verdict:
-        """Lets training end, and checks all of it."""
+        """Ends the training and checks all its steps."""
         (self.folder / "stop").touch()
         code = self.job.wait(seconds)
         assert code == 0, f"ringrun ended with {code}; {self.deeds[-9:]}\n{self.logs()}"
@@ -270,11 +271,11 @@ class Chaos:
         return verdict
 
     def counts(self) -> dict[str, int]:
-        """How often each deed was done."""
+        """The number of deeds of each kind."""
         return dict(Counter(deed.what for deed in self.deeds))
 
     def failures(self) -> int:
-        """How many workers that had completed steps are gone, and had not finished."""
+        """The number of workers that completed steps and ended before the training."""
         gone = self.progress().keys() - self.pids().keys()
         return sum(not self._read[worker].finished for worker in gone)
 
@@ -294,14 +295,14 @@ def _job_name(pid: int) -> str:
 
 
 class Reading:
-    """Follows a trace that is being written."""
+    """Reads a trace while its worker writes it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self.step = path, 0, -1
         self.finished = False
 
     def follow(self) -> None:
-        """Reads what is new; remembers the last step, and whether training is over."""
+        """Reads the new lines. Notes the last step and whether training has ended."""
         with self._path.open("rb") as file:
             file.seek(self._at)
             text = file.read()
@@ -321,16 +322,16 @@ class Reading:
 def check(
     folder: Path, deeds: list[Deed] | tuple[Deed, ...] = (), *, eager: bool = False
 ) -> Verdict:
-    """Computes all steps again and compares.
+    """Computes all steps again and compares them with the traces.
 
     Args:
-        folder: where the traces are.
-        deeds: what was done meanwhile.
-        eager: the workers ran eager_program.py.
+        folder: the folder of the traces.
+        deeds: the deeds that were done.
+        eager: whether the workers ran eager_program.py.
 
     Raises:
-        AssertionError: a step is missing, was done twice, or differs between workers or
-            from what one process computes.
+        AssertionError: if a step is missing, was done twice, or differs between workers
+            or from the computation in one process.
     """
     traces = {int(p.stem): lines(p) for p in folder.glob("*.jsonl")}
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
@@ -352,7 +353,7 @@ def check(
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The steps of a trace; half a line at its end is a worker that was killed."""
+    """The steps of a trace. A killed worker may leave half a line at its end."""
     text = path.read_bytes()
     found = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
     return [line for line in found if "digest" in line]
@@ -404,7 +405,7 @@ def recoveries(deed: Deed, traces: dict[int, list[dict[str, Any]]]) -> Iterator[
 
 
 def _pauses(by_step: dict[int, dict[int, dict[str, Any]]]) -> Iterator[float]:
-    """How long members stood still for a newcomer: from the step before its first."""
+    """Seconds between a newcomer's first step and the step before, for all members."""
     for step in range(1, len(by_step)):
         before, here = by_step[step - 1], by_step[step]
         both = before.keys() & here.keys()

@@ -1,7 +1,8 @@
-"""eager_program.py FOLDER PAUSE: as program.py, with named operations on numpy.
+"""eager_program.py FOLDER PAUSE: like program.py, with named operations on numpy.
 
-No framework is imported, so newcomers come sooner. Membership, recovery, pauses and the
-way of the state to newcomers are the same; what is repeated is an eager lane's call.
+No framework is imported, so newcomers start faster. Membership, recovery, pauses and
+the transfer of the state are those of program.py. After a loss, calls of the eager lane
+are repeated.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if len(sys.argv) <= 3:  # checkpoints are Orbax's, which imports jax
 
 
 def main() -> None:
-    """Trains for as long as it is let."""
+    """Trains until FOLDER/stop exists."""
     training = Training()
     params, momentum = model.first()
     state = ringjax.elastic.State(params=params, momentum=momentum, step=0)
 
     def train_step(state: Any) -> list[int]:
         grads = model.gradients(state.params, WORKER, state.step)
-        grads["who"] = model.marks(WORKER)  # with the others, as one call
+        grads["who"] = model.marks(WORKER)  # all arrays in one call
         found = eager.grouped_allreduce(list(grads.values()), name="gradients")
         mean = dict(zip(grads, map(np.asarray, found), strict=True))
         marks = mean.pop("who")

@@ -1,8 +1,8 @@
-"""The loop that the programs of the chaos tests have in common, and what it leaves.
+"""The training loop of the programs of the chaos tests, and its trace.
 
-It trains until FOLDER/stop exists, and appends one line for each step that it has
-completed to FOLDER/<worker>.jsonl: which workers were in the sums, and a digest of the
-parameters. Its pause, in seconds, stands for the rest of a training step.
+The loop trains until FOLDER/stop exists. After each step it appends a line to
+FOLDER/<worker>.jsonl with the workers that contributed and a digest of the parameters.
+Its pause, in seconds, stands for the rest of a training step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WORKER = int(os.environ.get("RINGJAX_WORKER", "0"))
 
 
 class Trace:
-    """The lines of this worker; each appears as a whole or not at all."""
+    """The trace of this worker. Each line is written as a whole or not at all."""
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(folder / f"{WORKER}.jsonl", flags, 0o600)
 
     def write(self, **line: Any) -> None:
-        """With the time, which all processes of a machine have in common."""
+        """Writes a line with the time of the machine's monotonic clock."""
         text = json.dumps({"t": round(time.monotonic(), 6), **line})
         os.write(self._fd, text.encode() + b"\n")
 
@@ -43,7 +43,7 @@ def exhaust() -> None:
     Raises:
         MemoryError: as soon as there is no more.
     """
-    # Above what is mapped already: the core and the interpreter need some to go on.
+    # Leave some memory above the mapped pages, which core and interpreter need.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (64 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -53,7 +53,7 @@ def exhaust() -> None:
 
 
 class Training:
-    """Trains for as long as it is let: `python PROGRAM FOLDER PAUSE [CHECKPOINTS]`."""
+    """The loop of a program with the words `FOLDER PAUSE [CHECKPOINTS]`."""
 
     def __init__(self) -> None:
         self.folder, self.pause = Path(sys.argv[1]), float(sys.argv[2])
@@ -69,13 +69,13 @@ class Training:
         total: Callable[[Any], Any],
         digest: Callable[[Any], str],
     ) -> None:
-        """All steps.
+        """Makes steps until FOLDER/stop exists.
 
         Args:
-            state: has `params` and `step`.
-            step: one training step; returns who took part.
-            total: the sum of a small array over all ranks.
-            digest: of the parameters.
+            state: the elastic state with `params` and `step`.
+            step: makes a training step and returns the workers that contributed.
+            total: sums a small array over all ranks.
+            digest: computes a hash of the parameters.
         """
         more = {}
         if self.checkpoints:
@@ -88,7 +88,8 @@ class Training:
             self.trace.write(event="begins", step=state.step, epoch=epoch)
             while True:
                 who = step(state)
-                # A short call beside the long one, and how all find the same end.
+                # A short call beside the long one. Its sum also decides on all ranks
+                # together whether to end.
                 note = np.zeros(2, np.float32)
                 note[:] = ringjax.rank() == 0, (self.folder / "stop").exists()
                 leaders, stop = np.asarray(total(note))

@@ -54,14 +54,14 @@ def gradients(params: Tree, worker: Any, step: Any) -> Tree:
 
 
 def marks(worker: Any) -> Any:
-    """Tells, in a mean, who is in it: a one and the worker's number in its place."""
+    """An array whose mean over workers shows them: a one and the worker's number."""
     here = jnp.arange(PLACES) == worker % PLACES
     return jnp.stack([here, here * worker]).astype(jnp.float32)
 
 
 @jax.jit
 def apply(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
-    """The optimizer's step."""
+    """Makes a step of the optimizer."""
     updates, state = TX.update(mean, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -70,7 +70,7 @@ _gradients = jax.jit(gradients)
 
 
 class Replay(numpy_model.Replay):
-    """All steps again, in one process, with jax.
+    """Repeats all steps in one process, with jax.
 
     Example:
         >>> replay = Replay()

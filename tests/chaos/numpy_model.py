@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 
-PLACES = 8192  # for worker numbers modulo this: no two alive are so far apart
-SHAPES = {"w": (257,), "b": (33, 3), "large": (9001,)}  # 37 kB: more than fits a note
+PLACES = 8192  # a worker's mark is at its number modulo this; living workers differ
+SHAPES = {
+    "w": (257,),
+    "b": (33, 3),
+    "large": (9001,),
+}  # 37 kB: too large for inline data
 
 Array = np.ndarray[Any, Any]
 Tree = dict[str, Any]
@@ -43,13 +47,13 @@ def gradients(params: Tree, worker: int, step: int) -> Tree:
 
 
 def marks(worker: int) -> Array:
-    """Tells, in a mean, who is in it: a one and the worker's number in its place."""
+    """An array whose mean over workers shows them: a one and the worker's number."""
     here = np.arange(PLACES) == worker % PLACES
     return np.stack([here, here * worker]).astype(np.float32)
 
 
 def marked(mean: Array) -> list[int]:
-    """The workers whose marks are in a mean; each one once, and divided by how many."""
+    """The workers whose marks are in a mean. Checks that each contributed once."""
     places = np.flatnonzero(mean[0])
     share = np.float32(1) / np.float32(len(places))
     assert (mean[0][places] == share).all(), (
@@ -59,7 +63,7 @@ def marked(mean: Array) -> list[int]:
 
 
 def apply(params: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
-    """The optimizer's step."""
+    """Makes a step of the optimizer."""
     rate, kept = np.float32(1 / 64), np.float32(0.875)
     momentum = {name: kept * momentum[name] + mean[name] for name in SHAPES}
     params = {name: params[name] - rate * momentum[name] for name in SHAPES}
@@ -73,12 +77,12 @@ def digest(params: Tree) -> str:
 
 
 def mean_of(total: Array, ranks: int) -> Array:
-    """A sum as ringjax makes it a mean, rounded once."""
+    """Divides a sum by the number of ranks like ringjax, with one rounding."""
     return total / np.float32(ranks)
 
 
 class Replay:
-    """All steps again, in one process.
+    """Repeats all steps in one process.
 
     Example:
         >>> replay = Replay()
@@ -93,7 +97,7 @@ class Replay:
         self._params, self._state = self._first()
 
     def step(self, workers: list[int]) -> str:
-        """The next step, with these workers; returns the digest of the parameters."""
+        """Makes the next step with these workers; returns the parameters' digest."""
         total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         for worker in workers:
             for name, part in self._gradients(worker).items():

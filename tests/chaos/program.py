@@ -1,6 +1,6 @@
-"""program.py FOLDER PAUSE: what each worker of a chaos test runs under ringrun.
+"""program.py FOLDER PAUSE: the program of the workers in a chaos test with JAX.
 
-Compiled steps, as a training in JAX has them; the loop is in loop.py.
+Its steps are compiled, as in a usual training. The loop is in loop.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chaos.loop import WORKER, Training
 
 
 def main() -> None:
-    """Trains for as long as it is let."""
+    """Trains until FOLDER/stop exists."""
     training = Training()
     tx = ringjax.allreduce_grads()
     params, opt = model.first()

@@ -1,1 +1,1 @@
-"""Damaged inputs for everything that reads what others have written."""
+"""Damaged inputs for all code that reads other processes' bytes."""

@@ -1,7 +1,7 @@
 """python -m fuzz [--runs N] [--seconds S] [--only NAME]: damages inputs of each target.
 
-From the folder tests/. The first input that does what none may do ends it with a
-traceback that shows the input. Runs are for each target.
+Run it from the folder tests/. The first input that breaks a rule ends the program with
+a traceback that shows the input. Each target gets N runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .python_targets import targets
 
 
 def main() -> None:
-    """Prints a line for each target: how many inputs, how many a second."""
+    """Prints a line for each target: number of inputs, inputs per second."""
     parser = argparse.ArgumentParser(prog="python -m fuzz")
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=1e9)

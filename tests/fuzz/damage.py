@@ -1,7 +1,7 @@
 """Damages bytes and JSON at random, and feeds them to one parser after another.
 
-What a parser is, which inputs make sense and what it may raise is in python_targets.py.
-Nothing here measures coverage: these parsers are small, and the rate is what counts.
+python_targets.py defines the parsers, their valid inputs and their allowed exceptions.
+Coverage is not measured: these parsers are small, so the number of inputs matters more.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 LONGEST = 5.0  # seconds of this process's own time for one input
 MOST_INPUT = 4096  # bytes
 MOST_MEMORY = 32 << 20  # bytes that an input of that size may make a parser allocate
-_LOOK_AT_MEMORY = 64  # every so many inputs, because looking is slow
+_LOOK_AT_MEMORY = 64  # inputs between two measurements, which are slow
 _NUMBERS = (0, 1, -1, 2, 63, 127, 255, 256, 65535, 1 << 31, (1 << 63) - 1, 1 << 64)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads what others have written.
+    """A function under test that reads foreign bytes.
 
     Attributes:
-        run: takes an input; what it asserts must hold for all of them.
-        seeds: inputs that make sense.
-        raises: what it may raise, and nothing else.
+        run: reads an input. Its assertions must hold for all inputs.
+        seeds: valid inputs.
+        raises: the only exceptions that it may raise.
     """
 
     name: str
@@ -81,7 +81,7 @@ _STRANGE: tuple[Any, ...] = (
 
 
 def strange(value: Any, chance: random.Random) -> Any:
-    """A JSON value with about one part of it replaced, lost or added."""
+    """A copy of a JSON value in which about one part is replaced, removed or added."""
     if chance.random() < 0.15:
         return chance.choice(_STRANGE)
     if isinstance(value, dict) and value:
@@ -102,11 +102,11 @@ def strange(value: Any, chance: random.Random) -> Any:
 
 
 def search(target: Target, runs: int, seed: int = 1, seconds: float = 1e9) -> int:
-    """Feeds damaged inputs to a target; returns how many.
+    """Feeds damaged inputs to a target; returns their number.
 
     Raises:
-        Broken: an input raised something else than it may, took too long, or made the
-            parser take memory that the input does not account for. The text has it.
+        Broken: if an input raised an exception that is not allowed, took too long, or
+            made the parser allocate too much memory. The text contains the input.
     """
     chance = random.Random(f"{seed} {target.name}")
     end = time.monotonic() + seconds
@@ -128,7 +128,7 @@ def _run(target: Target, data: bytes, *, measured: bool) -> None:
     try:
         try:
             target.run(data)
-        finally:  # here, too, the alarm may go off
+        finally:  # the alarm may also ring here
             signal.setitimer(signal.ITIMER_PROF, 0)
     except target.raises:
         pass

@@ -1,8 +1,8 @@
-"""Everything in Python that reads what others have written, as functions of bytes.
+"""All Python code that reads foreign bytes, as functions of these bytes.
 
-Others: strangers who connect, ranks who have proved themselves and went mad, files,
-launchers and their environment, scripts that name hosts. The native parsers are in
-tests/native/fuzz_targets.h.
+The bytes come from strangers that connect, from authenticated ranks with a bug, from
+files, from launchers' environments and from scripts that name hosts. The native parsers
+are in tests/native/fuzz_targets.h.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _introduction(data: bytes) -> None:
 
 
 def _drive(steps: Any, data: bytes) -> None:
-    """Feeds a half of the handshake; without the secret it must not come to its end."""
+    """Feeds a half of the handshake, which must not succeed without the secret."""
     _, wants = next(steps)
     while True:
         piece, data = data[:wants].ljust(wants, b"\0"), data[wants:]
@@ -90,7 +90,7 @@ def _opened(data: bytes) -> None:
 
 
 def _opened_genuine(data: bytes) -> None:
-    """The text is anything, and whoever sent it has the key."""
+    """Opens a sealed message with any text, from a sender that has the key."""
     import hmac
 
     head = struct.pack("!QI", 0, len(data))
@@ -104,7 +104,7 @@ def _opened_genuine(data: bytes) -> None:
 
 def _object(data: bytes) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a warning would show whose object it is
+        warnings.simplefilter("error")  # a warning would name its object
         objects.decode(data)
 
 
@@ -128,7 +128,7 @@ _folder = tempfile.TemporaryDirectory(prefix="ringjax-fuzz-")
 
 def _written(data: bytes, name: str) -> str:
     path = os.path.join(_folder.name, name)
-    # Not into the old one: some file systems write a file that was cut to disk at once.
+    # Make a new file: some file systems write a truncated file to the disk at once.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -159,7 +159,7 @@ def _credentials_file(data: bytes) -> None:
     assert found is None or isinstance(found, job_credentials.JobCredentials)
 
 
-# -- words of people, launchers and scripts --------------------------------------------
+# -- input from people, launchers and scripts ------------------------------------------
 
 
 def _text(data: bytes) -> str:
@@ -198,7 +198,7 @@ _ENVIRONMENT_WORDS = (
 
 
 def _environment(data: bytes) -> dict[str, str]:
-    """Lines NAME=value; a number for a name takes the name from a list."""
+    """Parses lines NAME=value. A number as NAME is an index into a list of names."""
     found = {}
     for line in _text(data).split("\n"):
         name, _, value = line.partition("=")
@@ -230,7 +230,7 @@ _PLACES = [
     b"32=1\n33=2\n34=10.0.0.4 10.0.0.5\n37=1",
 ]
 
-# -- genuine members who have gone mad -------------------------------------------------
+# -- authenticated members with bugs ---------------------------------------------------
 
 
 def _chance(data: bytes) -> random.Random:
@@ -238,7 +238,7 @@ def _chance(data: bytes) -> random.Random:
 
 
 class _DeafSocket:
-    """Takes whatever it is given."""
+    """A socket that discards all data."""
 
     def send(self, data: bytes) -> int:
         return len(data)
@@ -248,7 +248,7 @@ class _DeafSocket:
 
 
 class _NoSelector:
-    """Is told who wants to be woken, and forgets it."""
+    """A selector that ignores all registrations."""
 
     def modify(self, *what: object) -> None:
         pass
@@ -266,7 +266,7 @@ _SAYINGS: list[dict[str, Any]] = [
 
 
 def _coordinator(data: bytes) -> None:
-    """The coordinator of a static job hears a rank say anything at all."""
+    """Sends any messages from a rank to the coordinator of a static job."""
     chance = _chance(data)
     server = Coordinator(SECRET, JOB, np=2, on_loss="stop", log=lambda text: None)
     server.selector.close()
@@ -322,7 +322,7 @@ _MEMBERS_SAY: list[dict[str, Any]] = [
 
 
 def _members(data: bytes) -> None:
-    """The rules of an elastic job, where worker 1 says anything at any time."""
+    """Sends any messages from worker 1 to the rules of an elastic job, at any time."""
     chance = _chance(data)
     rules = MembershipConfig(np=3, min_np=1, max_np=4)
     job, now = membership.JobMembership(rules), 0.0
@@ -358,7 +358,7 @@ def _suppress() -> Any:
     return contextlib.suppress(ValueError)
 
 
-# -- all of them -----------------------------------------------------------------------
+# -- all targets -----------------------------------------------------------------------
 
 
 def _of_text(function: Callable[[str], object], data: bytes) -> None:
@@ -366,7 +366,7 @@ def _of_text(function: Callable[[str], object], data: bytes) -> None:
 
 
 def targets() -> list[Target]:
-    """All of them, each with inputs that make sense."""
+    """All targets, each with valid inputs."""
     value, refused = (ValueError,), (AuthenticationError,)
     deep = b'{"cost":' * 300 + b"[" * 1500
     boxed = b"RJO1" + struct.pack("<I", len(deep)) + deep

@@ -1,7 +1,7 @@
-"""Tests that need a real GPU: all are skipped without one, and say so.
+"""Tests that need a real GPU and are skipped without one.
 
-They run on one device and one rank; several ranks on one device are a part of
-`make gpu-check`. The stubs of CUDA and NCCL have tests of their own, elsewhere.
+They run on one device and one rank. `make gpu-check` also runs several ranks on one
+device. The tests of the CUDA and NCCL stubs are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests of this folder if there is no device, but for schedules."""
+    """Skips the tests of this folder, except the schedules, if there is no device."""
     mine = [item for item in items if item.path.is_relative_to(HERE)]
     needy = [item for item in mine if item.path.name.startswith("test_")]
     count, why = driver.count_devices() if needy else (1, "")
@@ -34,12 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
-    """Not here: CUDA and JAX keep threads and descriptors as long as they like."""
+    """Turns the check for leaks off: CUDA and JAX keep threads and descriptors."""
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[driver.Device]:
-    """The first device, through the driver alone."""
+    """The first device, opened by the driver's API only."""
     found = driver.Device()
     yield found
     found.release_all()

@@ -39,7 +39,7 @@ from ringjax.xla import lowering
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Any]:
-    """The sharding on a GPU that is not there."""
+    """The sharding on a described GPU."""
     ringjax.init()
     mesh = jax.sharding.Mesh(described_gpu.gpus(1), ("x",))
     yield jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -48,7 +48,7 @@ def device() -> Iterator[Any]:
 
 @pytest.fixture(params=[False, True], ids=["default", "latency-hiding"])
 def compiled(request: pytest.FixtureRequest, device: Any) -> Callable[..., Program]:
-    """Compiles a function and prints its schedule; with both of XLA's schedulers."""
+    """Compiles a function with each of XLA's schedulers and returns the schedule."""
 
     def compile(
         f: Any, *args: Any, donate: tuple[int, ...] = (), xla: Any = ()
@@ -80,7 +80,7 @@ def training(
     xla: Any = (),
     **options: Any,
 ) -> Program:
-    """A whole training step with Adam."""
+    """A complete training step with Adam."""
     tx = optax.chain(ringjax.allreduce_grads(**options), optax.adam(1e-3))
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -94,15 +94,15 @@ def training(
     )
 
 
-# -- what must hold for every program --------------------------------------------------
+# -- checks of every program -----------------------------------------------------------
 
 
 def check_chain(program: Program) -> None:
-    """All work in place, in one order; nobody reads a bucket before its DONE."""
+    """Checks that calls work in place, in order, and no bucket is read before DONE."""
     calls = program.calls()
     for call in calls:
         *tensors, order = ((i, i) for i in range(len(call.operands)))
-        # The first one hands a number on that the caller keeps.
+        # The first call passes on a sequence number that the caller keeps.
         handed_on = program.origin(call.operands[-1])[0].opcode == "parameter"
         ways = ([*tensors, order], tensors) if handed_on else ([*tensors, order],)
         assert call.aliases in ways, call.rest

@@ -1,1 +1,1 @@
-"""Small mistakes put into the native core, each of which some test must notice."""
+"""Small deliberate mistakes in the native core. A test must notice each mistake."""

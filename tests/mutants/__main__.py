@@ -1,8 +1,8 @@
 """python -m mutants [--only WORDS]: makes each mistake of table.toml, runs the tests.
 
-From the folder tests/; `make mutants`. Works on a copy of the sources in build/mutants,
-which it builds again for every mistake. One that no test notices is a gap, unless the
-table gives a reason why nobody needs to.
+Run it by `make mutants`, or from the folder tests/. It builds a copy of the sources in
+build/mutants again for every mistake. A mistake that no test notices is a gap in the
+tests, unless the table gives a reason.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutants" / "tree"
 BUILD = ROOT / "build" / "mutants" / "build"
 COPIED = ("CMakeLists.txt", "xla_ext", "tests/native", "tests/fuzz")
-# A mistake may well make tests hang.
-MOST_SECONDS = 60  # for the tests that should notice
+# Limits, because a mistake may make tests hang.
+MOST_SECONDS = 60  # for the mutant's own tests
 MOST_IN_ALL = 900
 
 
@@ -57,7 +57,7 @@ def _files() -> Iterator[Path]:
 
 
 def _copy_tree() -> None:
-    """Writes what has changed only, so that little is built."""
+    """Copies only changed files, so that only little is built again."""
     wanted = {path.relative_to(ROOT): path for path in _files()}
     for old in [path for path in TREE.rglob("*") if path.is_file()]:
         if old.relative_to(TREE) not in wanted:
@@ -70,7 +70,7 @@ def _copy_tree() -> None:
 
 
 def _build() -> str:
-    """Empty if it went well, else what the compiler said."""
+    """Builds the copy. Returns "" or the compiler's errors."""
     done = subprocess.run(
         ["cmake", "--build", BUILD], capture_output=True, text=True, check=False
     )
@@ -84,7 +84,7 @@ def _configure() -> None:
 
 
 def _noticed_by(name: str, seconds: float) -> str:
-    """Which of the tests that are called like that fail; empty: none."""
+    """The failing tests among those whose names contain `name`; "" if none fails."""
     command = ["setarch", "-R", str(BUILD / "ringjax_native_tests"), name]
     try:
         done = subprocess.run(
@@ -107,7 +107,7 @@ def _verdict(mutant: Mutant) -> str:
 
 
 def _try(mutant: Mutant) -> str:
-    """Makes one mistake, and says in a line what came of it; an error otherwise."""
+    """Makes a mistake and returns its outcome; ValueError if no test notices it."""
     copy = TREE / mutant.file
     source = copy.read_text()
     copy.write_text(mutant.applied_to(source))
@@ -125,7 +125,7 @@ def _try(mutant: Mutant) -> str:
 
 
 def _check_sound(mutants: Sequence[Mutant]) -> None:
-    """Without any mistake everything builds, and the tests pass."""
+    """Checks that without a mistake everything builds and the tests pass."""
     if errors := _build():
         sys.exit(f"the sources do not compile:\n{errors}")
     for name in sorted({name for mutant in mutants for name in mutant.tests}):
@@ -134,7 +134,7 @@ def _check_sound(mutants: Sequence[Mutant]) -> None:
 
 
 def main() -> None:
-    """A line for each mistake; exits with 1 if any goes unnoticed."""
+    """Prints a line for each mistake; exits with 1 if no test notices one of them."""
     parser = argparse.ArgumentParser(prog="python -m mutants")
     parser.add_argument("--only", default="", help="those whose description has this")
     only = parser.parse_args().only

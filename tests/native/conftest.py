@@ -1,7 +1,7 @@
 """The native tests as items of pytest: `pytest tests/native/waits_test.cc -k Turn`.
 
-Each runs in a process of its own, so that one that crashes or hangs fails alone; the
-program ends itself after its own limit. What it is built from: support/native_build.py.
+Each test runs in a process of its own, so a crash or a hang fails only that test. The
+program has its own time limit. support/native_build.py builds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support import native_build
 
 
 class NativeFailure(Exception):
-    """A check failed, or the program crashed; the text is what it printed."""
+    """A check failed, or the program crashed. The text is the program's output."""
 
 
 class NativeTest(pytest.Item):
@@ -48,7 +48,7 @@ class NativeTest(pytest.Item):
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
     ) -> Any:
-        """Shows what the program printed, not how this process called it."""
+        """Shows the program's output instead of this process's traceback."""
         if isinstance(excinfo.value, NativeFailure):
             return str(excinfo.value)
         return super().repr_failure(excinfo)

@@ -10,11 +10,11 @@ from simulation import job
 from simulation.call import Violation
 from simulation.wrong_rules import WRONG
 
-ALL = {1: 50_000, 2: 5_000, 3: 5_000}  # seeds, by the number of workers in a group
+ALL = {1: 50_000, 2: 5_000, 3: 5_000}  # workers in a group -> number of seeds
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs many seeds, prints those that fail; 1 if there were any."""
+    """Runs many seeds and prints the failing ones; returns 1 if a seed failed."""
     parser = argparse.ArgumentParser(description=job.__doc__)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10000))
     parser.add_argument("--wrong", choices=WRONG, default="")
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(group: int, seeds: range, wrong: str) -> int:
-    """Prints the seeds that fail; how many they are."""
+    """Prints the failing seeds and returns their number."""
     begin, failed = time.process_time(), 0
     for seed in seeds:
         try:

@@ -35,7 +35,7 @@ class Call:
         self.key, self.inline = key, inline
         self.inputs: dict[int, Any] = {}  # by worker
         self.ended: dict[int, Any] = {}
-        # (from, to) -> when the input arrives, and when the message arrives that the
+        # (from, to) -> the arrival time of the input, and of the message that the
         # result is complete.
         self.arrivals: dict[tuple[int, int], float] = {}
         self.endings: dict[tuple[int, int], float] = {}

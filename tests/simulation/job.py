@@ -2,10 +2,10 @@
 
     python -m simulation --seeds 0 100000
 
-Workers (worker.py) train over a network that delays what it likes; they are
-killed, frozen, separated, started and sent away at random moments, and so is the
-coordinator. The coordinator's rules (`JobMembership`) and the workers' end
-(`CoordinatorClient`) are the real ones. At the end these must hold:
+Workers (worker.py) train over a network with random delays. Workers and the coordinator
+are killed, frozen, separated, started and dismissed at random moments. The
+coordinator's rules (`JobMembership`) and the workers' end (`CoordinatorClient`) are the
+real ones. At the end these must hold:
 
 I1  every call has the same commit decision and result on all survivors
 I2  a result is the sum over one membership
@@ -15,8 +15,8 @@ I5  epochs only grow, for every worker
 I6  every sample is used exactly once in the steps that count
 I7  groups are lost and admitted whole
 
-With groups, a step's inputs go only to those at the same place of the other groups, and
-a call ends when all ranks have complete results (`ringjax/world/groups.py`).
+With groups, a rank sends its inputs only to the ranks with the same place in the other
+groups. A call ends when all ranks have complete results (`ringjax/world/groups.py`).
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Simulation:
                 raise Violation("I3: it never ends")
         self.check()
 
-    # --- what goes wrong ---
+    # --- the failures ---
 
     def choose(self) -> Worker | None:
-        """A random process that runs; None if there is none."""
+        """A random running process; None if no process runs."""
         alive = [w for w in self.workers.values() if w.state not in ("dead", "end")]
         return alive[int(self.random() * len(alive))] if alive else None
 
@@ -210,13 +210,13 @@ class Simulation:
                 self.at(wait, peer.on_peer_silent, number, peer.members.epoch)
 
     def crash(self) -> None:
-        """Restarts the coordinator, which has forgotten everything."""
+        """Restarts the coordinator, which loses its state."""
         self.term += 1
         self.crashes += 1
         began = self.membership.phase != "assembly" or self.crashes > 1
         self.membership, self.present = JobMembership(self.config, began), {}
         self.tick_at = None
-        for number in self.finished:  # the launcher has heard of these
+        for number in self.finished:  # the launcher remembers these
             self.membership.mark_finished(number, self.now)
         for worker in self.workers.values():
             channel = worker.connection.channel
@@ -406,7 +406,8 @@ class Simulation:
             if worker.state not in ("dead", "end") and not worker.frozen
         ]
         if text.startswith("every rank has left"):
-            # Newcomers do not count then; members only if nobody asked them to leave.
+            # Newcomers do not count then. Members count if they were not asked to
+            # leave.
             epoch = self.membership.epoch
             stayed = set(epoch.order) - self.membership._outbox.fenced.keys()
             asked = [w.number for w in self.workers.values() if w.leaving]
@@ -421,9 +422,9 @@ class Simulation:
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 
     def check(self) -> None:
-        # A coordinator that dies while members finish may take along what one of them
-        # said last. Then survivors repeat a note that it had a result of: the very last
-        # agreement about changes, which matters to nobody any more.
+        # If the coordinator dies while members finish, a member's last report may be
+        # lost. Then survivors repeat a call that this member has already completed. It
+        # is the last agreement about changes, whose result has no effect any more.
         known: dict[Any, Any] = {}
         ends: dict[tuple[int, int], int] = {}
         for worker in self.workers.values():

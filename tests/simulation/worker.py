@@ -205,7 +205,7 @@ class Worker:
                 self.fail()
 
     def install(self, build: SimulatedComm) -> None:
-        """All links of the communicator are connected."""
+        """Starts to use the communicator, whose links are all connected."""
         members = self.members
         if self.frozen:
             self.deferred.append((self.install, (build,)))
@@ -247,7 +247,7 @@ class Worker:
         self.client.report(self.members.epoch, lines)
 
     def on_peer_silent(self, other: int, epoch: int) -> None:
-        """The heartbeat of a peer is missing."""
+        """Handles the missing heartbeat of a peer."""
         if self.frozen:
             self.deferred.append((self.on_peer_silent, (other, epoch)))
             return
@@ -266,7 +266,7 @@ class Worker:
                 self.world.at(self.world.delay(), peer.on_peer_abort, epoch)
 
     def on_peer_finished(self, other: int, epoch: int) -> None:
-        """The heartbeat says that a peer has finished."""
+        """Handles a heartbeat that says that its peer has finished."""
         if self.frozen:
             self.deferred.append((self.on_peer_finished, (other, epoch)))
         elif self.members is not None and self.members.epoch == epoch:
@@ -314,7 +314,7 @@ class Worker:
         self.world.spread(call, self.number, call.inputs, call.arrivals, "complete")
 
     def complete(self, call: Call) -> None:
-        """All inputs have arrived on this worker."""
+        """Handles the arrival of the last input on this worker."""
         if self.frozen:
             self.deferred.append((self.complete, (call,)))
         elif self.call is call and not self.closed and not self.call_done:
@@ -331,7 +331,7 @@ class Worker:
                 world.spread(call, self.number, call.ended, call.endings, "released")
 
     def released(self, call: Call) -> None:
-        """All ranks are known to have complete results."""
+        """Returns from the call, since all ranks have complete results."""
         if self.frozen:
             self.deferred.append((self.released, (call,)))
         elif self.call is call and not self.closed:
@@ -342,7 +342,7 @@ class Worker:
             self.result(call)
 
     def fail(self) -> None:
-        """The call fails: all workers go back to the last commit."""
+        """Fails the call: all workers return to the last commit."""
         self.log[self.key] = ("failed",)
         self.call, self.blocked = None, False
         self.ask_restart()
@@ -359,7 +359,7 @@ class Worker:
     # --- the training loop ---
 
     def batch(self) -> int:
-        """This rank's samples of the step: a function of what is used, and the view."""
+        """This rank's samples of the step, chosen by the used samples and the epoch."""
         rest = [s for s in range(self.world.samples) if not self.used >> s & 1]
         rank = self.view.index(self.number)
         return 1 << rest[rank] if rank < len(rest) else 0
@@ -368,7 +368,7 @@ class Worker:
         self.world.at(self.world.delay(), self.next)
 
     def next(self) -> None:
-        """The program goes on to its next operation."""
+        """Starts the program's next operation."""
         if self.frozen:
             self.deferred.append((self.next, ()))
             return
@@ -404,7 +404,7 @@ class Worker:
         self.accuse_finished()
 
     def result(self, call: Call) -> None:
-        """A call returns without an error."""
+        """Handles the return of a call without an error."""
         value = call.value()
         self.call, self.blocked = None, False
         self.log[self.key] = value

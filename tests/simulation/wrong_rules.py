@@ -1,6 +1,6 @@
-"""Rules for elastic jobs that are wrong on purpose: the simulation must find them.
+"""Deliberately wrong rules for elastic jobs, which the simulation must find.
 
-naive: each worker repeats a call if it has no result of it itself.
+naive: each worker repeats a call if it has no result itself.
 no barrier: a call returns as soon as its results are complete on this worker.
 silent leave: a worker that finishes does not report its progress.
 majority: a call counts as complete if most workers have completed it.
@@ -38,7 +38,7 @@ class Hasty(EpochState):
 
 
 class Majority(EpochState):
-    """Lets the majority decide."""
+    """Counts a call as complete if most workers have completed it."""
 
     def outcome(self, kind: str) -> dict[str, Any]:
         found = super().outcome(kind)
