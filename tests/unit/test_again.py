@@ -36,7 +36,7 @@ BROKEN = "\ndef test_needs_what_is_broken(broken):\n    pass\n"
 
 
 def run(folder: Path, source: str, *program: str) -> tuple[int, list[str]]:
-    """Runs pytest, or what takes its options, on a file; exit code and lines."""
+    """Runs pytest, or a program with its options, on a file. Returns code and lines."""
     (folder / "test_it.py").write_text(source)
     done = subprocess.run(
         [sys.executable, *program, "-c", "/dev/null", "--rootdir", "."],

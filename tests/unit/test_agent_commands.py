@@ -1,4 +1,4 @@
-"""Agents that an engine starts: by srun in an allocation of Slurm, or by a template.
+"""Tests of agents that an engine starts: srun in a Slurm allocation, or a template.
 
 The engine is a shell script here; the real Slurm is in tests/engines.
 """
@@ -116,7 +116,7 @@ def test_a_template_without_a_place_for_the_host() -> None:
 
 
 def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
-    """The stand-in replaces their programs; the host is a word of its own."""
+    """The stand-in replaces the programs. The host is a separate word."""
     stand_in = ENGINE.replace("-*) shift;;", "-*) shift;;\n    n1|n2) NODE=$1; shift;;")
     for name in ("blaunch", "qrsh"):
         (tmp_path / name).write_text(stand_in)
@@ -137,7 +137,7 @@ def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
-    """The agent forwards SIGTERM, and the ranks there may end in their own way."""
+    """The agent forwards SIGTERM, so its ranks may handle the signal themselves."""
     wanted = sh(
         '[ "$RINGJAX_RANK" = 0 ] && sleep 0.5 && exit 0\n'
         "trap 'sleep 0.2; echo ended well; exit 0' TERM\n"

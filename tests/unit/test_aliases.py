@@ -30,7 +30,7 @@ def _job_of_one() -> Iterator[None]:
 
 
 def aliases(f: Any, *args: Any, donate: Any = ()) -> list[list[int]]:
-    """For each native call of `f`, the operands that its results alias."""
+    """The operands that the results of each native call of `f` alias."""
     text = jax.jit(f, donate_argnums=donate).lower(*args).as_text()
     pairs = [ALIAS.findall(call.rest) for call in found_in(text)]
     assert all(int(result or 0) == int(operand) for p in pairs for result, operand in p)
@@ -134,7 +134,7 @@ def test_mapped_programs() -> None:
     assert aliases(jax.vmap(reduce), rows, donate=0) == [[0]]
     seqs = np.zeros((4, 1), np.uint32)
     ensemble = jax.vmap(lambda x, s: chained([x], s))
-    assert aliases(ensemble, rows, seqs) == [[1]]  # its seq is a slice of theirs
+    assert aliases(ensemble, rows, seqs) == [[1]]  # each seq is a slice of one array
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -142,7 +142,8 @@ def test_mapped_programs() -> None:
 
 
 def test_of_start_and_done_only_the_first_reads_arguments() -> None:
-    # START of leaf 1, of leaf 0, their DONEs: seq is a temporary after the first one.
+    # The calls are START of leaf 1, START of leaf 0, and their DONEs. After the first
+    # call, seq is a temporary.
     found = aliases(reduce_overlapped, PAIR, SEQ)
     assert found == [[], [1], [0, 1], [0, 1]]
     found = aliases(reduce_overlapped, PAIR, SEQ, donate=(0, 1))

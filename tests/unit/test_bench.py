@@ -131,7 +131,7 @@ def test_a_noisy_row_and_one_that_is_out_of_order_are_marked() -> None:
     small, large = row(1 << 18, 1065.0), row(1 << 20, 752.8, spread=0.3)
     assert bench.mark(small) == ""
     assert bench.mark(large, [small]) == "*^"
-    assert bench.mark(row(1 << 20, 1060.0), [small]) == ""  # by chance
+    assert bench.mark(row(1 << 20, 1060.0), [small]) == ""  # no more than chance
 
 
 def test_the_end_has_an_average_and_explains_its_marks() -> None:

@@ -1,4 +1,4 @@
-"""From times to constants of the cost model; measuring is in tests/ranks."""
+"""Tests of the cost model's constants, from given times. tests/ranks measures times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_finds_the_constants_of_a_model_network(
     assert found.keys() >= {"remote_latency", "remote_message"}
     predicted = times_for(hosts, cost | found)
     assert predicted == pytest.approx(times, rel=0.05)
-    if len(hosts) > 2:  # else all algorithms are alike
+    if len(hosts) > 2:  # else all algorithms cost the same
         names = ("remote_latency", "remote_message")
         assert [found[n] for n in names] == pytest.approx(
             [cost[n] for n in names], rel=0.1
@@ -57,7 +57,7 @@ def test_times_that_fit_no_model_still_give_sound_constants() -> None:
         found = calibration.fit(times, rows)
         assert found
         assert all(0 < value < 1 for value in found.values())
-        _native.predict("allreduce", 1 << 20, hosts, found)  # the core takes them
+        _native.predict("allreduce", 1 << 20, hosts, found)  # the core accepts them
 
 
 def test_the_choice_follows_the_constants() -> None:
@@ -109,6 +109,6 @@ def test_a_network_is_described_by_hosts_and_transport() -> None:
     ]
     assert None not in networks
     assert len({str(network) for network in networks}) == len(networks)
-    # Ports are others at every start.
+    # Ports differ at every start.
     later = [member(0, "a", addresses="10.0.0.1:77"), member(1, "b")]
     assert calibration.describe_network(later, [0, 1]) == networks[1]

@@ -1,4 +1,4 @@
-"""The checker of the chaos tests: it accepts what is right and finds what is wrong."""
+"""The checker of the chaos tests accepts correct traces and finds mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from chaos.deeds import Deed, check, quantile
 from chaos.model import Replay
 
-# Worker 2 dies in step 3, worker 4 comes in step 6.
+# Worker 2 dies in step 3, and worker 4 joins in step 6.
 HISTORY = [[0, 1, 2]] * 3 + [[0, 1]] * 3 + [[0, 1, 4]] * 3
 Traces = dict[int, list[dict[str, Any]]]
 

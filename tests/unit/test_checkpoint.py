@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what comes back, what a full disk does, what half ones do."""
+"""Checkpoints on disk: restored values, full disks, incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_is_half_written_or_broken_is_passed_over(
     for step in (1, 2):
         save(checkpointer, trained(float(step), step))
     (checkpointer.directory / ".3.writing").mkdir()
-    (checkpointer.directory / "4").mkdir()  # not one of ours
+    (checkpointer.directory / "4").mkdir()  # no checkpoint of ringjax
     (checkpointer.directory / "2" / "plain.json").write_text("{")
     state = trained(0, 0)
     assert checkpointer.load(state) == 1
@@ -217,7 +217,7 @@ def test_run_loads_and_writes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None
             while state.step < steps:
                 state.step += 1
                 state.commit()
-                checkpointer.wait()  # or else a commit may be passed over
+                checkpointer.wait()  # a commit is skipped while another is written
             return state
 
         return train(State(step=0, x=np.zeros(3)))
@@ -259,7 +259,7 @@ def test_torch_on_disk(checkpointer: Checkpointer) -> None:
     state.commit()
     save(checkpointer, state)
     with torch.no_grad():
-        state.model.weight.zero_()  # not what was committed
+        state.model.weight.zero_()  # must not change the commit
     other = made(0)
     assert checkpointer.load(other) == 4
     state.restore()

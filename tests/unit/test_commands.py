@@ -47,13 +47,13 @@ SHELLS = {"if", "fi", "until", "done"}
 
 
 def need(found: object, text: str) -> None:
-    """Raises if something that a command names is not there."""
+    """Raises if a file, an option or a setting of a command does not exist."""
     if not found:
         raise ValueError(f"there is no {text}")
 
 
 def check(words: list[str]) -> None:
-    """Raises, or ends with argparse's message, if a command cannot be meant."""
+    """Raises, or exits with argparse's message, if a command is not valid."""
     while words and (words[0] in ("exec", "export") or re.match(r"\w+=", words[0])):
         name, _, value = words.pop(0).partition("=")
         if name.startswith("RINGJAX_"):
@@ -86,12 +86,12 @@ def check(words: list[str]) -> None:
 
 
 def split(line: str) -> list[str]:
-    """The words; what another command would put in is one of them."""
+    """The words of a command. A substitution of another command counts as a word."""
     return shlex.split(re.sub(r"\$\([^)]*\)", "WORD", line), comments=True)
 
 
 def fault(command: str) -> str:
-    """The mistake in a command of a shell or of a container, or an empty text."""
+    """The mistake in a command of a shell or of a container, or ""."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         try:
             check(json.loads(command) if command[:1] == "[" else split(command))
@@ -125,7 +125,7 @@ def commands_in_blocks(tree: Tree) -> Iterator[str]:
 
 
 def _sentences(tree: Tree) -> Iterator[tuple[str, re.Match[str]]]:
-    """Commands in sentences, where a value may be left open, and their places."""
+    """Commands in sentences, which may leave a value open, and their places."""
     for page in _pages(tree):
         yield from tree.matches(r"`(ringrun|ringjax (?:doctor|top))\s([^`]*)`", page)
 

@@ -1,4 +1,4 @@
-"""Commit decisions; the examples in commit_decision.py say most of it."""
+"""Tests of commit decisions. Most cases are the doctests of commit_decision.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of settings: names, precedence, and what a bad value says."""
+"""The table of settings: names, precedence, and errors of bad values."""
 
 from __future__ import annotations
 

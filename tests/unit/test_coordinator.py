@@ -1,4 +1,4 @@
-"""Coordinator and client over sockets. The rules themselves: test_membership.py.
+"""Coordinator and client over sockets. test_membership.py tests the rules.
 
 What happens alike where losses are repaired and where the first one ends the job is
 tried with both; the rest of the latter is in test_job_that_stops.py. Workers are
@@ -41,7 +41,7 @@ _heard: weakref.WeakKeyDictionary[CoordinatorClient, list[Any]] = (
 
 
 def hear(worker: CoordinatorClient, kind: type) -> Any:
-    """The next order of that kind; others before it are passed over."""
+    """The next directive of that kind. Skips directives of other kinds."""
     orders = _heard.setdefault(worker, [])
     while True:
         while orders:
@@ -75,7 +75,8 @@ def test_everybody_learns_about_everybody(
 
 
 def test_a_loss(town: MakeTown) -> None:
-    here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)  # none is waited for
+    # No timeout may pass.
+    here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)
     zero, one, two = here.gather(0, 1, 2)
     one.close()
     for worker in (zero, two):
@@ -188,7 +189,7 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
     town: MakeTown, options: dict[str, Any]
 ) -> None:
     here = town(2, **options)
-    for _ in range(3):  # else each would try again for as long as it may
+    for _ in range(3):  # without this, each client would retry until its limit
         with pytest.raises(
             AuthenticationError, match="does not know this job's secret"
         ):
@@ -243,7 +244,7 @@ def test_strangers_do_not_disturb(town: MakeTown, options: dict[str, Any]) -> No
     here = town(2, **options)
     where = addresses.parse(here.where)[0]
     with contextlib.ExitStack() as stack:
-        for count in range(100):  # more than may be in a handshake at once
+        for count in range(100):  # more than the limit of concurrent handshakes
             sock = stack.enter_context(socket.create_connection(where))
             with contextlib.suppress(OSError):
                 sock.sendall(b"RINGJ" if count % 2 else bytes(500))
@@ -269,7 +270,7 @@ def test_nonsense_ends_the_connection_only(
     sock, sealer = raw(here, 0 if here.stops else 3)
     with sock:
         for odd in ({"type": "report"}, {"type": "exchange"}, {"type": 7}, {}):
-            sock.sendall(sealer.seal(odd))  # before hello: nobody hears it
+            sock.sendall(sealer.seal(odd))  # ignored, because no hello came before
         altered = b"\0\0\0\2" + bytes(32) + b"{}"
         sock.sendall(altered if message == b"altered" else sealer.seal(message))
         with contextlib.suppress(ConnectionResetError):
@@ -332,7 +333,7 @@ def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
     for worker in workers:
         worker.report(0, {0: (1, 1, True)})
     for worker in workers[:2]:
-        members = hear(worker, EpochDirective)  # the accused has reported too late
+        members = hear(worker, EpochDirective)  # the accused rank has reported too late
         assert (members.epoch, members.decisions) == (1, {0: (1, True)})
     assert hear(workers[0], ResizePending).joining == 1
     for worker in workers[:2]:
@@ -350,7 +351,7 @@ def test_the_launcher_hears_of_a_fault(
     assert thread is not None
     thread.join(LONG)
     text = "the coordinator failed: ZeroDivisionError('division by zero')"
-    assert here.event("stop") == ("stop", text)  # though the thread has ended before
+    assert here.event("stop") == ("stop", text)  # although the thread has ended
     monkeypatch.undo()
     here.coordinator.close()
     here.coordinator = here.open(port=addresses.parse(here.where)[0][1])
@@ -393,5 +394,5 @@ def test_closing_wakes_whoever_waits(town: MakeTown) -> None:
     with pytest.raises(PeerLost, match="this worker has left the job"):
         vote.result(LONG)
     assert poll.result(LONG) == []
-    zero.report(0, {})  # nobody hears it, and that is no error
+    zero.report(0, {})  # a report to no coordinator is no error
     zero.leave()

@@ -1,4 +1,4 @@
-"""The file of a network's constants: read only if whole, ours, new and possible."""
+"""The file of a network's constants, which must be complete, trusted, new and valid."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_is_no_file_of_ours_is_not_opened_or_waited_for(tmp_path: Path) -> 
     path.mkdir()
     assert cost_cache.read(str(tmp_path), NETWORK) is None
     assert not cost_cache.write(str(tmp_path), NETWORK, COST)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # nothing half done
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no temporary file
     path.rmdir()
     cost_cache.write(str(tmp_path / "elsewhere"), NETWORK, COST)
     path.symlink_to(file_of(tmp_path / "elsewhere"))

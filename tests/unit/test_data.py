@@ -1,4 +1,4 @@
-"""ringjax.data: who gets which elements, and loaders that read ahead."""
+"""Tests of ringjax.data: the elements of each rank, and loaders that read ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ringjax.errors import NotInitialized
 
 
 class Stream:
-    """Something that can be iterated, again and again, and has no length."""
+    """An iterable without a length that can be iterated several times."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -33,7 +33,7 @@ class Stream:
 
 
 class Places:
-    """Elements at places, as map-style datasets of PyTorch have them: no slices."""
+    """A map-style dataset like PyTorch's: elements by index, no slices."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -50,7 +50,7 @@ class Places:
 
 
 class Counted(Stream):
-    """A stream whose length is known."""
+    """An iterable with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -157,7 +157,7 @@ def test_sampler_in_order_and_bad_ones() -> None:
 
 
 class Loader(BaseDataLoader):
-    """Batches 0, 1, 2 of epoch after epoch, and who has read them."""
+    """Yields batches 0, 1, 2 of every epoch and records the reading threads."""
 
     def __init__(self, batches: int, fails_at: int | None = None) -> None:
         self.batches, self.fails_at = batches, fails_at
@@ -213,10 +213,10 @@ def test_batches_are_read_before_they_are_asked_for() -> None:
     loader = AsyncLoader(2, False, 9)
     batches = iter(loader)
     assert next(batches) == 0
-    until(lambda: len(loader.readers) >= 4)  # two in the queue, one waits for room
+    until(lambda: len(loader.readers) >= 4)  # two are queued, one waits
     assert len(loader.readers) == 4
     batches.close()  # type: ignore[attr-defined]
-    assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # begun anew
+    assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # started again
     loader.close_async_loader()
 
 
@@ -230,7 +230,7 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_used() -> None:
     loader.close_async_loader()
 
 
-# -- even_steps: of several ranks in tests/ranks/jax/test_uneven.py --------------------
+# -- even_steps; tests/ranks/jax/test_uneven.py tests several ranks --------------------
 
 
 class Wrong:

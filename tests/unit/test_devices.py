@@ -34,7 +34,7 @@ class Failure(_native.StatusError):
 
 
 class Core:
-    """A fake of the native core: files that can be opened, what was called."""
+    """A fake of the native core with a set of files. Records its calls."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files, self.calls, self.failing = files, [], ""
@@ -69,7 +69,7 @@ class Core:
 
 
 class Home:
-    """A world of which this rank is 0; the others say what `others` makes of it."""
+    """A world whose rank 0 is this one. `others` computes the other ranks' answers."""
 
     rank = 0
 
@@ -136,7 +136,7 @@ def test_the_wheels_file_comes_before_the_systems(
     core.files["/wheel/libnccl.so.2"] = "/wheel/libnccl.so.2"
     assert devices.open_library("")[1] == "/wheel/libnccl.so.2"
     core.files.clear()
-    with pytest.raises(RingjaxError, match="/wheel/"):  # the one that was there
+    with pytest.raises(RingjaxError, match="/wheel/"):  # the file that was found
         devices.open_library("")
 
 
@@ -182,7 +182,7 @@ def test_versions_as_people_write_them() -> None:
     assert devices.version_text(22304) == "2.23.4"
 
 
-# -- coming together -------------------------------------------------------------------
+# -- connecting ------------------------------------------------------------------------
 
 
 def test_all_process_sets_get_one(core: Core) -> None:
@@ -385,7 +385,7 @@ def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
 
 
 def test_a_library_that_is_not_used_is_a_warning(core: Core) -> None:
-    core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # was mapped already
+    core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # already loaded
     home = Home(core, nccl="/mine/libnccl.so.2")
     devices_of(home).open([0], "", {0: [0, 1]})
     assert any("RINGJAX_NCCL is not used: /jax/" in line for line in home.lines)

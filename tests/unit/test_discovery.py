@@ -1,4 +1,4 @@
-"""The discovery script of an elastic job: it runs again and again."""
+"""The discovery script of an elastic job, which ringrun runs repeatedly."""
 
 from __future__ import annotations
 

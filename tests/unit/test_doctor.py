@@ -23,7 +23,7 @@ from ringjax.doctor import trial
 
 _NETWORK = ["unshare", "-n"]
 MOUNTS = ["unshare", "-m", "--propagation", "private"]
-# Warnings that are right on a machine for tests.
+# Warnings that are correct on the machines that run these tests.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 
@@ -146,7 +146,7 @@ def test_a_container_that_forbids_to_read_the_memory_of_others() -> None:
 
 
 def test_a_container_without_memfd() -> None:
-    # ringrun's agents need one for themselves, so a process of the check alone.
+    # ringrun's agents need memfd_create, so only the process of the check lacks it.
     script = "from ringjax.doctor import limits\n"
     script += "print([f.text for f in limits.memfd(None)])"
     done = subprocess.run(
@@ -224,7 +224,7 @@ def test_a_limit_of_the_address_space() -> None:
 
 @needs_root("setpriv")
 def test_too_few_threads() -> None:
-    # Another user, who may read this Python wherever it is.
+    # Another user, who must be allowed to read this Python.
     nobody = ["setpriv", "--reuid=65534", "--clear-groups"]
     nobody += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
     before = "ulimit -u 60; export HOME=/nonexistent PYTHONDONTWRITEBYTECODE=1"

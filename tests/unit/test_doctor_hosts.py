@@ -18,7 +18,7 @@ import pytest
 from support.doctor import Visit, needs_root, visit
 from support.launch import ROOT
 
-# In the last place, because the tested ringjax must not come from the checkout.
+# Append, because the tested ringjax must not come from the checkout.
 sys.path.append(str(ROOT))
 from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
 
@@ -51,7 +51,7 @@ class Hosts:
             (folder / f"{number}.sh").write_text("")
 
     def hosts(self, number: int, text: str) -> None:
-        """Gives a host an /etc/hosts."""
+        """Writes the /etc/hosts of a host."""
         (self.folder / f"hosts.{number}").write_text(text)
 
     def on(self, number: int, command: str) -> None:
@@ -80,7 +80,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 def test_two_healthy_hosts(hosts: Hosts, tmp_path: Path) -> None:
     found = hosts.visit(trial=True, env={"RINGJAX_CACHE_DIR": str(tmp_path / "cache")})
-    # A machine for tests may have little memory, or be busy.
+    # A test machine may be busy or have little memory.
     assert found.complaints() <= {"/dev/shm", "memory", "trial"}, found.found
     assert found.code == 0
     said = {row["check"]: row["text"] for row in found.rows()}
@@ -225,7 +225,7 @@ def test_versions_differ(hosts: Hosts) -> None:
 
 
 def test_a_clock_that_is_wrong(hosts: Hosts) -> None:
-    # All of them have one kernel, so the Python of the second host is told.
+    # All hosts have one kernel, so only the Python of the second host differs.
     late = "import socket, time\nnow = time.time\n"
     late += "if socket.gethostname() == 'rj-1':\n    time.time = lambda: now() + 90\n"
     (hosts.folder / "sitecustomize.py").write_text(late)

@@ -23,7 +23,7 @@ from ringjax.doctor.findings import (
     warn,
 )
 
-# Warnings that are right on a machine for tests.
+# Warnings that are correct on the machines that run these tests.
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 

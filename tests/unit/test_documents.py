@@ -1,4 +1,4 @@
-"""Documents name files, headings and tests that exist; no promise is without a test."""
+"""Documents name only existing files, headings and tests. Each promise has a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.tree import Check, Tree, expect_offences, report
 
 FOLDERS = "ringjax xla_ext tests examples benchmarks docs release"
 PROMISES = "docs/developers/promises.md"
-# Headers of TensorFlow's, which are in no folder of ours.
+# Headers of TensorFlow, which are not in this repository.
 FOREIGN = {"tensorflow/c/kernels.h", "ops.h"}
 
 

@@ -1,4 +1,4 @@
-"""The elastic loop and plain states, in one process: what happens after which error.
+"""The elastic loop and plain states, in one process: the reaction to each error.
 
 Resets, broadcasts and notifications are the test's own; real ones are in tests/ranks.
 """
@@ -20,7 +20,7 @@ def state_of(**kwargs) -> ObjectState:
 
 
 class Diary:
-    """A training function that fails as told, and a reset that notes when it ran."""
+    """A training function with planned failures, and a reset that records its calls."""
 
     def __init__(self, *failures: BaseException | None) -> None:
         self.failures = list(failures)
@@ -57,7 +57,7 @@ def test_a_failure_goes_back_to_the_last_commit() -> None:
 
 
 def test_what_jax_raises_for_a_compiled_step_is_a_failure_too() -> None:
-    """From its cache it is a ValueError; a ValueError of the program is not."""
+    """JAX raises a ValueError from its cache. The program's own ValueError differs."""
     lost = "UNAVAILABLE: RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors): rank 1"
     diary = Diary(ValueError(lost))
     assert diary.run(state_of(step=3)) == 4
@@ -114,7 +114,7 @@ def test_other_hosts_lose_nothing_and_sync_only_if_somebody_came() -> None:
     assert diary.run(state) == 2
     second = ["reset", "sync", "train 1"]
     third = ["reset", "train 2"]
-    # The sync at the beginning of the second run was the last thing that was saved.
+    # The state was saved last by the sync at the beginning of the second run.
     fourth = ["reset", "sync", "train 1"]
     assert diary.pages == ["sync", "train 0", *second, *third, *fourth]
 
@@ -173,7 +173,7 @@ def test_notifications_reach_the_state_while_it_is_trained() -> None:
         return state.step
 
     assert elastic.run_fn(train, lambda: None)(state) == 2
-    manager.handle_hosts_updated(9.0, HostUpdateResult.added)  # nobody listens
+    manager.handle_hosts_updated(9.0, HostUpdateResult.added)  # no state listens
     state.check_host_updates()
 
 
@@ -193,7 +193,7 @@ def test_only_leaving_ranks_need_no_sync(updates, skip_sync: bool) -> None:
     with pytest.raises(errors.HostsUpdatedInterrupt) as caught:
         state.commit()
     assert caught.value.skip_sync is skip_sync
-    state.commit()  # said once
+    state.commit()  # reported once
 
 
 def test_all_ranks_do_what_rank_0_has_heard() -> None:

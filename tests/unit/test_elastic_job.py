@@ -1,4 +1,4 @@
-"""The elastic loop in an elastic job: what it asks of the runtime, in which order.
+"""The elastic loop in an elastic job: its calls to the runtime, and their order.
 
 The runtime is the test's own and notes what it is asked. Real jobs, whose ranks are
 killed, are in tests/ranks.
@@ -29,7 +29,7 @@ from ringjax.elastic.transfer import Participants
 
 
 class Runtime:
-    """Stands for the runtime of one rank of three."""
+    """A stand-in for the runtime of a rank in a job of three ranks."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
@@ -120,7 +120,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def train_with(job: Runtime, *events, commits: int = 4):
-    """A function that notes its calls, and does an event after each commit."""
+    """A training function that records its calls and runs an event per commit."""
     todo = list(events)
 
     @run
@@ -205,7 +205,7 @@ def test_a_pause_that_fails_is_a_failure(job: Runtime) -> None:
 
     assert train_with(job, announce)(State(step=0)) == 4
     assert job.pages[2:4] == ["pause 3", "restart: while pausing"]
-    # The change is announced still, so the next commit asks again.
+    # The change is still announced, so the next commit asks again.
     assert job.pages[4:] == ["share", "train 1", "pause 3", "train 2"]
 
 
@@ -259,7 +259,7 @@ def test_a_newcomer_rehearses_and_keeps_nothing_of_it(job: Runtime) -> None:
     def warm_up(state: State) -> None:
         job.pages.append("warm up")
         state.step = 99
-        state.commit()  # nobody to ask
+        state.commit()  # no other rank to agree with
         state.step = 100
 
     @run(warm_up=warm_up)
@@ -302,7 +302,7 @@ def test_samplers_take_their_shares_by_what_was_agreed(job: Runtime) -> None:
         assert state.sampler.num_replicas == 3
         return list(state.sampler)
 
-    assert train(state) == [1, 4, 7, 10]  # worker 5 is the second of three
+    assert train(state) == [1, 4, 7, 10]  # worker 5 is rank 1 of 3
 
 
 def test_sigterm_is_a_wish_to_leave(job: Runtime) -> None:
@@ -333,7 +333,7 @@ def test_a_later_sigterm_means_it(
         def train(state: State) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-            for _ in range(100):  # the interpreter looks for it between steps
+            for _ in range(100):  # Python handles it between byte codes
                 pass
 
         train(State(step=0))
@@ -371,7 +371,7 @@ def test_who_sends_the_state_to_whom(held, source, receivers) -> None:
     assert sync_plan.choose_participants(held, [0, 1, 2]) == Participants(
         source, receivers
     )
-    # In groups of two, at the second place.
+    # This rank is the second of a group of two.
     elsewhere = Participants(2 * source + 1, tuple(2 * r + 1 for r in receivers))
     assert sync_plan.choose_participants(held, [1, 3, 5]) == elsewhere
 

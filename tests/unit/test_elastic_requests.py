@@ -1,4 +1,4 @@
-"""The requests of a program that pauses, with a world that the test plays."""
+"""The requests of a program that pauses. The test simulates the world."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ringjax.runtime import elastic_requests, lifecycle
 
 
 class World:
-    """An elastic world in epoch 5; `events` come one by one while somebody waits."""
+    """An elastic world in epoch 5. Each wait handles the next of `events`."""
 
     def __init__(self, *events: Callable[[World], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.epoch_info = SimpleNamespace(epoch=5)
         self.resizes = 0
         self.dismissed = self.restart_pending = False
-        self.local_devices, self.devices = None, self  # none to connect anew
+        self.local_devices, self.devices = None, self  # none to connect
         self.client = self
         self.said: list[tuple[int, int]] = []
         self._events = list(events)

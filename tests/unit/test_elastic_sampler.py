@@ -1,4 +1,4 @@
-"""ElasticSampler: who gets which samples, and that none is lost when ranks change."""
+"""ElasticSampler: the samples of each rank, and no loss of samples if ranks change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_samples_are_given_and_all_ranks_take_as_many_steps(
     assert [len(sampler) for sampler in everyone] == [steps] * size
     given_out = Counter(index for part in parts for index in part)
     assert given_out.keys() == set(range(count))
-    assert sum(given_out.values()) - count < max(size, 1)  # only to fill the last step
+    assert sum(given_out.values()) - count < max(size, 1)  # padding of the last step
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(as_rank) -> None:

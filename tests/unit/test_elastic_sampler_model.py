@@ -1,4 +1,4 @@
-"""Every sample once, also where ranks die, join and go back: a model of an elastic job.
+"""Every sample is used once although ranks die, join and roll back: a model of a job.
 
 The model is a job of several ranks in one process, whose ranks do what the runtime's
 promises allow: a rank dies in a step before or after its part is in the result, and the
@@ -46,7 +46,7 @@ class Job:
             self.become(worker)
             self.ranks.append(Rank(worker, ElasticSampler(count, seed=3)))
         self.cut()
-        self.pending: list[tuple[int, bool]] = []  # a sample, and whether it only fills
+        self.pending: list[tuple[int, bool]] = []  # a sample, and whether it is padding
         self.done: list[tuple[int, bool]] = []
         self.commit_state = self.ranks[0].sampler.state_dict()
 
@@ -59,7 +59,7 @@ class Job:
         self.patch.setattr(sync_plan, "own_number", lambda: worker)
 
     def cut(self, state=None) -> None:
-        """All ranks take new shares; with a state, from there."""
+        """Gives all ranks new shares, of the state's remaining samples if given."""
         for rank in self.ranks:
             self.become(rank.worker)
             if state is None:
@@ -91,7 +91,7 @@ class Job:
         assert all(state == states[0] for state in states)
 
     def commit(self, joining: int) -> None:
-        """Keeps the state; if ranks have gone or come, all take new shares."""
+        """Commits the state. If ranks have left or joined, all get new shares."""
         self.commit_state = self.ranks[0].sampler.state_dict()
         self.done += self.pending
         self.pending = []
@@ -100,7 +100,7 @@ class Job:
             self.meet(joining, None)
 
     def restart(self, dies: int, joining: int) -> None:
-        """All go back to the last commit, perhaps without one and with others."""
+        """Rolls all ranks back to the last commit; ranks may be lost and join."""
         if dies < len(self.ranks) > 1:
             self.ranks.pop(dies)
         self.pending = []
@@ -137,7 +137,7 @@ def test_every_sample_is_in_one_committed_step(count: int, size: int, events) ->
         for name, *arguments in events:
             getattr(job, name)(*arguments)
         job.commit(0)
-        # A program goes on until nothing is left, also of what was lost at the end.
+        # A program continues until no samples are left, also none of lost ranks.
         for _ in range(3 + count):
             while job.ranks[0].at < len(job.ranks[0].share):
                 job.step(3, 9, True)
@@ -163,7 +163,7 @@ def test_what_a_lost_rank_had_comes_again(monkeypatch: pytest.MonkeyPatch) -> No
     left = sorted(job.ranks[0].sampler.remaining_indices)
     assert set(had) < set(left) and len(left) == 8
     assert [len(rank.share) for rank in job.ranks] == [4, 4]
-    # Two ranks share them now; who joins takes a part.
+    # Two ranks share the samples now, and a joining rank gets a part.
     job.commit(1)
     assert [len(rank.share) for rank in job.ranks] == [3, 3, 3]
 

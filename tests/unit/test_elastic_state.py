@@ -27,7 +27,7 @@ def _job_of_one():
 
 
 def fresh(value: float = 1.0) -> jax.Array:
-    """An array whose memory is its own, so that it can be donated."""
+    """An array that owns its memory, so that it can be donated."""
     return jax.block_until_ready(jnp.full((5, 7), value) * 1.0)
 
 
@@ -62,7 +62,7 @@ def test_a_donated_array_comes_back(fails_after: int) -> None:
         state.x, state.step = DONATING(state.x), step
         state.commit()
     for _ in range(2):
-        DONATING(state.x)  # and then the step fails: nothing is assigned
+        DONATING(state.x)  # the step fails before it assigns a result
         assert state.x.is_deleted()
         state.restore()
         np.testing.assert_array_equal(state.x, np.full((5, 7), 1.0 + fails_after))
@@ -81,7 +81,7 @@ def test_a_program_that_begins_to_donate_gets_a_clear_error() -> None:
     state.x = fresh(7)
     state.commit()
     DONATING(state.x)
-    state.restore()  # now it is known
+    state.restore()  # restore reveals it
     np.testing.assert_array_equal(state.x, np.full((5, 7), 7.0))
 
 
@@ -96,7 +96,7 @@ def test_what_is_known_of_donation() -> None:
     assert donation.names_to_copy({"x": z}) == set()
     w = DONATING(z)
     assert donation.names_to_copy({"x": w}) == {"x"}
-    assert donation.names_to_copy({"x": STEP(w)}) == {"x"}  # for ever
+    assert donation.names_to_copy({"x": STEP(w)}) == {"x"}  # stays so
 
 
 def test_a_failed_program_is_not_committed() -> None:
@@ -108,7 +108,7 @@ def test_a_failed_program_is_not_committed() -> None:
         return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     state = elastic.State(x=fresh(), step=0)
-    with pytest.raises(jax.errors.JaxRuntimeError):  # here or in the commit
+    with pytest.raises(jax.errors.JaxRuntimeError):  # raised here or by the commit
         state.x, state.step = step(state.x), 1
         state.commit()
     state.restore()
@@ -159,7 +159,7 @@ def test_objects_with_a_state_of_their_own() -> None:
 def test_a_state_of_ones_own_kind_as_in_horovod() -> None:
     class Mine(elastic.State):
         def __init__(self, **kwargs) -> None:
-            self.early = 1  # before the base class knows anything
+            self.early = 1  # before the base class is initialised
             super().__init__(bcast_object=lambda obj: obj, get_rank=lambda: 0)
             self.value, self.kept = 1, 1
 
@@ -182,7 +182,7 @@ def test_a_state_of_ones_own_kind_as_in_horovod() -> None:
     assert elastic.run(lambda state: state.value)(state) == 2
 
 
-# -- on the way to another rank --------------------------------------------------------
+# -- sending to another rank -----------------------------------------------------------
 
 
 def test_all_kinds_of_values_arrive() -> None:
@@ -249,7 +249,7 @@ def test_structures_are_mapped_to_their_likes() -> None:
 
 
 def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
-    """Outside of `run`, where nothing else would, as in Horovod."""
+    """Outside of `run`, only `sync` makes states equal, as in Horovod."""
     sampler = elastic.ElasticSampler(8, shuffle=False)
     state = elastic.State(sampler=sampler)
     for number, rows in enumerate(sampler.batches(2)):

@@ -1,4 +1,4 @@
-"""A state from one rank to others, over the links of ranks that are threads here."""
+"""Sends a state from a rank to others over links. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ here = threading.local()
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch):
-    """Runs a function as each of five ranks; only 1, 3 and 4 have links."""
+    """Runs a function as each of five ranks. Only ranks 1, 3 and 4 have links."""
     chosen = [1, 3, 4]
     world = _native.local_world([0, 0, 0])
     monkeypatch.setattr(runtime, "rank", lambda: here.rank)
@@ -67,7 +67,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
 def state(value: float) -> dict[str, Any]:
     rng = np.random.default_rng(int(value))
     return {
-        # More than a chunk, and pieces that lie across the borders of chunks.
+        # More than a chunk, and pieces that cross the borders of chunks.
         "params": {"w": jnp.asarray(rng.random((1531, 1733), np.float32))},
         "many": [np.full(n, value) for n in (0, 1, 1027, 99_991, 1_000_003)],
         "step": int(value),

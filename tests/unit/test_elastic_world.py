@@ -1,4 +1,4 @@
-"""Epochs of an elastic world that come to nothing."""
+"""Epochs of an elastic world that fail before they are formed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EpochBuilder:
 
 
 def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
-    # Another member may have formed it, and not know yet that it is over.
+    # Another member may have formed the epoch and not know yet that it has ended.
     mine, theirs = socket.socketpair()
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     other = _native.Heartbeat(

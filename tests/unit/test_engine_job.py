@@ -43,7 +43,7 @@ print("end", ringjax.rank(), ringjax.size())
 
 
 class Processes:
-    """An engine that can do nothing but start processes and see them end."""
+    """An engine that can only start processes and notice their ends."""
 
     def __init__(self) -> None:
         self._all: list[subprocess.Popen[str]] = []
@@ -132,9 +132,7 @@ def test_newcomers_begin_afresh_if_the_last_member_has_ended(certain: bool) -> N
             job._coordinator.events.put(event)
         job.poll()
         job.lost(0, "killed", certain=certain)
-        assert job.over == (
-            not certain
-        )  # the worker may go on where it is out of reach
+        assert job.over == (not certain)  # an unreachable worker may still run
 
 
 def test_a_worker_that_never_became_a_member_is_named() -> None:
@@ -257,7 +255,7 @@ def test_a_visit_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
 
 
 def test_another_driver_takes_its_place(engine: Processes) -> None:
-    """The first one is gone; the second has the same port, secret and number."""
+    """The first job has ended. The second has the same port, secret and number."""
     script = RANK + LOOP
     with EngineJob(2, min_size=1, max_size=3, hosts=["127.0.0.1"]) as first:
         tickets = first.tickets(["one", "two"])

@@ -1,4 +1,4 @@
-"""Failpoints: how they are written, and what they do; jobs with them are elsewhere."""
+"""Failpoints: their syntax and their actions, without jobs."""
 
 from __future__ import annotations
 

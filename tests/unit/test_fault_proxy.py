@@ -1,4 +1,4 @@
-"""A rank joins its coordinator through a bad network: it joins, or says why not; soon.
+"""A rank soon joins its coordinator through a bad network, or says why it cannot.
 
 Nothing that was damaged is ever believed, and the server serves on. All of it in the
 clear and, where Python can, in TLS.
@@ -21,7 +21,7 @@ from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-# From the caller: introduction, proof; then sealed messages.
+# The caller sends an introduction, a proof, and then sealed messages.
 HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 97
 # The hello of TLS and what ends it; the other end's hello.
 TLS_UP, TLS_DOWN = 343, 225
@@ -85,14 +85,14 @@ def test_no_damage_is_believed(
         ):
             _join(server, proxy, 0.3).exchange("v", 0.3, "a value")
             pytest.fail(f"{what} ({direction}) was not noticed")
-    with FaultProxy(_target(server)) as proxy:  # and the server serves on
+    with FaultProxy(_target(server)) as proxy:  # the server continues
         _join(server, proxy).close()
 
 
 def test_a_silent_network_is_given_up_in_time(
     server: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if that is less than a handshake may take: else this would never end."""
+    """The limit also holds if a handshake may take longer than the limit."""
     monkeypatch.setattr("ringjax.control.connecting.HANDSHAKE_TIMEOUT", 3600.0)
     with (
         FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy,

@@ -1,4 +1,4 @@
-"""The check for leaks of long runs finds what grows, and nothing else."""
+"""The check for leaks of long runs finds only processes that grow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _watch(
 def test_what_comes_and_goes_is_no_growth(
     clock: dict[str, dict[int, int]],
 ) -> None:
-    # Large while it starts, and in between.
+    # Large at its start, and for a moment later.
     samples = [(400, 90), (100, 40), (300, 80), (100, 41), (180, 60), (102, 44)]
     watched = _watch(clock, samples)
     assert watched.found() == []

@@ -1,4 +1,4 @@
-"""The handshake: who gets in, who does not, and what strangers cost.
+"""The handshake: accepted and refused callers, and the cost of strangers.
 
 The protocol is tried as a pure state machine first, then through `Acceptor` on sockets.
 """
@@ -120,7 +120,7 @@ def test_a_false_introduction(change: dict[str, object], text: str) -> None:
 def test_the_wrong_secret_is_refused_by_both_sides() -> None:
     with pytest.raises(AuthenticationError, match="does not know this job's secret"):
         converse(handshake.caller_steps(b"w" * 32, HELLO), answer())
-    # A caller who goes on in spite of that gets no further.
+    # A caller that continues in spite of that fails at the next message.
     callee = answer()
     next(callee)
     challenge, _ = callee.send(HELLO.pack(bytes(32)))
@@ -174,7 +174,7 @@ def test_an_altered_sealed_message_is_noticed(place: int, change: int) -> None:
     sealed[place % len(sealed)] ^= change
     opener = MessageOpener(b"k", max_bytes=4096)
     with contextlib.suppress(AuthenticationError):
-        assert opener.feed(bytes(sealed)) == []  # a longer length waits for more
+        assert opener.feed(bytes(sealed)) == []  # a longer length needs more bytes
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0)])
@@ -207,11 +207,11 @@ def test_only_json_objects() -> None:
             MessageOpener(b"k").feed(head + mac + text)
 
 
-# Through a door.
+# Connections to a listener ("door").
 
 
 class House:
-    """A door, its loop in a thread, and who came in."""
+    """A listener with its loop in a thread, and the callers that it accepted."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -321,11 +321,11 @@ def test_slow_strangers_neither_block_nor_stay(
             sock.sendall(HELLO.pack(bytes(32))[:5])
         house.enter().close()
         until(lambda: bool(house.admitted))
-        assert len(house.door._pending) == 20  # none of them had to leave before that
+        assert len(house.door._pending) == 20  # none was closed before
         monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT", 1.0)
         for guest in list(house.door._pending.values()):
-            guest.deadline = time.monotonic()  # its time is up
-        for sock in slow:  # each was shown out
+            guest.deadline = time.monotonic()  # the time limit passes
+        for sock in slow:  # the listener closed each one
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     assert not house.door.has_pending
@@ -346,7 +346,7 @@ def test_the_oldest_gives_way_when_strangers_crowd_the_door(
 
 
 class Rank:
-    """A caller that says who it is at once, and goes on when the test wants it."""
+    """A caller that sends its introduction and continues when the test says so."""
 
     def __init__(self, house: House) -> None:
         self.sock = house.visit()

@@ -1,4 +1,4 @@
-"""HOROVOD_* variables: each has a fate, is read at init and never an error."""
+"""HOROVOD_* variables: each is used, ignored or reported at init, never an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax import config
 from ringjax.config import Config
 from ringjax.settings import horovod_variables
 
-# Every variable that Horovod 0.28.1 reads, at run time and when it is built.
+# All variables that Horovod 0.28.1 reads, at run time and at its build.
 KNOWN = """
 RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME GLOO_RENDEZVOUS_ADDR
 GLOO_RENDEZVOUS_PORT GLOO_IFACE GLOO_TIMEOUT_SECONDS CONTROLLER CPU_OPERATIONS
@@ -53,7 +53,7 @@ def test_each_honoured_one_changes_a_setting() -> None:
     for name, ours in horovod_variables.honoured().items():
         fields = {variable.removeprefix("RINGJAX_").lower() for variable in ours}
         if name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-            continue  # only together, see below
+            continue  # only works with others, see below
         before = Config.from_env(place)
         after = Config.from_env({**place, name: values.get(name, "1")})
         changed = {f for f in vars(before) if getattr(before, f) != getattr(after, f)}

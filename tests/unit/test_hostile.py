@@ -1,4 +1,4 @@
-"""Strangers at every door of a job that trains: it does not notice them.
+"""Strangers connect to every listener of a training job without any effect on it.
 
 That throughput does not suffer either is measured in benchmarks/elastic/strangers.py.
 """
@@ -44,7 +44,7 @@ print(f"done after {steps} steps", flush=True)
 def training(start_job: StartJob, tmp_path: Path) -> Job:
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(TRAIN)
-    # TCP as between hosts, so that there are doors of that kind as well.
+    # TCP as between hosts, so that the job also has TCP listeners.
     words = [sys.executable, str(script), str(stop)]
     job = start_job(2, words, env={"RINGJAX_SHM": "0"})
     for rank in range(2):
@@ -71,7 +71,7 @@ def _complaints(job: Job) -> list[str]:
 
 
 def _closed(before: dict[int, int], job: str) -> list[str]:
-    """Descriptors that are open and were not before."""
+    """Descriptors that are open now and were not open before."""
     now = strangers.descriptors(job)
     return [f"{pid}: {n} now" for pid, n in now.items() if n > before.get(pid, n) + 1]
 
@@ -90,11 +90,11 @@ def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
                 if sock is not None:
                     kept.append(stack.enter_context(sock))
 
-        # At once: most of them wait until the door has enough of them.
+        # All at once: most connections wait until the listener closes them.
         visits = list(itertools.product(doors, strangers.VISITS))
         with ThreadPoolExecutor(len(visits)) as pool:
             list(pool.map(visit, *zip(*visits, strict=True)))
-        # Nobody keeps a place for longer than a handshake may take.
+        # No stranger keeps its place for longer than a handshake may take.
         for sock in kept:
             sock.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
@@ -103,7 +103,7 @@ def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
     grown = {p: n - memory.get(p, n) for p, n in strangers.memory(training.id).items()}
     assert max(grown.values()) < 32 << 20, grown
     _end(training, tmp_path / "stop")
-    # Every door says it once a minute, not once a connection.
+    # Every listener warns once a minute, not for every connection.
     assert 1 <= len(_complaints(training)) <= 2 * len(doors), training.logs()
 
 

@@ -1,4 +1,4 @@
-"""Some thousand damaged inputs for every parser; `make fuzz` goes on.
+"""Some thousand damaged inputs for every parser. `make fuzz` tries many more.
 
 And that the search itself finds what is planted.
 """
@@ -21,7 +21,7 @@ def _reads_behind_the_end(data: bytes) -> None:
 
 
 def _takes_what_it_is_told(data: bytes) -> None:
-    if len(data) > 4:  # no more than shows: gigabytes of zeros take seconds
+    if len(data) > 4:  # few zeros suffice: gigabytes take seconds
         bytearray(min(int.from_bytes(data[:4], "big"), MOST_MEMORY + 1))
 
 

@@ -194,7 +194,7 @@ def test_own_addresses() -> None:
     assert reachable_addresses([], []) == ["127.0.0.1"]
     assert reachable_addresses([], ["lo"]) in (["127.0.0.1"], ["127.0.0.1", "::1"])
     assert reachable_addresses(["127.0.0.2"], []) == ["127.0.0.1"]
-    # A name that only ssh can resolve is reached from any interface, never from "all".
+    # A name that only ssh can resolve may be on any interface, but never on "all".
     found = reachable_addresses(["no-such-host.invalid"], [])
     assert found
     assert "0.0.0.0" not in found

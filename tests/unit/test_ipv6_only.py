@@ -10,7 +10,7 @@ import sys
 import pytest
 from support.launch import ROOT, environment
 
-# Only ::1 is left.
+# Only the address ::1 remains.
 NAMESPACE = [
     "unshare",
     "-n",

@@ -1,4 +1,4 @@
-"""A job that stops at its first loss: who gathers, who is told what, and epochs.
+"""A job that stops at its first loss: gathering, messages to ranks, epochs.
 
 What such a job has in common with an elastic one: test_coordinator.py. Ranks are
 threads here: they differ from processes only by how they end.
@@ -26,14 +26,14 @@ from ringjax.membership.joined_job import join
 
 
 def come(here: Town, *ranks: int) -> list[Future[CoordinatorClient]]:
-    """These ranks join, and wait for the others."""
+    """Lets these ranks join and wait for the others."""
     found = [here.pool.submit(here.join, rank) for rank in ranks]
     until(lambda: here.waiting() >= set(ranks) or all(one.done() for one in found))
     return found
 
 
 def test_missing_ranks_are_named_to_all_and_to_the_launcher(town: MakeTown) -> None:
-    here = town(4, **stopping, start_timeout=2.0)  # in which two threads have called
+    here = town(4, **stopping, start_timeout=2.0)  # two threads join in this time
     text = "ranks 0, 2 of 4 did not join within 2 s"
     for future in come(here, 1, 3):
         with pytest.raises(StartupError) as error:
@@ -143,7 +143,7 @@ def test_a_rank_may_die_and_come_again_while_the_others_wait(town: MakeTown) -> 
 
 
 class Stranger:
-    """Something else on the port: it shows everybody out."""
+    """A foreign server on the port that closes all connections."""
 
     def __init__(self) -> None:
         self.sock = addresses.listen("127.0.0.1")
@@ -205,7 +205,7 @@ def test_the_others_hear_who_left_and_who_died(town: MakeTown) -> None:
 
 
 class Light:
-    """A rank without a thread, which reads nothing; many fit into one test."""
+    """A rank that has no thread and reads nothing, so a test can have many."""
 
     def __init__(self, town: Town, rank: int) -> None:
         self.sock, self.sealer = raw(town, rank)
@@ -254,7 +254,7 @@ def test_an_exchange_without_a_coordinator(town: MakeTown) -> None:
     here.coordinator.close()
     with pytest.raises(PeerLost, match="vote: the coordinator is gone: it closed"):
         client.exchange(1, LONG, "vote")
-    client.report_failure("nobody hears it")  # and that is no error
+    client.report_failure("nobody hears it")  # no error
     client.leave()
 
 

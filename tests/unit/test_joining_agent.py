@@ -144,7 +144,7 @@ def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
 
 
 def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
-    """Connects with the secret; returns a function that exchanges messages."""
+    """Connects with the job's secret. Returns a function that exchanges messages."""
     who = HandshakeRequest(_JOB, Purpose.AGENT, 0, -1)
     where = f"127.0.0.1:{site.port}"
     sock, keys, _ = connect_to_server(

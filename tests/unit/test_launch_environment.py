@@ -215,7 +215,7 @@ def test_a_job_of_one_by_a_launcher(environ: dict[str, str]) -> None:
 
 
 def refusal(environ: dict[str, str]) -> str:
-    """Why `environ` is refused; it must be no job of one, unless that is said."""
+    """The error for `environ`, which must not become a job of one rank silently."""
     with pytest.raises(StartupError) as caught:
         find(environ)
     on_purpose = environ | {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "1"}
@@ -381,11 +381,11 @@ def test_where_rank_0_is() -> None:
     assert find(SLURM).rank0_host == "n1"
     assert find(SLURM | {"MASTER_ADDR": "head"}).rank0_host == "head"
     assert find(SLURM | {"SLURM_STEP_RESV_PORTS": "16900-16901"}).port == 16900
-    assert find(TORCHRUN).port == 0  # torch's own store sits on MASTER_PORT
+    assert find(TORCHRUN).port == 0  # torch's store uses MASTER_PORT
     assert find(SKYPILOT).rank0_host == "10.0.0.4"
     assert find(KUBEFLOW_PYTORCH).rank0_host == "train-node-0-0.train"
     assert find(KUBEFLOW_PYTORCH).port == 29400
-    assert find(KUBEFLOW_JAX).port == 0  # jax.distributed sits on it
+    assert find(KUBEFLOW_JAX).port == 0  # jax.distributed uses it
     by_hand = {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "2", "MASTER_ADDR": "head"}
     info = find(by_hand | {"MASTER_PORT": "4000"})
     assert (info.rank0_host, info.port, info.single_host) == ("head", 4000, False)

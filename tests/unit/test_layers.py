@@ -1,4 +1,4 @@
-"""The layers of the house: who may import or include whom, and how files are named.
+"""The layers of the packages: allowed imports and includes, and names of files.
 
 docs/developers/architecture.md says what each package is. A new package needs a place
 in `FLOORS`.
@@ -17,7 +17,8 @@ from statistics import median
 import pytest
 from support.tree import Check, Tree, expect_offences, report
 
-# Packages and lone modules, the top floor first: imports go down, or stay on a floor.
+# Packages and single modules by floor, the top floor first. A module may import from
+# its own floor and from lower floors.
 FLOORS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "explain", "top", "__main__"},
@@ -31,7 +32,7 @@ FLOORS = (
     | {"_native"},
 )
 FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
-# An import by name; of an f-string, the part before its first variable.
+# An import by name. From an f-string, the part before its first variable counts.
 BY_NAME = r"import_module\(\s*f?[\"'](ringjax\.[\w.]+)"
 ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # also start jobs
 # Horovod's module paths, which only re-export names. Horovod chose their vague names,
@@ -46,12 +47,13 @@ MOST_AT_THE_TOP = 16
 
 JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
-# Loaded where the program has loaded JAX, or wants it.
+# Modules that are loaded only if the program has loaded JAX or needs it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
-# Adapters of more than one framework: Keras is part of TensorFlow, and has backends.
+# Adapters that import several frameworks: TensorFlow contains Keras, and Keras has
+# backends.
 MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
 MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFrame
 # Modules that may read the environment for other things than ringjax's configuration:
@@ -72,8 +74,8 @@ ENVIRONMENT_READERS = {
 }
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
-# Medians, not caps: one deep file or function reads better than several parts of it,
-# each of which stays below a number.
+# Medians and no maxima: a long file about one idea reads better than parts of it that
+# only stay below a limit.
 MEDIAN_FILE = 150  # lines
 MEDIAN_FUNCTION = 10
 MOST_METHODS = 40  # per class of the core; a larger class has more than one duty
@@ -101,7 +103,7 @@ INCLUDES = {
         *("base", "collective", "engine/call", "engine/communicator"),
         "engine/recorder",
     },
-    "cuda": set(),  # also read by compilers that know no other folder
+    "cuda": set(),  # some compilers only have this folder
     "cuda/cuda_on_cpu.h": {"base", "cuda"},  # stands in for the device's headers
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "device", *ENGINE},
@@ -127,7 +129,7 @@ def _modules(tree: Tree) -> dict[str, str]:
 
 
 def _imports(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
-    """The place and the absolute name of all that a module imports, wherever in it."""
+    """The place and the absolute name of each import in a module, also in functions."""
     parts = path.split("/")
     for node in tree.module(path).imports:
         place = f"{path}:{node.lineno}"
@@ -154,7 +156,7 @@ def every_package_has_a_floor(tree: Tree) -> Iterator[str]:
 
 
 def _forbidden(module: str, name: str) -> Iterator[str]:
-    """Why a module must not import what has this name."""
+    """The reason why a module must not import this name, or ""."""
     mine, theirs, top = _layer(module) or "", _layer(name), name.split(".")[0]
     if theirs in FLOOR and FLOOR[theirs] > FLOOR.get(mine, 0):
         yield f"{theirs} is on a floor above {mine}"
@@ -181,7 +183,7 @@ def imports_point_downwards(tree: Tree) -> Iterator[str]:
 
 
 def nobody_goes_through_the_door(tree: Tree) -> Iterator[str]:
-    """`import ringjax` in a module would tie it to all that the package hands out."""
+    """`import ringjax` inside a module would make it depend on the whole package."""
     modules = {*_modules(tree), "ringjax._native"}
     for path in _modules(tree).values():
         for node in tree.module(path).imports:
@@ -256,7 +258,7 @@ def _room(path: str) -> str:
 
 
 def _includes(tree: Tree, path: str) -> Iterator[tuple[str, str, bool]]:
-    """The place and the name of each header, and whether it stands in quotes."""
+    """The place and the name of each included header, and whether it is quoted."""
     for place, match in tree.matches(r'(?m)^\s*#\s*include\s+(["<])([^">]+)', path):
         yield place, match[2], match[1] == '"'
 

@@ -1,4 +1,4 @@
-"""RINGJAX_TLS=required on links between ranks: who has keys, what is seen and believed.
+"""RINGJAX_TLS=required on links between ranks: keys, secrecy, damaged records.
 
 The records themselves: tests/native/channel_test.cc. Most needs a Python whose ssl has
 pre-shared keys, 3.13.

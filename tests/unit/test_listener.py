@@ -1,4 +1,4 @@
-"""Calls for an epoch that has not come yet wait; those of one that is over are refused.
+"""Calls for a future epoch wait, and calls for a past epoch are refused.
 
 What a listener does within one epoch is in test_mesh.py.
 """

@@ -31,7 +31,7 @@ from ringjax.xla import call_order, jax_private
 @pytest.fixture(scope="module", autouse=True)
 def _job_of_one() -> Iterator[None]:
     ringjax.init()
-    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # the backend is there
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts the backend
     yield
     ringjax.shutdown()
 
@@ -83,7 +83,8 @@ def test_many_gradients_are_few_calls_of_one_step(overlap: bool, count: int) -> 
     leaves = many(count)
     tx = ringjax.allreduce_grads(op=ringjax.Sum, overlap=overlap)
     found = calls(tx.update, leaves, tx.init(leaves))
-    dtypes, kinds = (2, 2) if overlap else (1, 1)  # a bucket has one; START and DONE
+    # A bucket has one dtype and two calls.
+    dtypes, kinds = (2, 2) if overlap else (1, 1)
     assert len(found) == kinds * dtypes * -(-count // dtypes // 512)
     assert sum("last = 1" in call.rest for call in found) == 1
     for update in (jax.jit(tx.update), tx.update):
@@ -190,7 +191,7 @@ def test_start_done_is_one_chain() -> None:
     targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
     assert [call.target for call in found] == targets
     chain = found[1:]
-    # Only the first START is tied; the others hang on the one before by seq.
+    # Only the first START has a tie. Each later call depends on the call before by seq.
     assert [len(call.operands) for call in chain] == [4, 2, 3, 2]
     for before, call in pairwise(found):
         assert call.operands[-1] == before.order
@@ -256,7 +257,7 @@ def test_the_chain_has_no_effect_and_keeps_fast_dispatch() -> None:
 
 def test_unused_results_stay_in_order() -> None:
     def program(x: Any) -> Any:
-        ringjax.allreduce(x)  # nobody uses it, but other ranks may wait for it
+        ringjax.allreduce(x)  # unused, but other ranks may wait for it
         return x
 
     assert len(calls(program, jnp.ones(3))) == 1

@@ -28,7 +28,7 @@ ADD = re.compile(r"(%\w+) = stablehlo\.add (%\w+(?:#\d+)?), (%\w+) : tensor<1xui
 @pytest.fixture(scope="module", autouse=True)
 def _job_of_one() -> Iterator[None]:
     ringjax.init()
-    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # the backend is there
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts the backend
     yield
     ringjax.shutdown()
 
@@ -69,7 +69,7 @@ def test_cuda_overlaps_where_the_cpu_does_not() -> None:
     for call, leaves in zip(found[1:], (2, 1, 2, 1), strict=True):
         expected = [(str(i), str(i)) for i in range(leaves + 1)]
         assert ALIAS.findall(call.rest) == expected
-    # DONE takes what START of the same bucket has given.
+    # The operands of a DONE are the results of its bucket's START.
     started = text.split("@ringjax_start")[0].rsplit("%", 1)[1].split(":")[0]
     assert found[3].operands[:2] == [f"%{started}#0", f"%{started}#1"]
 
@@ -122,7 +122,7 @@ def test_cuda_without_a_device_communicator() -> None:
             "rank has a CUDA device: ",
             "JAX_PLATFORMS=cpu",
         ):
-            on_cuda(f, jnp.ones(17))  # a shape of its own: JAX keeps what it lowered
+            on_cuda(f, jnp.ones(17))  # a new shape, because JAX caches lowerings
 
 
 def test_other_devices_are_refused() -> None:
@@ -185,7 +185,7 @@ def test_chains_of_one_program_have_buckets_of_their_own() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_bucket_starts_where_its_gradients_are_complete() -> None:
-    """Each START but the last holds back what the rest of the backward pass needs."""
+    """Each START but the last is tied to an operand of the later backward pass."""
 
     def program(ws: Any, x: Any, seq: Any) -> Any:
         def loss(ws: Any) -> Any:
@@ -218,7 +218,8 @@ def test_parameters_are_compared_on_cpus_only() -> None:
 
     on_cpu = calls(program, grads, SEQ)
     assert [call.target for call in on_cpu] == ["ringjax_check", "ringjax_run"]
-    # The number of the step, and all parameters; the gradients' call comes after it.
+    # The check sends the number of the step and all parameters. The gradients' call
+    # comes after it.
     assert len(on_cpu[0].operands) == 3
     assert on_cpu[0].order in on_cpu[1].operands
     assert [call.target for call in on_cuda(program, grads, SEQ)] == ["ringjax_run"]

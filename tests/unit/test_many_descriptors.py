@@ -1,4 +1,4 @@
-"""More descriptors than 1,024: they can be waited for, and what forbids them is named.
+"""More than 1,024 descriptors work, and an error names the limit that forbids them.
 
 How ranks and servers come together by hundreds is in test_handshake.py and
 test_job_that_stops.py.
@@ -125,7 +125,7 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
 def test_few_may_be_on_their_way(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel counts what all processes of a user have sent, root's apart."""
+    """The kernel counts descriptors in flight per user, except for root."""
     send, receive = shared_memory.send_descriptors, shared_memory.receive_descriptors
     lock, under_way = threading.Lock(), [0]
 
@@ -152,7 +152,7 @@ def test_few_may_be_on_their_way(
 
 
 def test_nothing_is_taken_that_is_for_somebody_else() -> None:
-    """A quick rank's heartbeat may speak while this one still waits for others."""
+    """A fast rank's heartbeat may arrive while this rank still waits for others."""
     one, two = socket.socketpair()
     with one:
         pair = PairSetup(1, local=True, shm=True)

@@ -1,4 +1,4 @@
-"""The rules of elastic jobs, one by one. All of them together: the simulation."""
+"""The rules of elastic jobs, one by one. The simulation tests them together."""
 
 from __future__ import annotations
 
@@ -72,9 +72,8 @@ def test_a_loss_while_an_epoch_forms() -> None:
     revoke = job.last(1, "revoke")
     assert revoke["lost"] == {"0": "lost its connection to the coordinator (EOF)"}
     assert (revoke["epoch"], revoke["restart"]) == (1, False)
-    job.membership.on_message(
-        1, {"type": "report", "epoch": 0}, job.now
-    )  # about the past
+    # About a past epoch.
+    job.membership.on_message(1, {"type": "report", "epoch": 0}, job.now)
     job.report(1, 2)
     assert (job.epoch, job.last(2)["previous"]) == (2, [1, 2])
 
@@ -160,7 +159,7 @@ def test_a_rank_that_can_only_start_again() -> None:
 def test_newcomers_and_leavers_change_at_a_pause() -> None:
     job = started(3, 1, 3).hello(5, 6)
     job.say(5, "ready")
-    assert "update" not in {m["type"] for m in job.mail[0]}  # all places are taken
+    assert "update" not in {m["type"] for m in job.mail[0]}  # the job is full
     job.say(1, "leaving")
     assert job.last(0) == {"type": "update", "number": 1, "joining": 1, "leaving": 1}
     for worker in (0, 1, 2):
@@ -187,7 +186,7 @@ def test_when_all_leave_the_job_ends_at_once(min_np: int) -> None:
     assert {job.last(worker)["type"] for worker in (0, 1, 2)} == {"dismissed"}
     assert job.membership.phase == "stopped"
     assert job.news[-1] == ("stop", "every rank has left, as it was asked to")
-    assert job.last(7)["type"] == "stopped"  # nobody waits for a newcomer
+    assert job.last(7)["type"] == "stopped"  # no member needs a newcomer
 
 
 def test_one_may_hear_first_that_all_are_to_leave() -> None:
@@ -263,7 +262,8 @@ def test_not_while_those_who_are_lost_may_go_on_elsewhere() -> None:
     job.membership.process_ended(1, "lost its host", job.now, heirs=False)
     job.take()
     assert (job.membership.phase, job.epoch) == ("waiting", 1)
-    job.membership.process_ended(1, "it ended", job.now)  # its host is back and says so
+    # Reported by its host, which is back.
+    job.membership.process_ended(1, "it ended", job.now)
     job.take()
     assert (job.order(), job.last(4)["kind"]) == ([4], "start")
 
@@ -286,7 +286,7 @@ def test_nobody_is_admitted_once_a_member_has_finished() -> None:
     assert gone["ranks"] == [told]
     job.hello(8)
     assert job.last(8)["type"] == "dismissed"
-    job.lose(2)  # no shortage now, and what rank 0 said counts
+    job.lose(2)  # enough ranks, and rank 0's report counts
     job.report(1, line=(8, 8, True))
     assert job.last(1)["verdicts"] == {"0": (9, True)}
     job.say(1, "leave")
