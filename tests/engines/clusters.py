@@ -1,4 +1,4 @@
-"""A cluster of Ray on this machine, and something to do beside it."""
+"""A cluster of Ray on this machine, and actions beside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ray_cluster(connect: bool = True, **head: Any) -> Iterator[Cluster]:
 
 
 class Aside(threading.Thread):
-    """Runs something beside the test, which kills parts of it meanwhile."""
+    """Runs a function in a thread while the test kills parts of the cluster."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         super().__init__()

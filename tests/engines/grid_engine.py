@@ -1,4 +1,4 @@
-"""A small Grid Engine of our own: one host, this machine, nothing in /etc, no services.
+"""A small private Grid Engine: one host, this machine, nothing in /etc, no services.
 
 Needs root, and Debian's packages gridengine-master, gridengine-exec, gridengine-client.
 """
@@ -54,7 +54,7 @@ def _path(name: str) -> str | None:
 
 
 class GridEngine:
-    """The daemons; `env` is for those who want to use them."""
+    """The daemons. Programs that use them need the variables `env`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class GridEngine:
         self._give("-Aq", "\n".join(f"{k} {values.get(k, v)}" for k, v in lines))
 
     def _lay_out(self) -> None:
-        """The cell, its spool and its configuration."""
+        """Makes the cell, its spool and its configuration."""
         folder, common = self.folder, self.folder / "default" / "common"
         for path in (common, *(folder / n for n in ("db", "qmaster", "execd"))):
             path.mkdir(parents=True)
@@ -136,7 +136,7 @@ class GridEngine:
         self._retry("qconf", option, str(file))
 
     def _retry(self, *words: str) -> None:
-        """Until the master answers."""
+        """Waits until the master answers."""
         deadline = time.monotonic() + 20
         while True:
             try:
@@ -155,7 +155,7 @@ class GridEngine:
         return done.stdout.strip()
 
     def run(self, script: str, slots: int, seconds: float = 60) -> str:
-        """Submits a job in the parallel environment; what it has written at its end."""
+        """Runs a job in the parallel environment; returns its output."""
         file, out = self.folder / "job.sh", self.folder / "job.out"
         file.write_text(f"#!/bin/sh\n{script}\necho ended with $?\n")
         out.unlink(missing_ok=True)

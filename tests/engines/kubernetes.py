@@ -1,4 +1,4 @@
-"""A small Kubernetes of our own: an API server's objects, controllers, pods that run.
+"""A small emulated Kubernetes: an API server's objects, controllers, pods that run.
 
 The objects are in kmock's emulator, over HTTP. The controllers here know of Jobs,
 JobSets and TrainJobs what the manifests of examples/kubernetes use. A pod is a process
@@ -51,7 +51,7 @@ _UNSHARE = "unshare --uts --mount --pid --fork --kill-child --mount-proc sh -c"
 
 
 def missing() -> str:
-    """Why there can be no pods here; nothing if there can."""
+    """The reason why this machine cannot run pods; "" if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     absent = [name for name in ("ip", "unshare", "mount") if not shutil.which(name)]
@@ -137,19 +137,19 @@ class Pod:
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Signals its first process; SIGKILL takes all of them along."""
+        """Signals the first process. SIGKILL ends all processes of the pod."""
         pid = self._process.pid
         with contextlib.suppress(OSError, IndexError):
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             os.kill(int(children[0]), number)
 
     def kill(self) -> None:
-        """Its node is gone."""
+        """Simulates the loss of the pod's node."""
         self.signal(signal.SIGKILL)
 
 
 class Cluster:
-    """Applies manifests and does as they say, until it is closed."""
+    """Runs the objects of the applied manifests until it is closed."""
 
     def __init__(self, folder: Path, program: str) -> None:
         self.folder, self.id = folder, secrets.token_hex(6)
@@ -168,7 +168,7 @@ class Cluster:
         self._thread.start()
 
     def close(self) -> list[str]:
-        """Ends everything; returns the processes that outlived their pods."""
+        """Ends all pods; returns the processes that outlived their pods."""
         self._closing = True
         self._thread.join()
         for pod in self.pods.values():
@@ -195,7 +195,7 @@ class Cluster:
         self.server.ask("PATCH", f"{_PATHS['Job']}/{job}", {"spec": spec})
 
     def status(self, job: str) -> str:
-        """Complete, Failed, or nothing."""
+        """The status of a job: "Complete", "Failed" or ""."""
         found = self.server.ask("GET", f"{_PATHS['Job']}/{job}")
         return str(found.get("status", {}).get("phase", ""))
 
@@ -231,7 +231,7 @@ class Cluster:
         return list(self.server.ask("GET", _PATHS[kind]).get("items", []))
 
     def _job(self, job: Object) -> None:
-        """An Indexed Job: a pod for each index until all have succeeded."""
+        """Controls an Indexed Job: a pod for each index until all have succeeded."""
         spec, name = job["spec"], job["metadata"]["name"]
         if job.get("status", {}).get("phase"):
             return
@@ -262,7 +262,7 @@ class Cluster:
             self._finish(name, "Complete")
 
     def _failed(self, job: Object) -> None:
-        """A JobSet that restarts a Job alone makes it anew, else all of it is over."""
+        """Handles a failed Job of a JobSet: restarts only the Job, or fails the set."""
         name = job["metadata"]["name"]
         if job["metadata"].get("annotations", {}).get("restarts") == "RestartJob":
             for pod in list(self.pods.values()):
@@ -336,12 +336,12 @@ class Cluster:
 
     def _environment(self, container: Object, pod: Object) -> dict[str, str]:
         env = {
-            # The image's.
+            # Variables of the image.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
             "JAX_PLATFORMS": "cpu",
             leaks.JOB_VARIABLE: self.id,
-            # The Job controller's.
+            # Variables that the Job controller adds.
             "JOB_COMPLETION_INDEX": pod["metadata"]["annotations"][INDEX],
         }
         for entry in container.get("env", ()):
@@ -402,7 +402,7 @@ def _of_job_set(job_set: Object) -> list[Object]:
 
 
 def job_set_of(train_job: Object, runtime: Object) -> Object:
-    """The JobSet that Trainer makes of a job and its runtime for JAX."""
+    """The JobSet that Trainer makes from a job and its runtime for JAX."""
     name, trainer = train_job["metadata"]["name"], train_job["spec"]["trainer"]
     assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert runtime["spec"]["mlPolicy"]["jax"] == {}

@@ -63,7 +63,7 @@ def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
 
 
 def wait_for_sizes(folder: Path, size: int, count: int, seconds: float = 60) -> None:
-    """Until `count` processes have said that the job has `size` ranks."""
+    """Waits until `count` processes have reported that the job has `size` ranks."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         texts = [
@@ -108,7 +108,7 @@ def train_until(folder: str) -> list[tuple[int, float]]:
 
 
 def next_steps(folder: Path, since: float) -> list[float]:
-    """The seconds after which those whose job shrank made their next step."""
+    """Seconds to the next step of each process whose job became smaller."""
     found = []
     for file in folder.glob("[0-9]*"):
         lines = [line.split() for line in file.read_text().splitlines()]

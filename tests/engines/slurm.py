@@ -1,4 +1,4 @@
-"""A small Slurm of our own: two nodes on this machine, nothing in /etc, no services.
+"""A small private Slurm: two nodes on this machine, nothing in /etc, no services.
 
 Each has two GPUs, which are null devices under other names. Jobs in the partition
 `urgent` preempt others, which are queued again.
@@ -69,7 +69,7 @@ def _path(name: str) -> str | None:
 
 
 class Slurm:
-    """The daemons; `env` is for those who want to use them."""
+    """The daemons of Slurm. Programs that use them need the variables `env`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,11 +106,11 @@ class Slurm:
         self.wait_until_idle()
 
     def start_slurmd(self, node: str) -> None:
-        """A node comes, or comes back."""
+        """Starts a node, or starts it again."""
         self._run("slurmd", "-D", "-N", node)
 
     def wait_until_idle(self) -> None:
-        """Until both nodes are there and have nothing to do."""
+        """Waits until both nodes are up and idle."""
         self.wait_for(["sinfo", "-h", "-o", "%t %D"], "idle 2")
 
     def _run(self, name: str, *words: str) -> None:
@@ -126,7 +126,7 @@ class Slurm:
             )
 
     def kill_slurmd(self, node: str) -> None:
-        """A node is gone: its daemon, and what that has started."""
+        """Kills a node: its daemon and all processes that the daemon started."""
         process = self._processes[f"slurmd -N {node}"]
         process.kill()
         process.wait()
@@ -156,7 +156,7 @@ class Slurm:
             time.sleep(0.05)
 
     def submit(self, script: str, *options: str) -> str:
-        """Submits a batch script; its number."""
+        """Submits a batch script; returns the number of the job."""
         file = self.folder / "job.sh"
         file.write_text(f"#!/bin/sh\n{script}")
         output = f"--output={self.folder}/%j.out"
@@ -167,7 +167,7 @@ class Slurm:
         return (self.folder / f"{job}.out").read_text()
 
     def wait(self, job: str, seconds: float = 60) -> str:
-        """Waits for the end of a job; its state and exit code."""
+        """Waits for the end of a job; returns its state and exit code."""
         deadline = time.monotonic() + seconds
         while True:
             fields = dict(

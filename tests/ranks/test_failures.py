@@ -36,7 +36,7 @@ def tell(error):
     sys.stdout.flush()
 """
 
-# Stories that are not about XLA need no jax: numpy_only calls as a program does.
+# Tests that are not about XLA need no jax: numpy_only calls as a program does.
 HEAD = (
     """
 import os, signal, sys, time
@@ -57,7 +57,7 @@ def loss():
     + TELL
 )
 
-# These names are for stories about XLA: its way with an error, with a signal.
+# Tests with these names are about XLA: its handling of errors and signals.
 COMPILED = (
     """
 import os, signal, sys, time
@@ -116,7 +116,7 @@ except BaseException as error:
     raise
 """
 
-# No rank is given up because of its silence while a test lasts.
+# The timeout for silent ranks is longer than a test.
 PATIENT = {"RINGJAX_FAILURE_TIMEOUT": "600", "RINGJAX_COLLECTIVE_TIMEOUT": "600"}
 
 
@@ -143,7 +143,7 @@ def watch() -> Watch:
 
 
 def _caught(job: Job, rank: int) -> tuple[float, str]:
-    """When a rank caught its error, and the text of it."""
+    """The time at which a rank caught its error, and the error's text."""
     assert "caught at " in job.output(rank), job.logs()
     when, _, text = job.output(rank).partition("caught at ")[2].partition(": ")
     return float(when), text
@@ -236,7 +236,7 @@ def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
         tell(error)
     """
     job = start_job(3, HEAD + TRAIN + dedent(script), env=PATIENT)
-    assert job.wait(40) == 0, job.logs()  # the others lived with it
+    assert job.wait(40) == 0, job.logs()  # the others survived it
     for rank in (0, 2):
         _, text = _caught(job, rank)
         assert "rank 1 has shut down before this call" in text
@@ -362,7 +362,7 @@ def _still_usable(world: World, text: str) -> None:
 def test_a_full_disk_behind_stderr_ends_nothing(
     start_job: StartJob, elastic: bool
 ) -> None:
-    """Strangers knock, which is logged; nobody may notice that the log is lost."""
+    """Strangers connect, which is logged. A lost log must not disturb the job."""
     script = """
 import os, socket
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
