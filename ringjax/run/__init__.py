@@ -53,8 +53,8 @@ def run(
         args, kwargs: the arguments of `fn`, equal for all ranks.
         np: number of ranks; by default one, or all slots of `hosts` or `hostfile`.
         num_proc: another name of `np`, as in Horovod.
-        min_np: with `min_np` or a script the job is elastic: ranks may be lost, and are
-            replaced, while at least `min_np` are left. The function should use
+        min_np: with `min_np` or a script the job is elastic: ranks may be lost and are
+            replaced, while at least `min_np` ranks are left. The function should use
             `ringjax.elastic.run`.
         max_np: the most ranks of an elastic job.
         hosts: hosts and their slots, as `host1:2,host2:2`; by default this machine.
@@ -63,7 +63,7 @@ def run(
             runs every second.
         slots: number of ranks on a host that the script prints without a number.
         elastic_timeout: seconds to wait for ranks if fewer than `min_np` are left.
-        reset_limit: how often ranks may be lost or join.
+        reset_limit: how often the ranks may change.
         cooldown_range: least and most seconds until a host on which a rank has failed
             is used again.
         start_timeout: seconds for all ranks to call `ringjax.init()`.
@@ -75,8 +75,8 @@ def run(
         verbose: whether to show which process starts on which host.
 
     Returns:
-        The results in the order of the ranks. In an elastic job these are the ranks at
-        the end.
+        The results in the order of the ranks. In an elastic job only ranks at the end
+        have results.
 
     Raises:
         LaunchError: a rank failed; the error names the rank and contains its traceback.
@@ -164,8 +164,8 @@ class _RunModule(types.ModuleType):
     """The class of this module, which makes it callable."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # cloudpickle recognizes modules only by their exact class. It pickles this one
-        # for any function that has `import ringjax` and an attribute `run` in it.
+        # cloudpickle recognizes modules only by their exact class. It pickles this
+        # module for any function that contains `import ringjax` and an attribute `run`.
         return importlib.import_module, (self.__name__,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:

@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the launcher; a Ctrl-C during its imports prints no traceback."""
+    """Runs the launcher. A Ctrl-C during the imports prints no traceback."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """`ringrun --check-build`: shows which frameworks and transports are usable here.
 
-Finds packages and libraries without loading them. Only the native core is loaded, and
-tells for which CUDA devices it has code and what the driver finds. NCCL is not tried.
+Finds packages and libraries without loading them. Only the native core is loaded: it
+reports its CUDA architectures and the devices that the driver finds. NCCL is not tried.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _package(module: str, distribution: str, title: str) -> str:
 
 
 def _adapter(module: str, title: str) -> str:
-    """Returns the line of a framework for which ringjax has a module of that name."""
+    """Returns the line about a framework that has a module in ringjax."""
     if not _found(f"ringjax.{module}"):
         return _line(False, title)
     return _package(module, module, title).replace("\n", f" (ringjax.{module})\n")

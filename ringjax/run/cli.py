@@ -1,7 +1,7 @@
-"""`ringrun`: starts the ranks of a job, shows their output, ends with their exit code.
+"""`ringrun`: starts the ranks of a job, shows their output, and ends with an exit code.
 
-Makes a job of the command line; job.py runs it. No module of ringrun imports jax, so
-that ringrun starts quickly.
+Makes a `Job` from the command line, and job.py runs the job. No module of ringrun
+imports jax, so that ringrun starts quickly.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def launch(args: argparse.Namespace) -> int:
     outcome = job.run()
     if config.profile and not outcome.left:
         profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
-    if outcome.reason:  # in the last line, where users look first
+    if outcome.reason:  # the last line, where users look first
         job.console.note(outcome.reason)
     signals.ignore_alarm()
     if outcome.left and (text := allocations.requeue(base)):
@@ -130,7 +130,7 @@ def _listening(where: str, config: Config) -> ListenOptions:
 
 
 def join(args: argparse.Namespace) -> NoReturn:
-    """Joins the job at --join as a host, and ends the process when the job ends.
+    """Joins the job at the address of --join as a host, until the job ends.
 
     Raises:
         ValueError: an option is not valid, or cannot be used with --join.
@@ -170,7 +170,7 @@ def _open_standard_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
+            os.open(os.devnull, os.O_RDWR)  # open returns the lowest free number: fd
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from ringjax.control.polling import wait_writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_MAX_PARTIAL = 1 << 16  # bytes of an unfinished line that are not shown yet
+_MAX_PARTIAL = 1 << 16  # most bytes of an unfinished line that are held back
 _BAR_INTERVAL = 10.0  # seconds between two states of a progress bar in a log
 _END = re.compile(rb"\r\n|\n|\r")
 # Lines that do not say why a rank has failed: progress bars, and the lines that JAX,
@@ -30,7 +30,7 @@ _NO_REASON = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
-_CRASH = "Fatal Python error: "  # printed by faulthandler and by the interpreter
+_CRASH = "Fatal Python error: "  # begins a crash report of faulthandler or Python
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
@@ -43,7 +43,7 @@ class Console:
     """Merges the output of `size` ranks on ringrun's standard output and error.
 
     If a copy cannot be written any more, because the disk is full for example, the user
-    is told once, and the job and the other copies go on.
+    is told once, and the job and the other copies continue.
 
     Args:
         size: number of ranks.
@@ -73,7 +73,8 @@ class Console:
         self._timestamps = timestamps
         self._python = python
         self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
-        self._lost: set[int] = set()  # targets that cannot be written any more
+        # Copies and streams that cannot be written any more.
+        self._lost: set[int] = set()
         self.labels: dict[int, str] = {}
         self.on_note: Callable[[str], None] = lambda text: None
         self.ranks: dict[int, int] = {}
@@ -82,7 +83,8 @@ class Console:
         # The rank and stream whose unfinished line is the last one on the terminal.
         self._unfinished: tuple[int, str] | None = None
         self._last: dict[int, str] = {}  # the last line of error output, by rank
-        self._bars: dict[tuple[int, str], float] = {}  # when a bar's state was shown
+        # When a progress bar was shown last, by rank and stream.
+        self._bars: dict[tuple[int, str], float] = {}
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._directory = Path(directory) if directory else None
         for rank in range(size):
@@ -119,7 +121,7 @@ class Console:
         return self._last.get(rank, "")
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Shows whole lines of a rank's output; the rest waits for its end of line.
+        """Shows whole lines of a rank's output. An unfinished line waits for its end.
 
         Args:
             data: the output; empty if the stream has ended.
@@ -148,7 +150,7 @@ class Console:
             self._show(key, pieces)
 
     def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
-        """Drops states of progress bars (lines that end with a carriage return).
+        """Drops most states of progress bars (texts that end with a carriage return).
 
         On a terminal or in a notebook only the bar of rank 0 is shown, because bars of
         several ranks would overwrite each other. In a log a state becomes a line every
@@ -186,7 +188,7 @@ class Console:
 
     def _record_last_error(self, rank: int, data: bytes) -> None:
         last = self._last.get(rank, "")
-        if _CRASH in last:  # the stacks of all threads follow, and explain less
+        if _CRASH in last:  # the stacks after this line explain less
             return
         if (at := data.find(_CRASH.encode())) >= 0:
             line = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
@@ -198,7 +200,7 @@ class Console:
             # Lines are read backwards. An indented line belongs to a line above it,
             # such as a location in the program. A line with \r is a progress bar.
             if _NO_REASON.match(text.strip()):
-                found = ""  # the indented lines seen so far belong to this line
+                found = ""  # the line to which the indented lines below it belong
             if not text.strip() or "\r" in text or _NO_REASON.match(text.strip()):
                 continue
             if not text[0].isspace():
@@ -236,7 +238,7 @@ class Console:
         return f"{time_text} {label} ".lstrip().encode()
 
     def _show(self, key: tuple[int, str], pieces: list[bytes]) -> None:
-        """Writes lines with prefixes; only the last one may be unfinished."""
+        """Writes lines with prefixes. Only the last line may be unfinished."""
         target = _STREAMS[key[1]]
         prefix = self._prefix(*key)
         within = b"\n" + prefix
@@ -244,7 +246,8 @@ class Console:
             piece[:-1].replace(b"\n", within) + piece[-1:] for piece in pieces
         )
         if self._unfinished == key:
-            text = text[len(prefix) :]  # the output continues this rank's last line
+            # `text` continues the line of this rank that is shown already.
+            text = text[len(prefix) :]
         else:
             self._end_line()
         self._unfinished = None if pieces[-1].endswith((b"\n", b"\r")) else key
@@ -285,7 +288,7 @@ class Console:
         try:
             if self._python:
                 file = sys.stdout if target == 1 else sys.stderr
-                if file is not None:  # None: the stream was closed at the start
+                if file is not None:  # a stream that was closed at the start is None
                     name = getattr(file, "encoding", None) or "utf-8"
                     text = data.decode(errors="replace")
                     # A character that the stream cannot show becomes a "?".
@@ -293,7 +296,7 @@ class Console:
                     file.flush()
             else:
                 _write_all(target, data)
-        except (OSError, ValueError) as error:  # ValueError: the program has closed it
+        except (OSError, ValueError) as error:  # closed streams raise ValueError
             self._lost.add(target)
             name = "standard output" if target == 1 else "standard error"
             why = f"{getattr(error, 'strerror', None) or error}; the job goes on"
@@ -302,11 +305,11 @@ class Console:
 
 
 def pipe_standard_input(source: int = 0) -> int:
-    r"""Returns a pipe from which rank 0 reads what comes from `source`.
+    r"""Returns a pipe from which rank 0 reads the input that arrives at `source`.
 
     Ranks are in process groups of their own, which may not read from the terminal, and
-    only ringrun may get the signals of its keys. So ringrun reads and passes the bytes
-    on, in a thread.
+    only ringrun may get the signals of its keys. So a thread of ringrun reads the bytes
+    and passes them on.
 
     Example:
         >>> source, keys = os.pipe()
@@ -327,13 +330,13 @@ def pipe_standard_input(source: int = 0) -> int:
             while piece := os.read(source, 1 << 16):
                 pipe.write(piece)
 
-    # A daemon, because it may wait for a key for ever.
+    # A daemon thread, because a read of the terminal may never return.
     threading.Thread(target=pass_on, name="ringrun-keyboard", daemon=True).start()
     return reader
 
 
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """Splits data into lines with their ends (also a lone return), and a rest."""
+    """Splits data into complete lines (CR ends a line, too) and an unfinished rest."""
     ends = [found.end() for found in _END.finditer(data)]
     starts = [0, *ends]
     lines = [data[a:b] for a, b in zip(starts, ends, strict=False)]
@@ -350,7 +353,8 @@ def _reversed_lines(data: bytes) -> Iterator[bytes]:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    # A stream that was closed at the start is None; one that was closed later raises.
+    # A stream that was closed at the start is None. A stream that was closed later
+    # raises.
     with contextlib.suppress(ValueError):
         return stream is not None and stream.isatty()
     return False

@@ -36,14 +36,15 @@ class EngineJob:
 
     Args:
         size: number of workers to start with.
-        min_size: with fewer members an elastic job waits for newcomers.
+        min_size: with fewer members an elastic job waits for new workers.
         max_size: the most members of an elastic job; `size` if it is None.
         env: variables for all workers, such as settings of ringjax. The RINGJAX_* and
             HOROVOD_* variables of this process are passed on anyway.
-        hosts: the addresses to listen on; None: all addresses of this machine.
-        port: the port to listen on; 0: any free one.
-        secret, job: secret and id of a job that has begun under another driver, which
-            is gone. Its members come back if that driver listened at the same address.
+        hosts: the addresses to listen on; by default all addresses of this machine.
+        port: the port to listen on. With 0, the system chooses a free port.
+        secret, job: secret and id of a job that another driver, which has ended, began.
+            The members of the job reconnect if that driver listened at the same
+            address.
         note: called with lines for the user.
 
     Raises:
@@ -53,7 +54,7 @@ class EngineJob:
     Example:
         >>> with EngineJob(2) as job:
         ...     tickets = job.tickets(["node-a", "node-b"])
-        ...     for n in (0, 1):  # the engine runs something with tickets[n] there
+        ...     for n in (0, 1):  # here the engine runs worker n with tickets[n]
         ...         job.finished(n, f"result {n}")
         ...     job.results()
         ['result 0', 'result 1']
@@ -104,7 +105,8 @@ class EngineJob:
         self._results: dict[int, Any] = {}
         self._spread = False
         self._stop = ""
-        self._fenced: list[int] = []  # workers whose processes the engine must end
+        # The numbers of workers whose processes the engine must end.
+        self._fenced: list[int] = []
 
     def _new_table(self) -> WorkerTable:
         def last_words(number: int) -> str:
@@ -115,7 +117,7 @@ class EngineJob:
 
     @property
     def workers(self) -> Mapping[int, Worker]:
-        """All workers by number, also those that have ended."""
+        """All workers by number, including workers that have ended."""
         return self._table.workers
 
     @property
@@ -125,7 +127,7 @@ class EngineJob:
 
     @property
     def resets(self) -> int:
-        """How often the members have changed."""
+        """The number of changes of the members."""
         return self._table.resets
 
     def __enter__(self) -> EngineJob:
@@ -135,7 +137,7 @@ class EngineJob:
         self.close()
 
     def close(self) -> None:
-        """Ends the coordinator; ranks that still run lose their connection to it."""
+        """Ends the coordinator. Ranks that still run lose their connection to it."""
         self._coordinator.close()
 
     # Tickets for the workers that the engine starts.
@@ -144,8 +146,8 @@ class EngineJob:
         """Returns the variables of the first `size` workers.
 
         The variables contain the job's secret, so pass them only over trusted channels
-        of the engine. Workers on nodes of one name share memory, so no two machines may
-        have the same name.
+        of the engine. Workers on nodes with the same name share memory, so two machines
+        must have different names.
 
         Args:
             nodes: worker n runs on `nodes[n]`.
@@ -176,7 +178,7 @@ class EngineJob:
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
         """Returns the variables of one worker of an elastic job, see `tickets`.
 
-        The rank in the variables is the one that the worker is expected to get.
+        The rank in the variables is the rank that the worker is expected to get.
 
         Args:
             worker: the number of the worker.
@@ -197,9 +199,10 @@ class EngineJob:
     def common_ticket(self) -> dict[str, str]:
         """Returns the variables that the tickets of all workers have in common.
 
-        Use it if the engine cannot ask for a ticket before it starts a worker. Each
-        worker of an elastic job also needs RINGJAX_WORKER, a number that no other
-        worker has had. Each worker of a static job also needs its element of `places`.
+        Use the common variables if the engine cannot get a ticket before it starts a
+        worker. Each worker of an elastic job also needs RINGJAX_WORKER, a number that
+        no other worker has had. Each worker of a static job also needs its element of
+        `places`.
         """
         found = {
             **self._env,
@@ -220,20 +223,21 @@ class EngineJob:
 
     def finished(self, worker: int, result: Any = None) -> None:
         """Reports that the function of a worker has returned `result`."""
-        # First take the events: a dismissed worker returns, too, and does not end the
-        # job.
+        # Handle the events first, because a dismissed worker returns, too, and its end
+        # does not end the job.
         self._take_decisions()
         if self._ended(worker, 0, "it has ended without an error"):
             self._results[worker] = result
 
     def lost(self, worker: int, why: str, *, certain: bool = True) -> None:
-        """Reports that a worker's process or node is gone, or its function has raised.
+        """Reports that a worker's process, node or function has failed.
 
         Args:
             worker: the number of the worker.
             why: the explanation of the engine, such as a traceback.
-            certain: whether the process has ended. If it is only out of reach,
-                newcomers may not begin the job again when all other workers are gone.
+            certain: whether the process has ended. If the process is only out of reach,
+                new workers may not begin the job again after all other workers have
+                ended.
         """
         self._ended(worker, 255, why, certain)
 
@@ -250,7 +254,7 @@ class EngineJob:
         return True
 
     def poll(self) -> list[int]:
-        """Handles reports of the workers; call it a few times a second.
+        """Handles reports of the workers. Call this method a few times a second.
 
         Returns:
             Numbers of running workers that were declared lost. The engine should end
@@ -306,7 +310,7 @@ class EngineJob:
 
     @property
     def stopped(self) -> str:
-        """Why the job cannot go on; empty if it can."""
+        """The reason why the job cannot continue; empty if it can."""
         return self._stop
 
     def stop(self, why: str) -> None:
@@ -327,9 +331,10 @@ class EngineJob:
         raise self.failure()
 
     def failure(self) -> LaunchError:
-        """Returns the error that says which rank failed first, and why."""
+        """Returns an error with the rank that failed first, and with the reason."""
         table = self._table
-        # If the engine has replaced the failed workers, only reports are left.
+        # If the engine has replaced all failed workers, only their error reports are
+        # left.
         worker = table.first_failure() or table.earliest(table.with_report())
         if worker is None:
             ended = "the workers ended without having finished"

@@ -1,4 +1,4 @@
-"""Environment variables: those of ringrun, and those that ranks on each host get.
+"""Environment variables: reads the variables of ringrun, and makes those of ranks.
 
 No other module of the launcher reads the environment. config.py reads the settings of
 ringjax from the dict that `inherited` returns.
@@ -16,7 +16,8 @@ from pathlib import Path
 from ringjax import config
 
 # Variables that describe one host, and would mislead a program on another host. The
-# account may differ there, too: the agent on that host sets it (`account_variables`).
+# user account may differ there, too, so the agent on that host sets the variables of
+# the account (`account_variables`).
 _ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
     (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
@@ -25,13 +26,13 @@ _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
 # XLA:CPU calls malloc for every result that is not donated. Memory that malloc has
 # returned to the kernel costs a page fault for each page when it is used again.
 # Tunables of glibc avoid that. They must be set before the program starts, and glibc
-# ignores those that it does not have.
+# ignores tunables that it does not have.
 _MALLOC = (
     # Pages of 2 MiB are touched in a fraction of the time that pages of 4 KiB take.
     "glibc.malloc.hugetlb=1",
-    # Blocks below 32 MiB come from the heap. More is not allowed by every glibc. Larger
-    # blocks get memory of their own, which returns to the kernel at once, so the heap
-    # does not fragment much.
+    # Blocks below 32 MiB come from the heap. Not every glibc allows a larger limit.
+    # Larger blocks get memory of their own, which returns to the kernel immediately, so
+    # the heap does not fragment much.
     "glibc.malloc.mmap_threshold=33554432",
     # The heap does not shrink, so each of its pages is faulted in only once.
     "glibc.malloc.trim_threshold=1099511627776",
@@ -44,8 +45,8 @@ _DEFAULTS = {
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
 _PREFIXES = ("RINGJAX_", "HOROVOD_")
-# A rank may start another job. The variables below describe the outer job, and the
-# inner one must not get them: it has a secret, a kind and ranks of its own.
+# A rank may start another job. The variables below describe the outer job. The inner
+# job must not get them, because it has a secret, a kind and ranks of its own.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 _OUTER_JOB = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
 _RANK_VARIABLES = tuple(
@@ -96,7 +97,7 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
 def split_for_host(
     env: Mapping[str, str], forwarded: Set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Selects the variables of the ranks that make sense on another host.
+    """Selects from the ranks' environment the variables that are valid on another host.
 
     Args:
         env: the environment of the ranks.
@@ -104,7 +105,7 @@ def split_for_host(
 
     Returns:
         Variables that an engine on that host may replace, and variables that it must
-        not replace: those of ringjax, PYTHONPATH, and the forwarded ones.
+        not replace: all variables of ringjax, PYTHONPATH, and forwarded variables.
     """
     portable: dict[str, str] = {}
     ours: dict[str, str] = {}
@@ -126,14 +127,14 @@ def engine_variables() -> dict[str, str]:
 
 
 def account_variables() -> dict[str, str]:
-    """Returns the variables that name the user of this process, home and shell."""
+    """Returns the variables with the user, the home and the shell of this process."""
     return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 
 
 def agent_path() -> str:
     """Returns the PYTHONPATH with which an agent finds this ringjax.
 
-    A host with the same files may use it, too.
+    Another host that has the same files may use this path, too.
     """
     root = Path(config.__file__).resolve().parent.parent
     return _join([str(root), *_paths(os.environ)])
@@ -144,9 +145,9 @@ def task_path(base: Mapping[str, str], *, same_python: bool = True) -> str:
 
     Args:
         base: the environment of the ranks.
-        same_python: whether the ranks use the same Python. It finds the folders behind
-            its own ones by itself. In PYTHONPATH these would come before its own ones,
-            and could hide installed modules.
+        same_python: whether the ranks use the same Python. The same Python finds its
+            own folders without PYTHONPATH, in which they would come too early and could
+            hide installed modules.
     """
     own = sysconfig.get_paths()
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def get_driver_ip(nics: Sequence[str] | None = None) -> str:
-    """Returns an address of this machine that other hosts reach.
+    """Returns an address of this machine that other hosts can reach.
 
     Args:
         nics: names of the network interfaces that may be used; by default all.
@@ -116,7 +116,7 @@ def run(
 
 
 def _one(which: str, np: int | None, num_proc: int | None) -> int | None:
-    """Returns the value that was given under one of two names, or under both."""
+    """Returns the value of an argument that has two names."""
     if np is not None and num_proc is not None and np != num_proc:
         raise ValueError(
             f"{which}_np={np} and {which}_num_proc={num_proc}: give only one of them"

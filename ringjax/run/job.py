@@ -1,11 +1,11 @@
-"""Runs one job: finds hosts, starts coordinator and ranks, handles losses, ends.
+"""Runs one job: finds hosts, starts the coordinator and ranks, and handles losses.
 
 A single loop handles the reports of the agents and of the coordinator. Static and
-elastic jobs differ in what follows a loss. In a static job the first failed rank ends
+elastic jobs handle a loss in different ways. In a static job the first failed rank ends
 the job: the other ranks get one second to fail with a clear error of their own, then
-SIGTERM, then SIGKILL. In an elastic job the other ranks go on, and a
-`ReplacementPolicy` decides which workers are started. The ranks themselves are started
-by hosts/agent.py.
+SIGTERM, then SIGKILL. In an elastic job the other ranks continue, and a
+`ReplacementPolicy` decides which workers are started. hosts/agent.py starts the
+processes of the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ringjax.run.outcome import JobOutcome
 from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, Shutdown
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
-# Only the kinds of jobs that need the modules below import them, to start quickly.
+# To start quickly, a job imports the modules below only if it needs them.
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
     from ringjax.run.elastic.coordinator_process import CoordinatorProcess
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.agent_listener import AgentListener
     from ringjax.run.hosts.discovery import ScriptDiscovery
 
-_NOTE_AFTER = 10.0  # seconds of waiting for hosts until the user is told
-_TICK = 0.1  # seconds between two looks at the clock
-_HANG_TIMEOUT = 10.0  # seconds for a rank that has reported an error to end
-_GATHER_TIME = 2.0  # seconds for agents that bring ranks of an earlier ringrun
+_NOTE_AFTER = 10.0  # seconds of waiting for hosts until a line for the user
+_TICK = 0.1  # most seconds of one round of the loop
+_HANG_TIMEOUT = 10.0  # seconds until a rank that has reported an error is killed
+_GATHER_TIME = 2.0  # seconds to wait for agents with ranks of an earlier ringrun
 
 
 class Job:
-    """A job: `run` starts it, and returns when nothing of it is left.
+    """A job: `run` starts the job, and returns when all processes have ended.
 
     Args:
-        spec: what to run; of a static job it contains the slots.
-        console: shows the output.
+        spec: the specification, which contains the slots of a static job.
+        console: shows the output of the ranks.
         size: number of ranks of a static job whose hosts join by themselves.
-        elastic: limits of an elastic job; None: the job is static.
-        elastic_timeout: seconds to wait for hosts, or for workers if they are too few.
+        elastic: limits of an elastic job; None for a static job.
+        elastic_timeout: seconds to wait for hosts, or for workers if there are too few.
         failure_timeout: seconds of silence until a member is lost.
     """
 
@@ -74,15 +74,15 @@ class Job:
         self._coordinator: Coordinator | CoordinatorProcess | None = None
         self._discovery: ScriptDiscovery | AgentListener | None = None
         self._hosts: Sequence[HostSlots] = ()
-        self._env: dict[str, str] = {}  # variables that all ranks get
+        self._env: dict[str, str] = {}  # variables of all ranks
         self._results: dict[int, bytearray] = {}
-        self._signals: list[int] = []  # got by ringrun, to be forwarded to the ranks
-        self._stop = self._leave = ""  # why the job cannot go on; why all ranks leave
+        self._signals: list[int] = []  # signals that ringrun must forward to the ranks
+        self._stop = self._leave = ""  # why the job fails; why all ranks leave
         self._detaching = False
         least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
         self._table = WorkerTable(least, console.last_error, group, elastic=is_elastic)
         self._shutdown = Shutdown(TO_LEAVE) if is_elastic else Shutdown()
-        self._policy: ReplacementPolicy | None = None  # None: the job is static
+        self._policy: ReplacementPolicy | None = None  # None in a static job
         if elastic is not None:
             from ringjax.run.elastic.replacement_policy import ReplacementPolicy
 
@@ -104,14 +104,14 @@ class Job:
             self._end()
         return self._outcome()
 
-    # Signals. The methods run in a signal handler of ringrun.
+    # -- signals (these methods run in a signal handler) -------------------------------
 
     def interrupt(self, number: int) -> None:
-        """Ends the job because of a signal; a second signal ends it at once."""
+        """Ends the job because of a signal. A second signal ends it immediately."""
         self._shutdown.interrupt(number)
 
     def forward_signal(self, number: int) -> None:
-        """Forwards a signal to the ranks of a static job; an elastic job leaves.
+        """Forwards a signal to the ranks of a static job. An elastic job leaves.
 
         The signal would end workers of an elastic job, so they are asked to leave.
         """
@@ -121,12 +121,12 @@ class Job:
         return self._shutdown.time_left
 
     def detach(self) -> bool:
-        """Handles SIGTERM; returns whether the job goes on without this ringrun.
+        """Handles SIGTERM; returns whether the job continues without this ringrun.
 
-        An elastic job goes on if some of its hosts have joined by themselves: ringrun's
-        own workers leave at their next commit, and the agents on the other hosts wait
-        for another ringrun. A second SIGTERM ends the job, and so does the first one in
-        a static job.
+        An elastic job continues if some hosts have joined by `ringrun --join`:
+        ringrun's own workers leave at their next commit, and the agents on the other
+        hosts wait for another ringrun. A second SIGTERM ends the job. In a static job,
+        the first SIGTERM ends the job.
         """
         started = self._policy is not None and self._coordinator is not None
         if not started or self._shutdown.started or self._detaching:
@@ -135,7 +135,7 @@ class Job:
         return self._detaching
 
     def _own_workers(self) -> list[Worker]:
-        """Returns the running workers on hosts that have not joined by themselves."""
+        """Returns the running workers on hosts without `ringrun --join`."""
         workers = self._table.running()
         return [w for w in workers if not self._agents.has_joined(w.slot.host)]
 
@@ -144,10 +144,10 @@ class Job:
             return not self._table.running()
         return not self._own_workers() if self._detaching else self._policy.is_over()
 
-    # The start.
+    # -- the start ---------------------------------------------------------------------
 
     def _find_hosts(self) -> None:
-        """Takes the hosts that are given, or starts to look for hosts."""
+        """Uses the given hosts, or starts to look for hosts."""
         spec, policy = self._spec, self._policy
         script = policy.settings.script if policy is not None else ""
         if spec.listening is not None:
@@ -222,7 +222,7 @@ class Job:
             self._spawn([self._table.add(slot) for slot in slots])
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
-        """Returns the coordinator, and a text with the number of ranks it expects."""
+        """Returns the coordinator, and a text with the number of expected ranks."""
         spec, policy = self._spec, self._policy
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
@@ -267,7 +267,7 @@ class Job:
         return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
-        """Has the agents of their hosts start workers."""
+        """Makes the agents on the hosts of the workers start them."""
         for host in dict.fromkeys(worker.slot.host for worker in workers):
             orders = [self._spawn_order(w) for w in workers if w.slot.host == host]
             if self._spec.stdin and orders[0]["id"] == 0:
@@ -287,10 +287,10 @@ class Job:
             env["RINGJAX_WORKER"], order["takes_group"] = str(number), True
         return order
 
-    # The loop.
+    # -- the loop ----------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Runs one round: events, decisions of the coordinator, time, signals due."""
+        """Runs one round: events, the coordinator's decisions, timeouts, signals."""
         timeout = self._shutdown.timeout(_TICK)
         if not self._agents.poll(timeout, self._take_decisions):
             self.console.idle()
@@ -321,7 +321,7 @@ class Job:
                 self._end_after_failure()
 
     def _replace_losses(self, policy: ReplacementPolicy, now: float) -> None:
-        """Starts workers in the places of those that have ended, or ends the job."""
+        """Replaces workers that have ended, or ends the job."""
         policy.silent = self._shutdown.started
         policy.tick(now)
         if not self._shutdown.started:
@@ -333,16 +333,16 @@ class Job:
         forwarded = signal.Signals(self._signals[0]).name if self._signals else ""
         self._leave = self._leave or forwarded or self._agents.end_requested
         if self._leave and not (policy.slots.closed or self._shutdown.started):
-            policy.slots.closed = True  # start no more workers
+            policy.slots.closed = True  # do not start workers any more
             self.console.note(f"{self._leave}: all ranks leave at their next commit")
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: int, *, alone: bool = False) -> None:
         """Signals the running ranks, with their process groups or `alone`.
 
-        A rank that is asked to leave may need its own children until its next commit,
-        so SIGTERM goes to the rank alone then. A forwarded signal goes to the rank
-        alone because its children may not handle it.
+        SIGTERM as a request to leave goes to the rank alone, because the rank may need
+        its children until its next commit. A forwarded signal goes to the rank alone,
+        because its children may not handle the signal.
         """
         if self._policy is not None and number == signal.SIGTERM:
             alone = bool(self._leave) or self._shutdown.signalled == signal.SIGTERM
@@ -350,7 +350,7 @@ class Job:
         self._agents.signal(number, running, alone=alone)
 
     def _follow_hosts(self, policy: ReplacementPolicy, now: float) -> None:
-        """Asks workers to leave whose host or slot is not available any more."""
+        """Asks workers to leave if their host or slot is not available any more."""
         if self._discovery is None:
             return
         if self._detaching:
@@ -364,7 +364,7 @@ class Job:
                 policy.dismiss(number, now)
 
     def _host_joined(self, host: str, hello: Message) -> None:
-        """Handles an agent that has joined by itself, perhaps with running ranks."""
+        """Handles an agent of `ringrun --join`, which may have running ranks."""
         policy = self._policy
         assert policy is not None
         self._follow_hosts(policy, time.monotonic())
@@ -378,11 +378,11 @@ class Job:
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
-        # Ranks that never met will report no error of their own: do not wait for it.
+        # Ranks that were never connected report no error, so do not wait for one.
         self._shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
     def _take_decisions(self) -> None:
-        """Handles decisions of the coordinator, before exits that the agents report."""
+        """Handles decisions of the coordinator, before the exits from the agents."""
         if self._coordinator is None:
             return
         for event in take_events(self._coordinator):
@@ -396,7 +396,8 @@ class Job:
                 if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
-                # In a static job an error that a rank has reported says more.
+                # In a static job, an error that a rank has reported is a better
+                # explanation.
                 if self._policy is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:
@@ -428,7 +429,7 @@ class Job:
             changed = f"the members have changed {table.resets} times"
             self._give_up(f"{changed}; the reset limit is {limit}")
 
-    # Events of processes, from the agents: see `ProcessObserver`.
+    # -- events of processes, from the agents: see `ProcessObserver` -------------------
 
     def started(self, number: int, pid: int) -> None:
         worker = self._table.workers[number]
@@ -442,7 +443,7 @@ class Job:
         if stream == "result":
             self._results.setdefault(number, bytearray()).extend(data)
             return
-        if not data and number >= 0:  # clients, which have negative numbers, are none
+        if not data and number >= 0:  # a negative number is a client and no worker
             self._table.workers[number].streams.discard(stream)
         self.console.write(number, stream, data)
 
@@ -456,8 +457,8 @@ class Job:
             return
         self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
-            # Other ranks may wait for this one. Without the report they would wait for
-            # the whole failure timeout.
+            # Other ranks may wait for this rank. Without the report the other ranks
+            # would wait for the whole failure timeout.
             self._coordinator.process_ended(number, "ended without an error")
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
@@ -465,16 +466,16 @@ class Job:
             self._table.workers[number].end_confirmed = False
             self.exited(number, 255, text)
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def _end(self) -> None:
-        """Has every agent kill the rest, reads the last output, closes everything."""
+        """Makes agents kill all processes, reads the last output, closes everything."""
         limit = 2.0 if self._shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
         if self._detaching and not self._shutdown.started:
             self._agents.detach_joined()
-        self._table.stopping = True  # ringrun ends the processes that still run
+        self._table.stopping = True  # from now on, ringrun ends the processes
         self._agents.end(limit)
         self._take_decisions()
         if self._coordinator is not None:
@@ -486,7 +487,7 @@ class Job:
     def _outcome(self) -> JobOutcome:
         if (number := self._shutdown.signalled) is not None:
             name = signal.Signals(number).name
-            # After SIGPIPE nobody reads the output of ringrun, so no text is needed.
+            # After SIGPIPE nobody reads the output of ringrun, so show no text.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return JobOutcome(128 + number, reason=why)
         if self._detaching:

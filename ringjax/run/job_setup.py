@@ -1,6 +1,6 @@
-"""Makes a job from the options of ringrun or the arguments of `ringjax.run`.
+"""Makes a `Job` from the options of ringrun or the arguments of `ringjax.run`.
 
-Decides which hosts the job has, how many ranks, and whether it is elastic.
+Decides on the hosts, on the number of ranks, and whether the job is elastic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
 from ringjax.run.monitor.options import monitor_options
 
-# In this program rank 0 prints one table for all ranks, so it gets no prefix.
+# In this program rank 0 prints one table for all ranks, so the table gets no prefix.
 _RINGJAX_BENCH = ("-m", "ringjax.bench")
 # Names of the arguments in Python, for error texts.
 _NAMES = {
@@ -37,12 +37,12 @@ def requested_hosts(
     variables: Mapping[str, str],
     np: int | None,
 ) -> list[places.HostSlots] | None:
-    """Returns the hosts that the user or a batch system has given; None: neither has.
+    """Returns the hosts that the user or a batch system has given, or None.
 
     Args:
         variables: the environment, which may describe an allocation.
-        np: number of ranks. If the allocation has one host, that host gets so many
-            slots, because more processes than slots are allowed there.
+        np: number of ranks. If the allocation has one host, that host gets `np` slots,
+            because more processes than slots are allowed on one host.
 
     Raises:
         ValueError: a list, a file or a variable cannot be read.
@@ -81,7 +81,7 @@ def requested_slots(
 def _with_static_hosts(
     spec: JobSpec, script: str | None, host_list: str | None, hostfile: str | None
 ) -> JobSpec:
-    """Adds the hosts of -H to those that join by themselves.
+    """Puts the hosts of -H into the options of --listen.
 
     Raises:
         ValueError: an option cannot be used with --listen.
@@ -117,14 +117,15 @@ def make_job(
     variables: Mapping[str, str] | None = None,
     names: Mapping[str, str] = _NAMES,
 ) -> Job:
-    """Makes a job, which is not started yet.
+    """Makes a job and does not start it.
 
     Args:
         spec: the specification, without the hosts.
         config: the settings, from the environment and the options.
         np: number of ranks.
         hosts, hostfile, script: at most one of these gives the hosts.
-        min_np: makes the job elastic, as a script does.
+        min_np: the least number of ranks. This argument, or a script, makes the job
+            elastic.
         max_np: the most ranks of an elastic job.
         slots, elastic_timeout, reset_limit, cooldown_range: options of elastic jobs,
             see `elastic_settings.resolve_settings`.
@@ -135,7 +136,7 @@ def make_job(
     Raises:
         ValueError: some arguments contradict each other; the text names them.
     """
-    # If ringrun prints reports, the ranks must not print them, too.
+    # If ringrun prints reports, the ranks must not print reports, too.
     quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
     spec = dataclasses.replace(
         spec, monitor=monitor_options(config), env={**spec.env, **quiet}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ringjax.config import LOG_LEVELS
 
-# Horovod's keys of a configuration file, and the option that each stands for.
+# Horovod's keys of a configuration file, and the option for each key.
 _FILE_KEYS = {
     "params.fusion_threshold_mb": "fusion_threshold_mb",
     "params.cycle_time_ms": "cycle_time_ms",
@@ -29,12 +29,12 @@ _FILE_KEYS = {
 }
 _PATHS = ("timeline_filename", "autotune_log_file")
 _SWITCHES = ("stall_check", "timeline_mark_cycles", "autotune")
-# Options with whole numbers. All others take a number.
+# Options with whole numbers. All other options of ringrun here take any number.
 _WHOLE = ("cache_capacity", "autotune_warmup_samples", "autotune_steps_per_sample")
 
 
 class OptionError(ValueError):
-    """An option in a configuration file is not valid."""
+    """Error: an option in a configuration file is not valid."""
 
 
 def merge(args: argparse.Namespace, path: str) -> None:
@@ -88,7 +88,7 @@ def _load_yaml(path: str) -> object:
 
 
 def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Makes one table of nested ones, with dotted keys."""
+    """Converts nested tables to one table with dotted keys."""
     flat: dict[str, object] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"

@@ -12,7 +12,7 @@ ValueT = TypeVar("ValueT", int, float)
 
 
 def number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
-    """Returns a type of numbers that are at least `low`.
+    """Returns an argparse type for numbers that are at least `low`.
 
     Example:
         >>> number(int, 1)("3")
@@ -31,7 +31,7 @@ def number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
 
 
 def devices(text: str) -> str:
-    """Checks a number of CUDA devices per rank; returns the text of the setting."""
+    """Checks a number of CUDA devices per rank, and returns the text of the setting."""
     try:
         Config.from_env({"RINGJAX_DEVICES_PER_RANK": text})
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The command line of ringrun: Horovod's options, and the setting that each stands for.
+"""The command line of ringrun: Horovod's options, and the setting for each option.
 
 Every option of horovodrun is accepted. ringrun names the given options that have no
 effect in one line. cli.py starts the job, and option_file.py reads the configuration
@@ -16,7 +16,7 @@ from ringjax.run.monitor import options as monitor_options
 from ringjax.run.option_types import devices
 from ringjax.run.option_types import number as _number
 
-# Options that are accepted and have no effect: flags, and whether they take a value.
+# Options that are accepted and have no effect, and whether each takes a value.
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--disable-cache",), False),
     (("--hierarchical-allreduce",), False),
@@ -53,7 +53,7 @@ NAMES = {
 
 
 class _IgnoredOption(argparse.Action):
-    """Records that an option without effect was given."""
+    """An argparse action that records an option without effect."""
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ def _add_switch(
     on: str = argparse.SUPPRESS,
     off: str = argparse.SUPPRESS,
 ) -> None:
-    """Adds --NAME and --no-NAME, with their help; None means that neither is given."""
+    """Adds --NAME and --no-NAME. The value is None if neither option is given."""
     dest = name.replace("-", "_")
     add = group.add_argument
     add(f"--{name}", dest=dest, action="store_true", default=None, help=on)
@@ -436,7 +436,7 @@ def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
     return args
 
 
-# Variables of ringjax.config, by the options that have the same values.
+# Variables of ringjax.config whose values are the values of options.
 _VARIABLES = {
     "cycle_time_ms": "RINGJAX_CYCLE_TIME",
     "cache_capacity": "RINGJAX_CACHE_CAPACITY",
@@ -464,8 +464,8 @@ def forwarded_variables(
     """Returns the variables of -x.
 
     Args:
-        base: the environment, for variables without a value. A variable that is not in
-            it either is left out.
+        base: the environment, for variables without a value. A variable that the
+            environment lacks, too, is left out.
 
     Raises:
         ValueError: a variable has no name.
@@ -481,7 +481,7 @@ def forwarded_variables(
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables that the options stand for, most of them settings."""
+    """Converts options to environment variables, most of them settings."""
     env: dict[str, str] = {}
     for option, variable in _VARIABLES.items():
         value = getattr(args, option)

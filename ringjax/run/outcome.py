@@ -1,4 +1,4 @@
-"""The outcome of a job, and the texts that say how a rank has failed.
+"""The outcome of a job, and texts that describe how a rank has failed.
 
 workers.py decides which rank has failed first.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 # Errors that only say that another rank has failed.
 _CONSEQUENCE = re.compile(
     r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
-    # JAX raises these in the other processes of the group in which a rank has failed.
+    # JAX raises these errors in the other processes of a group if one process fails.
     r"|\bGloo \w+ failed\b|\bcoordination service\b"
 )
 
@@ -26,9 +26,10 @@ class JobOutcome:
 
     Attributes:
         rank: the rank that failed first; -1 if none failed.
-        reason: one line that says why the job has not succeeded.
+        reason: one line with the reason why the job has not succeeded.
         results: pickled results of the ranks, by rank.
-        left: no rank failed. All left because their hosts are wanted for other jobs.
+        left: whether all ranks left without a failure, because other jobs need the
+            hosts.
     """
 
     exit_code: int
@@ -41,14 +42,14 @@ class JobOutcome:
 def describe_failure(
     code: int, *, text: str = "", report: str = "", last_words: str = "", how: str = ""
 ) -> str:
-    """Says how a rank has failed, for a sentence that begins with the rank's name.
+    """Describes how a rank has failed, as the text after the rank's name.
 
     Args:
-        code: its exit code, not 0.
-        text: explanation of the agent, if the command could not run.
+        code: exit code of the rank, not 0.
+        text: explanation from the agent, if the command could not run.
         report: error that the rank has sent to the coordinator.
-        last_words: last line that the rank has written to its standard error.
-        how: how the process has ended, if the exit code does not say it.
+        last_words: last line that the rank has written to standard error.
+        how: how the process has ended, if the exit code does not contain this.
 
     Example:
         >>> "rank 2" + describe_failure(137)
@@ -64,14 +65,14 @@ def describe_failure(
     if name:
         how = f"killed by {name}"
         if code - 128 in _FROM_OUTSIDE and not report:
-            words = ""  # earlier output does not explain a signal from outside
+            words = ""  # output before a signal does not explain the signal
     if not words:
         return f" was {how}" if name else f" failed with {how}"
     return f" failed: {first_line(words)} ({how})"
 
 
 def blames_another_rank(words: str) -> bool:
-    """Returns whether an error says that another rank has failed.
+    """Returns whether the text of an error says that another rank has failed.
 
     Example:
         >>> blames_another_rank("PeerLost: rank 1 failed: ValueError: boom")

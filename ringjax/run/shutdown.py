@@ -1,4 +1,4 @@
-"""How ringrun ends a job: its own signals, and the plan of signals for the ranks."""
+"""Shutdown of a job: ringrun's own signals, and the plan of signals for the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-# Steps of (seconds to wait before, signal). None gives up on ranks that are left.
+# Steps of (seconds to wait before the signal, signal). At None ringrun stops waiting.
 Plan = tuple[tuple[float, int | None], ...]
 AFTER_FAILURE: Plan = ((1.0, signal.SIGTERM), (2.0, signal.SIGKILL), (1.0, None))
 AFTER_SIGINT: Plan = (
@@ -20,23 +20,24 @@ AFTER_SIGINT: Plan = (
     (0.3, None),
 )
 AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
-# Ranks get time to leave at a commit. By default Kubernetes and Slurm kill after 30 s.
+# Ranks get time to leave at a commit. Kubernetes and Slurm kill after 30 s by default.
 TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
-_LOOP_TIMEOUT = 0.5  # seconds for the loop to notice a signal
+_LOOP_TIMEOUT = 0.5  # seconds until the loop must have noticed a signal
 
 
 class Shutdown:
-    """The state of a job's end, which follows a `Plan`.
+    """The state of a job's shutdown, which follows a `Plan`.
 
     Args:
         after_sigterm: the plan for an end by SIGTERM.
 
     Attributes:
-        signalled: the signal that ended ringrun, None if there was none.
+        signalled: the signal that ended ringrun; None if there was no signal.
         stopping: whether the ranks have got a signal to end.
-        given_up: whether the plan is through; some ranks may still run.
+        given_up: whether the last step of the plan has passed. Some ranks may still
+            run.
     """
 
     def __init__(self, after_sigterm: Plan = AFTER_SIGTERM) -> None:
@@ -73,7 +74,7 @@ class Shutdown:
 
     @property
     def time_left(self) -> float | None:
-        """Seconds that the ranks have to end, None if they have got no signal yet."""
+        """The seconds that the ranks have left to end; None before the first signal."""
         left = sum(seconds for seconds, _ in self._plan)
         return left if self.stopping else None
 
@@ -111,9 +112,9 @@ class InterruptibleJob(Protocol):
 class ShutdownSignals:
     """Handlers of ringrun's own signals.
 
-    SIGINT, SIGTERM and SIGHUP end the job, and a second one ends it at once. An elastic
-    job whose hosts have joined by themselves may go on without ringrun after SIGTERM.
-    SIGUSR1 goes to the ranks.
+    SIGINT, SIGTERM and SIGHUP end the job, and a second signal ends the job
+    immediately. After SIGTERM an elastic job whose hosts have joined by `ringrun
+    --join` may continue without ringrun. SIGUSR1 goes to the ranks.
     """
 
     def __init__(self, job: InterruptibleJob) -> None:
@@ -125,7 +126,7 @@ class ShutdownSignals:
         """Installs the handlers and unblocks all signals."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup ignores SIGHUP. A shell ignores SIGINT for a script's background
-            # jobs. Both must stay so.
+            # jobs. Keep ignoring these signals.
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM or not ignored:
                 signal.signal(number, self._handle)
@@ -134,7 +135,7 @@ class ShutdownSignals:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def ignore_alarm(self) -> None:
-        """Ignores a pending alarm, because the job is over and ringrun ends itself."""
+        """Ignores a pending alarm, because the job is over and ringrun is ending."""
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -152,7 +153,7 @@ class ShutdownSignals:
         """Ends ringrun if its loop does not react.
 
         The loop may block in a write to a terminal that is not read. Then ringrun just
-        exits: the agents notice it and end the ranks.
+        exits. The agents notice the exit and end the ranks.
         """
         time_left = self._job.time_left()
         if self._late or time_left is None:

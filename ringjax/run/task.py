@@ -1,8 +1,8 @@
 """The program of a rank of `ringjax.run(fn)`: calls one function.
 
 `python -m ringjax.run.task FD` reads the function from standard input and writes its
-result to descriptor FD. Both are inherited from the agent, and the function has come
-from ringrun over authenticated connections, so it is safe to unpickle it.
+result to descriptor FD. Both descriptors are inherited from the agent, and the function
+has arrived from ringrun over authenticated connections, so unpickling is safe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def encode(
 
 
 def _search(where: Mapping[str, Any]) -> None:
-    """Uses the module path of the caller, if this is the same Python."""
+    """Sets the module path of the caller, if the caller uses the same Python."""
     if where["prefix"] == sys.prefix:
         known = filter(os.path.exists, where["path"])
         sys.path[:] = dict.fromkeys([*known, *sys.path])
@@ -49,7 +49,7 @@ def decode(blob: bytes) -> Any:
 
 
 def error_text(blob: bytes) -> str:
-    """Returns the traceback if the rank has raised an error, else an empty text."""
+    """Returns the traceback if the rank has raised an error, or else an empty text."""
     return blob[1:].decode(errors="replace") if blob[:1] == ERROR else ""
 
 
@@ -59,7 +59,7 @@ def _answer(result: int, blob: bytes) -> None:
 
 
 def main() -> None:
-    """Calls the function; sends its result, or its traceback, and raises the error."""
+    """Calls the function, and sends its result. After an error, sends a traceback."""
     result = int(sys.argv[1])
     os.set_inheritable(result, False)
     import cloudpickle

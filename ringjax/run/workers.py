@@ -1,10 +1,10 @@
-"""The table of workers: which are members, how they have ended, which failed first.
+"""The table of workers: members, the ends of workers, and the first failure.
 
 The number of a worker is never used again, and its rank is its place in one epoch. In a
-static job worker n is rank n. One failure brings down other ranks within milliseconds,
+static job worker n is rank n. One failure makes other ranks fail within milliseconds,
 and the reports of these failures may arrive in another order. So the exits, the reports
 to the coordinator and the output of the ranks are considered together. This module
-sends nothing and waits for nothing.
+sends nothing and never waits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class WorkerSlot:
         number: rank of the worker until an epoch has given it another one.
         worker: number of the worker that has the slot.
         free_at: time from which the slot may be taken again.
-        failures: number of failures in a row, each soon after the worker has joined.
+        failures: number of consecutive failures soon after the worker has joined.
         failed: whether a worker has ever failed in the slot.
-        released: another program than ringrun has asked the worker to leave, and may
-            want the place for itself.
-        removed: the host has no such slot any more, but the worker has not ended yet.
+        released: whether another program than ringrun has asked the worker to leave.
+            That program may need the place itself.
+        removed: whether the slot is gone although its worker has not ended yet.
     """
 
     host: str
@@ -57,23 +57,26 @@ class Worker:
     """A process of the job, or of an earlier ringrun.
 
     Attributes:
-        rank: rank in the latest epoch of which the worker was a member, None: in none.
-        join_time: when the worker became a member.
+        rank: rank in the latest epoch of the worker; None if it never was a member.
+        join_time: the time when the worker became a member.
         exit_code, exit_text, end_time: how and when the process has ended.
-        ended_while_stopping: the process ended after ringrun began to end the job.
+        ended_while_stopping: whether the process ended after ringrun began to end the
+            job.
         streams: output streams that are still open.
-        coordinator_answered: the process ended without an error, and all earlier
-            decisions of the coordinator about the worker have arrived.
-        settled: the process has ended, its output is complete, and both were handled.
-        asked_to_leave: when ringrun asked the worker to leave because its slot is gone.
-        killed: ringrun has sent SIGKILL, because the process did not end by itself.
-        fenced, fence_reason: when and why the worker was declared lost.
-        with_group: the worker was lost because another worker of its group was lost.
-        finished: the worker has reported the end of its program.
-        dismissed: the worker left in good order while the job goes on.
-        report, report_time: the error that the worker has reported, and when.
-        ready: the worker waits to become a member.
-        end_confirmed: the process has ended. False if only its host is out of reach.
+        coordinator_answered: whether the process ended without an error, and all
+            earlier decisions of the coordinator about the worker have arrived.
+        settled: whether the end and the complete output of the process were handled.
+        asked_to_leave: the time when ringrun asked the worker to leave its lost slot.
+        killed: whether ringrun has sent SIGKILL, because the process did not end by
+            itself.
+        fenced, fence_reason: the time when the worker was declared lost, and the
+            reason.
+        with_group: whether the worker was lost because another worker of its group was.
+        finished: whether the worker has reported the end of its program.
+        dismissed: whether the worker left without an error while the job continues.
+        report, report_time: the error that the worker has reported, and the time.
+        ready: whether the worker waits to become a member.
+        end_confirmed: whether the process has ended; False if its host is out of reach.
     """
 
     number: int
@@ -111,21 +114,21 @@ class Worker:
 
     @property
     def loss_text(self) -> str:
-        """Why the worker was declared lost, as a text that follows its name."""
+        """The reason why the worker was declared lost, as the text after its name."""
         return f" {'' if self.with_group else 'was declared lost: '}{self.fence_reason}"
 
     @property
     def is_active(self) -> bool:
-        """Whether the worker takes part in the job, now or after it has joined."""
+        """Whether the worker is a member of the job, or may still become one."""
         return self.is_running and self.fenced is None and self.asked_to_leave is None
 
     @property
     def may_be_succeeded(self) -> bool:
-        """Whether newcomers may begin the job again after the loss of this worker.
+        """Whether new workers may begin the job again after the loss of this worker.
 
-        They may if the worker was killed or declared lost, and its process has ended.
-        An error of the program would only occur again. A worker that is out of reach
-        may still train, and two jobs must not run at the same time.
+        True if the worker was killed or declared lost, and its process has ended. An
+        error of the program would only occur again. A worker that is out of reach may
+        still train, and two jobs must not run at the same time.
         """
         by_others = self.fenced is not None or (self.exit_code or 0) > 128
         own_way = self.report or self.finished or self.dismissed
@@ -133,20 +136,20 @@ class Worker:
 
 
 class WorkerTable:
-    """All workers of a job, also those that have ended.
+    """All workers of a job, including workers that have ended.
 
     Args:
-        least: number of members that the job needs; in a static job all.
+        least: number of members that the job needs; all members in a static job.
         last_words: returns the last line of error output of the worker with a number.
         group: number of workers that are lost and join together. Workers with the same
             number // group are in one group.
-        elastic: whether the job goes on after a loss.
+        elastic: whether the job continues after a loss.
 
     Attributes:
         workers: the workers by number.
-        next: the least number that was never used.
+        next: the lowest number that was never used.
         members: ranks in the latest epoch, by number.
-        resets: how often the members have changed.
+        resets: the number of changes of the members.
         stopping: whether ringrun has begun to end the workers.
     """
 
@@ -167,7 +170,7 @@ class WorkerTable:
         self.stopping = False
 
     def add(self, slot: WorkerSlot) -> Worker:
-        """Adds a new worker, which takes the slot."""
+        """Adds a new worker in the slot."""
         slot.worker = self.next
         return self.adopt(self.next, slot)
 
@@ -180,7 +183,7 @@ class WorkerTable:
         return worker
 
     def get_or_add(self, number: int) -> Worker:
-        """Returns a worker; adds one whose host has not joined this ringrun yet."""
+        """Returns a worker; adds it if its host has not joined this ringrun yet."""
         if number not in self.workers:
             self.adopt(number, WorkerSlot("", number, number, number))
         return self.workers[number]
@@ -211,10 +214,10 @@ class WorkerTable:
     def _last(self) -> list[Worker]:
         return [self.workers[number] for number in self.members]
 
-    # Events.
+    # -- events ------------------------------------------------------------------------
 
     def start_epoch(self, members: Mapping[int, int], now: float) -> list[Worker]:
-        """Starts an epoch with these members; returns the new ones, by rank."""
+        """Starts an epoch with these members; returns new members, ordered by rank."""
         new = [self.get_or_add(n) for n in members if n not in self.members]
         if self.members and self.members.keys() != members.keys():
             self.resets += 1
@@ -245,12 +248,12 @@ class WorkerTable:
         """Records that the process of a worker has ended.
 
         Args:
-            text: explains the exit code, if it does not explain itself.
+            text: explanation of the exit code, if the exit code needs one.
         """
         worker.exit_code, worker.exit_text, worker.end_time = code, text, now
         worker.ended_while_stopping = self.stopping
 
-    # Texts.
+    # -- texts -------------------------------------------------------------------------
 
     def several_hosts(self) -> bool:
         return len({worker.slot.host for worker in self.workers.values()}) > 1
@@ -273,7 +276,7 @@ class WorkerTable:
         return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
 
     def describe_remaining(self) -> str:
-        """Says how many ranks are left, as the end of a sentence."""
+        """Returns the number of remaining ranks, as the end of a sentence."""
         count, least = self.count_members(), self._least
         if count >= least:
             return f"; {_ranks(count)} {'goes' if count == 1 else 'go'} on"
@@ -281,10 +284,10 @@ class WorkerTable:
         return f"; {left}, at least {least} {'is' if least == 1 else 'are'} needed"
 
     def describe_end(self, worker: Worker) -> str:
-        """Says how a worker has failed, as a text that follows its name."""
-        if worker.with_group:  # any end is a consequence of the loss of the group
+        """Describes how a worker has failed, as the text after its name."""
+        if worker.with_group:  # the worker has ended because its group was lost
             return worker.loss_text
-        # A worker that reported an error, and hung until ringrun ended the job.
+        # The worker reported an error, and hung until ringrun ended the job.
         if worker.ended_while_stopping and worker.report:
             return f" failed: {first_line(worker.report)}"
         if worker.killed_by_ringrun:
@@ -300,24 +303,24 @@ class WorkerTable:
             last_words=self._last_words(worker.number),
         )
 
-    # The first failure.
+    # -- the first failure -------------------------------------------------------------
 
     def failure_text(self, worker: Worker) -> str:
-        """Returns the best explanation that is known of a failure."""
+        """Returns the best known explanation of a failure."""
         return worker.report or worker.exit_text or self._last_words(worker.number)
 
     def failed_by_itself(self, worker: Worker) -> bool:
-        """Returns whether a worker failed by itself, not because another rank did."""
+        """Returns whether a worker failed by itself, not because of another rank."""
         if worker.with_group:
             return False
         # In an elastic job the last output may be about an earlier loss, after which
-        # the worker went on. So it does not explain an end by a signal.
+        # the worker continued. So it does not explain an end by a signal.
         known = worker.report or worker.exit_text
         by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
         return by_signal or not blames_another_rank(self.failure_text(worker))
 
     def earliest(self, failed: Iterable[Worker]) -> Worker | None:
-        """Returns the worker that failed first; a report counts from its arrival."""
+        """Returns the worker that failed first. A report counts from its arrival."""
 
         def order(worker: Worker) -> tuple[bool, float, int]:
             when = min(worker.end_time, worker.report_time)
@@ -353,23 +356,23 @@ class WorkerTable:
         """Returns the worker that failed first.
 
         If a member of the latest epoch failed by itself, only members count. Otherwise
-        all workers do.
+        all workers count.
         """
         failed = self.failed()
         last = [worker for worker in failed if worker.number in self.members]
         return self.earliest(last if any(map(self.failed_by_itself, last)) else failed)
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def is_over(self) -> bool:
-        """Returns whether all members (or all workers, if none is one) have ended."""
+        """Returns whether all members have ended (or all workers, without members)."""
         matter = self._last or self.workers.values()
         return all(worker.settled for worker in matter) and not self.successors()
 
     def successors(self) -> int:
-        """Returns how many newcomers may begin the job again after its last member.
+        """Returns how many new workers may begin the job again after its last member.
 
-        0 if they may not, or are too few.
+        Returns 0 if the new workers may not begin it again, or are too few.
         """
         last = self._last
         if not all(worker.may_be_succeeded for worker in last):
@@ -390,7 +393,7 @@ class WorkerTable:
         """Returns whether the job has done its work.
 
         All members that were not dismissed must have ended without an error. If there
-        were no members, enough workers must have.
+        were no members, enough workers must have ended without an error.
         """
         if not self.members:
             return len(self.succeeded()) >= self._least
@@ -404,7 +407,7 @@ class WorkerTable:
 
         Args:
             blobs: pickled results, by the number of the worker.
-            stop: why the job could not go on; empty if it could.
+            stop: why the job could not continue; empty if it could.
             leave: whether all workers were asked to leave.
         """
         last = self._last
@@ -432,7 +435,7 @@ class WorkerTable:
 
 
 class EventSource(Protocol):
-    """The part of a coordinator, or of its process, that `take_events` needs."""
+    """The methods of a coordinator, or of its process, that `take_events` needs."""
 
     events: queue.SimpleQueue[tuple[Any, ...]]
 
@@ -440,7 +443,7 @@ class EventSource(Protocol):
 
 
 def take_events(coordinator: EventSource) -> Iterator[tuple[Any, ...]]:
-    """Yields the events that have come: see `Coordinator.events`."""
+    """Yields the events that have arrived: see `Coordinator.events`."""
     coordinator.clear()
     with contextlib.suppress(queue.Empty):
         while True:

@@ -1,11 +1,11 @@
 """Runs the coordinator of an elastic job in a process of its own, and restarts it.
 
-A coordinator that does not answer any more is killed and restarted, too. ringrun keeps
-the listening sockets, so workers find the next coordinator at the same address. They
-bring along what it must know of the job (membership/client.py), and ringrun sends it
-the workers whose processes run. The secret goes through a pipe, never into argv.
+A coordinator that does not reply any more is killed and restarted, too. ringrun keeps
+the listening sockets, so workers find the next coordinator at the same address. Workers
+send the state of the job to this coordinator (membership/client.py), and ringrun sends
+the list of running workers. The secret goes through a pipe, never into argv.
 
-`python -m ringjax.run.elastic.coordinator_process` is the process.
+`python -m ringjax.run.elastic.coordinator_process` is the program of the process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ringjax.run.workers import take_events
 # More restarts than this within the window end the job.
 _MAX_RESTARTS = 5
 _RESTART_WINDOW = 10.0
-_MAX_ENDED = 1024  # ended workers whose ends are sent to a new coordinator
-_END_TIMEOUT = 2.0  # seconds for the process to end by itself
-_MIN_HANG_TIMEOUT = 5.0  # seconds
+_MAX_ENDED = 1024  # most ended workers that are reported to a new coordinator
+_END_TIMEOUT = 2.0  # seconds until the process is killed, if it does not end
+_MIN_HANG_TIMEOUT = 5.0  # least seconds without a reply until the process is killed
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -53,13 +53,13 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class CoordinatorProcess:
-    """Has the methods of a `Coordinator`, which runs in another process.
+    """Runs a `Coordinator` in another process, and has the same methods.
 
     Args:
         secret: the job's secret.
         job: the job's id.
         hosts, port: the addresses to listen on, and the port there.
-        resume: whether the job has begun under another ringrun, which is gone.
+        resume: whether an earlier ringrun, which has ended, began the job.
         note: shows a line when the process was lost.
         options: the other arguments of `Coordinator`.
 
@@ -80,9 +80,10 @@ class CoordinatorProcess:
     ) -> None:
         offer_for(
             options.get("tls", "auto")
-        )  # an error must come before the process starts
+        )  # errors in the options must occur before the process starts
         self._note = note
-        # With a fixed port an earlier ringrun may be about to end: wait for the port.
+        # A fixed port may still belong to an earlier ringrun that is about to end, so
+        # wait.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
         self._serve_message: Message = {
             "do": "serve",
@@ -95,7 +96,7 @@ class CoordinatorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         # State for the next process: workers that run, workers that have ended without
-        # an error and wait for an answer, ends, and workers that have finished.
+        # an error and wait for a reply, ends, and workers that have finished.
         self._expected: set[int] = set()
         self._unanswered: set[int] = set()
         self._end_messages: dict[int, Message] = {}
@@ -108,10 +109,10 @@ class CoordinatorProcess:
         self._closing = False
         self.addresses = [address.show(*s.getsockname()[:2]) for s in self._listeners]
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.wakeup = self._selector.fileno()  # readable when the channel is
+        self.wakeup = self._selector.fileno()  # readable when the channel has data
 
     def start(self) -> None:
-        """Starts the process, and sends it what the last one knew of the workers."""
+        """Starts the process, and sends it the state of the workers."""
         now = time.monotonic()
         recent = [then for then in self._start_times if now - then < _RESTART_WINDOW]
         self._start_times = [*recent, now]
@@ -160,7 +161,7 @@ class CoordinatorProcess:
         self.events.put((event, *details))
 
     def _process_lost(self) -> None:
-        """Starts another process in the place of the one that has ended."""
+        """Starts another process, because the process has ended."""
         assert self._process is not None
         code = self._reap()
         if self._closing:
@@ -185,13 +186,13 @@ class CoordinatorProcess:
             return self._process.wait()
 
     def clear(self) -> None:
-        """Handles the messages that have come, so that `wakeup` is not readable."""
+        """Handles all messages that have arrived, so that `wakeup` is not readable."""
         dispatch(self._selector, self._selector.select(0))
 
     def tick(self, now: float) -> None:
-        """Probes the process, and kills it if it has not answered for too long.
+        """Probes the process, and kills the process if it does not reply.
 
-        Call `clear` before, because an answer may be waiting in the pipe.
+        Call `clear` before, because a reply may be waiting in the pipe.
         """
         if self._probe.should_ask(now):
             self._send({"do": "pulse"})
@@ -199,7 +200,7 @@ class CoordinatorProcess:
             silence = f"has not answered for {self._hang_timeout:g} s"
             self._note(f"the coordinator {silence}; it is ended")
             self._probe = LivenessProbe(self._hang_timeout)
-            self._process.kill()  # then `_process_lost` is called
+            self._process.kill()  # the end of its pipe calls `_process_lost`
 
     def expected(self, worker: int) -> None:
         """Reports that a worker's process was started."""
@@ -207,7 +208,7 @@ class CoordinatorProcess:
         self._send({"do": "expected", "worker": worker})
 
     def ended(self, worker: int) -> None:
-        """Reports an end without an error; an "ended" event answers."""
+        """Reports an end without an error. The reply is an "ended" event."""
         self._unanswered.add(worker)
         self._send({"do": "ended", "worker": worker})
 
@@ -237,7 +238,7 @@ class CoordinatorProcess:
 
 
 class _CoordinatorServer:
-    """The process: one loop over its pipes and the events of its coordinator."""
+    """The server in the process: a loop over the pipes and the coordinator's events."""
 
     def __init__(self, reader: int, writer: int) -> None:
         from ringjax.membership.coordinator import Coordinator
@@ -250,7 +251,7 @@ class _CoordinatorServer:
         )
 
     def run(self) -> None:
-        """Serves until ringrun closes the pipe, or is gone."""
+        """Serves until ringrun closes the pipe, or ends."""
         while not self._channel.closed:
             dispatch(self._selector, self._selector.select())
         if self._coordinator is not None:

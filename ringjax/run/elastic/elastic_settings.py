@@ -1,4 +1,4 @@
-"""Settings of an elastic job: makes one record of the options, and checks them."""
+"""Settings of an elastic job: checks the options, and puts them into one record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringjax.run.hosts.slots import HostSlots
 
-UNBOUNDED = 1 << 16  # only the slots of the hosts are a limit
+UNBOUNDED = 1 << 16  # stands for `max_np` if only the slots of the hosts are a limit
 # Arguments of `ringjax.run` that only elastic jobs have.
 ELASTIC_OPTIONS = (
     "max_np",
@@ -23,12 +23,12 @@ class ElasticSettings:
     """The limits of an elastic job.
 
     Attributes:
-        np: number of workers to start with; None: as many as the hosts have slots.
+        np: number of workers to start with. If it is None, the number of slots counts.
         min_np, max_np: least and most workers.
-        hosts: where workers run; None: a script or a listener finds the hosts.
+        hosts: where workers run; None if a script or a listener finds the hosts.
         script: the host discovery script.
         slots: slots of a host that the script prints without a number.
-        reset_limit: how often the members may change, None: without limit.
+        reset_limit: how often the members may change. With None, there is no limit.
         cooldown: least and most seconds that a host stays on the blacklist.
         group: number of workers that are started, lost and admitted together.
     """
@@ -44,7 +44,7 @@ class ElasticSettings:
     group: int = 1
 
     def initial_size(self, slots: int) -> int:
-        """Returns how many workers start if there are `slots` slots: whole groups."""
+        """Returns the number of workers to start in `slots` slots, in whole groups."""
         count = min(self.np or self.max_np, slots)
         return count - count % self.group
 
@@ -60,11 +60,11 @@ def refuse_elastic_options(
     """Refuses options of elastic jobs in a static job.
 
     Args:
-        given: the arguments by name; None: not given.
+        given: the arguments by name; None if an argument was not given.
         names: names of the arguments for the user, such as the options of ringrun.
 
     Raises:
-        ValueError: at least one is given; the text names them.
+        ValueError: an argument was given; the text names all such arguments.
     """
     found = [names[key] for key in ELASTIC_OPTIONS if given.get(key) is not None]
     if found:
@@ -151,7 +151,7 @@ def check_group_multiple(number: int | None, group: int, name: str) -> None:
     """Checks that a number of processes is a multiple of the size of groups.
 
     Args:
-        number: the number; None: not given.
+        number: the number; None if it was not given.
         name: name of the option for the user.
 
     Raises:

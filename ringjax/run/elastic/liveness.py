@@ -1,22 +1,23 @@
-"""Liveness probe: decides whether another process still answers.
+"""Liveness probe: decides whether another process still replies.
 
-One question is open at a time. Only time in which this process runs counts as silence:
-if the machine was suspended, or this process was stopped, the pause says nothing about
-the other process. The caller sends the questions.
+At most one question waits for its reply. Only time in which this process runs counts as
+silence: if the machine was suspended, or this process was stopped, the pause says
+nothing about the other process. The caller sends the questions.
 """
 
 from __future__ import annotations
 
-_INTERVAL = 1.0  # seconds from an answer to the next question
-_MAX_STEP = 0.5  # seconds between two calls of `should_ask` that count as silence
-_START_TIMEOUT = 60.0  # seconds for the first answer, while the process starts
+_INTERVAL = 1.0  # seconds between a reply and the next question
+_MAX_STEP = 0.5  # the most seconds of silence that one call of `should_ask` adds
+# Seconds until the first reply must arrive, while the process starts.
+_START_TIMEOUT = 60.0
 
 
 class LivenessProbe:
-    """The questions to one process and its answers.
+    """The questions to one process, and the replies of the process.
 
     Args:
-        limit: seconds without an answer until the process counts as hung.
+        limit: seconds without a reply until the process counts as hung.
 
     Example:
         >>> probe = LivenessProbe(5.0)
@@ -29,12 +30,13 @@ class LivenessProbe:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._silence: float | None = None  # since the question; None: none is open
+        # Seconds since the question that has no reply; None if all have.
+        self._silence: float | None = None
         self._last_tick = self._next_question = float("-inf")
         self._allowed = max(limit, _START_TIMEOUT)
 
     def should_ask(self, now: float) -> bool:
-        """Counts the time since the last call; returns whether to ask now."""
+        """Adds the time since the last call; returns whether to send a question now."""
         passed = min(now - self._last_tick, _MAX_STEP)
         self._last_tick = now
         if self._silence is not None:
@@ -51,5 +53,5 @@ class LivenessProbe:
 
     @property
     def hung(self) -> bool:
-        """Whether the process has not answered for too long."""
+        """Whether the process has not replied for too long."""
         return self._silence is not None and self._silence >= self._allowed

@@ -1,8 +1,8 @@
-"""Replacement policy: what follows when a worker of an elastic job ends or is lost.
+"""Replacement policy: decides what to do if a worker of an elastic job ends or is lost.
 
-The coordinator learns of an end at once. The user, and the slots of the job, learn of
-it a moment later, when all output of the process has come, because that output says why
-it has ended.
+The coordinator receives an end immediately. The line for the user and the release of
+the slot follow when all output of the process has arrived, because the output explains
+the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringjax.run.workers import Worker, WorkerTable
 # that it has finished, which may still be on its way to the coordinator.
 _OUTPUT_DELAY = 0.3
 _REPORT_DELAY = 0.5
-# Seconds to end, for a worker that was declared lost and for one that is asked to
+# Seconds to end, for a worker that was declared lost and for a worker that was asked to
 # leave.
 _FENCE_TIMEOUT = 5.0
 _LEAVE_TIMEOUT = 30.0
@@ -75,9 +75,10 @@ class ReplacementPolicy:
         )
         self.coordinator: CoordinatorProcess | None = None
         self.silent = False
-        # When to report a worker's end to the coordinator.
+        # Ended workers, each with the time of the report to the coordinator.
         self._due_reports: list[tuple[float, Worker]] = []
-        self._unannounced: list[Worker] = []  # fenced, and not shown to the user yet
+        # Fenced workers that were not shown to the user yet.
+        self._unannounced: list[Worker] = []
         self._short_since = math.inf
 
     # The start.
@@ -104,7 +105,7 @@ class ReplacementPolicy:
         return self.coordinator
 
     def add_workers(self, now: float) -> list[Worker]:
-        """Adds workers for the slots that are to be taken now, and returns them."""
+        """Adds and returns workers for the slots that must be occupied now."""
         if self.coordinator is None:
             return []
         slots = self.slots.vacant(self._table.count_active(), now)
@@ -117,20 +118,21 @@ class ReplacementPolicy:
         return workers
 
     def shortage(self, now: float, timeout: float) -> str:
-        """Says why the job must end: there are too few workers, and no free slots.
+        """Returns why the job must end, if workers are too few and no slot is free.
 
         Args:
-            timeout: seconds that workers may be too few.
+            timeout: seconds for which there may be too few workers.
 
         Returns:
-            The reason; empty if the job goes on.
+            The reason; empty if the job continues.
         """
         count, least = self._table.count_active(), self.settings.min_np
         if self.slots.closed or count >= least:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # Wait one second longer: the coordinator has the same timeout, and says more.
+        # Wait one second longer, because the coordinator has the same timeout and a
+        # better text.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"
@@ -139,7 +141,7 @@ class ReplacementPolicy:
     # The run.
 
     def is_over(self) -> bool:
-        """Returns whether all workers that matter have ended."""
+        """Returns whether the job is over: see `WorkerTable.is_over`."""
         if self._table.members or self.slots.closed:
             return self._table.is_over()
         return self.slots.all_failed()
@@ -169,7 +171,7 @@ class ReplacementPolicy:
             self.coordinator.ended(worker.number)
 
     def _inform_coordinator(self, worker: Worker) -> None:
-        """Tells the coordinator that a worker runs, or why it has ended."""
+        """Reports to the coordinator that a worker runs, or why it has ended."""
         if self.coordinator is None:
             return
         if worker.is_running:
@@ -182,14 +184,14 @@ class ReplacementPolicy:
     def fence(self, worker: Worker, why: str, now: float) -> None:
         """Excludes a worker from the job, because it was declared lost."""
         worker.fence_reason, worker.with_group = why, why.startswith(WITH_GROUP)
-        if not worker.slot.host:  # no agent will report its end
+        if not worker.slot.host:  # no agent reports the end of this worker
             self.handle_exit(worker, 255, why, now)
         if worker.is_running and worker.fenced is None:
             worker.fenced = now
             self._unannounced.append(worker)
 
     def dismiss(self, number: int, now: float) -> None:
-        """Asks a worker to leave with its group, because its slot is gone."""
+        """Asks a worker and its group to leave, because its slot is gone."""
         worker = self._table.workers[number]
         who = self._table.describe(worker, place=True)
         self._console.note(f"{who} is asked to leave: its slot is gone")
@@ -199,7 +201,7 @@ class ReplacementPolicy:
                 self._agents.signal(signal.SIGTERM, [mate.number], alone=True)
 
     def tick(self, now: float) -> None:
-        """Settles workers that have ended, kills late ones, shows lines, reports."""
+        """Handles ended workers, kills late workers, and reports to the user."""
         for worker in self._table.workers.values():
             if worker.settled:
                 continue
@@ -211,7 +213,7 @@ class ReplacementPolicy:
                 worker.killed = True
                 self._agents.signal(signal.SIGKILL, [worker.number])
         for worker in list(self._unannounced):
-            # If the worker has ended meanwhile, `_settle` shows a better line.
+            # If the worker has ended since then, `_settle` shows a better line.
             due = (worker.fenced or 0.0) + _OUTPUT_DELAY
             if worker.is_running and now > due:
                 self._unannounced.remove(worker)
@@ -244,16 +246,18 @@ class ReplacementPolicy:
                 own_fault=self._table.failed_by_itself(worker),
                 now=now,
             )
-            if not announced and not self.is_over():  # the job's last line says it, too
+            # If the job is over, its last line has the same text.
+            if not announced and not self.is_over():
                 text = None if worker.exit_code else worker.loss_text
                 self._note_end(worker, text, pause)
             self._note_blacklisted(worker.slot.host, now)
 
     def _note_end(self, worker: Worker, text: str | None, pause: float = 0.0) -> None:
-        """Shows a line about a worker that is lost or has left.
+        """Shows a line about a worker that was lost or has left.
 
         Args:
-            text: what follows the worker's name; None: how it has ended.
+            text: the text after the worker's name; None to describe how the worker has
+                ended.
             pause: seconds until a worker starts in its slot again.
         """
         if self.silent:
@@ -279,7 +283,7 @@ class ReplacementPolicy:
 
 
 def _is_unexplained(worker: Worker) -> bool:
-    """Returns whether a worker has ended without an error, and the reason is missing.
+    """Returns whether a worker has ended without an error and without a known reason.
 
     If the worker was dismissed, another worker takes its slot. Otherwise it has reached
     the end of its program, which means that the job is finishing.
@@ -289,7 +293,7 @@ def _is_unexplained(worker: Worker) -> bool:
 
 
 def _kill_time(worker: Worker) -> float:
-    """Returns when a worker is killed that should have ended by itself.
+    """Returns the time at which a worker is killed if it has not ended by itself.
 
     A worker that has lost its group has nothing to report, and its slot is needed.
     """

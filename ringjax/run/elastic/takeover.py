@@ -1,10 +1,10 @@
-"""Takes over ranks of an earlier ringrun, which come with the agents of their hosts.
+"""Takes over ranks of an earlier ringrun when the agents of their hosts join.
 
 Agents keep a state for the next ringrun: the id of the job, the numbers that workers
-have had, and the host of each worker. Workers that ran beside the old ringrun have
-ended with it. A worker that the state places on a host, but whose agent does not have
-it, has ended with an earlier agent. The coordinator decides about members, and ranks
-reconnect to it by themselves.
+have had, and the host of each worker. Workers that the old ringrun started itself have
+ended with the old ringrun. A worker that the state places on a host, but whose agent
+does not have it, has ended with an earlier agent. The coordinator decides about
+members, and ranks reconnect to it by themselves.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable
 
-_STATIC_HOST = ""  # in the state, for workers on hosts that ringrun reached itself
+_STATIC_HOST = ""  # host in the state, for workers that ringrun started itself
 _LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
-    """Registers workers that agents bring along.
+    """Registers the workers of an earlier ringrun when the agents of their hosts join.
 
     Args:
-        inform: tells the coordinator of a worker that runs or has ended.
+        inform: reports a worker that runs or has ended to the coordinator.
 
     Attributes:
         job: the id of the job, once it is known; an earlier ringrun may have chosen it.
@@ -45,7 +45,8 @@ class Takeover:
         self._agents, self._console = agents, console
         self._inform = inform
         self.job = ""
-        self._hosts: dict[int, str] = {}  # by number, for workers of earlier ringruns
+        # Hosts of workers of earlier ringruns, by number.
+        self._hosts: dict[int, str] = {}
 
     @property
     def resumes(self) -> bool:
@@ -54,20 +55,20 @@ class Takeover:
 
     @property
     def succeeded(self) -> bool:
-        """Whether all workers that came have ended, at least one without an error."""
+        """Whether all registered workers have ended, and one without an error."""
         codes = [worker.exit_code for worker in self._table.workers.values()]
         return 0 in codes and None not in codes
 
     def resolve_job(self, state: Message) -> str:
-        """Returns the id of this job. The first agent's state decides it.
+        """Returns the id of this job, which the state of the first agent decides.
 
-        An agent whose state has another id ends the ranks that it has.
+        An agent whose state has another id ends its ranks.
         """
         self.job = self.job or state.get("job", "")
         return self.job
 
     def add_host(self, host: str, hello: Message) -> None:
-        """Registers the workers of a host that has joined; its slots exist already."""
+        """Registers the workers of a host that has joined. Its slots exist already."""
         state = hello["memory"] or {"next": 0, "places": []}
         self._table.reserve(state["next"])
         self._hosts |= dict(state["places"])
@@ -77,7 +78,7 @@ class Takeover:
             if worker is None or not worker.slot.host:
                 self._adopt_running(host, rank)
             elif not worker.is_running and "code" not in rank:
-                # The job has given the worker up while its host was away.
+                # The job counted the worker as lost while its host had no connection.
                 unwanted.append(worker.number)
         for number, place in self._hosts.items():
             here = place == _STATIC_HOST or self._agents.has_joined(place)

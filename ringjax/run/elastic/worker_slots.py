@@ -1,9 +1,9 @@
-"""Slots of the workers of an elastic job: which are free, and which are taken next.
+"""Slots of the workers of an elastic job: decides when a free slot gets a worker.
 
-A slot whose worker has failed is taken again: at once the first time, then after 1, 2,
-4 … 30 s if its workers go on failing soon after they have joined. With a blacklist the
-host of the slot goes on the list instead. The caller passes the time, and nothing here
-starts a worker.
+A slot whose worker has failed is taken again: immediately the first time, then after 1,
+2, 4 … 30 s if its workers keep failing soon after they have joined. With a blacklist
+the host of the slot goes on the list instead. The caller passes the time and starts the
+workers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import HostSlots, SlotInfo
 from ringjax.run.workers import WorkerSlot
 
-SOON = 3.0  # seconds; a worker that was a member for less has failed soon
-LONGEST_PAUSE = 30.0  # seconds
+SOON = 3.0  # seconds as a member; a worker that failed earlier has failed soon
+LONGEST_PAUSE = 30.0  # most seconds until a slot is taken again
 
 
 class WorkerSlots:
@@ -26,7 +26,7 @@ class WorkerSlots:
         first: number of workers to start with.
         most: number of workers to have once the job runs.
         least: with fewer workers, released slots are used, too.
-        blacklist: keeps hosts on which workers have failed; None: there is no list.
+        blacklist: hosts on which workers have failed; None if there is no list.
         group: number of workers that start together, or not at all.
 
     Attributes:
@@ -63,7 +63,7 @@ class WorkerSlots:
         """Replaces the hosts; known hosts keep their place in the order.
 
         Returns:
-            Numbers of the workers whose slots are gone.
+            Numbers of the workers whose slots do not exist any more.
         """
         slots = {host.name: host.slots for host in hosts}
         self._order = [name for name in self._order if name in slots]
@@ -87,11 +87,11 @@ class WorkerSlots:
         if slot is None:
             self._slots[host, index] = WorkerSlot(host, index, self._next_number)
             self._next_number += 1
-        elif slot.removed:  # the host is back before the worker has left the slot
+        elif slot.removed:  # the host has returned before the worker has left the slot
             slot.removed = slot.released = False
 
     def occupy(self, host: str, index: int, worker: int) -> WorkerSlot:
-        """Returns a slot, taken by a worker of an earlier ringrun."""
+        """Gives a slot to a worker of an earlier ringrun, and returns the slot."""
         self._offer(host, index)
         slot = self._slots[host, index]
         slot.worker = worker
@@ -103,11 +103,11 @@ class WorkerSlots:
             del self._slots[slot.host, slot.index]
 
     def grow(self) -> None:
-        """Allows the most workers, because the job runs now."""
+        """Allows the highest number of workers, because the job runs now."""
         self._target = self._most
 
     def vacant(self, running: int, now: float) -> list[WorkerSlot]:
-        """Returns the slots in which workers are to be started now.
+        """Returns the slots in which workers must be started now.
 
         Slots of one host follow each other, so that a group spreads over few hosts.
 
@@ -136,8 +136,10 @@ class WorkerSlots:
 
         Args:
             slot: the slot.
-            member_for: seconds for which the worker was a member, None: never.
-            own_fault: whether the worker failed by itself, not because another did.
+            member_for: seconds for which the worker was a member; None if it never was
+                one.
+            own_fault: whether the worker failed by itself, and not because another
+                worker failed.
             now: the time.
 
         Returns:
@@ -156,11 +158,11 @@ class WorkerSlots:
         return pause
 
     def record_leave(self, slot: WorkerSlot, *, asked: bool) -> None:
-        """Releases the slot of a worker that has left in good order.
+        """Releases the slot of a worker that has left without an error.
 
         Args:
-            asked: whether ringrun has asked the worker to leave. If another program
-                has, it may want the place for itself: the slot is taken again only if
+            asked: whether ringrun has asked the worker to leave. If another program has
+                asked, it may need the slot itself. So the slot is taken again only if
                 too few workers are left.
         """
         self._release(slot)

@@ -3,8 +3,8 @@
 ringrun starts an agent on its own machine. On every other host an agent is started over
 ssh or by an engine such as Slurm, whose variables the ranks there keep. An agent gets
 everything (environment with the job's secret, command, directory) on standard input, so
-that nothing secret is in argv, and sends output and exit codes to standard output. An
-agent that connects by itself is in joining_agent.py.
+that nothing secret is in argv, and sends output and exit codes to standard output.
+joining_agent.py is the agent that connects to ringrun itself.
 
 No rank outlives ringrun, however ringrun dies: an agent whose standard input is closed,
 or whose parent is gone, kills every process below it and ends.
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
 
 _CHUNK = 1 << 16
-# Bytes that ringrun has not taken yet. Above the first limit the agent stops reading
-# the ranks, and above the second one it drops their telemetry.
+# Limits for bytes that ringrun has not read yet. Above the first limit, the agent stops
+# reading the output of ranks. Above the second limit, the agent drops their telemetry.
 _BACKLOG = 1 << 20
 _TELEMETRY_BACKLOG = 1 << 18
-_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when ringrun is gone
+_GRACE = 1.0  # seconds between SIGTERM and SIGKILL after the end of ringrun
 
 
 class Agent:
@@ -48,13 +48,16 @@ class Agent:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
-        self._children: dict[int, processes.ChildProcess] = {}  # by ringrun's number
+        # Running and ended children, by ringrun's number.
+        self._children: dict[int, processes.ChildProcess] = {}
         self._telemetry = TelemetryRelay(
             self._selector, self._children, self._send_telemetry
         )
-        self._numbers: dict[int, int] = {}  # process id of a running child -> number
+        # The number of each running child, by process id.
+        self._numbers: dict[int, int] = {}
         self._descriptor_socket: socket.socket | None = None
-        self._descriptors: deque[int] = deque()  # from ringrun, in its order
+        # Descriptors that ringrun has sent, oldest first.
+        self._descriptors: deque[int] = deque()
         self._paused: list[tuple[int, Callable[[], None]]] = []
         self._exit_deadline: float | None = None
         self._watches_parent = self._end_requested = False
@@ -86,7 +89,8 @@ class Agent:
         """Uses these descriptors as the channel to ringrun.
 
         Args:
-            keys: from the handshake, if both are one socket; None for pipes.
+            keys: the keys of the handshake, if both descriptors are one socket; None
+                for pipes.
         """
         self._channel = Channel(
             self._selector,
@@ -99,7 +103,7 @@ class Agent:
         return self._channel
 
     def run(self) -> NoReturn:
-        """Serves until the job is over, then ends the process."""
+        """Runs the agent until the job is over, then ends the process."""
         processes.become_subreaper()
         while True:
             dispatch(self._selector, self._selector.select(self._timeout()))
@@ -153,7 +157,8 @@ class Agent:
         task = None if payload is None else base64.b64decode(payload)
         open_files.raise_limit(5 * len(message["children"]))
         with contextlib.suppress(OSError):
-            # If only the first host has this directory, stay where ssh has put us.
+            # If this host does not have the directory, stay in the directory that ssh
+            # has chosen.
             os.chdir(message["cwd"])
         env = message["env"]
         if message.get("account"):
@@ -168,10 +173,10 @@ class Agent:
     ) -> None:
         number = order["id"]
         argv = order["argv"]
-        # Negative numbers are clients and local commands, which send no telemetry.
+        # Clients and local commands have negative numbers, and send no telemetry.
         if number >= 0 and (address := self._telemetry.start_listening()):
             env = {**env, "RINGJAX_MONITOR": address}
-        # ringrun may pass a standard input, or that and a standard output.
+        # ringrun may pass a standard input, or a standard input and a standard output.
         given = self._next_descriptors(order.get("descriptors", 0))
         stdin, stdout = (*given, None, None)[:2]
         try:
@@ -200,7 +205,7 @@ class Agent:
         self._send({"is": "started", "id": number, "pid": child.pid})
 
     def _open_descriptor_socket(self, descriptor: int) -> None:
-        """Receives descriptors for children on this socket, as ringrun sends them."""
+        """Receives the descriptors for children that ringrun sends on this socket."""
         self._descriptor_socket = socket.socket(fileno=descriptor)
         self._descriptor_socket.setblocking(False)
         os.set_inheritable(descriptor, False)
@@ -213,13 +218,13 @@ class Agent:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._descriptor_socket, 1, 2)
         except BlockingIOError:
-            return  # `_next_descriptors` has read them
+            return  # `_next_descriptors` has read the descriptors
         if not data:
             self._kill_all_and_exit()
         self._descriptors.extend(descriptors)
 
     def _next_descriptors(self, count: int) -> list[int]:
-        """Returns the next descriptors; ringrun sends them before the order."""
+        """Returns the next descriptors, which ringrun sends before the order."""
         while len(self._descriptors) < count:
             assert self._descriptor_socket is not None
             wait_readable(self._descriptor_socket)
@@ -227,14 +232,14 @@ class Agent:
         return [self._descriptors.popleft() for _ in range(count)]
 
     def _watch_parent(self, parent: int) -> None:
-        """Ends this agent when `parent` dies, even if a fork of it holds our pipe."""
+        """Ends this agent when `parent` dies, even if a fork still holds the pipe."""
         self._watches_parent = True
         try:
             descriptor = os.pidfd_open(parent)
         except ProcessLookupError:
             self._kill_all_and_exit()
         except OSError:
-            return  # a kernel without pidfd: the end of the pipe has to do
+            return  # a kernel without pidfd: the end of the pipe must suffice
         else:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, self._kill_all_and_exit
@@ -265,7 +270,7 @@ class Agent:
         return 0 if self._channel is None else self._channel.pending
 
     def _pause(self) -> None:
-        """Stops reading the ranks: they block in their own writes."""
+        """Stops reading the output of ranks, which block when their pipes are full."""
         for child in self._children.values():
             for descriptor in child.pipes.values():
                 with contextlib.suppress(KeyError):
@@ -297,9 +302,10 @@ class Agent:
         for pid, code in ended:
             number = self._numbers.pop(pid, None)
             if number is None:
-                continue  # an adopted orphan
+                continue  # the process is an orphan that this agent has adopted
             process = self._children[number].process
-            process.returncode = code  # `reap` has collected it: Popen must not wait
+            # `reap` has collected the process: Popen must not wait.
+            process.returncode = code
             self._send({"is": "exited", "id": number, "code": code})
 
     # The end.
@@ -309,7 +315,7 @@ class Agent:
 
         A batch system sends SIGTERM when it wants the host back, and SIGKILL after some
         time. The ranks may use that time: they get SIGTERM too, and the agent ends
-        after them or when ringrun ends it. Clients get nothing, because they still
+        after them or when ringrun ends it. Clients get no signal, because they still
         carry the messages of other hosts. SIGUSR1 is for the ranks and does not end an
         agent.
         """
@@ -338,15 +344,15 @@ class Agent:
 
     def _send_bye(self) -> None:
         # After "bye" ringrun does not count the processes of this agent as lost. An
-        # agent that ends because of SIGTERM sends none, because ringrun may just have
-        # sent an order that is not carried out any more.
+        # agent that ends because of SIGTERM sends no "bye", because ringrun may just
+        # have sent an order that is not carried out any more.
         if not self._end_requested:
             self._send({"is": "bye"})
         if self._channel is not None:
             self._channel.flush(limit=5.0)
 
     def _kill_all_and_exit(self, code: int = 1) -> NoReturn:
-        """Ends every process below this one, then this process."""
+        """Ends every descendant of this process, then this process."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
@@ -359,7 +365,7 @@ class Agent:
 
 
 def explain_start_error(program: str, error: Exception) -> str:
-    """Says why a program cannot be run, and what the user may have meant."""
+    """Returns why a program cannot be run, with a hint for the user."""
     reason = getattr(error, "strerror", None) or str(error)
     if not os.path.isfile(program):
         return reason

@@ -1,4 +1,4 @@
-"""The state that ringrun keeps for each agent. The program itself is agent.py."""
+"""The state that ringrun keeps for each agent. job_spec.py has the ssh command."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class AgentHandle:
     Attributes:
         client_number: number of the client process (ssh, srun) that reaches the agent.
         client_name: program name of that client, for error texts.
-        by_engine: an engine has started the agent and has set its environment.
-        rendezvous: address of the coordinator for ranks of this host. Set only if the
-            agent has joined by itself (`ringrun --join`).
+        by_engine: whether an engine has started the agent and has set its environment.
+        rendezvous: address of the coordinator for ranks of this host. Set only if
+            `ringrun --join` has started the agent.
         started_at: when the agent was started, by `time.monotonic`.
-        has_answered: whether any message has come from the agent.
-        silence_noted: whether the user was told that no message has come.
-        end_requested: the agent got SIGTERM, so a batch system wants the host back.
-        orphaned_client: process id of the client after its guardian has died.
+        has_answered: whether any message has arrived from the agent.
+        silence_noted: whether a line for the user says that no message has arrived.
+        end_requested: whether the agent got SIGTERM, because a batch system needs the
+            host.
+        orphaned_client: process id of the client after the local agent has died.
         numbers: numbers of the processes that the agent runs or was told to start.
-        pids: process ids of the running ones, by number.
+        pids: process ids of the processes that run, by number.
     """
 
     host: str
@@ -43,11 +44,11 @@ class AgentHandle:
     pids: dict[int, int] = field(default_factory=dict)
 
     def silence(self, now: float) -> float:
-        """Returns the seconds since the start without any message; else 0."""
+        """Returns the seconds since the start; 0 once a message has arrived."""
         known = self.has_answered or self.closed or self.rendezvous
         return 0.0 if known else now - self.started_at
 
     @property
     def closed(self) -> bool:
-        """Whether no more messages can come from the agent."""
+        """Whether no more messages can arrive from the agent."""
         return self.ended or self.channel is None or self.channel.closed

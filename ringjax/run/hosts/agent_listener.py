@@ -1,11 +1,11 @@
-"""`ringrun --listen`: accepts agents that join by themselves (`ringrun --join`).
+"""`ringrun --listen`: accepts hosts on which somebody has run `ringrun --join`.
 
 A list (-H), a script (discovery.py) and this listener are the three ways in which a job
 gets its hosts. An agent proves that it has the job's secret, and then sends a hello
 with the name of its host and its slots. The host belongs to the job for as long as that
-connection lasts. If the connection of an elastic job breaks, the same agent may come
-back within the failure timeout, and nothing is lost. Another agent of the same name
-counts as a new host. The other end is joining_agent.py.
+connection lasts. If the connection of an elastic job breaks, the same agent may
+reconnect within the failure timeout, and nothing is lost. Another agent for the same
+host name counts as a new host. joining_agent.py is the other end of the connection.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots, check_host_name
 
-_MAX_NUMBER = 1 << 31  # numbers of workers are less
-_PORT_TIMEOUT = 5.0  # seconds for an earlier ringrun to release the port
+_MAX_NUMBER = 1 << 31  # all numbers of workers are below this number
+_PORT_TIMEOUT = 5.0  # seconds to wait until an earlier ringrun releases the port
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +41,8 @@ class _Connection:
 
     Attributes:
         peer: address of the other end, for people.
-        agent: what the pool knows of the agent, once its hello was accepted.
-        lost_at: when the connection has ended.
+        agent: the record of the agent in the pool, once its hello was accepted.
+        lost_at: the time at which the connection ended.
     """
 
     peer: str
@@ -61,8 +61,8 @@ class AgentListener:
         note: shows a line to the user.
         on_joined: called with the name of a host and the hello of its agent.
         resolve_job: returns the id of the job for an agent with this saved state. If it
-            is given, the job is elastic: ranks go on without ringrun, and their agents
-            wait for the next one.
+            is given, the job is elastic: ranks continue without ringrun, and their
+            agents wait for the next ringrun.
 
     Raises:
         StartupError: listening is not possible.
@@ -85,8 +85,9 @@ class AgentListener:
         self._resolve_job = resolve_job or (lambda memory: "")
         self._reconnect_timeout = listening.host_timeout if resolve_job else 0.0
         self._static_hosts = list(listening.static_hosts)
-        self._connections: dict[str, _Connection] = {}  # by host
-        self._slots: dict[str, int] = {}  # by host, without hosts that are leaving
+        self._connections: dict[str, _Connection] = {}  # connections by host
+        # Slots by host, without hosts that are leaving.
+        self._slots: dict[str, int] = {}
         self._selector = selectors.EpollSelector()
         offered = offer_for(spec.tls)
         self._acceptor = Acceptor(
@@ -104,7 +105,7 @@ class AgentListener:
 
     @property
     def hosts(self) -> list[HostSlots]:
-        """The hosts that are present, in the order in which they have joined."""
+        """The connected hosts, in the order in which they have joined."""
         joined = (HostSlots(name, count) for name, count in self._slots.items())
         return [*self._static_hosts, *joined]
 
@@ -115,11 +116,11 @@ class AgentListener:
                 self._remove(connection)
 
     def drop_static_hosts(self) -> None:
-        """Removes the hosts of -H, because ringrun leaves and only agents stay."""
+        """Removes the hosts of -H, because ringrun leaves and only agents remain."""
         self._static_hosts.clear()
 
     def close(self) -> None:
-        """Accepts no more agents; connections that exist stay open."""
+        """Accepts no more agents. Connections that exist stay open."""
         self._selector.close()
         self._acceptor.close()
 
@@ -195,11 +196,11 @@ class AgentListener:
     def _resume(
         self, before: _Connection, connection: _Connection, message: Message
     ) -> None:
-        """Puts a new connection of the same agent in the place of the broken one.
+        """Replaces the broken connection of an agent by a new connection.
 
         Exits that the agent could not report are in its hello. An order to start a
-        process may have been lost with the connection: that process is not in the
-        hello, and counts as ended.
+        process may have been lost with the connection. A process that is not in the
+        hello counts as ended.
         """
         agent, connection.agent = before.agent, before.agent
         assert before.channel is not None and agent is not None
@@ -216,10 +217,11 @@ class AgentListener:
                 self._agents.handle_message(agent, ended)
 
     def _check_hello(self, message: Message) -> tuple[str, bool]:
-        """Checks a hello, which comes from a peer that only has the job's secret.
+        """Checks a hello. The sender has only proved that it has the job's secret.
 
         Returns:
-            Why the host is refused, empty if it is not, and whether it may try again.
+            The reason why the host is refused, and whether it may try again. The reason
+            is empty if the host is accepted.
         """
         host, token = message.get("host"), message.get("token")
         slots, via = message.get("slots"), message.get("via")

@@ -1,10 +1,11 @@
-"""The agents of a job, one on each host: starts them, sends orders, receives reports.
+"""Starts an agent on each host of a job, sends orders, and receives reports.
 
 The agent on this machine (the guardian) owns the ranks here, the clients (ssh, srun) of
 the other hosts, and short commands such as a discovery script. Behind each client is
-the agent that owns the ranks of that host. If the guardian is killed, the clients go
-on, and the next order for this machine starts another guardian. This module does not
-decide anything: each event becomes a call of the `ProcessObserver`.
+the agent that owns the ranks of that host. If the guardian is killed, the clients
+continue, and the next order for this machine starts another guardian. This module does
+not decide anything: each event becomes a call of the `ProcessObserver`. job_spec.py
+makes the ssh command of a client; the guardian runs it.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
 from ringjax.run.hosts.slots import is_local
 
-_NOTE_SILENCE_AFTER = 10.0  # seconds without an answer of a host
+# Seconds without a message from a host, until the user is told.
+_NOTE_SILENCE_AFTER = 10.0
 _SHELL = "a login script there may wait for something, or replace the shell"
 
 
 class ProcessObserver(Protocol):
-    """Gets the events of the processes of a job, each by its number."""
+    """Receives the events of the processes of a job. Each process has a number."""
 
     def started(self, number: int, pid: int) -> None: ...
 
     def wrote(self, number: int, stream: str, data: bytes) -> None:
-        """Gets output; empty `data` means that the stream has ended."""
+        """Receives output. If `data` is empty, the stream has ended."""
 
     def exited(self, number: int, code: int, text: str) -> None:
-        """Gets an exit code; `text` says more if the code does not explain the end."""
+        """Receives an exit code, with a `text` if the code does not explain the end."""
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
-        """Gets the processes that were lost together with their host."""
+        """Receives the numbers of the processes that were lost with their host."""
 
 
 class AgentPool:
-    """Starts agents and exchanges messages with them; `poll` is one round of the loop.
+    """Starts agents, and exchanges messages with the agents in `poll`.
 
     Processes of the job have numbers from 0 on, which the job chooses. Clients and
     local
@@ -68,17 +70,17 @@ class AgentPool:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._descriptors: socket.socket | None = None
         self._local = AgentHandle("localhost", 0)
-        self._remote: dict[str, AgentHandle] = {}  # by host
-        self._is_local: dict[str, bool] = {}  # by host
-        self._clients: dict[int, AgentHandle] = {}  # by the number of the client
+        self._remote: dict[str, AgentHandle] = {}  # agents on other hosts, by host
+        self._is_local: dict[str, bool] = {}  # whether a host is this machine
+        self._clients: dict[int, AgentHandle] = {}  # agents by client number
         self._commands = LocalCommands()
         self._receiver: FileReceiver | None = None
-        self._last_number = 0  # given to a client or a local command
+        self._last_number = 0  # the latest number of a client or local command
         self._telemetry_interval = 0.0
         # Called with the number of a rank and a line of telemetry.
         self.on_sample: Callable[[int, str], None] = lambda number, text: None
 
-    # Agents.
+    # -- agents ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the agent on this machine, or another one if the first was killed."""
@@ -96,7 +98,8 @@ class AgentPool:
                 stdout=subprocess.PIPE,
                 env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # only ringrun gets Ctrl-C from the terminal
+                # Only ringrun must get Ctrl-C from the terminal.
+                start_new_session=True,
             )
             assert self._guardian.stdin is not None
             assert self._guardian.stdout is not None
@@ -120,7 +123,7 @@ class AgentPool:
         return self._is_local[host]
 
     def remote_hosts(self, hosts: Iterable[str]) -> list[str]:
-        """Returns those of the hosts that are not this machine."""
+        """Returns the hosts that are not this machine."""
         hosts = list(hosts)
         if len(hosts) > 1:  # look up all names at the same time
             name_lookup.start(host.rpartition("@")[2] for host in hosts)
@@ -128,14 +131,14 @@ class AgentPool:
 
     @property
     def end_requested(self) -> str:
-        """Why all ranks should leave: all other hosts got SIGTERM; empty if not so."""
+        """The reason why all ranks should leave, if all other hosts got SIGTERM."""
         agents = self._remote.values()
         ours = self._spec.allocation is not None and bool(agents)
         back = ours and all(agent.end_requested for agent in agents)
         return "SIGTERM on the other hosts" if back else ""
 
     def _agent_for(self, host: str) -> AgentHandle:
-        """Returns the agent on a host; starts one if none runs there."""
+        """Returns the agent on a host. Starts an agent if none runs there."""
         if self.is_local(host):
             return self._local_agent()
         agent = self._remote.get(host)
@@ -149,10 +152,10 @@ class AgentPool:
         return self._local
 
     def _connect(self, host: str) -> AgentHandle:
-        """Has the local agent start a client, whose pipes lead to this process.
+        """Makes the local agent start a client, whose pipes lead to this process.
 
         The agent owns the client, so the client ends with the other processes of the
-        job. Its pipes are made here, and their far ends are passed to the agent, so
+        job. This process makes the pipes and passes one end of each to the agent, so
         messages do not go through the agent.
         """
         here = self._local_agent()
@@ -180,7 +183,7 @@ class AgentPool:
     def add_joined(
         self, host: str, channel: Channel, rendezvous: str, numbers: set[int]
     ) -> AgentHandle:
-        """Adds an agent that has joined by itself.
+        """Adds an agent that `ringrun --join` has started.
 
         Args:
             rendezvous: address at which ranks of this host reach the coordinator.
@@ -201,7 +204,7 @@ class AgentPool:
     def connect_stdin(self) -> None:
         """Sends a pipe with ringrun's standard input to the agent on this machine.
 
-        Call it before an order for a process here that takes one descriptor.
+        Call this before an order for a local process that takes one descriptor.
         """
         self._send_descriptors(pipe_standard_input())
 
@@ -209,7 +212,7 @@ class AgentPool:
         """Sends descriptors to the agent on this machine, and closes them here."""
         try:
             assert self._descriptors is not None
-            # If the agent has died, the end of its channel is handled elsewhere.
+            # If the agent has died, `poll` handles the end of its channel.
             with contextlib.suppress(OSError):
                 rights = (
                     socket.SOL_SOCKET,
@@ -230,7 +233,7 @@ class AgentPool:
             lambda: self._closed(agent),
         )
 
-    # Orders.
+    # -- orders to the agents ----------------------------------------------------------
 
     def spawn(
         self,
@@ -243,8 +246,8 @@ class AgentPool:
 
         Args:
             orders: for each process a dict with `id` (its number), `argv` and `env`.
-            env: variables of all of them.
-            payload: standard input of all of them.
+            env: variables of all processes.
+            payload: standard input of all processes.
         """
         agent = self._agent_for(host)
         agent.numbers.update(order["id"] for order in orders)
@@ -255,7 +258,7 @@ class AgentPool:
                 {**order, "env": {**kept, **order["env"], **via}} for order in orders
             ]
         self._send_spawn(agent, orders, env, payload)
-        if agent.ended and agent.rendezvous:  # lost between the decision and the order
+        if agent.ended and agent.rendezvous:  # the agent was lost after the decision
             self._report_lost(agent, "lost its host")
 
     def run_command(
@@ -303,12 +306,12 @@ class AgentPool:
     ) -> None:
         """Sends a signal to processes.
 
-        Clients never get one. A client may still carry messages, which would be lost,
-        and its agent would conclude that ringrun is gone.
+        Clients never get a signal. A client may still carry messages, which would be
+        lost, and the agent behind the client would conclude that ringrun has ended.
 
         Args:
             number: the signal.
-            numbers: the processes; None means all.
+            numbers: the processes; None means all processes.
             alone: signal only these processes, not their process groups.
         """
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
@@ -320,7 +323,7 @@ class AgentPool:
                 self._send(agent, {**message, "ids": ids})
 
     def set_telemetry_interval(self, seconds: float) -> None:
-        """Asks all ranks for a sample every `seconds`; 0 means none."""
+        """Asks all ranks for a sample every `seconds`. With 0, no samples are sent."""
         self._telemetry_interval = seconds
         for agent in self._all_agents():
             self._send(agent, self._monitor_order())
@@ -332,11 +335,11 @@ class AgentPool:
         return self._local, *self._remote.values()
 
     def has_joined(self, host: str) -> bool:
-        """Returns whether the agent of a host has joined by itself."""
+        """Returns whether `ringrun --join` has started the agent of a host."""
         return host in self._remote and bool(self._remote[host].rendezvous)
 
     def save_job_state(self, state: Message) -> None:
-        """Has agents that joined by themselves keep `state` for the next ringrun."""
+        """Sends `state` to the agents of `ringrun --join`, for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
                 self._send(agent, {"do": "remember", "memory": state})
@@ -345,14 +348,14 @@ class AgentPool:
         if agent.channel is not None:
             agent.channel.send(message)
 
-    # Reports.
+    # -- reports from the agents -------------------------------------------------------
 
     def poll(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
         """Waits for events and handles them.
 
         Args:
             timeout: seconds to wait at most.
-            first: called after the wait, before events are handled.
+            first: a function to call after the wait, before events are handled.
 
         Returns:
             Whether there were events.
@@ -365,7 +368,7 @@ class AgentPool:
         return bool(events)
 
     def _check_silence(self, now: float) -> None:
-        """Gives up hosts whose agents do not answer within the start timeout."""
+        """Counts hosts as lost if their agents are silent for the start timeout."""
         for agent in self._remote.values():
             silence, limit = agent.silence(now), self._spec.start_timeout
             why = f"no answer over {agent.client_name} in"
@@ -415,7 +418,7 @@ class AgentPool:
             self.lose_agent(lost, f"lost its host, {how}")
 
     def lose_agent(self, agent: AgentHandle, text: str) -> None:
-        """Handles the loss of an agent: its processes are lost, too."""
+        """Handles the loss of an agent, with which its processes are lost, too."""
         agent.ended = True
         self._report_lost(agent, text)
 
@@ -427,13 +430,14 @@ class AgentPool:
             self._guardian_died()
         elif agent.orphaned_client is not None:
             self.lose_agent(agent, "lost its host")
-        # Else the guardian reports the exit of the client, whose text says more.
+        # Else the guardian reports the exit of the client, with a text that explains
+        # more.
 
     def _guardian_died(self) -> None:
-        """Reports its ranks as lost, and keeps the hosts behind its clients.
+        """Reports the guardian's ranks as lost, and keeps the hosts of its clients.
 
-        Clients were started with `outlives`, so they go on without the guardian. Nobody
-        reports their exits any more: the end of a client's pipe has to do.
+        Clients were started with `outlives`, so they continue without the guardian. No
+        agent reports their exits any more, so the end of a client's pipe must suffice.
         """
         pids = dict(self._local.pids)
         for client in self._clients.values():
@@ -443,7 +447,8 @@ class AgentPool:
                     self.lose_agent(client, "lost its host")
         text = "its agent on this host died"
         self._report_lost(self._local, text)
-        # The kernel has sent SIGKILL to its children, but not to their descendants.
+        # The kernel has sent SIGKILL to the guardian's children, but not to their
+        # children.
         for pid in pids.values():
             processes.kill_group(pid)
         self._commands.fail_all(text)
@@ -455,10 +460,10 @@ class AgentPool:
         if numbers:
             self._observer.host_lost(numbers, text)
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def detach_joined(self) -> None:
-        """Lets agents that joined by themselves go on without this ringrun."""
+        """Lets the agents of `ringrun --join` continue without this ringrun."""
         for host, agent in list(self._remote.items()):
             if agent.rendezvous:
                 del self._remote[host]
@@ -467,7 +472,7 @@ class AgentPool:
                     agent.channel.close()
 
     def end(self, limit: float) -> None:
-        """Has every agent kill what is left, and reads the last output.
+        """Makes every agent kill the remaining processes, and reads the last output.
 
         Other hosts come first, because the local agent owns the clients that reach
         them.
@@ -499,7 +504,7 @@ class AgentPool:
 
         Args:
             limit: seconds to wait.
-            code: exit code of the job, for agents that joined by themselves.
+            code: exit code of the job, for the agents of `ringrun --join`.
         """
         joined = [agent for agent in self._remote.values() if agent.rendezvous]
         for agent in joined:
@@ -514,7 +519,7 @@ class AgentPool:
         if self._guardian is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(timeout=limit)
-            # A guardian that is still busy ends by itself. A returncode keeps Popen
-            # from warning about a child that was not waited for.
+            # A guardian that is still busy ends by itself. Popen with a returncode does
+            # not warn about a child for which nobody has waited.
             self._guardian.returncode = self._guardian.returncode or 0
         self.selector.close()

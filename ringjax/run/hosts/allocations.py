@@ -1,7 +1,8 @@
 """Allocations: the hosts that a batch system has given to this job.
 
-Reads the variables of Slurm, LSF and Grid Engine, and names the command by which each
-of them starts an agent on a host. Hosts that the user names are parsed in slots.py.
+Reads the variables of Slurm, LSF and Grid Engine, and makes the commands with which
+these systems start an agent on a host. Hosts that the user names are parsed in
+slots.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Allocation:
 
     Attributes:
         hosts: the hosts, with a slot for each task that the user has asked for.
-        command: starts the agent on a host; `{host}` stands for the host's name.
+        command: the command that starts the agent on a host; `{host}` stands for the
+            name.
         unset: variables that this command must not see.
     """
 
@@ -51,7 +53,7 @@ def find(environ: Environ) -> Allocation | None:
     """Returns the allocation in which this process runs, if any.
 
     Raises:
-        ValueError: naming the variable that cannot be read.
+        ValueError: a variable cannot be read; the text names the variable.
 
     Example:
         >>> found = find({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4"})
@@ -68,7 +70,7 @@ def find(environ: Environ) -> Allocation | None:
 def find_readable(environ: Environ) -> Allocation | None:
     """Returns the allocation, or None if its variables cannot be read.
 
-    The error is reported by `find`, but only to a job that takes its hosts from there.
+    Only `find` reports the error, because only some jobs use the allocation.
     """
     try:
         return find(environ)
@@ -98,13 +100,13 @@ def _slurm(environ: Environ) -> Allocation | None:
         "--nodes=1",
         "--ntasks=1",
         "--nodelist={host}",
-        "--overlap",  # the step of the batch script holds the CPUs
-        "--cpu-bind=none",  # the ranks of this host share the one task of the agent
-        "--mem=0",  # all memory that the job has on this host
+        "--overlap",  # share the CPUs, which the step of the batch script holds
+        "--cpu-bind=none",  # do not bind the ranks, which all run in the agent's task
+        "--mem=0",  # the step may use all memory of the job on this host
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--export=ALL",
         "--unbuffered",
-        # ringrun decides what follows if a host or a rank ends, not Slurm.
+        # ringrun, not Slurm, decides what to do after the end of a host or a rank.
         "--no-kill",
         "--kill-on-bad-exit=0",
     )
@@ -178,7 +180,7 @@ def _read_lines(path: str, name: str) -> list[str]:
 
 
 def requeue(environ: Environ) -> str:
-    """Has Slurm queue this job again, unless Slurm is ending it anyway.
+    """Makes Slurm queue this job again, unless Slurm is ending the job anyway.
 
     Returns:
         A sentence for the user; empty outside of Slurm or if the job is being ended.

@@ -1,9 +1,9 @@
 """Blacklist of hosts on which workers have failed: no worker starts on them for a time.
 
-The rules are Horovod's. Without a range of seconds a host stays on the list for good.
+The rules are Horovod's. Without a range of seconds a host stays on the list forever.
 With a range MIN to MAX it stays for MIN seconds the first time, then twice as long each
-time, at most MAX. A random part is added, so that hosts do not come back all at once.
-The caller passes the time, and nothing here acts by itself.
+time, at most MAX. A random part is added, so that hosts do not return all at the same
+time. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Record:
 
 
 class Blacklist:
-    """Which hosts must not get a new worker, and for how long.
+    """The hosts that must not get a new worker, each for some time.
 
     Args:
-        cooldown: least and most seconds on the list; None: for good.
+        cooldown: least and most seconds on the list; None means forever.
         draw: returns a random number from 0 to 1.
 
     Example:
@@ -48,11 +48,11 @@ class Blacklist:
     def record_failure(self, host: str, now: float) -> float:
         """Puts a host on the list because a worker failed there.
 
-        A broken host takes all of its workers with it. Their failures count once,
-        because failures of a host that is on the list already do not count.
+        A broken host takes all of its workers with it. Failures of a host that is on
+        the list do not count, so the failures of these workers count once.
 
         Returns:
-            Seconds until the host may be used again; infinity: never.
+            Seconds until the host may be used again; infinity means never.
         """
         record = self._records.setdefault(host, _Record())
         if record.until > now:
@@ -62,7 +62,8 @@ class Blacklist:
             record.until = math.inf
             return math.inf
         least, most = self._cooldown
-        if now - record.until > 2 * most:  # the host worked well for long: start again
+        # The host worked well for a long time: use the shortest cooldown again.
+        if now - record.until > 2 * most:
             record.times = 0
         seconds = least * 2.0 ** min(record.times, 60)
         seconds = min(most, max(least, seconds + least * self._draw()))
@@ -76,7 +77,7 @@ class Blacklist:
         return record is not None and record.until > now
 
     def take_announcement(self, host: str, now: float) -> float | None:
-        """Returns the seconds of a new entry, once for each; None: nothing is new."""
+        """Returns the seconds of a new entry, once for each entry, or None."""
         record = self._records.get(host)
         if record is None or record.announced:
             return None

@@ -1,7 +1,7 @@
-"""Messages between ringrun and its agents: JSON objects, one a line, over pipes.
+"""Messages between ringrun and its agents: lines over pipes, each a JSON object.
 
-Both directions are non-blocking and queued, so neither side ever waits for the other:
-even if the terminal is not read, a Ctrl-C must get through. Pipes need no
+Both directions are non-blocking and queued, so neither side ever waits for the other
+side. A Ctrl-C must arrive even if the terminal is not read. Pipes need no
 authentication of their own, because they are inherited or ssh carries them. On the
 socket of an agent that has joined by itself, messages are sealed with the keys of its
 handshake.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]  # a JSON object
 _CHUNK = 1 << 20
-_PIPE_SIZE = 1 << 20  # bytes
+_PIPE_SIZE = 1 << 20  # bytes of the buffer of a pipe
 
 
 class _LineCodec:
-    """Writes a message as a line, and skips lines that are not a message.
+    """Converts messages to lines and back. Skips lines that are not a message.
 
     A login shell may print a greeting to its standard output before the agent starts.
     """
@@ -43,7 +43,8 @@ class _LineCodec:
         return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
     def feed(self, piece: bytes) -> list[Message]:
-        start = len(self._incoming)  # earlier bytes contain no end of a line
+        # Earlier bytes contain no end of a line, so search from here.
+        start = len(self._incoming)
         self._incoming += piece
         end = self._incoming.rfind(b"\n", start) + 1
         lines = bytes(self._incoming[:end]).splitlines()
@@ -63,7 +64,7 @@ def dispatch(
     selector: selectors.BaseSelector,
     events: Iterable[tuple[selectors.SelectorKey, int]],
 ) -> None:
-    """Calls the callbacks of events, which are the data of their descriptors."""
+    """Calls the callbacks of ready descriptors, which are the data of their keys."""
     for key, _ in events:
         # An earlier callback may have closed the descriptor, or registered another one
         # with the same number.
@@ -72,13 +73,13 @@ def dispatch(
 
 
 class Channel:
-    """A pair of descriptors in a selector whose data are callbacks without arguments.
+    """A pair of descriptors in a selector, whose keys have callbacks as their data.
 
     Args:
         reader, writer: two pipes, or twice the same socket.
         on_message: called with each message.
         on_close: called when the other side has closed its end.
-        keys: from the handshake on the socket; None for pipes.
+        keys: the keys of the handshake on the socket; None for pipes.
     """
 
     def __init__(
@@ -99,19 +100,20 @@ class Channel:
         self._sealer = lines if keys is None else keys.sealer()
         self._opener = lines if keys is None else keys.opener()
         self._outgoing: deque[memoryview] = deque()
-        self._waiting = False  # for the writer to become writable
+        self._waiting = False  # whether the selector watches `writer` for room
         self.closed = False
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         for end in (reader, writer):
-            # Fails on a socket, and if this user has too many large pipes already.
+            # The call fails on a socket, and if this user has too many large pipes
+            # already.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
     @property
     def pending(self) -> int:
-        """Bytes in the queue that the other side has not taken yet."""
+        """The bytes in the queue that the other side has not read yet."""
         return sum(map(len, self._outgoing))
 
     def end_greeting(self) -> None:
@@ -124,7 +126,7 @@ class Channel:
         self._write()
 
     def send(self, message: Message) -> None:
-        """Queues a message; the part that fits into the pipe leaves at once."""
+        """Queues a message, and writes as much as the pipe takes immediately."""
         if self.closed:
             return
         self._outgoing.append(memoryview(self._sealer.seal(message)))
@@ -132,7 +134,7 @@ class Channel:
             self._write()
 
     def flush(self, limit: float) -> None:
-        """Waits up to `limit` seconds until the other side has taken everything."""
+        """Waits up to `limit` seconds until the other side has read everything."""
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
@@ -198,7 +200,7 @@ class Channel:
             return
         for message in messages:
             self._on_message(message)
-            if self.closed:  # by the callback
+            if self.closed:  # the callback may have closed the channel
                 return
 
 

@@ -1,7 +1,8 @@
-"""Host discovery: runs a user's script every second and keeps its last good answer.
+"""Host discovery: runs a user's script every second and keeps its last valid output.
 
 The script prints a line `host` or `host:slots` for each host, as for Horovod. A run
-that fails, hangs or prints something else changes nothing, and the user is told once.
+that fails, hangs or prints something else changes nothing, except for one line to the
+user.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 from ringjax.run.hosts.slots import HostSlots, merge_aliases, parse_discovered
 
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
-LIMIT = 30.0  # seconds for one run
+LIMIT = 30.0  # seconds until a run of the script is killed
 
 
 class CommandRunner(Protocol):
@@ -38,7 +39,7 @@ class ScriptDiscovery:
     """Runs the discovery script again and again.
 
     Attributes:
-        hosts: the last good answer; None before the first one.
+        hosts: the hosts in the last valid output; None before the first valid output.
         problem: why the latest run failed; empty if it succeeded.
         unusable: whether the very first run showed that the script cannot be run.
     """
@@ -65,7 +66,7 @@ class ScriptDiscovery:
         self.unusable = False
 
     def tick(self, now: float) -> None:
-        """Starts a run if it is time, and kills a run that takes too long."""
+        """Starts a run if a run is due, and kills a run that takes too long."""
         self._now = now
         if now < self._next:
             return
@@ -85,19 +86,19 @@ class ScriptDiscovery:
             self._next = now + PERIOD
             self._runner.signal(signal.SIGKILL, [self._running])
         else:
-            # The script is dead, but a process that it has started keeps its output
-            # open, so the end of the run would never be reported.
+            # The script is dead, but a process that the script has started keeps the
+            # output open, so the agent would never report the end of the run.
             self._finish_run(self._runs, 1, "", "")
 
     def drop_static_hosts(self) -> None:
-        """Does nothing: the script finds all hosts. See `AgentListener`."""
+        """Does nothing, because the script finds all hosts. See `AgentListener`."""
 
     def close(self) -> None:
-        """Does nothing: the agent ends a script that still runs."""
+        """Does nothing, because the agent ends a script that still runs."""
 
     def _finish_run(self, run: int, code: int, out: str, err: str) -> None:
         if run != self._runs or self._running is None:
-            return  # a late report of a run that was given up
+            return  # ignore the late report of a run that was killed
         self._running = None
         self._next = self._now + PERIOD
         problem = ""

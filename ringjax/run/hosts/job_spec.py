@@ -1,6 +1,8 @@
-"""The specification of a job: command, environment, hosts, and ways to reach them.
+"""The specification of a job, and the command lines that start agents (ssh, srun).
 
-Also builds the command lines that start agents. agent_pool.py uses both.
+`JobSpec` has the command, the environment, the hosts and the ways to reach them.
+`client_command` makes the ssh command for a host; agent_pool.py has the agent on this
+machine run it.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from ringjax.run.monitor.options import NO_MONITORING, MonitorOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """Where `ringrun --listen` waits for agents that join by themselves.
+    """The address at which `ringrun --listen` waits for agents of `ringrun --join`.
 
     Attributes:
         addresses: addresses of this machine to listen on.
-        port: port for agents; ranks connect to the next one.
-        secret, job: the secret and the id of the job, which agents must have, too.
+        port: port for agents. Ranks connect to the next higher port.
+        secret, job: the secret and the id of the job, which agents must have.
         static_hosts: hosts of -H, which ringrun reaches itself.
         host_timeout: seconds to wait for hosts.
-        failure_timeout: seconds without an answer until a host counts as lost.
+        failure_timeout: seconds without a message until a host counts as lost.
     """
 
     addresses: Sequence[str]
@@ -54,17 +56,18 @@ class JobSpec:
     Attributes:
         command: the command of every rank.
         env: the environment of the ranks.
-        start_timeout: seconds for all ranks to call `init`, and for hosts to answer.
+        start_timeout: seconds for all ranks to call `init`, and for agents to send a
+            message.
         tls: whether connections are encrypted, as in RINGJAX_TLS.
         slots: the places of the ranks of a static job.
-        payload: standard input of every rank, for a function that is called there.
+        payload: standard input of every rank, if the ranks call a function.
         interfaces: network interfaces that ranks may use.
-        forwarded: names of variables in `env` that other hosts get in any case (-x).
+        forwarded: names of variables in `env` that other hosts always get (-x).
         stdin: whether rank 0 reads the standard input of ringrun.
         allocation: the hosts that a batch system has given to this job.
         agent_command: command of the user that starts agents on other hosts.
-        listening: where agents join by themselves, if they may.
-        monitor: which reports and metrics the user has asked for.
+        listening: the address for agents of `ringrun --join`; None without --listen.
+        monitor: the reports and metrics that the user has requested.
     """
 
     command: Sequence[str]
@@ -87,7 +90,7 @@ class JobSpec:
     def rendezvous_options(
         self, remote: Sequence[str]
     ) -> tuple[bytes, ListenArguments]:
-        """Returns the job's secret, and the coordinator's options of where to listen.
+        """Returns the job's secret, and the addresses for the coordinator to listen on.
 
         Args:
             remote: hosts of ranks, without this machine.
@@ -100,7 +103,8 @@ class JobSpec:
 
 
 def agent_command() -> list[str]:
-    # -P: no file in the user's directory may hide a module of Python or ringjax.
+    # Use -P, so that no file in the user's directory can hide a module of Python or
+    # ringjax.
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
@@ -119,7 +123,7 @@ class ClientCommand(NamedTuple):
 
 
 def client_command(host: str, spec: JobSpec) -> ClientCommand:
-    """Returns the client for a host: the user's command, a batch system's, or ssh."""
+    """Returns the user's command, a batch system's command, or ssh for a host."""
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
@@ -136,7 +140,7 @@ def client_command(host: str, spec: JobSpec) -> ClientCommand:
 
 
 def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str]:
-    """Fills {host} and {agent} in; without {agent} the agent's command is appended.
+    """Replaces {host} and {agent}. Without {agent} the agent's command is appended.
 
     Example:
         >>> _fill_template("kubectl exec -i {host} --", "pod-1", ["env", "python"])
@@ -170,7 +174,8 @@ def check_agent_command(template: str) -> str:
 
 def _ssh(host: str, spec: JobSpec) -> list[str]:
     options = {
-        "BatchMode": "yes",  # ask no question: ssh has no terminal here
+        # ssh must not ask questions, because it has no terminal here.
+        "BatchMode": "yes",
         "StrictHostKeyChecking": "accept-new",
         "ConnectTimeout": str(max(1, round(spec.start_timeout))),
         "ServerAliveInterval": "5",

@@ -1,11 +1,11 @@
-"""`ringrun --join HOST:PORT`: an agent that connects to `ringrun --listen` by itself.
+"""`ringrun --join HOST:PORT`: an agent that connects to `ringrun --listen`.
 
 The agent proves that it has the job's secret, as a rank does (control/handshake.py),
-and sends the name of its host and its slots. From then on it works like any other
+and sends the name of its host and its slots. After that, the agent works like any other
 agent. Its ranks keep the variables that an engine has set on this node. If the ringrun
-of an elastic job is gone, the ranks go on, their output goes to the output of this
-process, and the agent looks for a ringrun at the same address. A new ringrun there
-takes the ranks over (elastic/takeover.py). The other end is agent_listener.py.
+of an elastic job ends, the ranks continue, this process prints their output, and the
+agent looks for a new ringrun at the same address. The new ringrun takes over the ranks
+(elastic/takeover.py). agent_listener.py is the other end of the connection.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from ringjax.run.hosts import processes
 from ringjax.run.hosts.agent import Agent
 from ringjax.run.hosts.channel import Message
 
-_MAX_PAUSE = 0.5  # seconds between two attempts to connect
+_MAX_PAUSE = 0.5  # most seconds between two attempts to connect
 # Seconds until the first line about waiting, and between later lines.
 _FIRST_NOTE = 3.0
 _NOTE_INTERVAL = 30.0
-_STATUS_TIMEOUT = 10.0  # seconds for ringrun to send the exit code of the job
-_MAX_EXIT_CODES = 1024  # ended ranks that are remembered for the next ringrun
+_STATUS_TIMEOUT = 10.0  # seconds to wait until ringrun sends the exit code of the job
+_MAX_EXIT_CODES = 1024  # most ended ranks that are reported to the next ringrun
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """Which ringrun an agent joins, and as which host.
+    """The ringrun that an agent joins, and the host of the agent.
 
     Attributes:
-        address: where ringrun listens: "host:port".
+        address: the address of ringrun, as "host:port".
         secret, job: the secret and the id of the job.
         host: name of this host.
-        slots: number of ranks that this host takes.
+        slots: number of ranks for which this host has room.
         connect_timeout: seconds to look for ringrun the first time.
-        failure_timeout: seconds without an answer until the connection is lost.
+        failure_timeout: seconds without a message until the connection counts as lost.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
     """
 
@@ -65,21 +65,26 @@ class JoinOptions:
 
 
 class JoiningAgent(Agent):
-    """An agent whose channel is a connection that it has opened itself."""
+    """An agent that opens the connection of its channel itself."""
 
     def __init__(self, options: JoinOptions) -> None:
         hangup = signal.getsignal(signal.SIGHUP)
         super().__init__()
-        if hangup == signal.SIG_IGN:  # started under nohup: keep ignoring SIGHUP
+        # nohup has started this process: keep ignoring SIGHUP.
+        if hangup == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, hangup)
         self._options = options
-        self._token = secrets.token_hex(8)  # identifies this agent among its host's
-        self._reconnect_timeout = 0.0  # seconds, from ringrun; 0 in a static job
-        self._welcomed = False  # by any ringrun, at any time
-        self._accepted = False  # by ringrun, on the present connection
-        self._job_state: Message = {}  # from ringrun, for the next ringrun
-        self._exit_codes: dict[int, int] = {}  # by number, ended ranks of this host
-        self._local_ranks: dict[int, int] = {}  # by number, all ranks of this host
+        # Distinguishes this agent from other agents of this host.
+        self._token = secrets.token_hex(8)
+        self._reconnect_timeout = 0.0  # seconds, which ringrun sends; 0 in a static job
+        self._welcomed = False  # whether any ringrun has ever welcomed this agent
+        self._accepted = False  # whether ringrun has accepted the current connection
+        # The state that ringrun sends for the next ringrun.
+        self._job_state: Message = {}
+        # Exit codes of ended ranks of this host, by number.
+        self._exit_codes: dict[int, int] = {}
+        # Local ranks of all ranks of this host, by number.
+        self._local_ranks: dict[int, int] = {}
         self._leaving = self._bye_sent = False
         self._connection: tuple[socket.socket, SessionKeys, str] | None = None
         self._failure = ""
@@ -90,16 +95,16 @@ class JoiningAgent(Agent):
         self._set_deadline(options.connect_timeout)
         self._start_connecting(0.0)
 
-    # Connecting.
+    # -- connecting --------------------------------------------------------------------
 
     def _set_deadline(self, timeout: float) -> None:
         self._connect_timeout = timeout
         self._deadline = time.monotonic() + timeout
 
     def _start_connecting(self, pause: float, failure: str = "") -> None:
-        """Connects in a thread, so that the loop can go on forwarding output.
+        """Connects in a thread, so that the loop can continue to forward output.
 
-        No child is started while the thread runs, so no fork copies a locked lock: only
+        No child is started while the thread runs, so no fork copies a locked lock. Only
         ringrun orders children, and there is no connection to ringrun yet.
         """
         self._connection, self._failure = None, failure
@@ -119,7 +124,8 @@ class JoiningAgent(Agent):
         )
         next_note = time.monotonic() + _FIRST_NOTE
         while True:
-            time.sleep(pause)  # there is no event when ringrun begins to listen
+            # No event reports that ringrun begins to listen, so try again.
+            time.sleep(pause)
             pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
                 self._connection = connect_to_server(
@@ -134,8 +140,9 @@ class JoiningAgent(Agent):
                 self._failure = str(error)
                 if "secret" in self._failure:
                     self._failure += " (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
-                # Before the first welcome a wrong secret is an error of the user. Later
-                # another program may have taken the port for a while: try again.
+                # Before the first welcome, the user has made the mistake if the secret
+                # is wrong. Later another program may have taken the port for a while,
+                # so try again.
                 if not self._welcomed:
                     break
             except OSError as error:
@@ -199,7 +206,7 @@ class JoiningAgent(Agent):
         _note(why)
         self._kill_all_and_exit()
 
-    # Orders of ringrun.
+    # -- orders from ringrun -----------------------------------------------------------
 
     def _handle_message(self, message: Message) -> None:
         match message.get("do"):
@@ -223,7 +230,7 @@ class JoiningAgent(Agent):
                 super()._handle_message(message)
 
     def _end_old_job(self) -> None:
-        """Ends the ranks of the old job, because ringrun has begun another one."""
+        """Ends the ranks of the old job, because ringrun has begun another job."""
         _note("another job has begun: the ranks of the one before are ended")
         self._pause()
         self._paused.clear()
@@ -258,7 +265,8 @@ class JoiningAgent(Agent):
         super()._start_child(order, env, task)
 
     def _send(self, message: Message) -> None:
-        if message["is"] == "exited":  # also for the hello to another ringrun
+        # Keep the exit code for the hello to the next ringrun.
+        if message["is"] == "exited":
             self._exit_codes[message["id"]] = message["code"]
             while len(self._exit_codes) > _MAX_EXIT_CODES:
                 oldest = next(iter(self._exit_codes))
@@ -276,13 +284,14 @@ class JoiningAgent(Agent):
                 wait_writable(descriptor)
                 data = data[os.write(descriptor, data) :]
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def _handle_end_signal(self, number: int) -> None:
-        """Lets the ranks leave at their next commit, or ends them at once.
+        """Lets the ranks leave at their next commit, or ends the ranks immediately.
 
         SIGTERM asks the ranks to leave, and so does SIGUSR1, which Slurm can be told to
-        send before (--signal). A second signal, or any other one, ends all at once.
+        send before (--signal). A second signal, or any other signal, ends all ranks
+        immediately.
         """
         asks = number in (signal.SIGTERM, signal.SIGUSR1)
         if not asks or self._leaving or not self._numbers:
@@ -322,7 +331,7 @@ def _note(text: str) -> None:
 
 
 def join(options: JoinOptions) -> NoReturn:
-    """Serves as an agent until the job is over, and ends this process as the job ends.
+    """Runs the agent until the job is over, and exits with the exit code of the job.
 
     The exit code is 128 + SIGTERM if that signal has ended the agent. It is 1, after a
     line that says why, if the job was not found or did not accept this host.

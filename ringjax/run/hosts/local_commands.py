@@ -1,4 +1,4 @@
-"""Short commands on this machine whose output ringrun needs, as a discovery script."""
+"""Short commands on this machine whose output ringrun needs (discovery scripts)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Command:
 
 
 class LocalCommands:
-    """Collects output and exit code of running commands, by process number."""
+    """Collects the output and the exit codes of running commands, by process number."""
 
     def __init__(self) -> None:
         self._running: dict[int, _Command] = {}
@@ -28,13 +28,14 @@ class LocalCommands:
         """Registers a command.
 
         Args:
-            number: number of its process.
-            done: called with exit code, output and error output when it has ended.
+            number: number of the command's process.
+            done: called with exit code, output and error output when the command has
+                ended.
         """
         self._running[number] = _Command(done)
 
     def add_output(self, number: int, stream: str, data: bytes) -> bool:
-        """Adds output if the process is a command; empty `data` ends the stream.
+        """Adds output if the process is a command. Empty `data` ends the stream.
 
         Returns:
             Whether the process is a command.
@@ -48,11 +49,11 @@ class LocalCommands:
         return command is not None
 
     def record_exit(self, number: int, code: int, text: str) -> bool:
-        """Records an exit if the process is a command; returns whether it is one."""
+        """Records an exit if the process is a command; returns whether it is."""
         command = self._running.get(number)
         if command is not None:
             command.code, command.text = code, text
-            if text:  # the command never ran, so no end of its streams will come
+            if text:  # the command never ran, so its streams will not report an end
                 command.open.clear()
             self._settle(number, command)
         return command is not None
@@ -64,8 +65,9 @@ class LocalCommands:
     def _settle(self, number: int, command: _Command) -> None:
         """Calls `done` once the process has ended and both streams are closed.
 
-        Either may come first: the agent reports the exit as soon as it has collected
-        the process, and the rest of the output may still be in the pipes.
+        The exit and the ends of the streams may arrive in any order: the agent reports
+        the exit as soon as it has collected the process, and the rest of the output may
+        still be in the pipes.
         """
         if command.code is None or command.open:
             return

@@ -1,8 +1,7 @@
-"""Looks up the addresses of host names, all at the same time and each name once.
+"""Looks up the addresses of host names, all at the same time, and each name once.
 
 If no name server answers, a name that only ssh can resolve takes some 20 s. Threads
-wait for the resolver, so ringrun can tell the user what it waits for, and reacts to
-Ctrl-C.
+wait for the resolver, so ringrun can show what it waits for, and reacts to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable
 from ringjax import stderr
 
 _MAX_THREADS = 32
-_WARN_AFTER = 3.0  # seconds without an answer until the user is told
+_WARN_AFTER = 3.0  # seconds without a reply until a line for the user
 
 # `socket.getaddrinfo` returns family, kind, protocol, canonical name, socket address.
 AddressInfo = tuple[
@@ -39,20 +38,20 @@ _announced: set[str] = set()
 
 
 def start(names: Iterable[str]) -> None:
-    """Starts to look up the names that are new, and does not wait."""
+    """Starts to look up new names, and does not wait."""
     new = deque(name for name in dict.fromkeys(names) if name not in _lookups)
     _lookups.update((name, _Lookup()) for name in new)
     for _ in range(min(len(new), _MAX_THREADS)):
         thread = threading.Thread(target=_look_up, args=(new,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system allows no more threads: use this one
+        except RuntimeError:  # the system allows no more threads: use this thread
             _look_up(new)
 
 
 def _look_up(names: deque[str]) -> None:
     while names:
-        with contextlib.suppress(IndexError):  # another thread was quicker
+        with contextlib.suppress(IndexError):  # another thread has taken the last name
             name = names.popleft()
             lookup = _lookups[name]
             with contextlib.suppress(OSError, UnicodeError):
@@ -63,7 +62,7 @@ def _look_up(names: deque[str]) -> None:
 
 
 def addresses(name: str) -> list[AddressInfo]:
-    """Returns the datagram addresses of a host; empty if the name is unknown.
+    """Returns the datagram addresses of a host, or nothing if the name is unknown.
 
     Example:
         >>> addresses("127.0.0.1")[0][4]

@@ -28,10 +28,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class ChildProcess:
-    """A child, and this process's ends of its pipes by stream name.
+    """A child, and this process's ends of the child's pipes, by stream name.
 
     Attributes:
-        kills_group: if the child fails, the rest of its process group is killed.
+        kills_group: whether the rest of the process group is killed if the child fails.
     """
 
     process: subprocess.Popen[bytes]
@@ -44,10 +44,11 @@ class ChildProcess:
         return self.process.pid
 
     def signal(self, number: int, *, alone: bool = False) -> None:
-        """Signals the whole process group, or the process alone.
+        """Sends a signal to the whole process group, or to the process alone.
 
         Does nothing once the process was collected, because the kernel may have given
-        its id to another process. `kill_descendants` finds the rest of its group.
+        its id to another process. `kill_descendants` finds other processes of its
+        group.
         """
         if self.process.returncode is not None:
             return
@@ -84,11 +85,11 @@ def start(
         argv: the command. If there is a payload, the number of the descriptor for the
             result is appended.
         env: the whole environment of the child.
-        payload: standard input of the child, which then gets a pipe for a result, too.
-            Without a payload the standard input is empty.
-        stdin, stdout: descriptors for the child. They are closed here.
-        outlives: the child is not killed with this process. It ends when its pipes are
-            closed by the process at their other end.
+        payload: standard input of the child. With a payload the child gets a pipe for a
+            result, too. Without a payload the standard input is empty.
+        stdin, stdout: descriptors for the child. This process closes its copies.
+        outlives: whether the child survives this process. Such a child ends when the
+            process at the other end of its pipes closes them.
 
     Raises:
         OSError: the command cannot be run.
@@ -98,7 +99,8 @@ def start(
     def bind() -> None:
         if not outlives:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            # The agent may have died before the call above: then no signal will come.
+            # The agent may have died before the call above, and then no signal will
+            # arrive.
             if os.getppid() != parent:
                 os._exit(1)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
@@ -131,7 +133,7 @@ def start(
             stderr=stderr,
             pass_fds=passed,
             process_group=0,
-            preexec_fn=bind,  # safe: the agent has one thread
+            preexec_fn=bind,  # preexec_fn is safe because the agent has only one thread
         )
     except BaseException:
         for descriptor in ours.values():
@@ -152,11 +154,11 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     """Collects every child and adopted orphan that has ended.
 
     Args:
-        leaders: process ids; if one of these has failed, its process group is killed.
+        leaders: process ids. If such a process has failed, its process group is killed.
 
     Returns:
-        Process id and exit code of each. The code is 128 + N, as in a shell, if signal
-        N has ended the process.
+        The process id and the exit code of each process. The code is 128 + N, as in a
+        shell, if signal N has ended the process.
     """
     ended: list[tuple[int, int]] = []
     while True:
@@ -195,7 +197,7 @@ def _descendants() -> list[int]:
         parents.setdefault(int(fields[1]), []).append(int(name))
     found: list[int] = []
     own = os.getpid()
-    with contextlib.suppress(OSError):  # /proc may not be mounted
+    with contextlib.suppress(OSError):  # ignore the error if /proc is not mounted
         own = int(os.readlink("/proc/self"))
     queue = [own]
     while queue:
@@ -208,7 +210,7 @@ def _descendants() -> list[int]:
 
 
 def _own_number(pid: int) -> list[int]:
-    """Translates a process id into this PID namespace; empty if the process is gone."""
+    """Translates a process id into this PID namespace; empty if there is none."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
@@ -217,7 +219,7 @@ def _own_number(pid: int) -> list[int]:
 
 
 def has_no_children() -> bool:
-    """Returns whether this process has no child, not even one to be collected."""
+    """Returns whether this process has no child, not even an ended child."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -226,13 +228,13 @@ def has_no_children() -> bool:
 
 
 def kill_descendants(limit: float) -> list[tuple[int, int]]:
-    """Kills and collects everything below this process, for `limit` seconds at most.
+    """Kills and collects all descendants of this process, for at most `limit` seconds.
 
     Once this process has no child, it has no descendant either, because orphans become
     its children (`become_subreaper`).
 
     Returns:
-        Process id and exit code of each, as `reap` does.
+        The process id and the exit code of each process, as from `reap`.
     """
     deadline = time.monotonic() + limit
     ended = reap()

@@ -1,10 +1,10 @@
 """Files of `ringrun --profile`: prepares the folder, fetches from hosts, merges.
 
-Ranks write into the folder on their own host (world/profiling.py). At the end of the
-job ringrun asks each agent for the files that are missing here, so files in a folder
-that hosts share are not sent. The messages go over the channels of the agents. Another
-process merges what all ranks have written (ringjax.profile), because ringrun must start
-quickly and therefore does not import that package.
+Ranks write into the folder on their own host (world/profile_recording.py). At the end
+of the job ringrun asks each agent for the files that are missing here, so files in a
+folder that hosts share are not sent. The messages go over the channels of the agents.
+Another process merges the files of all ranks (ringjax.profile), because ringrun must
+start quickly and therefore does not import that package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ringjax.run import environ
 from ringjax.run.hosts.channel import Message
 
 _CHUNK = 1 << 18
-_FETCH_TIMEOUT = 60.0  # seconds
-_MERGE_TIMEOUT = 300.0  # seconds
+_FETCH_TIMEOUT = 60.0  # seconds to wait for the files of all agents
+_MERGE_TIMEOUT = 300.0  # seconds to wait for the process that merges
 
 
 def prepare_folder(folder: str) -> str:
-    """Makes the folder; returns its absolute path, which ranks on other hosts use too.
+    """Makes the folder, and returns its absolute path for ranks on all hosts.
 
     Raises:
         OSError: no file can be written there.
@@ -46,7 +46,7 @@ def read_files(request: Message, since: float) -> Iterator[Message]:
     """Yields an agent's reply to the request of a `FileReceiver`.
 
     Args:
-        since: seconds since 1970; an older file belongs to another job.
+        since: seconds since 1970. An older file belongs to another job.
     """
     folder = Path(request["folder"])
     have = set(request["have"])
@@ -87,7 +87,7 @@ class FileReceiver:
         poll: Callable[[float], object],
         note: Callable[[str], None],
     ) -> None:
-        """Asks agents for the files that are not here, and waits for them.
+        """Requests the files that are missing on this host, and waits for the files.
 
         Args:
             send: sends a message to an agent.
@@ -115,13 +115,15 @@ class FileReceiver:
             self._answered += 1
             return
         name = PurePosixPath(message["name"])
-        # A host must not be able to write outside of the folder.
+        # Accept only plain file names, so that a host cannot write outside of the
+        # folder.
         if name.is_absolute() or ".." in name.parts or self._problem:
             return
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # O_NOFOLLOW: another user may have put a symbolic link into the folder.
+            # Use O_NOFOLLOW, because another user may have put a symbolic link into the
+            # folder.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with open(os.open(path, flags, 0o666), "ab") as file:
                 file.write(base64.b64decode(message["data"]))
@@ -133,7 +135,8 @@ def merge_profiles(folder: str, note: Callable[[str], None]) -> None:
     """Writes the archives of all ranks and prints a summary, after the job.
 
     Args:
-        note: shows a line if merging fails, which does not change the job's outcome.
+        note: shows a line if the merge fails. A failed merge does not change the job's
+            outcome.
     """
     try:
         done = subprocess.run(

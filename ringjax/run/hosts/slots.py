@@ -1,7 +1,7 @@
 """Slots: parses lists of hosts, and gives each rank a slot on a host.
 
-Also answers whether a name is this machine, and under which addresses other hosts reach
-it. Nothing here starts a process or opens a connection.
+Also finds out whether a name is this machine, and at which addresses other hosts reach
+this machine. This module starts no process and opens no connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.run.hosts import name_lookup
 # A name becomes an argument of ssh, so it must never look like an option (-o...).
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
-ANY_HOST = "*"  # in place of hosts that are not known yet
+ANY_HOST = "*"  # stands for a host that is not known yet
 _LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
 
 
@@ -73,10 +73,10 @@ def check_host_name(name: str) -> str:
 
 
 def parse_host(name: str, slots: str | None, where: str) -> HostSlots:
-    """Makes a host of a name and a number of slots; None means one slot.
+    """Converts a name and a number of slots to a host. None means one slot.
 
     Raises:
-        ValueError: either is not valid; the text begins with `where`.
+        ValueError: the name or the number is not valid; the text begins with `where`.
     """
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
         name = name[1:-1]
@@ -100,7 +100,7 @@ def _parse_entry(entry: str, where: str) -> HostSlots:
 
 
 def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
-    """Merges repeated hosts by adding their slots; keeps the order of first mention."""
+    """Merges repeated hosts: adds their slots, and keeps the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -108,7 +108,7 @@ def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """Parses the value of -H: `host1:2,host2:4`; a host without a number has one slot.
+    """Parses the value of -H: `host1:2,host2:4`. By default a host has one slot.
 
     Raises:
         ValueError: an entry cannot be read; the text names it.
@@ -120,7 +120,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
-    """Parses a host file of lines `host slots=N`, `host:N` or `host`; `#` comments.
+    """Parses a host file with lines `host slots=N`, `host:N`, `host` or `# comment`.
 
     Raises:
         ValueError: the file cannot be read; the text names the file and the line.
@@ -156,7 +156,7 @@ def parse_discovered(text: str, slots: int) -> list[HostSlots]:
     r"""Parses the output of a discovery script: each line is `host` or `host:slots`.
 
     Args:
-        slots: for hosts without a number.
+        slots: the number of slots of a host without a number.
 
     Raises:
         ValueError: a line cannot be read; the text names it.
@@ -174,7 +174,7 @@ def parse_discovered(text: str, slots: int) -> list[HostSlots]:
 
 
 def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
-    """Gives `size` ranks to the hosts in order, and fills one host before the next.
+    """Distributes `size` ranks to the hosts in order; each host is filled first.
 
     As in Horovod, local_rank counts the ranks of a host, and cross_rank counts the
     hosts that have a rank with the same local_rank.
@@ -228,17 +228,17 @@ def natural_order(host: HostSlots) -> list[tuple[int, str]]:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether `name` is this machine: loopback, its name or its address."""
+    """Returns whether `name` is this machine's name or address, or loopback."""
     if name in _LOOPBACK or name == socket.gethostname():
         return True
-    if "@" in name:  # another user, even on this machine, needs ssh
+    if "@" in name:  # another user needs ssh, even on this machine
         return False
     found = name_lookup.addresses(name)
     return any(_is_own_address(family, address) for family, *_, address in found)
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Returns whether this machine can bind to an address. Sends nothing."""
+    """Returns whether this machine can bind to an address; sends nothing."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
@@ -248,10 +248,10 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 
 
 def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Merges names of the same address into one host, under the first of the names.
+    """Merges hosts whose names have the same address, under the first name.
 
     Otherwise two ranks of one machine would get the same local_rank and share a GPU.
-    Two users of one machine stay two hosts.
+    Two users on one machine stay two hosts.
     """
     if len(hosts) < 2:
         return list(hosts)
@@ -274,10 +274,10 @@ def reachable_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> lis
 
     The first rule that applies decides:
 
-    * Interfaces are given: their addresses.
-    * There is no remote host: loopback.
-    * `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
-    * Otherwise: the addresses from which packets to these hosts leave. If only ssh can
+    * If interfaces are given: the addresses of these interfaces.
+    * If there is no remote host: loopback.
+    * If `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
+    * Otherwise: the source addresses of packets to the remote hosts. If only ssh can
       resolve a name, all addresses but loopback are added.
 
     Raises:
@@ -304,7 +304,7 @@ def _all_addresses() -> list[str]:
 
 
 def _source_address(name: str) -> str | None:
-    """Returns the address from which packets to `name` leave.
+    """Returns the source address of packets to `name`.
 
     The kernel chooses it when a datagram socket is connected, which sends nothing.
     """

@@ -1,10 +1,10 @@
 """Telemetry relay of an agent: passes samples of the ranks of this host to ringrun.
 
 The agent listens on an abstract unix socket and puts its name into the environment of
-its ranks. The kernel tells the user id of each peer, and connections of other users are
-closed. A rank sends its samples as lines (ringjax.monitor says what is in them). The
-relay forwards lines unchanged, and drops a line if ringrun is too slow to take it, so
-no rank and no agent ever waits.
+its ranks. The kernel reports the user id of each peer, and connections of other users
+are closed. A rank sends its samples as lines (see ringjax.monitor.sample). The relay
+forwards lines unchanged, and drops a line if ringrun is too slow to take it, so no rank
+and no agent ever waits.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from ringjax.control.unix_peer import peer_uid
 from ringjax.run.hosts.channel import Message
 
-_MAX_LINE = 1 << 18  # bytes
+_MAX_LINE = 1 << 18  # most bytes of a line
 _CHUNK = 1 << 16
-_MAX_UNIDENTIFIED = 64  # connections whose hello has not come yet
-_HELLO_TIMEOUT = 5.0  # seconds
+_MAX_UNIDENTIFIED = 64  # most connections whose hello has not arrived yet
+_HELLO_TIMEOUT = 5.0  # seconds until a connection without a hello is closed
 
 
 @dataclass(slots=True, eq=False)
 class _RankConnection:
     sock: socket.socket
     since: float
-    number: int | None = None  # ringrun's number of the rank, from its hello
+    number: int | None = None  # ringrun's number of the rank; None before the hello
     input: bytes = b""
 
 
@@ -56,7 +56,7 @@ class TelemetryRelay:
         self.address = ""
 
     def start_listening(self) -> str:
-        """Listens, from the first call on.
+        """Listens. Only the first call has an effect.
 
         Returns:
             The name of the abstract socket. Empty if listening is not possible, in
@@ -77,7 +77,7 @@ class TelemetryRelay:
         return self.address
 
     def set_interval(self, seconds: float) -> None:
-        """Asks present and future ranks for a sample every `seconds`; 0 means none."""
+        """Asks current and future ranks for a sample every `seconds`; 0 means none."""
         self._interval = seconds
         for connection in [c for c in self._connections if c.number is not None]:
             self._send_interval(connection)
@@ -85,7 +85,8 @@ class TelemetryRelay:
     def _send_interval(self, connection: _RankConnection) -> None:
         try:
             connection.sock.send(f"{self._interval:g}\n".encode())
-        except BlockingIOError:  # the rank does not read, so it does not send either
+        # A rank that does not read does not send samples either.
+        except BlockingIOError:
             pass
         except OSError:
             self._close(connection)
@@ -110,7 +111,7 @@ class TelemetryRelay:
         return [c for c in self._connections if c.number is None]
 
     def timeout(self) -> float | None:
-        """Returns the seconds until `close_silent` must run; None: not needed."""
+        """Returns the seconds until `close_silent` must run, or None."""
         since = [connection.since for connection in self._unidentified()]
         return (
             max(0.0, min(since) + _HELLO_TIMEOUT - time.monotonic()) if since else None
@@ -146,7 +147,7 @@ class TelemetryRelay:
                 self._forward({"is": "told", "id": connection.number, "text": text})
 
     def _parse_hello(self, line: bytes) -> int | None:
-        """Returns the number of a rank of this host; None if the hello is wrong.
+        """Returns the number of a rank of this host, or None if the hello is wrong.
 
         Any process of this user may connect. Parse strictly: the line comes from a
         process that has not proved to be a rank yet.

@@ -1,7 +1,7 @@
-"""Monitors a job in ringrun: receives samples of the ranks, serves reports, metrics.
+"""Monitors a job in ringrun: receives samples of ranks, makes reports and metrics.
 
 Ranks send samples only while a report, metrics or `ringjax top` needs them. An error in
-this module is shown once, and then monitoring stops: it never ends the job.
+this module is shown once and stops the monitor, but never ends the job.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ringjax.settings import version as package
 if TYPE_CHECKING:
     from ringjax.run.monitor.prometheus import PrometheusEndpoint, PrometheusTextFile
 
-SAMPLE_INTERVAL = 1.0  # seconds between two samples of a rank, unless there are many
-_MAX_SAMPLES_PER_SECOND = 128  # sum over all ranks
-_WINDOW = 5.0  # seconds, at least, for which the present values are computed
+SAMPLE_INTERVAL = 1.0  # seconds between two samples of a rank in a small job
+_MAX_SAMPLES_PER_SECOND = 128  # most samples per second, of all ranks together
+_WINDOW = 5.0  # least seconds of an interval for current values
 _SEND_INTERVAL = 1.0  # seconds between two messages to `ringjax top`
-_MAX_EVENTS = 12  # the latest ones are in such a message
-_LATE_AFTER = 30.0  # seconds without any sample, after which a report says so
-_MAX_COMMAND = 200  # characters
+_MAX_EVENTS = 12  # most events in a message to `ringjax top`
+_LATE_AFTER = 30.0  # seconds without any sample until a report says so
+_MAX_COMMAND = 200  # most characters of the command in a message to viewers
 
 _P = ParamSpec("_P")
 _Method = Callable[Concatenate["JobMonitor", _P], None]
 
 
 def _never_raises(method: _Method[_P]) -> _Method[_P]:
-    """Gives monitoring up if the method raises, so that ringrun's loop goes on."""
+    """Stops the monitor if the method raises, so that ringrun's loop continues."""
 
     @functools.wraps(method)
     def guarded(self: JobMonitor, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -55,10 +55,10 @@ def _never_raises(method: _Method[_P]) -> _Method[_P]:
 
 
 class JobMonitor:
-    """The monitor of one job: `open` it before the job starts, `close` it at the end.
+    """The monitor of a job. Call `open` before the job starts, and `close` at the end.
 
     Attributes:
-        broken: whether an error has stopped monitoring.
+        broken: whether an error has stopped the monitor.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class JobMonitor:
         self.broken = False
         self._lock = threading.Lock()  # guards the aggregator and its windows
         self._aggregator = Aggregator()
-        # Two windows take turns: values come from the older one, so that they cover at
-        # least `_WINDOW` seconds.
+        # Two windows take turns. Values are from the older window, so that they cover
+        # at least `_WINDOW` seconds.
         self._recent: list[Window] = []
-        self._reported: Window | None = None  # since the last report
+        self._reported: Window | None = None  # the window that began at the last report
         self._ended: set[int] = set()
         self._interval = self._last_sent = self._step = 0.0
         self._start_time = time.monotonic()
@@ -86,12 +86,12 @@ class JobMonitor:
         self._top_server: TopServer | None = None
         self._endpoint: PrometheusEndpoint | None = None
         self._file: PrometheusTextFile | None = None
-        self._text = 0.0, ""  # the last metrics, and when they were made
+        self._text = 0.0, ""  # the time and the text of the last metrics
         agents.on_sample = self._receive_sample
         console.on_note = self._record_event
 
     def open(self) -> None:
-        """Opens the socket for `ringjax top`, and the metrics if they are wanted.
+        """Opens the socket for `ringjax top`, and serves metrics if configured.
 
         Raises:
             OSError: the metrics cannot be served or written.
@@ -100,10 +100,11 @@ class JobMonitor:
         try:
             self._top_server = TopServer(self._agents.selector, self._update_interval)
         except OSError:
-            self._top_server = None  # without its socket `ringjax top` finds no job
+            # `ringjax top` does not find a job without a socket.
+            self._top_server = None
         try:
             if options.host or options.file:
-                # Imported only here, because http.server makes ringrun start slowly.
+                # The import is here because http.server makes ringrun start slowly.
                 from ringjax.run.monitor.prometheus import (
                     PrometheusEndpoint,
                     PrometheusTextFile,
@@ -123,7 +124,7 @@ class JobMonitor:
 
     @_never_raises
     def _update_interval(self) -> None:
-        """Asks ranks for samples while they are needed; less often in a large job."""
+        """Requests samples while they are needed; from a large job, fewer samples."""
         asked = self._options.needs_samples or bool(self._top_server)
         spread = self._aggregator.size / _MAX_SAMPLES_PER_SECOND
         interval = max(SAMPLE_INTERVAL, spread) if asked else 0.0
@@ -145,19 +146,19 @@ class JobMonitor:
         self._interval = interval
         self._agents.set_telemetry_interval(interval)
 
-    # Events.
+    # -- events ------------------------------------------------------------------------
 
     @_never_raises
     def _receive_sample(self, number: int, text: str) -> None:
         try:
             sample = parse_sample(text)
         except ValueError:
-            return  # any process of this user may have sent it: see TelemetryRelay
+            return  # any process of this user can send bad lines, see TelemetryRelay
         now = time.monotonic()
         self._first_sample_time = self._first_sample_time or now
         with self._lock:
             self._aggregator.add_sample(number, sample, now)
-            if number in self._ended:  # the last sample may come after the exit
+            if number in self._ended:  # the last sample may arrive after the exit
                 self._aggregator.remove_worker(number)
         self._step = sample.step or self._step
 
@@ -181,7 +182,7 @@ class JobMonitor:
 
     @_never_raises
     def tick(self, now: float) -> None:
-        """Shows a report and sends a message to viewers if they are due."""
+        """Shows a report if one is due, and sends viewers a message if one is due."""
         if self._top_server is not None:
             self._top_server.close_silent(now)
         if not self._interval:
@@ -206,7 +207,7 @@ class JobMonitor:
         return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Returns True, but only once, if no sample of any rank has come for long."""
+        """Returns whether no sample has arrived for a long time; True only once."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
         first = late and not self._noted_late
         self._noted_late = self._noted_late or late
@@ -225,9 +226,9 @@ class JobMonitor:
         return {"job": about, "view": seen.message(), "events": events}
 
     def _render_metrics(self) -> str:
-        """Returns the metrics as text. May be called from any thread.
+        """Returns the metrics as text. Any thread may call this.
 
-        A text is used again for half an interval, however often clients ask.
+        The same text is returned for half an interval, even if many clients request it.
         """
         now = time.monotonic()
         with self._lock:
@@ -241,7 +242,7 @@ class JobMonitor:
             self._text = now, text
             return text
 
-    # The end.
+    # -- the end -----------------------------------------------------------------------
 
     def give_up(self, error: Exception) -> None:
         self.broken = True
@@ -251,7 +252,7 @@ class JobMonitor:
         self._console.note(f"nothing more is told of the ranks: {kind}: {error}")
 
     def close(self) -> None:
-        """Closes all servers, and shows a summary if reports are wanted."""
+        """Closes all servers, and shows a summary if reports are configured."""
         if self._options.report and self._reported and not self.broken:
             seconds = time.monotonic() - self._first_sample_time
             summary = report.format_summary(self._aggregator, seconds, self._step)

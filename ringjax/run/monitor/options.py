@@ -1,4 +1,4 @@
-"""Options about monitoring a job: the command line, and the checked values."""
+"""Options of the monitor: adds them to the command line, and checks the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringjax.run.option_types import number
 ABOUT = """
 Ranks send samples only if one of these options is given, or while `ringjax top` runs.
 """
-# The variables of ringjax.config that the options stand for.
+# The setting in ringjax.config for each option.
 VARIABLES = {
     "report": "RINGJAX_REPORT",
     "metrics": "RINGJAX_METRICS",
@@ -59,13 +59,14 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MonitorOptions:
-    """Which reports and metrics the user has asked for.
+    """The reports and metrics that the user has requested.
 
     Attributes:
-        report: seconds between two reports, 0: none.
-        host, port: address at which metrics are served; empty host: they are not.
-        token: token that clients must send; empty: none.
-        file: file to which metrics are written; empty: none.
+        report: seconds between two reports; 0 means no reports.
+        host, port: address at which metrics are served; no metrics if the host is
+            empty.
+        token: token that clients must send; empty if clients need no token.
+        file: file to which metrics are written; empty if no file is written.
     """
 
     report: float = 0.0
@@ -84,7 +85,7 @@ NO_MONITORING = MonitorOptions()
 
 
 def monitor_options(config: Config) -> MonitorOptions:
-    """Returns the options that the settings stand for.
+    """Converts settings to the options of the monitor.
 
     Raises:
         ValueError: a setting is not valid, or other hosts could read metrics without a
@@ -124,7 +125,8 @@ def _parse_address(text: str) -> tuple[str, int]:
 def _is_loopback(host: str) -> bool:
     """Returns whether only this machine reaches an address.
 
-    Of names only "localhost" counts: another name may resolve to any address later.
+    The only name that counts is "localhost": another name may resolve to any address
+    later.
     """
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,10 +1,11 @@
-"""Exports metrics of a job to Prometheus: over HTTP, or in a file for node_exporter.
+"""Exports metrics of a job to Prometheus over HTTP, or in a file for node_exporter.
 
-The text format is written here and in monitor/metrics.py, by some 400 lines, so that
-the base installation does not depend on prometheus_client.
+This module and monitor/metrics.py write the text format, so that the base installation
+does not depend on prometheus_client.
 
 Threads of their own serve the metrics, so a slow client does not block ringrun's loop.
-There are few connections at a time: a new one closes the oldest one if it is too many.
+The number of connections is small: if there are too many, the oldest connection is
+closed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ringjax.monitor import metrics
 from ringjax.run.monitor.options import MonitorOptions
 
 _MAX_CONNECTIONS = 8
-_CLIENT_TIMEOUT = 5.0  # seconds for a client to send or to take data
+_CLIENT_TIMEOUT = 5.0  # seconds until a connection without progress is closed
 _WRITE_INTERVAL = 10.0  # seconds between two versions of the file
 Render = Callable[[], str]
 
@@ -35,7 +36,7 @@ class PrometheusEndpoint:
 
     Args:
         options: the address and the token.
-        render: returns the present metrics as text; called from any thread.
+        render: returns the current metrics as text; called from any thread.
 
     Raises:
         OSError: listening at the address is not possible.
@@ -102,10 +103,11 @@ class _PrometheusServer(ThreadingHTTPServer):
     @staticmethod
     def _shut_down(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # wakes its thread up, which closes it
+            # Makes the thread of the connection close it.
+            sock.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Hides errors of clients, which must not disturb the output of the job."""
+        """Ignores errors of clients, which must not disturb the output of the job."""
 
 
 class _PrometheusHandler(BaseHTTPRequestHandler):
@@ -142,7 +144,7 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
         return "ringrun"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: the terminal belongs to the job."""
+        """Logs nothing, because the terminal belongs to the job."""
 
 
 class PrometheusTextFile:
@@ -150,7 +152,7 @@ class PrometheusTextFile:
 
     Args:
         path: the file.
-        render: returns the present metrics as text; called from a thread.
+        render: returns the current metrics as text; called from a thread.
         note: shows a line if the file cannot be written any more.
 
     Raises:
@@ -160,8 +162,9 @@ class PrometheusTextFile:
     def __init__(self, path: str, render: Render, note: Callable[[str], None]) -> None:
         self._path, self._render, self._note = path, render, note
         folder, name = os.path.split(path)
-        # In the same folder, so that the rename is atomic, and without the ending
-        # .prom, so that the collector does not read a file that is not complete.
+        # The temporary file is in the same folder, so that the rename is atomic. Its
+        # name does not end in .prom, so that the collector does not read an incomplete
+        # file.
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}")
         self._stop = threading.Event()
         try:

@@ -1,8 +1,8 @@
-"""Server for `ringjax top` in ringrun: sends every client a message a second.
+"""Server for `ringjax top` in ringrun: sends each client one message per second.
 
 The server runs in ringrun's loop and never waits for a client. A client that has not
-taken a message yet gets no other one, and its connection is closed after a while. If
-there are too many clients, the oldest connection is closed.
+received a message completely gets no further message, and its connection is closed
+after a while. If there are too many clients, the oldest connection is closed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ringjax.control.unix_peer import peer_uid
 from ringjax.monitor import sockets
 
 _MAX_CLIENTS = 8
-_SEND_TIMEOUT = 10.0  # seconds for a client to take a message
-_HELLO_TIMEOUT = 5.0  # seconds
+_SEND_TIMEOUT = 10.0  # seconds until a client must have received a message
+_HELLO_TIMEOUT = 5.0  # seconds until a connection without a hello is closed
 _CHUNK = 1 << 16
 
 
@@ -30,10 +30,10 @@ class _TopClient:
     """A connection of `ringjax top`.
 
     Attributes:
-        since: when the client has connected, or when the unsent message was begun.
+        since: the time when the client connected, or when the unsent message was begun.
         received: input until the hello is complete.
-        is_subscribed: the hello has come, so the client gets messages.
-        unsent: the rest of a message.
+        is_subscribed: whether the hello has arrived, so that the client gets messages.
+        unsent: the part of a message that was not sent yet.
     """
 
     sock: socket.socket
@@ -47,7 +47,7 @@ class TopServer:
     """Accepts clients of the same user and sends them messages.
 
     Args:
-        on_change: called when a client subscribes, and when a subscribed one is gone.
+        on_change: called when a client subscribes, and when such a client disconnects.
 
     Raises:
         OSError: the socket cannot be made.
@@ -84,7 +84,7 @@ class TopServer:
         self._selector.register(client.sock, events, lambda: self._handle_event(client))
 
     def _handle_event(self, client: _TopClient) -> None:
-        """Reads the hello or an end of file, and sends the rest of a message."""
+        """Reads the hello or an end of file, and sends more of an unsent message."""
         try:
             data = client.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -112,7 +112,7 @@ class TopServer:
                 self._close(client)
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all clients that have taken the last one."""
+        """Sends a message to all clients that have received the previous message."""
         now = time.monotonic()
         for client in [client for client in self._clients if client.is_subscribed]:
             if not client.unsent:
@@ -147,7 +147,7 @@ class TopServer:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._listener)
         self._listener.close()
-        # A fork of this process must not remove the socket of its parent.
+        # If this process is a fork, it must not remove the socket of its parent.
         if os.getpid() == self._owner:
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
