@@ -6,6 +6,8 @@
 #include <cstring>
 #include <exception>
 
+#include "engine/communicator/resilient_comm.h"
+
 namespace ringjax {
 namespace {
 
