@@ -4,9 +4,10 @@ Checks every result against numpy, and prints columns as nccl-tests does. JAX ch
 the device of the arrays: the GPU of each rank if it has one. algbw is size over time.
 busbw is the smallest number of bytes that the busiest link must carry, over time: see
 P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69 (2009). limit is
-the busbw that the machine allows: on one host, that of one copy of the data, made by
-all ranks at the same time; between hosts, that of the network, measured when the job
-started. The benchmarks against other libraries are in benchmarks/ of the checkout.
+the busbw that the machine allows. On one host, limit is the busbw of a plain copy that
+all ranks make at the same time. Between hosts, limit is the busbw of the network,
+measured when the job started. The benchmarks against other libraries are in benchmarks/
+of the checkout.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ FIELDS = (
 )
 UNITS = ("B", "elements", "", "us", "us", "us", "GB/s", "GB/s", "GB/s", "")
 COLUMNS = "{:>11} {:>11} {:>5} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7}  {}"
-NOISY = 0.25  # distance of the quartiles, as a share of the median
-_FASTER = 0.9  # share of the time of a smaller size, below which a row is marked
+NOISY = 0.25  # distance of quartiles, as a share of the median, that marks a row
+_FASTER = 0.9  # a row below this share of a smaller size's time is marked
 MARKS = {
     "*": f"the quartiles of the batches are more than {NOISY:.0%} of the median apart: "
     "something else runs here; try -n 101",
@@ -60,7 +61,7 @@ MARKS = {
 
 
 def parse_size(text: str) -> int:
-    """Parses ``4096``, ``4K``, ``64MiB`` or ``1g``, with powers of 1024, as bytes."""
+    """Parses ``4096``, ``4K``, ``64MiB`` or ``1g``, with powers of 1024, to bytes."""
     match = re.fullmatch(r"(\d+)(?:([KMG])(?:I?B)?|B)?", text.strip().upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size like 4096, 4K or 64M")
@@ -75,7 +76,7 @@ def size_steps(first: int, last: int, factor: int) -> list[int]:
 def tensor(
     collective: str, rank: int, ranks: int, count: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Returns the input of `rank`. The reported size is that of `count` elements."""
+    """Returns the input of `rank`, with `count` elements as the reported size."""
     own = count // ranks if collective == "allgather" else count
     # Small integers, so that sums and products over ranks are exact in every dtype.
     cycle = 2 if collective in REDUCING else 7
@@ -143,13 +144,14 @@ class Bench:
             self.call = jax.jit(self.call, donate_argnums=donated)
 
     def measure(self, size: int) -> dict[str, Any]:
-        """Checks and times one size; every rank must call this.
+        """Checks and times one size. Every rank must call this.
 
         Returns:
             A value for each of FIELDS, in bytes, microseconds and GB/s. None if the
             collective has no such value.
         """
-        # A multiple of the ranks, because some collectives divide the array evenly.
+        # Round to a multiple of the ranks, because some collectives divide the array
+        # evenly.
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
         values = tensor(*about)
@@ -158,10 +160,10 @@ class Bench:
             want = expected(self.collective, self.options.op, *about[1:])
             what = f"ringjax.bench: rank {self.rank}: {self.collective} of {size} B"
             check(result, want, what)
-        del result  # frees its memory before the measurement
+        del result  # free the memory of the result before the measurement
         before = self._algorithms()
-        # Enough calls to make the cost of reading the clock small, equally many on all
-        # ranks.
+        # Make so many calls that the cost of reading the clock is small. All ranks make
+        # equally many calls.
         calls = max(1, min(50, (256 << 10) // size))
         size = 0 if self.barrier else count * self.dtype.itemsize
         copies = CopyBenchmark(size if self.limit is None and not self.gpu else 0)
@@ -189,7 +191,7 @@ class Bench:
 
     def _step(self, x: jax.Array) -> Any:
         out = jax.block_until_ready(self.call(x))
-        if self.barrier:  # its result is the input, which is ready at once
+        if self.barrier:  # the result is the input, which is ready already
             jax.effects_barrier()
         return out
 
@@ -199,11 +201,11 @@ class Bench:
         """Measures the seconds of a call on the slowest rank.
 
         The slowest rank counts, because the root of a broadcast ends before the others.
-        Sets `copies.times` if it has a size.
+        Sets `copies.times` if `copies` has a size.
 
         Returns:
             The mean of each batch, and the time of each single call. A GPU queues calls
-            as in a program, so both are the means.
+            as in a program, so the single times are the means, too.
         """
         means, single, copy_times = [], [], []
         for batch in range(-self.options.warmup, self.options.batches):
@@ -214,7 +216,7 @@ class Bench:
                 x = out if self.options.mode == "donated" else x
                 ends.append(time.perf_counter())
             if self.gpu:
-                # Calls were only queued, so single times say nothing: take the mean.
+                # Calls were only queued, so single times have no meaning: use the mean.
                 jax.block_until_ready(out)
                 ends = [ends[0], ends[0] + (time.perf_counter() - ends[0]) / calls]
             if batch >= 0:
@@ -272,7 +274,7 @@ class CopyBenchmark:
         self._from, self._to = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
     def seconds(self, copies: int) -> float:
-        """Returns the mean seconds of one of several copies in a row."""
+        """Returns the mean seconds of a copy, from several consecutive copies."""
         start = time.perf_counter()
         for _ in range(copies):
             np.copyto(self._to, self._from)
@@ -361,7 +363,8 @@ def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table, as nccl-tests prints them."""
     marks = dict.fromkeys("".join(mark(r, rows[:i]) for i, r in enumerate(rows)))
     lines = [f"# {sign}: {MARKS[sign]}" for sign in marks]
-    lines.append("# Out of bounds values : 0 OK")  # or `check` would have raised
+    # Else `check` would have raised an error.
+    lines.append("# Out of bounds values : 0 OK")
     rates = [row["busbw"] for row in rows if row["busbw"] is not None]
     if rates:
         lines.append(f"# Avg bus bandwidth    : {digits(statistics.mean(rates))} GB/s")
@@ -369,7 +372,7 @@ def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the benchmark on this rank; rank 0 prints the table."""
+    """Runs the benchmark on this rank. Rank 0 prints the table."""
     options = parse(words)
     if DTYPES[options.dtype].endswith("64"):
         jax.config.update("jax_enable_x64", True)

@@ -1,7 +1,7 @@
 """Data for each rank: shards of datasets, samplers of indices, loaders with a thread.
 
 The package works with tf.data, grain, PyTorch and plain iterators. It imports no
-framework; only `even_steps` needs JAX. When ranks come and go within an epoch,
+framework; only `even_steps` needs JAX. When ranks join or leave within an epoch,
 `ElasticSampler` distributes the remaining samples.
 """
 

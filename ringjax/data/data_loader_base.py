@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
-_POLL_INTERVAL = 0.01  # seconds, while a thread ends
+_POLL_INTERVAL = 0.01  # seconds between two checks whether a thread has ended
 
 
 class BaseDataLoader(abc.ABC):
@@ -97,10 +97,10 @@ class AsyncDataLoaderMixin:
     """Reads batches ahead in a thread. Precedes a `BaseDataLoader` in the base classes.
 
     The first iteration starts the thread. At the end of an epoch, the thread of the
-    next epoch starts at once, as in Horovod.
+    next epoch starts immediately, as in Horovod.
 
     Args:
-        async_loader_queue_size: how many batches to read ahead; 0: none, without a
+        async_loader_queue_size: how many batches to read ahead. With 0 there is no
             thread.
         debug_data_loader: accepted and ignored.
         *args: positional arguments of the loader.
@@ -143,7 +143,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """Ends the thread. The loader yields no batches afterwards."""
+        """Ends the thread. The loader yields no batches after this call."""
         self._closed = True
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
@@ -157,7 +157,7 @@ class AsyncDataLoaderMixin:
             raise RuntimeError("this loader was closed by close_async_loader()")
         self.started = True
         epoch, self._epoch = self._epoch or self._read(), None
-        # The program may leave the loop early: then end the thread of this epoch.
+        # If the program leaves the loop early, end the thread of this epoch.
         try:
             for batch in epoch:
                 yield self._process_batch(batch)  # type: ignore[attr-defined]

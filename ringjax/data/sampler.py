@@ -1,6 +1,6 @@
 """DistributedSampler: this rank's indices of every epoch, for loaders of any framework.
 
-The ranks must not change within an epoch. For jobs in which ranks come and go, use
+The ranks must not change within an epoch. For jobs in which ranks join and leave, use
 `ringjax.elastic.ElasticSampler`.
 """
 
@@ -22,8 +22,8 @@ class DistributedSampler:
 
     Args:
         dataset: an object with a length, or the number of samples.
-        num_replicas: the number of ranks that share the samples; None: all ranks.
-        rank: the rank that gets the share; None: this rank.
+        num_replicas: the number of ranks that share the samples; by default all ranks.
+        rank: the rank that gets the share; by default this rank.
         shuffle: whether every epoch has a random order.
         seed: the seed of the random order, equal on all ranks.
         drop_last: if the samples cannot be divided evenly: True drops the last samples,
@@ -90,7 +90,8 @@ class DistributedSampler:
         if self.shuffle:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
         if len(order):
-            order = np.resize(order, self.total_size)  # repeats from the start, or cuts
+            # Repeats the first samples, or drops the last samples.
+            order = np.resize(order, self.total_size)
         share: list[int] = order[self.rank :: self.num_replicas].tolist()
         return iter(share)
 

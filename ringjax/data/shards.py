@@ -31,8 +31,8 @@ def shard(
             elements have equal shapes, unless `uneven` is "keep"); a sequence or array;
             another object with a length and elements by index; or an iterable. The
             first kind that fits is used.
-        num_shards: the number of parts; None: the number of ranks.
-        index: the part to return, from 0; None: the part of this rank.
+        num_shards: the number of parts; by default the number of ranks.
+        index: the part to return, from 0; by default the part of this rank.
         uneven: if the elements cannot be divided evenly: "keep" gives the first ranks
             one element more, "drop" drops the last elements, and "repeat" repeats the
             first elements at the end, so that all ranks make equally many steps.
@@ -146,7 +146,7 @@ class _Shard(Generic[_T]):
                 first.append(element)
             round_.append(element)
             # Yield only after a whole round, because "drop" must not yield elements of
-            # an incomplete one, and the end of the dataset is not known before.
+            # an incomplete round, and the end of the dataset is not known before.
             if len(round_) == count:
                 yield round_[index]
                 round_ = []

@@ -27,20 +27,21 @@ def even_steps(
     batch_size: int | None = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Iterator[tuple[Any, Mask]]:
-    """Yields batches until *all* ranks have had theirs, with masks of rows that count.
+    """Yields batches until *all* ranks have had theirs, with masks for rows that count.
 
     Short batches are filled with copies of their own rows. A rank without further
-    batches goes on with copies of its first batch, of which no row counts; a rank
+    batches continues with copies of its first batch, of which no row counts. A rank
     without any data gets a batch of another rank. So a compiled step sees only one
     shape. If the batches of all ranks have a length, the ranks compute the number of
     steps once, at the start. Otherwise, and in elastic jobs, they exchange a few bytes
-    before every step to find out whether any rank goes on.
+    before every step to find out whether any rank continues.
 
     Args:
       batches: the batches of this rank: trees of arrays whose first dimension are the
         rows. If a rank has no data, batches must consist of dicts, lists and tuples.
-      batch_size: the number of rows of every batch; None: that of the first batch.
-      process_set: the ranks that take part; this rank must be one of them.
+      batch_size: the number of rows of every batch; by default the rows of the first
+        batch.
+      process_set: the ranks that call this, including this rank.
 
     Yields:
       The batch, with numpy arrays for all arrays that are not JAX's, and the mask, an
@@ -67,7 +68,7 @@ def even_steps(
     has_any = batch is not _NOTHING
     length = _length(batches)
     members = process_set.ranks
-    # A rank outside of the set gets its error from the allreduce below.
+    # For a rank outside of the set, the allreduce below raises the error.
     position = members.index(runtime.rank()) if runtime.rank() in members else 0
     # In an elastic job, the rank with most batches may be lost, so that the number of
     # steps is unknown. `first` is larger for a rank that comes earlier in the set.
@@ -95,7 +96,8 @@ def even_steps(
             return
         yield _filled(_arrays(batch) if has_any else None, example, rows)
         done += 1
-        # Only now, so that the program has used the batch before the next is read.
+        # Read the next batch only now, so that the program has used the last batch
+        # before.
         batch = next(own, _NOTHING)
 
 

@@ -66,7 +66,7 @@ def on_host(host: HostContext) -> dict[str, list[Finding]]:
         if check.of_host is not None:
             try:
                 found[check.name] = list(check.of_host(host))
-            except Exception as error:  # a broken check must not hide the others
+            except Exception as error:  # a broken check must not hide the other checks
                 text = f"the check itself has failed: {type(error).__name__}: {error}"
                 found[check.name] = [warn(text, "ringrun --check-build")]
     return found

@@ -28,7 +28,7 @@ seconds. The exit code is 1 if there is a FAIL, and 2 if no check could run.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the parser. Options that ringrun has, too, have the same meaning."""
+    """Makes the parser. Options with ringrun's names have ringrun's meanings."""
     found = argparse.ArgumentParser(
         prog="ringjax doctor",
         description="Check whether a job would start and run well here.",
@@ -56,7 +56,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
     variables = environ.inherited()
     found = requested_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
-        # A first job is likely to have two ranks, if there are two CPUs.
+        # A first job probably has two ranks, if there are two CPUs.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
         return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
@@ -68,7 +68,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
 
 
 def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[str]:
-    """Returns the options of ringrun for the job at the end."""
+    """Returns the options of ringrun for the trial, which is the last check."""
     words = ["-np", str(sum(host.slots for host in places))]
     if args.hosts or args.hostfile:
         each = (f"[{h.name}]" if ":" in h.name else h.name for h in places)
@@ -88,7 +88,7 @@ def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[
 
 
 def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
-    """Runs the checks of all hosts and of the job, and the job if none has failed."""
+    """Runs the checks of all hosts and of the job, and a trial if none has failed."""
     variables, places = environ.inherited(), _places(args)
     changes = {}
     if args.network_interfaces:
@@ -117,14 +117,14 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
         if check.of_job is not None:
             rows += [(check.name, host, f) for host, f in check.of_job(job)]
     if not args.no_trial and worst(rows) != FAIL:
-        from ringjax.doctor import trial  # numpy and the native core, if they load
+        from ringjax.doctor import trial  # the import needs numpy and the native core
 
         rows += [("trial", "", f) for f in trial.run(words, variables)]
     return rows, job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 after a FAIL, 2 if no check could run."""
+    """Runs `ringjax doctor`. Returns 0, 1 after a FAIL, or 2 if no check could run."""
     args = parser().parse_args(argv)
     try:
         rows, job = examine(args)

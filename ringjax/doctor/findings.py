@@ -1,4 +1,4 @@
-"""Findings of checks, what checks get to see, and how findings are shown.
+"""Findings of checks, the inputs of checks, and the output for the user.
 
 All records here but `HostContext.environ` are sent between hosts as JSON.
 """
@@ -13,7 +13,7 @@ from typing import TypedDict
 from ringjax.errors import HELP
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-WORST = (OK, WARN, FAIL)  # from best to worst
+WORST = (OK, WARN, FAIL)  # all statuses, from best to worst
 _COLOURS = {OK: 32, WARN: 33, FAIL: 31}
 _INDENT = 6
 
@@ -23,7 +23,8 @@ class Finding:
     """A result of a check.
 
     Attributes:
-        status: "ok"; "warn": a job runs, but not well; "FAIL": a job would not run.
+        status: "ok", "warn" if a job runs but not well, or "FAIL" if a job would not
+            run.
         text: the facts, in words.
         mend: a command that repairs the problem, or avoids it.
         help: the paragraph of docs/troubleshooting.md that explains the problem.
@@ -51,17 +52,17 @@ def ok(text: str) -> Finding:
 
 
 def warn(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Makes a warning: a job runs, but is slow, or other libraries will fail."""
+    """Makes a warning: a job runs, but is slow, or other libraries would fail."""
     return Finding(WARN, text, mend, help_)
 
 
 def fail(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Makes a failure: a job would not start, or not where it should."""
+    """Makes a failure: a job would not start, or would start at the wrong place."""
     return Finding(FAIL, text, mend, help_)
 
 
 def count(number: int, what: str) -> str:
-    """Returns a number with a noun, in the plural if needed.
+    """Formats a number with a noun, in the plural if needed.
 
     Example:
         >>> count(1, "rank"), count(2, "rank")
@@ -71,7 +72,7 @@ def count(number: int, what: str) -> str:
 
 
 class InterfaceFacts(TypedDict):
-    """A network interface; an mtu of 0 is not known."""
+    """A network interface. An mtu of 0 means that the mtu is unknown."""
 
     addresses: list[str]
     mtu: int
@@ -82,7 +83,7 @@ class Facts(TypedDict, total=False):
     """Facts about a host, for checks that compare hosts.
 
     Attributes:
-        machine: equal for two hosts that are the same machine.
+        machine: an id, equal for two hosts that are the same machine.
         versions: versions of Python, packages and the GPU driver, by title.
         places: address and port of each server of `host_probe`, as JSON lists.
     """
@@ -96,9 +97,9 @@ class Facts(TypedDict, total=False):
 
 
 # The result of a connection to one address of another host. After an error there are
-# only the first two keys. The clock there is `offset` seconds ahead, give or take half
-# of the shortest `round_trip`. `from` is the own address on the connection, and `large`
-# says whether many full packets in a row arrive.
+# only the first two keys. The clock of that host is `offset` seconds ahead, with an
+# error of half of the shortest `round_trip`. `from` is the own address on the
+# connection. `large` says whether many consecutive full packets arrive.
 Call = TypedDict(
     "Call",
     {
@@ -122,7 +123,7 @@ class HostContext:
         ranks: number of ranks on the host.
         size: number of ranks of the whole job.
         hosts: names of all hosts.
-        environ: environment of this process, which the ranks would get, too.
+        environ: environment of this process; ranks would get the same environment.
     """
 
     name: str
@@ -142,10 +143,10 @@ class HostReport:
     """The report of one host.
 
     Attributes:
-        facts: facts about the host; empty if it could not be reached.
+        facts: facts about the host; empty if the host could not be reached.
         findings: findings of the host checks, by the name of the check.
         calls: results of connections to other hosts, by the name of the other host.
-        trouble: why there are no facts, in the words of ssh or Python.
+        trouble: the reason why there are no facts, in the words of ssh or Python.
         code: the exit code that belongs to `trouble`.
     """
 
@@ -164,7 +165,7 @@ class JobContext:
 
     Attributes:
         reports: the reports by host, in the order of -H.
-        is_local: by host, whether ringrun would take it for this machine.
+        is_local: whether ringrun would treat a host as this machine, by host.
     """
 
     reports: Mapping[str, HostReport]
@@ -172,11 +173,11 @@ class JobContext:
 
     @property
     def reached(self) -> list[HostReport]:
-        """The reports of hosts that have answered."""
+        """The reports of hosts that could be reached."""
         return [report for report in self.reports.values() if report.facts]
 
 
-# The output of `ringjax doctor`.
+# -- the output of `ringjax doctor` ----------------------------------------------------
 
 
 def worst(rows: Iterable[Row]) -> str:
@@ -225,7 +226,7 @@ def differing_versions(hosts: Sequence[HostReport]) -> list[str]:
 
 
 def _version_lines(job: JobContext) -> list[str]:
-    """Makes a line for each host; a star marks a version unlike the first host's."""
+    """Makes a line for each host. A star marks a version that the first host lacks."""
     hosts = job.reached
     if len(hosts) < 2:
         return []

@@ -24,12 +24,12 @@ def _information() -> dict[str, Any]:
 
 
 def _has_gpu() -> bool:
-    """Returns whether the kernel has a GPU, even if the driver's library is broken."""
+    """Returns whether the kernel reports a GPU; needs no library of the driver."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _each(host: HostContext) -> int:
-    """Returns the number of GPUs of each rank; 0 means all."""
+    """Returns the number of GPUs of each rank; 0 means all GPUs."""
     try:
         return Config.from_env(host.environ).devices_per_rank
     except ValueError:  # another check reports the setting
@@ -72,7 +72,7 @@ def devices(host: HostContext) -> Iterator[Finding]:
 
 
 def nccl_variables(host: HostContext) -> Iterator[Finding]:
-    """Checks for variables that slow NCCL down, or name interfaces that are missing."""
+    """Checks for variables that slow NCCL down, or that name missing interfaces."""
     for name in _OFF:
         value = host.environ.get(name, "").strip()
         if value not in ("", "0") and not (name.endswith("LEVEL") and value != "LOC"):
@@ -83,7 +83,7 @@ def nccl_variables(host: HostContext) -> Iterator[Finding]:
 
 
 def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
-    """Checks a variable that names interfaces."""
+    """Checks whether the interfaces in a variable exist."""
     value = host.environ.get(name, "").strip()
     known = addresses.by_interface()
     if not value:
@@ -100,9 +100,10 @@ def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
 
 
 def matching(value: str, known: Mapping[str, object]) -> list[str]:
-    """Returns the interfaces that NCCL would take for a value of NCCL_SOCKET_IFNAME.
+    """Returns the interfaces that NCCL would use for a value of NCCL_SOCKET_IFNAME.
 
-    Names are prefixes. After "=" they are exact, and after "^" they are excluded.
+    The value contains prefixes of names. After "=" it contains complete names, and
+    after "^" excluded prefixes.
 
     Example:
         >>> known = dict.fromkeys(["lo", "eth0", "eth1", "docker0"])
@@ -113,7 +114,7 @@ def matching(value: str, known: Mapping[str, object]) -> list[str]:
     names = [word.strip() for word in value.lstrip("^=").split(",")]
 
     def is_named(interface: str) -> bool:
-        # A name may have a port, as in "eth0:1", which is not checked.
+        # A name may have a port, as in "eth0:1". The port is not checked.
         words = (word.partition(":")[0] for word in names)
         return any(interface == w if exact else interface.startswith(w) for w in words)
 

@@ -1,8 +1,9 @@
 """The probe of one host: `python -m ringjax.doctor.host_probe FD`, started by an agent.
 
-An order comes on standard input, and the reply goes to descriptor FD as a line of JSON.
-The order "look" runs the checks of one host, and then answers connections of the other
-hosts until the process is ended. The order "call" connects to all other hosts.
+The order arrives on standard input, and the reply goes to descriptor FD as a line of
+JSON. The order "look" runs the checks of one host, and then replies to connections from
+the other hosts until the process is ended. The order "call" connects to all other
+hosts.
 
 The server listens on a free port of every address, as ranks do, and replies only to
 peers that send the token of this survey. No data of the user is sent.
@@ -32,9 +33,9 @@ from ringjax.doctor.software import versions
 from ringjax.run import environ
 from ringjax.run.hosts.channel import Message
 
-_CONNECT_TIMEOUT = 2.0  # seconds, as in a job
-_REPLY_TIMEOUT = 3.0  # seconds
-_LARGE = 1 << 18  # bytes, which fill many packets in a row
+_CONNECT_TIMEOUT = 2.0  # seconds until a connection attempt fails, as in a job
+_REPLY_TIMEOUT = 3.0  # seconds to wait for the reply of a server
+_LARGE = 1 << 18  # bytes of a large message, which fills many consecutive packets
 _CLOCK_ROUNDS = 8
 _CLOCK = struct.Struct("!d")
 _LARGE_REQUEST, _TIME_REQUEST, _OK = b"L", b"T", b"!"
@@ -49,7 +50,8 @@ class ProbeServer:
         self._token = token.encode()
         self.places: list[tuple[str, int]] = []
         for host in addresses.of_interfaces(interfaces):
-            with contextlib.suppress(OSError):  # the address may just have vanished
+            # An address may have been removed since the list was made.
+            with contextlib.suppress(OSError):
                 sock = addresses.listen(host)
                 self.places.append((host, sock.getsockname()[1]))
                 threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
@@ -75,7 +77,7 @@ class ProbeServer:
 
 
 def _receive(sock: socket.socket, size: int) -> bytes:
-    """Receives `size` bytes; raises EOFError if fewer come."""
+    """Receives `size` bytes; raises EOFError if fewer bytes arrive."""
     data = bytearray()
     while len(data) < size:
         piece = sock.recv(min(size - len(data), 1 << 16))
@@ -105,7 +107,7 @@ def probe(place: tuple[str, int], token: str) -> Call:
 
 
 def _compare_clocks(sock: socket.socket) -> tuple[float, float]:
-    """Returns offset and round trip of the shortest of some round trips."""
+    """Returns the clock offset and the duration of the shortest round trip."""
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_ROUNDS):
         sent = time.time()
@@ -128,7 +130,7 @@ def _passes_large(sock: socket.socket) -> bool:
 def probe_all(
     others: Mapping[str, Sequence[tuple[str, int]]], token: str
 ) -> dict[str, list[Call]]:
-    """Probes every address of every other host, many at a time."""
+    """Probes every address of every other host, many at the same time."""
     with ThreadPoolExecutor(32) as pool:
         running = {
             name: [pool.submit(probe, (place[0], place[1]), token) for place in places]
@@ -138,7 +140,7 @@ def probe_all(
 
 
 def _machine() -> str:
-    """Identifies this machine: equal for two processes that can share memory."""
+    """Returns an id, which is equal for two processes that can share memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -158,7 +160,7 @@ def _interfaces() -> dict[str, InterfaceFacts]:
 
 
 def _mtu(name: str) -> int:
-    """Returns the most bytes of a packet; 0 if it is not known."""
+    """Returns the most bytes of a packet; 0 if the number is unknown."""
     try:
         return int((_NET / name / "mtu").read_text())
     except (OSError, ValueError):
@@ -171,7 +173,7 @@ def _look(order: Message) -> Message:
     try:
         interfaces = Config.from_env(variables).network_interfaces
         places = ProbeServer(order["token"], interfaces).places
-    except ValueError:  # a check reports it
+    except ValueError:  # another check reports the wrong value
         places = []
     findings = checks.on_host(host)
     facts: Facts = {
@@ -199,7 +201,7 @@ def main() -> None:
         answer = {"calls": probe_all(order["others"], order["token"])}
     with open(result, "w", encoding="utf-8") as pipe:
         pipe.write(json.dumps(answer) + "\n")
-    while looks:  # the threads of the server go on
+    while looks:  # keep the process, whose threads are the server
         signal.pause()
 
 

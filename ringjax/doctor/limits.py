@@ -1,7 +1,7 @@
-"""Checks of what the system allows on a host, and of what ranks of a host share.
+"""Checks of the limits of a host, and of memory that ranks of a host share.
 
-Limits of descriptors, processes, CPUs and memory; /dev/shm, memfds, and reading the
-memory of other ranks.
+The checks cover limits of descriptors, processes, CPUs and memory; /dev/shm; memfds;
+and access to the memory of other ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ringjax.membership import job_credentials
 _RANK = 512 << 20  # bytes that a rank of JAX uses before it has a model
 _BARE = 96 << 20  # bytes that Python and numpy need to start
 _ADDRESSES = 32 << 30  # bytes of address space that XLA maps, most of them unused
-_LEAST_FILES = 64 << 20  # bytes
+_LEAST_FILES = 64 << 20  # bytes that temporary files need, at least
 _THREADS = 64  # threads that a rank starts, at least
 _DESCRIPTORS = 10  # descriptors that a rank needs for each other rank
 _SHM = Path("/dev/shm")
-_LEAST_SHM = 256 << 20  # bytes; Docker gives 64 MiB
+_LEAST_SHM = 256 << 20  # bytes that /dev/shm should have; in Docker it has 64 MiB
 _PAIR = 4 << 20  # bytes that two ranks share
 _SET_PTRACER = 0x59616D61  # PR_SET_PTRACER, see Documentation/admin-guide/LSM/Yama.rst
-# A program that reads the memory of its parent, as one rank reads that of another.
+# A program that reads the memory of its parent, as a rank reads the memory of a rank.
 _READ = """
 import ctypes, os, sys
 fields = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
@@ -75,7 +75,8 @@ def processes(host: HostContext) -> Iterator[Finding]:
     needed = _THREADS * host.ranks
     user = os.geteuid()
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit != resource.RLIM_INFINITY and user != 0:  # the limit is not for root
+    # The limit does not apply to root.
+    if limit != resource.RLIM_INFINITY and user != 0:
         rest = max(0, limit - _threads_of(user))
         if rest < needed:
             text = f"{rest} more threads of this user (ulimit -u); {needed} are needed"
@@ -96,7 +97,8 @@ def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
         root: folder with /proc and the control groups, for tests.
 
     Returns:
-        The number, infinity if there is no limit, and the folder of the control group.
+        The number, which is infinity without a limit, and the folder of the control
+        group.
     """
     least, where = float("inf"), root
     for folder, _ in machine_memory.cgroups(root, "pids"):
@@ -153,7 +155,8 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
         root: folder with /proc and the control groups, for tests.
 
     Returns:
-        The number, infinity if there is no quota, and the folder of the control group.
+        The number, which is infinity without a quota, and the folder of the control
+        group.
     """
     least, where = float("inf"), root
     for folder, version in machine_memory.cgroups(root, "cpu"):
@@ -172,7 +175,7 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
 
 
 def memory(host: HostContext) -> Iterator[Finding]:
-    """Checks that there is memory for all ranks, without their models."""
+    """Checks that there is enough memory for all ranks, without their models."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
     mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
@@ -186,11 +189,11 @@ def memory(host: HostContext) -> Iterator[Finding]:
         yield ok(text)
 
 
-_PLACES = ("/dev/shm", "$HOME")  # for temporary files, if the usual folders are missing
+_PLACES = ("/dev/shm", "$HOME")  # folders to suggest for temporary files
 
 
 def temporary_files(host: HostContext) -> Iterator[Finding]:
-    """Checks that temporary files can be made, as XLA, Triton and many programs do."""
+    """Checks that temporary files can be made, which XLA, Triton and others need."""
     try:
         with tempfile.NamedTemporaryFile() as file:
             free = shutil.disk_usage(file.name).free
@@ -205,7 +208,7 @@ def temporary_files(host: HostContext) -> Iterator[Finding]:
         yield warn(text, f"du -sh {where}/* | sort -h  # or another TMPDIR")
     else:
         yield ok(f"{free >> 20} MiB free in {where}")
-    try:  # ranks of torchrun, mpirun or Slurm need the folder in init()
+    try:  # init() needs the folder under torchrun, mpirun or Slurm
         job_credentials.private_folder()
     except StartupError as error:
         yield warn(str(error), "env -u XDG_RUNTIME_DIR TMPDIR=/dev/shm COMMAND")
@@ -214,7 +217,7 @@ def temporary_files(host: HostContext) -> Iterator[Finding]:
 def dev_shm(host: HostContext) -> Iterator[Finding]:
     """Checks the room in /dev/shm, which NCCL and PyTorch's loaders need.
 
-    ringjax itself uses memfds.
+    ringjax itself uses memfds and not /dev/shm.
     """
     try:
         found = os.statvfs(_SHM)
@@ -237,7 +240,7 @@ def dev_shm(host: HostContext) -> Iterator[Finding]:
 
 
 def memfd(host: HostContext) -> Iterator[Finding]:
-    """Checks that ranks of a host can share memory; otherwise they would use TCP."""
+    """Checks that ranks of a host can share memory and need not use TCP."""
     try:
         os.close(shared_memory.create(_PAIR))
     except OSError as error:
@@ -254,8 +257,8 @@ def memfd(host: HostContext) -> Iterator[Finding]:
 def reading(host: HostContext) -> Iterator[Finding]:
     """Checks that ranks may read each other's memory, as they do for long messages."""
     number = ctypes.create_string_buffer(b"ringjax")
-    # Allows descendants of this process to read its memory, as ranks allow it to each
-    # other. Kernels without Yama do not have the option, and do not need it.
+    # Allow descendants of this process to read its memory, as ranks allow each other.
+    # Kernels without Yama do not have the option, and do not need it.
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
     words = [sys.executable, "-S", "-c", _READ, str(os.getpid())]
     done = subprocess.run(

@@ -23,14 +23,14 @@ from ringjax.doctor.findings import (
     warn,
 )
 
-_SLOW_LOOKUP = 1.0  # seconds
-_MAX_OFFSET = 0.5  # seconds between two clocks
-_PORTS = 8  # ports that a rank uses for each other rank, at most
+_SLOW_LOOKUP = 1.0  # seconds from which on the lookup of a name is slow
+_MAX_OFFSET = 0.5  # most seconds between two clocks
+_PORTS = 8  # most ports that a rank uses for each other rank
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def _look_up(name: str) -> list[str]:
-    """Returns the addresses of a name; empty if it has none."""
+    """Returns the addresses of a name; empty if the name has no address."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -41,12 +41,13 @@ def _look_up(name: str) -> list[str]:
 def _edit_hosts(name: str, address: str = "") -> str:
     """Returns a command that edits /etc/hosts, so that a name is not loopback.
 
-    The command removes only the name, because localhost may be in the same line. It
-    writes into the existing file, because a container does not allow to replace it.
+    The command removes only the name, because localhost may be in the same line. The
+    command writes into the existing file, because the file cannot be replaced in a
+    container.
 
     Args:
-        address: the new address of the name. If it is given, the name is removed from
-            all other lines, too.
+        address: the new address of the name. If `address` is given, the name is removed
+            from all other lines, too.
     """
     lines = f' "{address} {name}"' if address else ""
     where = "" if address else "/^127\\./"
@@ -102,7 +103,7 @@ def own_name(host: HostContext) -> Iterator[Finding]:
 
 
 def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that no other host is taken for this one, and no two are one machine."""
+    """Checks that no other host looks like this host, and no two hosts are equal."""
     machines: dict[str, str] = {}
     for report in job.reports.values():
         name = report.name.rpartition("@")[2]
@@ -151,7 +152,7 @@ def port_range(host: HostContext) -> Iterator[Finding]:
 
 
 def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
-    """Checks that chosen interfaces exist, and that loopback is not the only one."""
+    """Checks that chosen interfaces exist, and not only loopback is chosen."""
     asked = host.environ.get("RINGJAX_NETWORK_INTERFACES", "")
     asked = asked or host.environ.get("HOROVOD_GLOO_IFACE", "")
     known = addresses.by_interface()
@@ -169,7 +170,7 @@ def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
 
 
 def _interface_of(report: HostReport, address: str) -> str:
-    """Returns the interface of a host that has an address, "" if none has."""
+    """Returns the interface of a host that has this address, or ""."""
     for name, about in report.facts["interfaces"].items():
         if address in about["addresses"]:
             return str(name)
@@ -177,7 +178,7 @@ def _interface_of(report: HostReport, address: str) -> str:
 
 
 def _used(job: JobContext) -> dict[str, dict[str, str]]:
-    """Returns by host and other host the interface that connects them."""
+    """Returns the interface that connects a host to another host, for all pairs."""
     return {
         report.name: {
             other: _interface_of(report, answered[0]["from"])
@@ -189,14 +190,14 @@ def _used(job: JobContext) -> dict[str, dict[str, str]]:
 
 
 def _best(job: JobContext) -> str:
-    """Returns the interfaces that connect hosts, as for --network-interfaces."""
+    """Returns the interfaces that connect hosts, for --network-interfaces."""
     names = (name for used in _used(job).values() for name in used.values())
     found = dict.fromkeys(n for n in names if n and not n.startswith(("docker", "br-")))
     return ",".join(found) or "eth0"
 
 
 def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks for an address on two hosts, for tunnels, and for unequal packet sizes."""
+    """Checks for addresses that two hosts have, tunnels, and unequal packet sizes."""
     owners: dict[tuple[str, str], list[str]] = {}
     for report in job.reached:
         for name, about in report.facts["interfaces"].items():
@@ -241,7 +242,7 @@ def _ways(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that every host reaches every other one on an ephemeral port."""
+    """Checks that every host reaches every other host on an ephemeral port."""
     pairs = 0
     for report in job.reached:
         if len(job.reached) > 1 and not report.calls:
@@ -252,7 +253,7 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
                 pairs += 1
                 continue
             tried = "; ".join(f"{call['address']}: {call['error']}" for call in calls)
-            if tried:  # without an address another check has failed already
+            if tried:  # if no address was tried, another check has failed
                 mend = _opened(report, other, calls)
                 text = f"does not reach {other} ({tried})"
                 yield report.name, fail(text, mend, "unreachable")
@@ -261,7 +262,7 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
-    """Returns a command that lets a host connect to another one."""
+    """Returns a firewall command that lets a host connect to another host."""
     if not any(call["error"] in ("timed out", "Connection refused") for call in calls):
         return f"on {report.name}: ip route get {calls[0]['address']}"
     mine = [
@@ -275,7 +276,7 @@ def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
 
 
 def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that full packets pass where small ones do."""
+    """Checks that full packets pass between hosts that small packets reach."""
     for report in job.reached:
         for other, calls in report.calls.items():
             for call in calls:

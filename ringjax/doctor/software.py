@@ -35,7 +35,8 @@ DISTRIBUTIONS = {
     "keras": ("keras",),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-# Patterns of messages of ssh, a shell or Python; what each means; and a command.
+# Patterns of messages of ssh, a shell or Python, each with an explanation and a
+# command.
 _REASONS = (
     (
         r"Permission denied( \(|, please)",
@@ -113,7 +114,7 @@ def _unreached(report: HostReport) -> Finding:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of everything that must be equal on all hosts."""
+    """Returns the versions of all software that must be equal on all hosts."""
     found = {"Python": platform.python_version()}
     for title, names in DISTRIBUTIONS.items():
         for name in names:
@@ -175,13 +176,13 @@ def _wanted() -> str:
     """Returns the requirement of ringjax, such as "jax<0.13,>=0.10.2"."""
     try:
         needs = metadata.requires("ringjax") or []
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
+    except metadata.PackageNotFoundError:  # ringjax is a checkout that is not installed
         needs = []
     return next((need for need in needs if re.match(r"jax[<>=]", need)), "jax")
 
 
 def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that all hosts have equal versions; the output has a table of them."""
+    """Checks that all hosts have equal versions."""
     hosts = job.reached
     if len(hosts) < 2:
         return

@@ -1,4 +1,4 @@
-"""Survey of all hosts: has ringrun's agents run host_probe.py there, twice.
+"""Survey of all hosts: ringrun's agents run host_probe.py on each host, twice.
 
 In the first run every host checks itself and listens for connections. In the second run
 each host connects to all others. The survey collects the reports, and the checks of the
@@ -22,13 +22,13 @@ from ringjax.run.hosts.channel import Message
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots
 
-_PROBE_TIMEOUT = 30.0  # seconds, in addition to the timeout of ssh
-_OUTPUT_DELAY = 0.3  # seconds to wait for the last output of ssh after its end
-_MAX_ERROR = 2000  # characters of error output of a host
+_PROBE_TIMEOUT = 30.0  # seconds until a probe ends, in addition to the timeout of ssh
+_OUTPUT_DELAY = 0.3  # seconds to wait for the last output of ssh, after its end
+_MAX_ERROR = 2000  # most characters of error output of a host
 
 
 class HostSurvey:
-    """A survey of some hosts; `run` leaves no process behind.
+    """A survey of some hosts. No process is left after `run`.
 
     Args:
         places: the hosts, with the number of ranks on each.
@@ -41,13 +41,13 @@ class HostSurvey:
         self._token = secrets.token_hex(32)
         self._console = Console(0)
         self._agents = AgentPool(spec, self._console, self)
-        self._results: dict[int, bytearray] = {}  # by the number of a process
+        self._results: dict[int, bytearray] = {}  # output by process number
         self._errors: dict[str, str] = {}  # error output, by host
         self._ended: set[int] = set()
         self.reports = {h.name: HostReport(name=h.name, ranks=h.slots) for h in places}
 
     def run(self) -> Mapping[str, HostReport]:
-        """Runs both rounds; returns the reports by host."""
+        """Runs the probe twice; returns the reports by host."""
         timeout = self._spec.start_timeout + _PROBE_TIMEOUT
         try:
             self._agents.start()
@@ -64,10 +64,10 @@ class HostSurvey:
         return self.reports
 
     def is_local(self) -> dict[str, bool]:
-        """Returns by host whether ringrun would take it for this machine."""
+        """Returns, for each host, whether ringrun would treat it as this machine."""
         return {host.name: self._agents.is_local(host.name) for host in self._places}
 
-    # Orders to the hosts.
+    # -- orders to the hosts -----------------------------------------------------------
 
     def _look(self, host: HostSlots) -> Message:
         about = {
@@ -120,14 +120,14 @@ class HostSurvey:
         )
 
     def _note_troubles(self) -> None:
-        """Takes the last line of ssh, or of a traceback, as the reason of a failure."""
+        """Sets the reason of a failure: the last line of ssh or of a traceback."""
         for report in self.reports.values():
             output = self._errors.get(report.name, "").split("\n")
             last = [line.strip() for line in output if line.strip()][-1:]
             if last and not report.facts:
                 report.trouble = last[0]
 
-    # Events of processes, from the agents: see `ProcessObserver`.
+    # -- events of processes, from the agents: see `ProcessObserver` -------------------
 
     def started(self, number: int, pid: int) -> None:
         pass

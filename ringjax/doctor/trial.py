@@ -1,9 +1,9 @@
-"""The trial: runs a real job for three seconds, and judges its speed.
+"""The trial: runs a real job for three seconds, and checks its speed.
 
 `python -m ringjax.doctor.trial` is one rank of the job. On one host the job compares an
-allreduce with a plain copy of the same size, which all ranks do at the same time. Both
-are measured in turns. Between hosts it compares the allreduce with the prediction of
-the cost model, whose constants may have been measured on another day.
+allreduce with a plain copy of the same size, which all ranks do at the same time. The
+allreduce and the copy take turns. Between hosts it compares the allreduce with the
+prediction of the cost model, whose constants may have been measured on another day.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ringjax.links import calibration, cost_cache
 from ringjax.ops import ReduceOp
 from ringjax.run import environ
 
-SIZE = 8 << 20  # bytes
+SIZE = 8 << 20  # bytes of an allreduce and of a copy
 _SECONDS = 3.0
 _MIN_ROUNDS = 4
-_CLOCK_ROUNDS = 4  # rounds between two looks at the clock
-_JOB_TIMEOUT = 60.0  # seconds
+_CLOCK_ROUNDS = 4  # number of rounds after which rank 0 reads the clock
+_JOB_TIMEOUT = 60.0  # seconds until the job is ended
 _POOR = 0.1  # share of the speed of a copy below which the allreduce is slow
-_SLOWER = 4.0  # times the predicted seconds from which on the network is busy
+_SLOWER = 4.0  # times the predicted duration: then the network is busy
 _MARK = "ringjax doctor: "
 
 
@@ -42,8 +42,9 @@ class TrialResult(TypedDict, total=False):
     Attributes:
         allreduce, copy: seconds of an allreduce, and of a copy of the same size.
         hosts: number of hosts.
-        predicted: seconds that the cost model predicts; missing on one host.
-        remembered: age of its constants in seconds; 0 if this job has measured them.
+        predicted: seconds that the cost model predicts; not set on one host.
+        remembered: age of the model's constants in seconds; 0 if this job measured
+            them.
         file: the file with the constants.
     """
 
@@ -58,7 +59,7 @@ class TrialResult(TypedDict, total=False):
 
 
 def main() -> None:
-    """Runs one rank; rank 0 prints the measurements of all ranks."""
+    """Runs one rank. Rank 0 prints the measurements of all ranks."""
     born = time.time()
     runtime.init()
     found = _measure()
@@ -88,7 +89,7 @@ def _measure() -> TrialResult:
             if not eager.broadcast(going, 0, name="going")[0]:
                 break
     slowest = eager.allreduce(np.array(times), ReduceOp.Max, name="times")
-    # The minimum is what the machine can do, because other programs only add time.
+    # The minimum is the machine's speed, because other programs only add time.
     rounds = np.asarray(slowest)[_MIN_ROUNDS // 2 :]
     moved, copied = (float(x) for x in rounds.min(axis=0))
     return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
@@ -128,7 +129,7 @@ def _network(born: float) -> TrialResult:
     }
 
 
-# The part that runs in `ringjax doctor`.
+# -- the part that runs in `ringjax doctor` --------------------------------------------
 
 
 def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
@@ -154,7 +155,7 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
         out, err = process.communicate()
         text = f"a job did not end within {_JOB_TIMEOUT:.0f} s"
         return [fail(text, command, "stalled")]
-    except BaseException:  # Ctrl-C: ringrun ends its ranks
+    except BaseException:  # after Ctrl-C, ringrun must end its ranks
         process.send_signal(signal.SIGTERM)
         process.communicate()
         raise

@@ -1,9 +1,9 @@
 """Checkpoint layout for trees of JAX and plain values: orbax for arrays, else JSON.
 
 An attribute that contains an array is an orbax checkpoint of its own, which
-``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. It holds the
-data of keys of jax.random, a zero for each empty array, and, for an attribute that is
-just one array, a dict with the one entry ``value``.
+``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. The checkpoint
+holds the data of keys of jax.random, a zero for each empty array, and, for an attribute
+that is just one array, a dict with the one entry ``value``.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class CheckpointLayout(Protocol):
         """
 
     def write(self, folder: Path, prepared: Any) -> None:
-        """Writes files into the folder. Runs in a thread."""
+        """Writes files into the folder. The caller runs this in a thread."""
 
     def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes in the folder.
 
         Args:
-            present: the present attributes, which have the structure to read.
+            present: the current attributes, which have the structure to read.
 
         Raises:
             ValueError: the attributes in the folder have another structure.
@@ -75,7 +75,7 @@ class ArrayFiles:
             if _has_arrays(value)
         }
         if trees:
-            _orbax()  # a missing package must raise here, not in the writing thread
+            _orbax()  # raise an error here, not in the thread, without orbax
         plain = {
             name: _to_json(name, value)
             for name, value in committed.items()
@@ -84,7 +84,7 @@ class ArrayFiles:
         return trees, json.dumps(plain, indent=1).encode()
 
     def write(self, folder: Path, prepared: tuple[Attributes, bytes]) -> None:
-        """Fills the folder."""
+        """Writes files into the folder."""
         trees, plain = prepared
         with synced(folder / _PLAIN) as file:
             file.write(plain)
@@ -203,7 +203,7 @@ def _to_json(name: str, value: object) -> object:
 
 
 def _is_same(read: object, value: object) -> bool:
-    """Returns whether types are equal, too: JSON would return a tuple as a list."""
+    """Returns whether values and types are equal. JSON turns tuples into lists."""
     if type(read) is not type(value):
         return False
     if isinstance(value, dict) and isinstance(read, dict):

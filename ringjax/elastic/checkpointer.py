@@ -38,21 +38,21 @@ def _refuse_groups() -> None:
 class Checkpointer:
     """Writes a state to disk at commits, and loads the newest checkpoint.
 
-    Pass it to `ringjax.elastic.run`. Rank 0 then writes at commits, while training goes
-    on, and a job that starts again begins with the newest complete checkpoint, on any
-    number of ranks. A commit is not written if the previous checkpoint is still being
-    written. If the disk is full or writing fails for another reason, a warning is
-    printed, earlier checkpoints stay, and training goes on.
+    Pass it to `ringjax.elastic.run`. Rank 0 then writes at commits, while training
+    continues, and a job that starts again begins with the newest complete checkpoint,
+    on any number of ranks. A commit is not written if the previous checkpoint is still
+    being written. If the disk is full or writing fails for another reason, a warning is
+    printed, earlier checkpoints stay, and training continues.
 
     A checkpoint is a folder with a number for a name: ``state.step`` if there is such
     an attribute, or else the next free number. Each attribute that is a tree of JAX is
-    an orbax checkpoint in it (``pip install "ringjax[checkpoint]"``), and all other
-    attributes are in ``plain.json``. A `ringjax.torch.elastic.TorchState` is one file
-    of `torch.save`. These files can be read without ringjax.
+    an orbax checkpoint in the folder (``pip install "ringjax[checkpoint]"``), and all
+    other attributes are in ``plain.json``. A `ringjax.torch.elastic.TorchState` is one
+    file of `torch.save`. These files can be read without ringjax.
 
     Args:
         directory: equal on all ranks, on a file system that they share.
-        every: write every so many commits.
+        every: the number of commits from one checkpoint to the next.
         seconds: the smallest time between the starts of two checkpoints.
         keep: how many complete checkpoints to keep.
 
@@ -121,7 +121,8 @@ class Checkpointer:
         number, step = max([-1, *self.numbers()]) + 1, committed.get("step")
         if type(step) is int:
             number = max(number, step)
-        # Not a daemon, so that a program that ends completes its last checkpoint.
+        # The thread is no daemon, so that a program that ends completes its last
+        # checkpoint.
         self._thread = threading.Thread(
             target=self._write,
             args=(files, number, files.prepare(committed)),
@@ -133,10 +134,10 @@ class Checkpointer:
     def load(self, state: State) -> int | None:
         """Loads the newest readable checkpoint into the state, and commits it.
 
-        One rank calls this. `State.sync` or `run` send the state to the others.
+        One rank calls this. `State.sync` or `run` send the state to the other ranks.
 
         Returns:
-            The number of the checkpoint; None if there is none.
+            The number of the checkpoint; None if there is no checkpoint.
 
         Raises:
             RuntimeError: there are checkpoints, but none can be read.
@@ -257,7 +258,7 @@ class Checkpointer:
             shutil.rmtree(renamed)
 
     def _remove_unfinished(self) -> None:
-        """Removes what an earlier rank 0 was writing when it was lost."""
+        """Removes unfinished checkpoints of earlier processes."""
         for left in self.directory.glob(f".*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
 

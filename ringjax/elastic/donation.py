@@ -1,8 +1,9 @@
 """Detects which attributes of a state a program donates to its compiled step.
 
-A donated array has no memory any more, so a commit must have copied it before. Two
-consecutive commits show whether copies are needed: if the arrays of the earlier commit
-are deleted, the program donates them; if other arrays have replaced them, it does not.
+A donated array has no memory any more, so a commit must have copied the array before.
+Two consecutive commits show whether copies are needed. If the arrays of the earlier
+commit are deleted, the program donates. If other arrays have replaced these arrays, it
+does not.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Donation:
         return habit is not _DonationHabit.KEEPS
 
     def names_to_copy(self, attributes: Mapping[str, object]) -> set[str]:
-        """Compares with the previous commit, and returns what this commit must copy."""
+        """Compares with the previous commit; returns names of attributes to copy."""
         part = values.jax_part()
         for name, value in attributes.items():
             before, now = self._seen.get(name, []), values.jax_arrays(value)
@@ -56,7 +57,7 @@ class Donation:
         self._seen = {}
 
     def _set_habit(self, name: str, habit: _DonationHabit) -> None:
-        # A program that has donated once may do it again at any step.
+        # A program that has donated once may donate again at any step.
         if self._habits.get(name) in (_DonationHabit.DONATES, habit):
             return
         self._habits[name] = habit

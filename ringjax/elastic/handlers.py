@@ -1,4 +1,4 @@
-"""Handlers: how a state saves, restores and sends objects with a state of their own.
+"""Handlers: save, restore and send objects that have a state of their own.
 
 This module has the handler of samplers. PyTorch's modules and optimizers have handlers
 in `ringjax.torch.elastic.state`.
@@ -18,7 +18,7 @@ class StateHandler:
 
     Args:
         value: an object with `state_dict` and `load_state_dict`, unless a subclass
-            replaces the methods that use them.
+            replaces the methods that use these two.
     """
 
     allow_pickle = False
@@ -28,7 +28,7 @@ class StateHandler:
         self.save()
 
     def state(self) -> Any:
-        """Returns the present state of the object."""
+        """Returns the current state of the object."""
         return self.value.state_dict()
 
     def load(self, state: Any) -> None:
@@ -41,7 +41,7 @@ class StateHandler:
 
     def restore(self) -> None:
         """Loads the state that `save` kept last."""
-        # A copy, because an optimizer goes on to change the tensors that it has loaded.
+        # Load a copy, because an optimizer changes the tensors that it has loaded.
         self.load(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -52,23 +52,23 @@ class StateHandler:
             self.load(sent["it"])
 
     def set_value(self, value: Any) -> None:
-        """Replaces the object, and saves the new one's state."""
+        """Replaces the object, and saves the state of the new object."""
         self.value = value
         self.save()
 
     def saved(self) -> Any:
-        """Returns the state that `save` kept last; the caller must not change it."""
+        """Returns the state that `save` kept last. The caller must not change it."""
         return self._saved
 
 
 class SamplerStateHandler(StateHandler):
-    """Handles an ElasticSampler, which shares out the rest again when it loads."""
+    """Handles an ElasticSampler, which distributes the remaining samples in `load`."""
 
     value: ElasticSampler
 
 
 def handler_of(value: object) -> StateHandler | None:
-    """Returns a handler for an attribute of a `State`, None for plain values."""
+    """Returns a handler for an attribute of a `State`, or None for plain values."""
     if isinstance(value, ElasticSampler):
         return SamplerStateHandler(value)
     if isinstance(value, type):

@@ -24,7 +24,7 @@ class JaxNode(NamedTuple):
     Attributes:
         names: JAX's names of the children.
         children: the values one level below.
-        rebuild: makes a value of the same type from other children.
+        rebuild: a function that makes a value of the same type from other children.
     """
 
     names: list[str]
@@ -33,7 +33,7 @@ class JaxNode(NamedTuple):
 
 
 def node(value: Any) -> JaxNode | None:
-    """Takes `value` apart by one level. Returns None if it is a leaf for JAX."""
+    """Takes `value` apart by one level. Returns None if the value is a leaf for JAX."""
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda part: part is not value
     )
@@ -61,7 +61,7 @@ def describe(value: jax.Array) -> tuple[str, str | bool]:
 
 
 def data_of(value: jax.Array) -> Array:
-    """Returns the memory of an array, on CPUs without a copy. Waits for its value."""
+    """Returns the memory of an array, on CPUs without a copy. Waits for the array."""
     if not value.is_fully_addressable:
         return shards.data_of(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -73,7 +73,7 @@ def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Ar
     """Returns a JAX array of `data`, which belongs to the array from now on.
 
     Args:
-        data: the memory, which CPUs use without a copy if it is aligned to 64 bytes.
+        data: the memory. A memory aligned to 64 bytes is used without a copy on CPUs.
         kind, detail: the results of `describe`.
         like: the value of this rank in the same place. If the program has put it on a
             device, the new array goes there, too.
@@ -83,7 +83,7 @@ def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Ar
     if kind == "key":
         key: jax.Array = jax.random.wrap_key_data(jax.device_put(data), impl=detail)
         return key
-    if detail and data.ndim == 0:  # a weak type, as jnp.asarray(1.0) has
+    if detail and data.ndim == 0:  # the array has a weak type, like jnp.asarray(1.0)
         weak: jax.Array = jnp.asarray(data.item())
         if weak.dtype == data.dtype:
             return weak
@@ -114,7 +114,7 @@ def wait(values: Iterable[jax.Array]) -> None:
     """Waits for these arrays and for stand-alone collectives.
 
     Raises:
-        JaxRuntimeError: the program that makes one of them has failed.
+        JaxRuntimeError: the program that computes an array has failed.
     """
     jax.block_until_ready([value for value in values if not value.is_deleted()])
     tokens.wait_for_programs()

@@ -1,8 +1,8 @@
 """Memory of JAX arrays that are sharded over the processes of a group.
 
-In a job of groups, a process sends the shards on its devices, each of them once, to the
-process at the same place in another group, where the array has the same sharding.
-`jax_leaves.py` handles all other arrays.
+In a job of groups, a process sends each shard on its devices once, to the process at
+the same place in another group, where the array has the same sharding. `jax_leaves.py`
+handles all other arrays.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _mesh_as_data(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
 
 
 def _devices_by_number() -> dict[tuple[int, int], jax.Device]:
-    """Returns the devices of this group by process and number within the process.
+    """Returns the devices of this group, by process and by number in the process.
 
     Corresponding devices of all groups have equal keys.
     """
@@ -69,7 +69,8 @@ def data_of(value: jax.Array) -> Array:
     """Returns the distinct shards of this process, ordered by their bounds."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
-    if value.is_fully_replicated:  # JAX 0.10 may fail to split it into shards
+    # JAX 0.10 may fail to split such an array into shards.
+    if value.is_fully_replicated:
         return np.asarray(value)[None]
     bounds = _shard_bounds(value.sharding, value.shape)
     found = {bounds[shard.device]: shard.data for shard in value.addressable_shards}
@@ -84,8 +85,8 @@ def array_of(data: Array, detail: str, like: object) -> jax.Array:
     Args:
         data: the result of `data_of`.
         detail: the result of `describe`.
-        like: the value of this process in the same place. Its sharding is used if
-            `detail` contains none.
+        like: the value of this process in the same place. If `detail` contains no
+            sharding, the sharding of `like` is used.
 
     Raises:
         ValueError: the sharding of this process has other bounds.

@@ -1,7 +1,7 @@
 """Arrays of numpy, JAX and PyTorch as bytes and back, without a copy where possible.
 
-This module is for data that are sent whole to another rank, such as parameters and
-moments. It imports no framework.
+This module is for data that are sent completely to another rank, such as parameters and
+moments. The module imports no framework.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax.control.objects import Array, dtype_name, dtype_of
 from ringjax.elastic import values
 
 NUMPY_KINDS = "biufcmMSU"  # numpy's dtypes whose bytes other processes understand
-_ALIGNMENT = 64  # JAX takes memory over without a copy if it has this alignment
+_ALIGNMENT = 64  # JAX uses memory with this alignment without a copy
 
 
 class Leaf(NamedTuple):
@@ -29,8 +29,8 @@ class Leaf(NamedTuple):
             processes hold parts, too), "torch" or "numpy".
         dtype: the name of the data's dtype.
         shape: the shape of the data.
-        detail: for "jax", whether the type is weak; for "key", its implementation; for
-            "shards", how they lie on the devices.
+        detail: for "jax", whether the type is weak; for "key", the implementation of
+            the key; for "shards", how the shards are placed on the devices.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
         return memory[start : start + size]
 
     def value(self, memory: Array, own: object) -> Any:
-        """Returns the array whose bytes are in `memory`, which it owns from now on.
+        """Returns the array whose bytes are in `memory`, and which then owns `memory`.
 
         Args:
             own: the value of this rank in the same place. If it is an array on a
@@ -75,14 +75,16 @@ class Leaf(NamedTuple):
         return part.array_of(data, self.kind, self.detail, own)
 
 
-_reserved: dict[int, list[Array]] = {}  # memory of `preallocate`, by size
+# Memory that `preallocate` has reserved, by size.
+_reserved: dict[int, list[Array]] = {}
 
 
 def preallocate(leaves: Iterable[Leaf]) -> None:
     """Reserves memory for arrays like these.
 
-    A rank that joins calls this before it asks to be admitted, because afterwards all
-    other ranks wait for it, and new pages take longer than to fill them.
+    A joining rank calls this before it requests admission, because after that all other
+    ranks wait for the joining rank, and the kernel needs more time to map new pages
+    than the rank needs to fill them.
     """
     for memory in [leaf.memory() for leaf in leaves]:
         memory.fill(0)  # the kernel maps a page only when it is written
@@ -101,7 +103,7 @@ def read(value: Any) -> tuple[Leaf, Array] | None:
         None if `value` is no array, or its bytes mean nothing to other processes.
 
     Raises:
-        ValueError: its memory was donated to a program.
+        ValueError: the memory of `value` was donated to a program.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -137,7 +139,7 @@ def _torch() -> ModuleType:
 
 
 def _read_tensor(tensor: Any, torch: ModuleType) -> tuple[Leaf, Array] | None:
-    # A parameter, or a tensor of a subclass, is more than its data.
+    # A parameter, or a tensor of a subclass, has more properties than its data.
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
         return None
     if tensor.layout != torch.strided or tensor.is_quantized:

@@ -1,8 +1,8 @@
 """run: the loop around a training function that survives the loss of ranks.
 
-In an elastic job of ringrun, the runtime repairs the job, and this loop follows: ranks
-come and go at commits. In any other job, a reset is a shutdown and an init, with all
-ranks that then take part.
+In an elastic job of ringrun, the runtime repairs the job, and this loop adapts: ranks
+join and leave at commits. In any other job, a reset is a shutdown and an init, with all
+ranks that then call `init`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _R = TypeVar("_R")
 _S = TypeVar("_S", bound=State)
 
 # A scheduler may signal both ringrun and its ranks, and ringrun forwards the signal:
-# SIGTERMs within so many seconds count as one request.
+# several SIGTERMs within this number of seconds count as one request.
 _SIGTERM_GRACE = 1.0
-_MAX_ATTEMPTS = 3  # restarts without a commit between them, if no rank was lost
+_MAX_ATTEMPTS = 3  # most consecutive restarts without a commit or a loss
 
 
 class _JobLoop(Protocol):
-    """How the ranks of a job start the training function again and again."""
+    """The steps around each call of the training function."""
 
     def begin(self) -> None:
-        """Called before each call of the training function."""
+        """Prepares the rank for a call of the training function."""
 
     def finish(self) -> None:
-        """Called after the training function has returned on this rank."""
+        """Completes the job after the training function has returned on this rank."""
 
     def failed(self, failure: RingjaxError) -> None:
-        """Called after a failure. Raises it if there have been too many attempts."""
+        """Handles a failure. Raises the error if there have been too many attempts."""
 
     def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
-        """Called when ranks have joined or left."""
+        """Handles a change of the ranks."""
 
 
 class _StaticJobLoop:
@@ -101,8 +101,9 @@ class _ElasticJobLoop:
         self._held = HeldState.COMMITTED
         self._first = True
         # Reset callbacks may run collectives. A rank that joins has run the program's
-        # collectives before `run` alone, while the first ranks ran them together. Its
-        # callbacks run at the first start, too, so that the collectives match.
+        # collectives before `run` alone, while the first ranks ran them together. The
+        # callbacks of a joining rank run at the first start, too, so that the
+        # collectives match.
         self._resets = runtime.has_run_solo()
         self._change = 0
         self._attempts = 0
@@ -113,11 +114,12 @@ class _ElasticJobLoop:
             self._prepare_to_join(warm_up)
 
     def _prepare_to_join(self, warm_up: Callable[[Any], Any] | None) -> None:
-        """Compiles and allocates while the others train, and then asks to join."""
+        """Compiles and allocates while other ranks train, and then requests to join."""
         if warm_up is not None:
             with runtime.solo_mode():
                 warm_up(self._state)
-            self._state.restore()  # warm_up may have trained, and donated arrays
+            # Undo warm_up, which may have trained and donated arrays.
+            self._state.restore()
         self._state.make_room()
         runtime.request_admission()
 
@@ -125,9 +127,10 @@ class _ElasticJobLoop:
         change, self._change = self._change, 0
         if change:
             writes = self._save is not None and runtime.rank() == 0
-            if not runtime.pause(change):  # this rank was asked to leave, and has left
+            # This rank has left, because it was asked to leave.
+            if not runtime.pause(change):
                 if self._save is not None and writes:
-                    self._save()  # because all other ranks may have left, too
+                    self._save()  # save, because all other ranks may have left, too
                 raise SystemExit(0)
         plan = sync_plan.negotiate(self._held)
         resets, self._resets = self._resets, True
@@ -150,10 +153,10 @@ class _ElasticJobLoop:
         found = False
         if self._load is not None and (plan.lost or not self._joins):
             if plan.position[0] != plan.participants.source:
-                return  # the source loads it, and sends it or its error to this rank
+                return  # the source sends the checkpoint, or an error
             found = self._load()
         if plan.lost and not found:
-            # Another attempt could not help, so this is no RingjaxError.
+            # Another attempt could not help, so the error is no RingjaxError.
             raise RuntimeError(
                 "ringjax.elastic: all ranks that had the training state were lost "
                 "before a rank that has joined could get it, and there is no "
@@ -162,8 +165,8 @@ class _ElasticJobLoop:
             )
 
     def finish(self) -> None:
-        # A rank that ended before the others have done their last step could not
-        # repeat this step with them. So either all ranks end, or all start again.
+        # A rank that ended before other ranks have finished their last step could not
+        # repeat this step with them. So either all ranks end, or all ranks start again.
         self._state._wait()
         runtime.check_updates()
 
@@ -206,7 +209,8 @@ def _repeat(train: Callable[[], _R], job: _JobLoop) -> _R:
             if failure is None or _is_final(failure):
                 raise
             recover = functools.partial(job.failed, failure)
-        # Outside of the handlers, because their tracebacks hold arrays of the step.
+        # Continue outside of the except clauses, because tracebacks hold arrays of the
+        # step.
         recover()
 
 
@@ -246,18 +250,19 @@ def _decorate(
 def run_fn(
     func: Callable[Concatenate[_S, _P], _R], reset: Callable[[], None]
 ) -> Callable[Concatenate[_S, _P], _R]:
-    """Wraps a training function so that training goes on after the loss of a rank.
+    """Wraps a training function so that training continues after the loss of a rank.
 
     Args:
-        func: takes a `State` as its first argument, and continues from that state.
+        func: a function that takes a `State` as its first argument, and continues from
+            that state.
         reset: connects the ranks again. In an elastic job of ringrun the runtime does
             that, and `reset` is not called.
 
     Returns:
         A function of the same arguments. It synchronises the state and calls `func`
         until `func` returns. After a `RingjaxError`, the state goes back to the last
-        commit before the next call; after a `HostsUpdatedInterrupt`, it stays as it is.
-        Errors in the arguments of ringjax's functions are raised.
+        commit before the next call. After a `HostsUpdatedInterrupt`, the state stays
+        unchanged. Errors in the arguments of ringjax's functions are raised.
     """
     return _decorate(func, reset)
 
@@ -288,17 +293,18 @@ def run(
 
     The function takes a `State` as its first argument, continues from that state, and
     commits it at the end of its steps. The function is called again after each change
-    of the ranks, so its loops must begin where the state is. Collectives belong into
-    the function. Collectives that a joining rank calls before it run on that rank
-    alone. If there are any, the first collectives of that rank together with the others
-    are those of the state's reset callbacks, as in a program for Horovod.
+    of the ranks, so its loops must begin where the state is. Collectives belong in the
+    function. Collectives that a joining rank calls before the function run on that rank
+    alone. If there are such collectives, the first collectives of that rank together
+    with other ranks are in the state's reset callbacks, as in a program for Horovod.
 
     In an elastic job (``ringrun --min-np``), a lost rank costs only its part of the
-    step: the others finish the step without it. At the next commit, the function starts
-    again with the remaining ranks, or with ranks that have joined. SIGTERM makes this
-    rank leave at its next commit, without an error on any rank; a further SIGTERM, a
-    second or more later, ends the process. After an exception of ringjax, all ranks go
-    back to the last commit. The fourth exception without a commit in between is raised.
+    step: the other ranks finish the step without the lost rank. At the next commit, the
+    function starts again with the remaining ranks, or with ranks that have joined.
+    SIGTERM makes this rank leave at its next commit, without an error on any rank; a
+    further SIGTERM, a second or more later, ends the process. After an exception of
+    ringjax, all ranks go back to the last commit. The fourth exception without a commit
+    in between is raised.
 
     In any other job, no rank can be replaced. After an exception of ringjax, all ranks
     shut down, call `init` again, and go back to the last commit.
@@ -306,8 +312,9 @@ def run(
     Args:
         func: the function, if `run` is used without parentheses.
         warm_up: called with the state in a joining rank, before it joins. It should
-            call the step once, so that the step is compiled while the others train.
-            Collectives run alone in it, and its changes of the state are undone.
+            call the step once, so that the step is compiled while the other ranks
+            train. Collectives in `warm_up` run on this rank alone, and changes of the
+            state are undone.
         checkpointer: writes the state to disk at commits and when rank 0 leaves, and
             loads the newest checkpoint when the job starts.
 
@@ -334,20 +341,20 @@ def run(
 
 
 def reset() -> None:
-    """Leaves the job and joins it again, with the ranks that then take part."""
+    """Leaves the job and joins it again, with all ranks that then call `init`."""
     runtime.shutdown()
     runtime.init()
 
 
 @contextlib.contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """Turns the first SIGTERM into a request to leave; a later one ends the process.
+    """Converts the first SIGTERM to a request to leave; a later one ends the process.
 
     Only the main thread may set handlers. In other threads, nothing changes.
     """
     before = signal.getsignal(signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()
-    if not main or before is None:  # None: other code than Python has set the handler
+    if not main or before is None:  # None means that C code has set the handler
         yield
         return
 
@@ -357,7 +364,7 @@ def _leaving_on_sigterm() -> Iterator[None]:
         nonlocal requested
         requested = time.monotonic()
         signal.signal(signal.SIGTERM, end)
-        # In a thread, because the interrupted code may hold the locks that this needs.
+        # Send the request in a thread, because the interrupted code may hold its locks.
         threading.Thread(target=runtime.leave_at_next_pause, daemon=True).start()
 
     def end(signum: int, frame: object) -> None:

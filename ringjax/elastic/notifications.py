@@ -1,4 +1,4 @@
-"""Horovod's notifications that hosts come or go, for launchers other than ringrun.
+"""Horovod's notifications about changes of hosts, for launchers other than ringrun.
 
 In an elastic job of ringrun, the coordinator notifies the ranks itself.
 """
@@ -20,10 +20,10 @@ class HostUpdateResult(enum.IntFlag):
 
 
 class Listener(Protocol):
-    """An object to notify when hosts come or go: a `State`."""
+    """An object to notify about changes of hosts: a `State`."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Called when hosts have changed, from any thread."""
+        """Handles a change of the hosts; any thread may call this."""
 
 
 class WorkerNotificationManager:
@@ -34,7 +34,7 @@ class WorkerNotificationManager:
         self._listeners: list[Listener] = []
 
     def init(self) -> None:
-        """Called when training starts, before a listener registers."""
+        """Does nothing. `run` calls this before it registers a listener."""
 
     def register_listener(self, listener: Listener) -> None:
         """Adds a listener, which is notified of every later change."""
@@ -42,7 +42,7 @@ class WorkerNotificationManager:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Removes a listener. Does nothing if it is not registered."""
+        """Removes a listener. Does nothing if the listener is not registered."""
         with self._lock:
             self._listeners = [each for each in self._listeners if each is not listener]
 

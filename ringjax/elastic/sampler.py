@@ -24,9 +24,9 @@ class ElasticSampler:
 
     Make the sampler an attribute of a `State`, call `record_batch` after every step,
     and `set_epoch` at the end of every epoch. Then every sample is in exactly one
-    committed step of an epoch, even if ranks are lost: samples of a lost rank, in a
-    step that the others finished without it, come again later. A restart from a commit
-    repeats the samples after the commit.
+    committed step of an epoch, even if ranks are lost: if other ranks have finished a
+    step without a lost rank, the samples of the lost rank come again later. A restart
+    from a commit repeats the samples after the commit.
 
     All ranks make the same number of steps. If the samples cannot be divided evenly,
     some ranks get some samples again in the last step. These samples fill the batch and
@@ -38,7 +38,7 @@ class ElasticSampler:
         seed: the seed of the random order, equal on all ranks.
 
     Attributes:
-        epoch: the present epoch.
+        epoch: the current epoch.
         processed_num: the position in the order that all ranks together have reached.
         num_samples: the number of samples of this rank.
 
@@ -65,8 +65,9 @@ class ElasticSampler:
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0
-        self.wait: Callable[[], None] | None = None  # waits until the step has finished
-        # Positions in the order before processed_num that must come again.
+        # A function that waits until the step has finished.
+        self.wait: Callable[[], None] | None = None
+        # Positions before processed_num in the order that must come again.
         self._returned: list[int] = []
         self._drawn: tuple[tuple[bool, int, int, int], Indices] | None = None
         self._taken = 0  # samples that each rank has taken from its share
@@ -108,7 +109,7 @@ class ElasticSampler:
         In an elastic job, only samples of ranks that contributed to the result of the
         last collective count. So call this after the allreduce of the step and before
         any other collective. With JAX, first assign the results to the `State` that
-        holds the sampler, because this method waits for its arrays.
+        holds the sampler, because this method waits for the arrays of the `State`.
 
         Args:
             batch_idx: ignored; Horovod has this argument.
@@ -127,14 +128,15 @@ class ElasticSampler:
             shares = steps + np.arange(self.num_replicas)
             is_absent = np.isin(np.arange(self.num_replicas), sorted(absent))
             missed = shares[:, is_absent].ravel()
-            missed = missed[missed < known]  # later positions are repetitions
+            # Keep real positions; later positions are repetitions.
+            missed = missed[missed < known]
             self._missed.update(missed.tolist())
         if self._missed and stop * self.num_replicas > known:
             self._fill_up(start, stop, absent)
         self._count_processed()
 
     def _fill_up(self, start: int, stop: int, absent: frozenset[int]) -> None:
-        """Counts samples of lost ranks that live ranks have had as repetitions."""
+        """Counts samples of lost ranks that other ranks got to fill their batches."""
         for step in range(start, min(stop, self.num_samples)):
             for share in range(self.num_replicas):
                 position = step * self.num_replicas + share
@@ -166,10 +168,10 @@ class ElasticSampler:
         self.reset()
 
     def reset(self) -> None:
-        """Distributes the remaining samples to the present ranks."""
+        """Distributes the remaining samples to the current ranks."""
         plan = sync_plan.current_plan()
-        # In an elastic job, ranks learn of a loss at different moments. The plan is
-        # equal on all ranks, so all of them distribute in the same way.
+        # In an elastic job, ranks notice a loss at different moments. The plan is equal
+        # on all ranks, so all ranks distribute in the same way.
         self.rank, self.num_replicas = (
             (runtime.rank(), runtime.size()) if plan is None else plan.position
         )
@@ -180,7 +182,8 @@ class ElasticSampler:
         self._returned_at_cut = len(self._returned)
         self._processed_at_cut = self.processed_num
         self._taken = 0
-        self._missed: set[int] = set()  # indices into _positions that lost ranks had
+        # Indices into _positions of samples that lost ranks had.
+        self._missed: set[int] = set()
         self.num_samples = -(-len(self._positions) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
@@ -211,7 +214,7 @@ class ElasticSampler:
         return self._drawn[1]
 
     def _share(self) -> Indices:
-        # Modulo, because there may be fewer samples than ranks.
+        # Use modulo, because there may be fewer samples than ranks.
         own = np.arange(self.rank, self.total_size, self.num_replicas)
         return self._order()[self._positions[own % max(len(self._positions), 1)]]
 

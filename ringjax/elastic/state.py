@@ -23,20 +23,20 @@ class State:
     """Training state: attributes that `commit` keeps and `elastic.run` brings back.
 
     Assign to the attributes and call `commit` at the end of a step, on all ranks. When
-    a rank is lost, the others finish the step without it and nothing is undone. After
-    an exception, or if no such repair is possible, all ranks go back to the last
-    commit. A rank that joins gets the state of rank 0.
+    a rank is lost, the other ranks finish the step without that rank, and nothing is
+    undone. After an exception, or if no such repair is possible, all ranks go back to
+    the last commit. A rank that joins gets the state of rank 0.
 
     An attribute may be a number, string, list, tuple or dict, an array of numpy or JAX,
     a tree of JAX (parameters, an optimizer's state, a flax TrainState), all nested, or
     an object with `state_dict()` and `load_state_dict()`, like an `ElasticSampler`.
 
-    A commit does not copy JAX's arrays, because they cannot change; it copies all other
-    values. The committed values need memory beside the present values. If the program
-    donates arrays of the state to its step (`donate_argnums`), their memory is gone
-    after the step. The first commits copy the arrays until they know whether the
-    program donates. If it does, every commit copies them. Either donate in every step
-    or in none.
+    A commit copies all values but JAX's arrays, because these cannot change. The
+    committed values need memory in addition to the current values. If the program
+    donates arrays of the state to its step (`donate_argnums`), the memory of the arrays
+    is gone after the step. So the first commits copy the arrays, until it is clear
+    whether the program donates. If the program donates, every commit copies the arrays.
+    Either donate in every step or in none.
 
     Args:
         bcast_object: a function that returns rank 0's object on every rank, as in
@@ -73,7 +73,7 @@ class State:
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._after_save: Callable[[], None] | None = None
-        self._change = 0  # number of an announced change of the ranks; 0: none
+        self._change = 0  # number of an announced change of the ranks, or 0
         self._commits = 0
         self._donation = Donation()
         self._saved_state: Attributes = {}
@@ -94,7 +94,7 @@ class State:
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
 
-    # -- called by training ------------------------------------------------------------
+    # -- methods that training calls ---------------------------------------------------
 
     def commit(self) -> None:
         """Keeps the state in memory, then calls `check_host_updates`.
@@ -103,9 +103,9 @@ class State:
         this moment.
 
         Raises:
-            HostsUpdatedInterrupt: as `check_host_updates`.
+            HostsUpdatedInterrupt: see `check_host_updates`.
         """
-        if runtime.is_newcomer():  # in warm_up, whose changes are undone
+        if runtime.is_newcomer():  # this is warm_up, whose changes are undone
             return
         self.save()
         self._commits += 1
@@ -115,10 +115,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Makes `run` call the training function again on all ranks, if ranks change.
+        """Makes `run` call the training function again on all ranks if ranks change.
 
         Raises:
-            HostsUpdatedInterrupt: ranks come or go; `run` catches this.
+            HostsUpdatedInterrupt: ranks join or leave; `run` catches this.
         """
         if runtime.elastic():
             self._check_membership()
@@ -128,26 +128,27 @@ class State:
     def register_reset_callbacks(self, callbacks: list[Callable[[], object]]) -> None:
         """Adds functions to call after every reset, when rank and size are known again.
 
-        Use them to adapt values that depend on the size, such as the learning rate. A
-        rank that joins calls them only if it has called collectives before `run`.
+        Use callbacks to adapt values that depend on the size, such as the learning
+        rate. A rank that joins calls the callbacks only if it has called collectives
+        before `run`.
         """
         self._reset_callbacks.extend(callbacks)
 
-    # -- called by the loop ------------------------------------------------------------
+    # -- methods that the loop calls ---------------------------------------------------
 
     def on_reset(self) -> None:
-        """Called after a reset of the job, before `sync`."""
+        """Adapts the state to a reset of the job, before `sync`."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Queues a change of the hosts for `check_host_updates`; from any thread."""
+        """Queues a change of hosts for `check_host_updates`, from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def save(self) -> None:
-        """Waits until the attributes are computed, and keeps them.
+        """Waits until the attributes are computed, and keeps their values.
 
         Raises:
             JaxRuntimeError, PeerLost: an attribute could not be computed, for example
@@ -170,7 +171,7 @@ class State:
         """Sets the attributes to their values at the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
-        # The snapshot must survive the next step, which may donate what it gets.
+        # The snapshot must survive the next step, which may donate its inputs.
         restored = {
             name: values.kept(value, copied=self._donation.is_possible(name))
             for name, value in self._saved_state.items()
@@ -183,8 +184,8 @@ class State:
 
         Raises:
             TypeError, ValueError: the attributes cannot be sent, or have another
-                structure on this rank; on both ends.
-            PeerLost: a rank is gone.
+                structure on this rank. Both ends raise the error.
+            PeerLost: a rank was lost.
         """
         sent = transfer.broadcast_state(
             self._to_be_sent(), allow_pickle=self._allow_pickle
@@ -199,7 +200,7 @@ class State:
         alone = self._given_broadcast and self._saved_state
         if alone:
             self._set_attrs(self._bcast_object(self._current()))
-        self._reset_samplers()  # on the sender, too
+        self._reset_samplers()  # the sender resets its samplers, too
         if sent is not None or alone:
             self._donation.discard_inputs()
         State.save(self)
@@ -209,24 +210,24 @@ class State:
         transfer.preallocate(self._to_be_sent(), allow_pickle=self._allow_pickle)
 
     def reset(self) -> None:
-        """Adapts to the present ranks, after a reset and before `sync`."""
+        """Adapts the state to the current ranks, after a reset and before `sync`."""
         self._reset_samplers()
 
-    # -- called by a checkpointer ------------------------------------------------------
+    # -- methods that a checkpointer calls ---------------------------------------------
 
     def after_save(self, call: Callable[[], None] | None) -> None:
-        """Calls `call` in each commit from now on; None: nothing."""
+        """Sets the function that each commit calls; None removes the function."""
         self._after_save = call
 
     def committed(self) -> Attributes:
-        """Returns the last commit; the caller must not change it."""
+        """Returns the last commit. The caller must not change the commit."""
         saved = {name: handler.saved() for name, handler in self._handlers.items()}
         return {**self._saved_state, **saved}
 
     def adopt(self, committed: Attributes) -> None:
-        """Replaces the attributes by those of a checkpoint, and saves them.
+        """Replaces the attributes by the attributes of a checkpoint, and saves them.
 
-        Attributes that only one of both has stay as they are.
+        Attributes that only the state or only the checkpoint has are not changed.
         """
         for name, handler in self._handlers.items():
             if name in committed:
@@ -243,7 +244,7 @@ class State:
     # -- private -----------------------------------------------------------------------
 
     def _reset_samplers(self) -> None:
-        """Makes samplers distribute the remaining samples to the present ranks."""
+        """Makes samplers distribute the remaining samples to the current ranks."""
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
@@ -255,7 +256,7 @@ class State:
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _to_be_sent(self) -> Attributes:
-        """Returns the values that `sync` sends, without those of handlers that send."""
+        """Returns the values for `sync` to send, without objects that handlers send."""
         plain = {} if self._given_broadcast else self._current()
         handled = {
             name: handler.state()
@@ -283,8 +284,8 @@ class State:
         if self._change:
             raise HostsUpdatedInterrupt(skip_sync=False)
         if plan is not None and epoch != plan.epoch:
-            # A rank was lost, and the others have gone on. Samplers must distribute
-            # the samples again, but the state is equal on all ranks.
+            # A rank was lost, and the other ranks have continued. Samplers must
+            # distribute the samples again, but the state is equal on all ranks.
             raise HostsUpdatedInterrupt(skip_sync=True)
 
     def _check_messages(self) -> None:
@@ -298,7 +299,7 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 update |= HostUpdateResult(result)
-        # Notifications reach ranks at different moments: all ranks follow rank 0.
+        # Notifications reach ranks at different moments, so all ranks follow rank 0.
         before, latest, result = self._bcast_object((before, latest, int(update)))
         self._last_updated_timestamp = latest
         if latest > before:

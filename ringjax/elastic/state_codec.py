@@ -1,11 +1,11 @@
 """Codec for a training state: its structure as bytes, its arrays as bare memory.
 
-The structure has the layout of `control/objects.py` and four tags more:
-``{"leaf": [number, kind, dtype, shape, detail]}`` is an array, whose bytes do not
-belong to the structure. ``{"node": [type, [name, …], [node, …]]}`` is an object that
-JAX can take apart; the receiver rebuilds it from its own object in the same place.
-``{"own": text}`` is a function, which every rank has already. ``{"pickle": blob}`` is
-only written and read if both ends allow pickles.
+The structure has the layout of `control/objects.py`, and four more tags: ``{"leaf":
+[number, kind, dtype, shape, detail]}`` is an array, whose bytes are not in the
+structure. ``{"node": [type, [name, …], [node, …]]}`` is an object that JAX can take
+apart; the receiver rebuilds it from its own object in the same place. ``{"own": text}``
+is a function, which every rank has itself. ``{"pickle": blob}`` is only written and
+read if both ends allow pickles.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from ringjax.elastic.values import Attributes
 
 
 class StateEncoder(ObjectEncoder):
-    """Encodes a state; waits for arrays that are still being computed.
+    """Encodes a state. Waits for arrays that are still being computed.
 
     Attributes:
         structure: the encoded structure, without arrays.
         leaves: how a receiver stores each array.
-        memory: the bytes of each array. They belong to the arrays: only read them.
+        memory: the bytes of each array. The bytes belong to the array, so only read
+            them.
 
     Raises:
         TypeError: the state contains an object that cannot be sent.
@@ -93,13 +94,14 @@ def _pickled(value: object, where: str, allow_pickle: bool) -> bytes:
 
     try:
         return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # a pickle runs the object's own code
+    # Any error is possible, because a pickle runs the object's code.
+    except Exception as error:
         raise TypeError(f"{where} cannot be pickled: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Place(Template):
-    """The value of this rank in one place of the state; None if it has none there."""
+    """The value of this rank in one place of the state; None if there is no value."""
 
     own: Any
     where: str
@@ -115,17 +117,17 @@ class _Place(Template):
 class StateDecoder(ObjectDecoder):
     """Decodes a state twice, because its arrays arrive after its structure.
 
-    The first time checks that the structure fits to this rank's state, before any array
+    The first pass checks that the structure fits this rank's state, before any array
     travels, and allocates memory for the arrays.
 
     Args:
-        structure: the one of a `StateEncoder` of another rank.
-        own: the state of this rank. It says how objects of JAX's registered types are
-            made, and on which devices arrays belong.
+        structure: the structure of the `StateEncoder` of another rank.
+        own: the state of this rank. It decides how objects of JAX's registered types
+            are made, and on which devices arrays are placed.
         allow_pickle: whether to read pickles.
 
     Attributes:
-        memory: where the bytes of the arrays have to go, in the order of the encoder.
+        memory: buffers for the bytes of the arrays, in the order of the encoder.
 
     Raises:
         ValueError: this rank's state has another structure.

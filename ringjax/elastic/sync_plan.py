@@ -1,7 +1,7 @@
-"""Negotiates which rank sends the training state to which ranks, in each epoch.
+"""Negotiates in each epoch the sender and the receivers of the training state.
 
-Ranks may be lost at any moment, and the others notice it at different moments. Data
-that must be equal on all ranks, such as the shares of samplers and the moment when
+Ranks may be lost at any moment, and the other ranks notice a loss at different moments.
+Data that must be equal on all ranks, such as the shares of samplers and the moment when
 training starts again, therefore follow from results of collectives, which are equal on
 all ranks. The membership itself belongs to the runtime.
 """
@@ -22,9 +22,9 @@ from ringjax.errors import PeerLost
 class HeldState(enum.IntEnum):
     """The training state that a rank holds."""
 
-    CURRENT = 0  # the present state, equal on all ranks that hold it
-    COMMITTED = 1  # its last commit; all ranks take the commit of one rank
-    NOTHING = 2  # the rank has just joined
+    CURRENT = 0  # the current state, equal on all ranks that hold it
+    COMMITTED = 1  # the rank's last commit; all ranks take the commit of one rank
+    NOTHING = 2  # no state, because the rank has just joined
 
 
 class SyncPlan(NamedTuple):
@@ -44,7 +44,7 @@ class SyncPlan(NamedTuple):
 
     @property
     def position(self) -> tuple[int, int]:
-        """The index of this worker among all workers, and their number."""
+        """The index of this worker among all workers, and the number of workers."""
         return self.workers.index(own_number()), len(self.workers)
 
 
@@ -60,18 +60,18 @@ def own_number() -> int:
 
 
 def current_plan() -> SyncPlan | None:
-    """Returns the latest plan of this process, None outside of elastic training."""
+    """Returns the latest plan of this process; None outside of elastic training."""
     return _current
 
 
 def clear_plan() -> None:
-    """Drops the plan when training has ended."""
+    """Deletes the plan when training has ended."""
     global _current
     _current = None
 
 
 def negotiate(held: HeldState) -> SyncPlan:
-    """Makes a plan from what each rank holds; every rank calls this.
+    """Makes a plan from the states that ranks hold. Every rank calls this.
 
     Raises:
         RingjaxError: the negotiation could not be finished.
@@ -83,7 +83,7 @@ def negotiate(held: HeldState) -> SyncPlan:
     rows = np.asarray(eager.allgather(own, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])
     size, place = runtime.group_size(), runtime.group_rank()
-    # A group of processes holds only as much as each of its processes holds.
+    # A group of processes holds a state only if all its processes hold that state.
     groups: dict[int, int] = {}
     for number, rank_holds in rows.tolist():
         group = number // size
@@ -119,9 +119,10 @@ def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participan
 
 
 def absent_from_last_call() -> frozenset[int]:
-    """Returns the positions of workers without a part in the last result of all ranks.
+    """Returns the positions of workers that the last result of all ranks lacks.
 
-    These ranks were lost during the call, and the others have repeated it.
+    These workers were lost during the call, and the other workers have repeated the
+    call.
     """
     if _current is None:
         return frozenset()

@@ -1,9 +1,9 @@
 """Copies the state of one rank to others: its structure first, then bare memory.
 
-If all ranks receive, the data travel over the eager lane. If only newcomers receive,
-they get links of their own, so that the other ranks need not take part. Arrays are sent
-from where they are and arrive where they stay, in chunks. Nothing is pickled unless the
-caller asks for it.
+If all ranks receive, the data travel over the eager lane. If only joining ranks
+receive, these ranks get links of their own, so that the other ranks need not call
+anything. Arrays are sent from their own memory into their final memory, in chunks.
+Nothing is pickled unless the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.elastic.state_codec import StateDecoder, StateEncoder
 from ringjax.elastic.values import Attributes
 
 CHUNK = 8 << 20
-_MAX_IN_FLIGHT = 4  # chunks that have been submitted to the lane and not waited for
+_MAX_IN_FLIGHT = 4  # most chunks that the lane has got and not finished
 _BYTE = dtypes.NUMBERS["uint8"]
 _BROADCAST = (_native.COLLECTIVES["broadcast"], _native.REDUCE_OPS["Sum"])
 
@@ -57,20 +57,21 @@ def between(participants: Participants) -> Iterator[None]:
 
 
 def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
-    """Sends the source's values to the receivers; every rank calls this.
+    """Sends the source's values to the receivers. Every rank calls this.
 
     Args:
-        values: the values of this rank. On receivers they stand for parts that are not
-            sent: objects of JAX's registered types are rebuilt from them.
-        allow_pickle: on all ranks: send objects of unknown types as pickles.
+        values: the values of this rank. Receivers use their values for parts that are
+            not sent, and to rebuild objects of JAX's registered types.
+        allow_pickle: whether to send objects of unknown types as pickles; equal on all
+            ranks.
 
     Returns:
         The source's values on the receivers; None on all other ranks.
 
     Raises:
         TypeError, ValueError: the source's values cannot be sent, or the receivers'
-            values have another structure; on both ends.
-        PeerLost: a rank is gone.
+            values have another structure. Both ends raise the error.
+        PeerLost: a rank was lost.
     """
     if not values:
         return None
@@ -89,7 +90,7 @@ def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
 
 
 def preallocate(values: Attributes, *, allow_pickle: bool = False) -> None:
-    """Reserves memory for what `broadcast_state` brings if it is like `values`."""
+    """Reserves memory for values like `values` that `broadcast_state` will receive."""
     leaf.preallocate(StateEncoder(values, allow_pickle=allow_pickle).leaves)
 
 
@@ -109,7 +110,7 @@ def _send(
     try:
         state = StateEncoder(values, allow_pickle=allow_pickle)
     except Exception as error:
-        # The receivers already wait for a structure: send them the reason instead.
+        # The receivers already wait for a structure, so send them the error instead.
         text = f"the state of rank {rank} cannot be sent: {error}"
         _broadcast_object({"error": text}, transfer, rank, is_source=True)
         raise type(error)(text) if type(error) in _ARGUMENTS else error from error
@@ -184,7 +185,7 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
         yield _LaneTransfer(participants.source)
         return
     ranks = sorted({participants.source, *participants.receivers})
-    # Links of their own: over the lane, all other ranks would have to take part, too.
+    # Use separate links, because over the lane all other ranks would have to call, too.
     try:
         with runtime.private_communicator(ranks) as communicator:
             yield _LinkTransfer(communicator, ranks.index(participants.source))
@@ -223,7 +224,7 @@ class _LaneTransfer:
 
 
 class _LinkTransfer:
-    """Sends to some ranks, over a communicator that only these ranks have."""
+    """Sends to some ranks over a communicator that only these ranks have."""
 
     def __init__(self, communicator: _native.Communicator, root: int) -> None:
         self._communicator = communicator
@@ -236,11 +237,11 @@ class _LinkTransfer:
         )
 
     def finish(self) -> None:
-        pass  # `move` returns when its pieces have arrived
+        pass  # nothing to do, because `move` returns after its pieces have arrived
 
 
 def _writable(piece: Array) -> Array:
-    """Returns a writable view, which the core wants although the source only reads.
+    """Returns a writable view, which the core needs although the source only reads.
 
     At the source `piece` may be the memory of a JAX array, which numpy protects.
     """

@@ -103,13 +103,13 @@ def jax_arrays(value: object) -> list[Any]:
 
 
 def kept(value: Any, *, copied: bool) -> Any:
-    """Returns a snapshot of `value`, which nothing changes any more.
+    """Returns a snapshot of `value`, which later changes of `value` do not affect.
 
     Containers, and leaves that programs change in place, are copied. JAX's arrays
-    cannot change, so the snapshot shares them.
+    cannot change, so the snapshot shares these arrays.
 
     Args:
-        copied: copy JAX's arrays, too, because the program may donate them.
+        copied: whether to copy JAX's arrays, too, because the program may donate them.
     """
     part = jax_part()
 
@@ -117,12 +117,12 @@ def kept(value: Any, *, copied: bool) -> Any:
         if part is not None and part.is_array(leaf):
             return part.copy_of(leaf) if copied and not part.is_deleted(leaf) else leaf
         in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
-        # Horovod copies objects of other kinds only within containers, and so do we.
+        # Like Horovod, copy objects of other kinds only within containers.
         if (leaf is value and not in_place) or is_named_callable(leaf):
             return leaf
         try:
             return copy.deepcopy(leaf)
-        except TypeError:  # the object holds a lock, a file or the like
+        except TypeError:  # objects with a lock, a file or the like cannot be copied
             return leaf
 
     return mapped(value, keep)

@@ -1,8 +1,8 @@
 """Aggregates the samples of all ranks: totals since the start, and windows of time.
 
-Ranks come and go in an elastic job, and rank numbers are given to other processes. The
-totals of rank 3 are the totals of all processes that had this rank, each for the time
-when it had it, so no total ever falls. This module reads no clock and does no I/O.
+Ranks join and leave in an elastic job, and rank numbers are given to other processes.
+The totals of rank 3 are the totals of all processes that had this rank, each for the
+time when it had it, so no total ever falls. This module reads no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ringjax.ops import bus_factor
 OTHER_SETS = -1  # stands for all process sets beyond the first _MAX_SETS
 _MAX_SETS = 32
 _MAX_EVENTS = 100
-SILENT_SECONDS = 5.0  # without a sample, after which displays point out the rank
+SILENT_SECONDS = 5.0  # after so many seconds without a sample, displays mark a rank
 
 
 @dataclass(slots=True)
 class CallTotals:
     """Totals of the calls of one rank: numbers, seconds, bytes over its busiest link.
 
-    The attributes have the meaning of those of `Sample`.
+    The attributes have the meaning of `Sample`'s attributes.
     """
 
     calls: int = 0
@@ -70,9 +70,10 @@ class RankTotals:
     """Totals of all workers that had one rank.
 
     Attributes:
-        last: the number of calls in which the rank came last, among those that all
+        last: the number of calls in which the rank was last, among the calls that all
             ranks have reported.
-        lost: seconds that others have waited for the rank, extrapolated to all calls.
+        lost: seconds that other ranks have waited for the rank, extrapolated to all
+            calls.
     """
 
     totals: CallTotals = field(default_factory=CallTotals)
@@ -81,11 +82,11 @@ class RankTotals:
 
 
 class Window:
-    """An interval of the job that began at a known moment and is still open.
+    """An interval of the job that began at a known moment and has no end yet.
 
     Attributes:
         began: the start, on the clock of the caller of `Aggregator`.
-        tally: who came last in the calls since then.
+        tally: counts of the ranks that were last in the calls of the window.
         baseline: the totals of each worker at the start, and when they were received.
     """
 
@@ -98,7 +99,7 @@ class Window:
         self.baseline = {w: (seen.totals, seen.received) for w, seen in workers.items()}
 
     def since(self, worker: int, latest: LatestSample) -> tuple[CallTotals, float]:
-        """Returns a worker's totals in this window, and the seconds they cover."""
+        """Returns a worker's totals in this window, and the seconds of these totals."""
         base, began = self.baseline.get(worker, (latest.totals, latest.received))
         return latest.totals.since(base), max(latest.received - began, 1e-9)
 
@@ -107,11 +108,12 @@ class Aggregator:
     """Combines the samples of all ranks.
 
     Attributes:
-        epoch, size: the newest epoch of which a sample has come, and its number of
-            ranks; 0 ranks if no sample has come.
-        workers: the present workers by number; in a static job that is the rank.
-        sums: totals of all workers that ever were, by collective, lane and process set.
-        ranks: totals of all workers that ever were, by rank.
+        epoch, size: the newest epoch of which a sample has arrived, and its number of
+            ranks; 0 ranks before the first sample.
+        workers: the current workers by number. In a static job the number is the rank.
+        sums: totals of all current and former workers, by collective, lane and process
+            set.
+        ranks: totals of all current and former workers, by rank.
         events: (when, text) of the last events.
         joins, losses: numbers of workers that joined and were lost after the start.
         tuned: the results of autotune, if there are any.
@@ -143,7 +145,8 @@ class Aggregator:
             if base is None or totals.calls < base[0].calls:
                 window.baseline[worker] = totals, now
         old = CallTotals() if before is None else before.totals
-        # Fewer calls: the process has called `init` again, and counts from 0.
+        # With fewer calls than before, the process has called `init` again: it counts
+        # from 0.
         restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
         new_totals = totals if restarted else totals.since(old)
@@ -157,7 +160,7 @@ class Aggregator:
 
     def _begin_epoch(self, sample: Sample, now: float) -> None:
         # Sequence numbers restart, and ranks are given to other workers: waits of the
-        # previous epoch cannot be compared with those of this one.
+        # previous epoch cannot be compared with waits of this epoch.
         self.epoch, self.size = sample.epoch, sample.size
         self._stragglers = Stragglers(sample.size)
         for window in self._windows:
@@ -172,7 +175,7 @@ class Aggregator:
                 window.tally.add(arrival)
 
     def _bounded(self, key: CollectiveKey) -> CollectiveKey:
-        """Replaces the process set by OTHER_SETS if there are too many of them."""
+        """Replaces the process set by OTHER_SETS if there are too many process sets."""
         op, named, process_set = key
         if process_set not in self._sets:
             if len(self._sets) >= _MAX_SETS:
@@ -181,7 +184,7 @@ class Aggregator:
         return key
 
     def remove_worker(self, worker: int) -> None:
-        """Removes a worker that has ended. Its numbers stay in the totals."""
+        """Removes a worker that has ended. The totals still contain its numbers."""
         self.workers.pop(worker, None)
 
     def add_event(self, text: str, now: float) -> None:
@@ -200,7 +203,7 @@ class Aggregator:
         self._windows.remove(window)
 
     def members(self) -> dict[int, tuple[int, LatestSample]]:
-        """Returns the workers of the present epoch: number and sample by rank."""
+        """Returns number and sample of each worker in the current epoch, by rank."""
         return {
             latest.sample.rank: (worker, latest)
             for worker, latest in sorted(self.workers.items())

@@ -1,9 +1,9 @@
-"""Locations: where programs spend their time, and where a rank spends more than usual.
+"""Locations: lines where programs spend time, and where a rank spends more than usual.
 
 A rank sends a few lines of code, each with a share of its time. All ranks of a job run
-one program, so a line where a slow rank spends more time than the others explains why
-the rank is slow: it loads data, compiles, or collects garbage. If the processor is
-slow, the line is one of the usual ones.
+the same program, so a line where a slow rank spends more time than other ranks explains
+why the rank is slow: it loads data, compiles, or collects garbage. If only the
+processor is slow, the line is a usual line.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 GARBAGE_COLLECTION = "garbage collection"
-IN_COLLECTIVE = " (exchanging)"  # ends a location where the program is in a call
-_MAX_BYTES = 180  # the heartbeat's messages have no room for more
+# The end of a location at which the program is in a call.
+IN_COLLECTIVE = " (exchanging)"
+_MAX_BYTES = 180  # most bytes of a location in the heartbeat's messages
 _SEPARATOR = "|"
 
 
@@ -50,7 +51,7 @@ def unpack_shares(text: str) -> dict[str, float]:
     found = {}
     for part in filter(None, text.split(_SEPARATOR)):
         percent, _, location = part.partition(" ")
-        # isascii, because isdigit alone accepts digits that int() refuses.
+        # Check isascii, too, because isdigit alone accepts digits that int() refuses.
         packed = percent.isascii() and percent.isdigit() and len(percent) <= 3
         if location and packed:
             found[location] = int(percent) / 100
@@ -62,8 +63,8 @@ def unpack_shares(text: str) -> dict[str, float]:
 def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
     """Returns the location where each rank spends more of its time than usual.
 
-    Locations inside of collectives come last: a rank that others wait for is not late
-    because of the calls in which it waits itself.
+    Locations inside of collectives have the lowest priority: a rank for which other
+    ranks wait is not late because of calls in which it waits itself.
 
     Args:
         packed: results of `pack_shares` by rank.
@@ -99,11 +100,11 @@ def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
 
 
 def _median_of_others(known: Sequence[float], ranks: int, own: float) -> float:
-    """Returns the median share of all ranks but one, whose share is `own`.
+    """Returns the median share of all ranks except the rank with the share `own`.
 
     Args:
         known: the shares that are not 0, in rising order.
-        ranks: the number of ranks, of which those without a known share have 0.
+        ranks: the number of ranks. Ranks without a known share have 0.
     """
     zeros, others = ranks - len(known), ranks - 1
     own_index = zeros + bisect_left(known, own)

@@ -1,7 +1,7 @@
 """Formats a job as metrics with Prometheus's names, units and conventions.
 
-Labels take few values: collectives, two lanes, process sets (32 of them, then "other")
-and ranks. run/monitor/ serves the metrics of a job, observe/ those of one rank.
+Labels have few values: collectives, two lanes, process sets (32 of them, then "other")
+and ranks. run/monitor/ serves the metrics of a job, and observe/ the metrics of a rank.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _add_histogram(
 
 
 def job_metrics(aggregator: Aggregator, view: View, version: str) -> list[MetricFamily]:
-    """Returns all metrics of a job: totals of `aggregator`, gauges of `view`."""
+    """Returns all metrics of a job: totals from `aggregator`, gauges from `view`."""
     epoch = max(aggregator.epoch, 0)
     single: tuple[tuple[str, str, str, float], ...] = (
         ("ranks", "gauge", "Ranks of the job now.", aggregator.size),
@@ -202,6 +202,6 @@ _RANK_COUNTERS = {
 
 
 def rank_counter(name: str) -> MetricFamily:
-    """Returns a counter that each rank has, without samples."""
+    """Returns an empty family for a counter that each rank has."""
     about = _RANK_COUNTERS[name][0]
     return MetricFamily(f"ringjax_rank_{name}_total", "counter", about)

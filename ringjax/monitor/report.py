@@ -1,4 +1,4 @@
-"""Formats the numbers of a job as a block of text, every few seconds and at its end."""
+"""Formats the numbers of a job as a block of text, for reports and for the summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_RANKS = 20
 
 
 def format_report(view: View) -> str:
-    """Formats a window: one line about the job, and one for each rank."""
+    """Formats a window: one line about the job, and one line for each rank."""
     if not view.rows:
         return NO_SAMPLES
     step = f", {format_duration(view.step)} a step" if view.step else ""
@@ -41,7 +41,7 @@ def format_summary(aggregator: Aggregator, seconds: float, step: float = 0.0) ->
 
     Args:
         seconds: the time that the totals cover.
-        step: seconds of a training step, lately; 0: unknown.
+        step: seconds of a recent training step; 0 if unknown.
     """
     if not aggregator.ranks:
         return NO_SAMPLES
@@ -86,7 +86,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _shorten(lines: Sequence[str]) -> list[str]:
-    """Keeps the first ranks, and the ranks at which an arrow points."""
+    """Selects the first ranks, and the ranks at which an arrow points."""
     most = _MAX_RANKS + 2
     if len(lines) <= most:
         return list(lines)

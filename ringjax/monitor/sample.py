@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from ringjax.monitor.stragglers import WaitRecord
 
-BUCKETS = 26  # equal to Totals::kBuckets of the core's recorder
+BUCKETS = 26  # number of buckets: Totals::kBuckets in the core's recorder
 _MAX_COLLECTIVES = 1024
-_MAX_TEXT = 255  # characters
+_MAX_TEXT = 255  # most characters of a text in a sample
 _MAX_RANKS = 1 << 20
 _END_OF_NUMBERS = 2.0**63
 _Number = TypeVar("_Number", int, float)
@@ -48,7 +48,7 @@ class CollectiveSums:
         self.move = [a + sign * b for a, b in zip(self.move, other.move, strict=True)]
 
 
-# Collective, whether it ran in the eager lane, process set.
+# The key of sums: collective, whether it ran in the eager lane, process set.
 CollectiveKey = tuple[str, bool, int]
 
 
@@ -57,15 +57,15 @@ class Sample:
     """The state of one rank at one moment.
 
     Attributes:
-        epoch: the epoch in which `rank` and `size` hold.
+        epoch: the epoch to which `rank` and `size` belong.
         waiting, moving: seconds in which at least one call waited, or moved data.
         exposed: seconds that programs have waited for overlapped calls.
-        waits: waits of the last calls of the world; if not of all calls, then of the
-            fraction `part`.
+        waits: waits of the last calls of the world, or of the fraction `part` of the
+            calls.
         place: the lines of Python where the program spends its time, see locations.py.
         tuned: the results of autotune.
         memory: resident bytes of the process.
-        step: seconds of a training step, estimated from repeated calls; 0: unknown.
+        step: seconds of a training step, estimated from repeated calls; 0 if unknown.
         sums: totals by collective, lane and process set.
     """
 
@@ -114,7 +114,7 @@ _SUMS = (*_SUMS_INTEGERS, *_SUMS_FLOATS, "wait", "move")
 
 
 def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
-    """Converts the totals of the core's recorder."""
+    """Converts the totals from the core's recorder."""
     return {
         (one["op"], bool(one["named"]), one["set"]): CollectiveSums(
             **{name: one[name] for name in (*_SUMS_INTEGERS, *_SUMS_FLOATS)},
@@ -229,7 +229,7 @@ def subtract_sums(
     now: Mapping[CollectiveKey, CollectiveSums],
     before: Mapping[CollectiveKey, CollectiveSums],
 ) -> dict[CollectiveKey, CollectiveSums]:
-    """Returns what was added since `before`; only collectives with new numbers."""
+    """Returns the increase since `before`, for collectives with new numbers."""
     found = {}
     for key, totals in now.items():
         new = CollectiveSums()

@@ -1,7 +1,7 @@
 """Unix sockets by which `ringjax top` finds the jobs of the same user.
 
-The sockets are in a folder that only its owner may enter, as tmux does it. In addition,
-both ends ask the kernel for the user of the other end.
+The sockets are in a folder that only its owner may enter, like the sockets of tmux. In
+addition, the kernel reports to both ends the user of the other end.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ringjax.control.unix_peer import peer_uid
 
 HELLO = b"ringjax top 1\n"  # a viewer sends this first
 _NAME = re.compile(r"(\d+)-\d+\.sock")
-_MAX_ADDRESS_BYTES = 100  # the kernel allows 107
-_CONNECT_TIMEOUT = 2.0  # seconds
+_MAX_ADDRESS_BYTES = 100  # most bytes of an address; the kernel allows 107
+_CONNECT_TIMEOUT = 2.0  # seconds until a connection attempt fails
 
 
 class JobSocketError(OSError):
-    """The job does not exist, or it belongs to another user."""
+    """Error: the job does not exist, or it belongs to another user."""
 
 
 def socket_folder() -> Path:
@@ -47,10 +47,11 @@ def _open_folder(folder: Path) -> int:
     """Returns a descriptor of the folder.
 
     Raises:
-        OSError: it does not exist, or other users may enter it.
+        OSError: the folder does not exist, or other users may enter it.
     """
     # The folder may be in /tmp, where another user can create it first, or a link in
-    # its place. fstat of the descriptor cannot be deceived by a later replacement.
+    # its place. A later replacement does not change the result of fstat on the
+    # descriptor.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -73,9 +74,10 @@ def listen() -> tuple[socket.socket, Path]:
     try:
         for number in range(1000):
             path = folder / f"{os.getpid()}-{number}.sock"
-            if _is_alive(path):  # another job of this process
+            # Another job in this process already listens at this path.
+            if _is_alive(path):
                 continue
-            # A killed process with the same id has left its file.
+            # A killed process with the same id has left the file.
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             sock.bind(_address(path, fd))
@@ -95,7 +97,7 @@ def connect(path: Path) -> socket.socket:
     """Connects to the ringrun that listens at `path`.
 
     Raises:
-        JobSocketError: nobody listens there, or a process of another user.
+        JobSocketError: no process of this user listens there.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -113,7 +115,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def _address(path: Path, folder: int) -> str:
-    """Returns an address for a path, which may be too long to be one itself."""
+    """Returns a short address for a path, because an address has a size limit."""
     short = len(os.fsencode(path)) < _MAX_ADDRESS_BYTES
     return str(path) if short else f"/proc/self/fd/{folder}/{path.name}"
 
@@ -122,7 +124,7 @@ def connect_within(sock: socket.socket, address: str, seconds: float) -> None:
     """Connects a unix socket, and sets its timeout to `seconds`.
 
     Raises:
-        OSError: nobody listens there, or the listener's queue stays full.
+        OSError: no process listens there, or the listener's queue stays full.
     """
     deadline = time.monotonic() + seconds
     sock.settimeout(seconds)
@@ -148,7 +150,7 @@ def _is_alive(path: Path) -> bool:
 def find_jobs() -> dict[int, list[Path]]:
     """Returns the sockets of this user's jobs by the process id of ringrun.
 
-    Removes the files of processes that were killed.
+    Also removes the files of processes that were killed.
     """
     found: dict[int, list[Path]] = {}
     with contextlib.suppress(OSError):

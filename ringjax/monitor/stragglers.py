@@ -1,10 +1,11 @@
-"""Finds the rank that all others wait for, from the waits of each rank, without clocks.
+"""Finds the rank for which all other ranks wait, from the waits of each rank.
 
-In a call of all ranks, the rank that waits least has come last, and the others have
-waited for it. One call proves nothing. A rank is a straggler if it is last in most
-calls, or causes most of the waiting, and costs the others a relevant part of their
-time. The second condition is needed because a training step may have a hundred calls:
-only in the first of them do all ranks wait for a rank that computed for too long.
+In a call of all ranks, the rank that waits least has come last, and the other ranks
+have waited for that rank. No clocks are compared. One call proves nothing. A rank is a
+straggler if it is last in most calls, or causes most of the waiting, and costs the
+other ranks a relevant part of their time. The second condition is needed because a
+training step may have a hundred calls: only in the first of them do all ranks wait for
+a rank that computed for too long.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Whether the call ran in the eager lane, sequence number, microseconds waited.
+# A wait record: whether the call ran in the eager lane, its sequence number, and the
+# microseconds of the wait.
 WaitRecord = tuple[bool, int, int]
 
-MAX_PENDING_CALLS = 8192  # calls that some ranks have not reported yet
-_MIN_SHARE = 0.5  # a straggler has this share of the calls or of the waiting
-_MIN_SHARE_OF_TWO = 2 / 3  # more, because one of two ranks is always the last
-MIN_COST = 0.02  # a straggler costs the others this share of their time
-_MAX_OUTLIERS = 3  # the most expensive calls of each rank, which do not count
-MIN_CALLS = 8  # with fewer calls, no rank counts as a straggler
+MAX_PENDING_CALLS = 8192  # most calls that some ranks have not reported yet
+_MIN_SHARE = 0.5  # least share of a straggler in the last arrivals or in the waits
+_MIN_SHARE_OF_TWO = (
+    2 / 3
+)  # least share if there are two ranks, of which one is always last
+MIN_COST = 0.02  # least share of their time that a straggler costs other ranks
+_MAX_OUTLIERS = 3  # the most expensive calls of each rank, which are ignored
+MIN_CALLS = 8  # least number of calls before a rank can be a straggler
 
 
 class LastArrival(NamedTuple):
-    """The rank that came last to one call, and its delay to the others in seconds."""
+    """The last rank of one call, and its delay to the other ranks in seconds."""
 
     last: int
     behind: float
 
 
 class Stragglers:
-    """Matches the wait records of all ranks by call.
+    """Finds for each call which rank came last, from the wait records of all ranks.
 
     Args:
         size: the number of ranks of the world.
@@ -59,11 +63,11 @@ class Stragglers:
         touched = {}
         for named, sequence, us in waits:
             reported = self._pending.setdefault((named, sequence), {})
-            # Several named operations may share one call. The rank was complete when
-            # the last of them was submitted, which is the one that waited least.
+            # Several named operations may share one call. The rank was ready when the
+            # last operation was submitted, which is the operation that waited least.
             reported[rank] = min(us, reported.get(rank, us))
             touched[named, sequence] = reported
-        # Only after the loop, so that all operations of a call are taken into account.
+        # Complete calls only after the loop, so that all operations of a call count.
         full = [key for key, reported in touched.items() if len(reported) == self.size]
         arrivals = [_last_arrival(self._pending.pop(key)) for key in full]
         while len(self._pending) > MAX_PENDING_CALLS:
@@ -83,7 +87,7 @@ class RankLateness:
     """The calls in which one rank came last.
 
     Attributes:
-        seconds: how late the rank was in each of them.
+        seconds: the delay of the rank in each of these calls.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -94,7 +98,7 @@ class RankLateness:
 
     @property
     def lost(self) -> float:
-        """Seconds that the others have waited for this rank."""
+        """The seconds that other ranks have waited for this rank."""
         return sum(self.seconds)
 
     @property
@@ -105,7 +109,7 @@ class RankLateness:
 
 
 class StragglerTally:
-    """Counts the last arrivals of one interval.
+    """Counts the last arrivals in one interval.
 
     Example:
         >>> tally = StragglerTally(2)
@@ -124,7 +128,7 @@ class StragglerTally:
         self.late[arrival.last].seconds.append(arrival.behind)
 
     def straggler(self, elapsed: float) -> int | None:
-        """Returns the rank that all others wait for, None if there is none.
+        """Returns the rank for which all other ranks wait, or None.
 
         Args:
             elapsed: seconds in which the calls were made.
@@ -135,8 +139,9 @@ class StragglerTally:
         times = [float(late.times) for late in self.late]
         if (rank := self._worst(elapsed, costs, times)) is not None:
             return rank
-        # A rank may be seldom last, but late then. The worst calls of each rank do not
-        # count, because one or two accidents make no straggler.
+        # A rank may be last in few calls, but very late in these calls. The worst calls
+        # of each rank do not count, because one or two accidents do not make a rank a
+        # straggler.
         costs = [sum(sorted(late.seconds)[:-_MAX_OUTLIERS]) for late in self.late]
         return self._worst(elapsed, costs, costs)
 

@@ -19,10 +19,11 @@ class RankView:
             moved data.
         last_in: the share of the calls in which the rank came last.
         late_by: the median delay in those calls, in seconds.
-        busbw: bytes per second over its busiest link while data moved; 0: unknown.
+        busbw: bytes per second over the rank's busiest link while data moved; 0 if
+            unknown.
         memory: resident bytes of the process.
-        place: the line of code where it spends more time than other ranks.
-        silent: seconds by which its next sample is overdue.
+        place: the line of code where the rank spends more time than other ranks.
+        silent: seconds by which the rank's next sample is overdue.
     """
 
     rank: int
@@ -45,9 +46,9 @@ class View:
     Attributes:
         seconds: the length of the window.
         rate: calls per second of the rank with most calls.
-        step: seconds of a training step; 0: unknown.
+        step: seconds of a training step; 0 if unknown.
         busbw: the `busbw` of the slowest rank.
-        culprit: the rank that all others wait for; None: there is none.
+        culprit: the rank for which all other ranks wait, or None.
     """
 
     seconds: float
@@ -94,7 +95,7 @@ def make_view(
     Args:
         every: seconds between two samples of a rank.
     """
-    import statistics  # slow to import, and a job without a view does not need it
+    import statistics  # the import is slow, and only jobs with a view need it
 
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []

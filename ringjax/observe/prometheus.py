@@ -35,11 +35,12 @@ class PrometheusCollector:
     """
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the present metrics."""
+        """Yields the current metrics."""
         from prometheus_client.metrics_core import Metric
 
         for family in _families():
-            name = family.name.removesuffix("_total")  # only its samples have it
+            # Only the names of samples have the suffix.
+            name = family.name.removesuffix("_total")
             metric = Metric(name, family.about, family.kind)
             for suffix, labels, value in family.samples:
                 metric.add_sample(family.name + suffix, dict(labels), value)

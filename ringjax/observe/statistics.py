@@ -1,8 +1,9 @@
 """Statistics of the calls of this rank: totals since `init`, and the last calls.
 
 The core's recorder (`xla_ext/engine/recorder/`) records three moments of each call, on
-the clock of its process: this rank entered the call, all ranks had entered it, the call
-was done. Until the second moment the rank waits for others; after it, data move.
+the clock of its process: this rank entered the call, all ranks had entered the call,
+and the call was done. Before the second moment the rank waits for other ranks. After
+that moment, data move.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from ringjax.world.communicator_ids import EAGER_LANE
 def stats(*, buckets: bool = False) -> dict[str, Any]:
     """Returns totals of all calls of this rank since `init`, as numbers and dicts.
 
-    Costs some microseconds and no communication. To compare ranks, gather the results.
+    The call costs some microseconds and no communication. To compare ranks, gather the
+    results.
 
     Args:
         buckets: whether to add totals of the last calls by name and size, which costs a
             millisecond.
 
     Returns:
-        The present ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
+        The current ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
         all lanes; and ``process_sets``, by number (0 is the world), then by lane, then
         by collective. The lanes are ``compiled`` (in jit) and ``named``
         (`ringjax.eager`, PyTorch, TensorFlow, Keras). Each collective has:
@@ -39,16 +41,16 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
           bucket ends at 1 µs, each further one at twice the time, the last is open
 
         If a process has several CUDA devices, calls and times are those of the first
-        device, and ``bytes`` those of all.
+        device, and ``bytes`` are the bytes of all devices.
 
         In the compiled lane, each collective also has ``sent_bytes`` and ``algorithms``
-        of the present epoch, and the lane has ``exposed_seconds``: the time that
+        of the current epoch, and the lane has ``exposed_seconds``: the time that
         programs have waited at the end of a step for overlapped calls.
 
         With `buckets`, ``buckets`` is a list of totals over the last 1,024 calls,
         grouped by ``set``, ``named``, ``op``, ``name`` and ``bytes`` of one call. Each
         has ``calls``, ``wait_seconds`` and ``move_seconds``. A bucket of overlapped
-        gradients is one group, a named tensor another.
+        gradients is one group, and a named tensor is another group.
 
     Raises:
         NotInitialized: before `init`.

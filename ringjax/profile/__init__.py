@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-MERGE_TIMEOUT = 10.0  # seconds to wait for the parts of other ranks, at the end
-# Within a program, merge only this share of the calls, because the other ranks wait.
+MERGE_TIMEOUT = 10.0  # seconds for which `stop` waits for the parts of other ranks
+# `Profile.stop` reads only this share of MAX_CALLS and MAX_EVENTS, because the other
+# ranks wait for rank 0 during the merge.
 SHARE_IN_PROGRAM = 0.2
 
 
@@ -44,11 +45,11 @@ def profile(
     newest calls are kept. A full disk ends the profile, but not the program.
 
     Args:
-        directory: is created if needed. A new profile replaces an earlier one in the
-            folder, and ends a profile that is still recording.
-        steps: how many training steps to record; None: until `Profile.stop`, or until
-            the end of the job. A step ends when the operation that moves most data is
-            repeated, or when the program calls `Profile.step`.
+        directory: the folder, which is created if needed. A new profile replaces an
+            earlier profile in the folder, and ends a profile that is still recording.
+        steps: how many training steps to record. With None, the profile ends with
+            `Profile.stop` or with the job. A step ends when the operation that moves
+            most data is repeated, or when the program calls `Profile.step`.
         jax_trace: whether to record JAX's own trace. A process can make only one such
             trace at a time.
 
@@ -94,11 +95,11 @@ class Profile:
         self._world, self._first = world, world.rank == 0
 
     def step(self) -> None:
-        """Marks the end of a training step. Then only marked steps count."""
+        """Marks the end of a training step. With marks, only marked steps count."""
         self._recording.mark_step()
 
     def stop(self) -> None:
-        """Ends the profile; rank 0 writes both files. Further calls do nothing."""
+        """Ends the profile. Rank 0 writes both files. Further calls do nothing."""
         self._recording.end()
         first, self._first = self._first, False
         if not first:
@@ -106,13 +107,13 @@ class Profile:
         from ringjax import stderr
         from ringjax.profile import parts
 
-        # Other processes write the parts, and nothing notifies this one: poll.
+        # Other processes write the parts, and nothing notifies this process, so poll.
         until = time.monotonic() + MERGE_TIMEOUT
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
             epoch = self._world.current_epoch
             if self._world.failed or (epoch is not None and epoch.lost()):
-                break  # a rank is lost and will not close its part
+                break  # a rank was lost and will not close its part
             time.sleep(0.05)
         try:
             merge(self._directory, SHARE_IN_PROGRAM)
@@ -135,7 +136,7 @@ def merge(directory: Path, share: float = 1.0) -> str:
     """Writes both files from the parts in a folder, and returns the breakdown.
 
     Args:
-        share: of the limits for calls and events, how much to use.
+        share: the share of MAX_CALLS and MAX_EVENTS to use.
 
     Raises:
         ProfileNotFound: the folder contains no parts.

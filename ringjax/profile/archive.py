@@ -1,8 +1,8 @@
 """Writes the files of a profile: an archive for Perfetto, and a JSON for other viewers.
 
-`profile.tar` opens in https://ui.perfetto.dev. It contains ringjax's trace, JAX's
-traces, and a manifest that aligns them in time. `profile.json.gz` contains all of them
-for older viewers such as chrome://tracing.
+`profile.tar` opens in https://ui.perfetto.dev. The archive contains ringjax's trace,
+JAX's traces, and a manifest that aligns these traces in time. `profile.json.gz`
+contains all traces for older viewers such as chrome://tracing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.profile.trace import TraceProcess, trace_processes
 
 ARCHIVE, MERGED = "profile.tar", "profile.json.gz"
 TRACE = "ringjax.pftrace"
-MAX_EVENTS = 200_000  # limit for JAX's traces, for all ranks together
+MAX_EVENTS = 200_000  # most events of JAX's traces, of all ranks together
 
 
 def write(
@@ -34,10 +34,10 @@ def write(
     """Writes both files.
 
     Returns:
-        One line about each file.
+        A line about each file.
 
     Raises:
-        OSError: a file cannot be written. An earlier file of this name stays.
+        OSError: a file cannot be written. An earlier file with this name stays.
     """
     processes = list(trace_processes(profile))
     jax_traces = dict(_jax_traces(profile, max_events // len(profile.parts)))
@@ -53,7 +53,7 @@ def write(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a temporary file that takes the place of `path` once it is complete."""
+    """Yields a temporary file that replaces `path` once the file is complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
@@ -67,7 +67,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _umask() -> int:
-    mask = os.umask(0o022)  # the only way to read it is to set it
+    mask = os.umask(0o022)  # a process can read its umask only by setting a new one
     os.umask(mask)
     return mask
 
@@ -116,10 +116,10 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
-    """https://perfetto.dev/docs/reference/perfetto-manifest."""
+    """Returns a manifest: https://perfetto.dev/docs/reference/perfetto-manifest."""
     files: list[dict[str, Any]] = [{"path": TRACE}]
     for name in jax_traces:
-        # All files have the same clock already, but JAX's files do not name it.
+        # All files have the same clock already, but JAX's files do not name the clock.
         clock = {"file": TRACE, "clock": "BOOTTIME"}
         files.append({"path": name, "clocks": {"sync_to": clock, "offset_ns": 0}})
     attributes = {f"ringjax.{k}": v for k, v in _attributes(profile).items()}

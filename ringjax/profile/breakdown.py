@@ -1,10 +1,10 @@
 """Computes where the time of a profile went, and formats it as text.
 
-The time of each rank is split into computing, moving data and waiting for others.
-Named operations and overlapped buckets may run beside the program. For overlapped
-buckets, the core knows how long the program waited at the end of a step; this time is
-split in the ratio in which those buckets waited and moved. For named operations, it is
-only known that they were under way.
+The time of each rank is split into computing, moving data and waiting for others. Named
+operations and overlapped buckets may run beside the program. For overlapped buckets,
+the core measures how long the program waited at the end of a step. This time is split
+in the ratio in which the buckets waited and moved. For named operations, only the time
+between start and end is known.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from ringjax.profile.parts import ProfilePart, describe_missing
 
 @dataclass(frozen=True, slots=True)
 class RankBreakdown:
-    """The time of one rank, in seconds of a mean step, or in all if there is no step.
+    """The time of one rank, in seconds of a mean step, or of the profile without steps.
 
     Attributes:
         steps: the number of steps.
         typical: the median duration of a step.
         step: the mean duration of a step, of which the next three are parts.
         last_in: the share of the exchanges in which the rank came last.
-        late_by: the median delay in those exchanges, if it costs others enough time.
-        lost: an estimate of the time that others waited for this rank.
+        late_by: the median delay in those exchanges, if it costs other ranks enough
+            time.
+        lost: an estimate of the time that other ranks waited for this rank.
     """
 
     part: ProfilePart
@@ -56,7 +57,7 @@ class RankBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class MergedProfile:
-    """The parts of all ranks on one clock."""
+    """The parts of all ranks, converted to one clock."""
 
     parts: Sequence[ProfilePart]
     clock: CommonClock
@@ -126,7 +127,7 @@ def _break_down(
 def _waited_and_moved(
     exchanges: Iterable[RankExchange], start: float, end: float
 ) -> tuple[float, float]:
-    """Returns the seconds within [start, end] in which any call waited, and moved."""
+    """Returns the seconds within [start, end] in which calls waited and moved data."""
     found = list(exchanges)
     waits = covered_seconds(
         ((e.entered, e.entered + e.wait) for e in found), start, end
@@ -166,10 +167,10 @@ def format_size(count: float) -> str:
 
 
 def format_breakdown(profile: MergedProfile, files: Iterable[str] = ()) -> str:
-    """Formats the text that `show` prints, at most 80 columns but for long names.
+    """Formats the text that `show` prints. Only long names exceed 80 columns.
 
     Args:
-        files: one line for each file that was written.
+        files: a line for each file that was written.
     """
     lines = [_head(profile)]
     if profile.exchanges:
@@ -237,7 +238,7 @@ def _rank_table(ranks: Sequence[RankBreakdown]) -> list[str]:
 
 
 def _operation_table(profile: MergedProfile) -> list[str]:
-    """Formats the ten operations that took most time, as means over the ranks."""
+    """Formats the ten operations that took most time, with means over the ranks."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     algorithms: dict[tuple[str, str, str], Counter[str]] = {}
     for exchange in profile.exchanges:
@@ -270,7 +271,7 @@ def _operation_table(profile: MergedProfile) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Formats milliseconds with three digits, and seldom more than two decimals."""
+    """Formats milliseconds with three digits."""
     ms = seconds * 1e3
     if 0 < ms < 0.1:
         return f"{ms:.3f}"

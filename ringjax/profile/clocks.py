@@ -1,7 +1,7 @@
 """The common clock of all parts of a profile: seconds since its start.
 
-Processes on one host share a clock. Processes on other hosts have asked rank 0 for the
-time of its clock, again and again. In each interval of SPAN seconds, the reply with the
+Processes on one host share a clock. Processes on other hosts have repeatedly requested
+the time of rank 0's clock. In each interval of SPAN seconds, the reply with the
 shortest round trip counts, and between two of these replies the clocks are assumed to
 drift evenly. The error is half of the round trip (Cristian, Probabilistic clock
 synchronization, Distributed Computing 3, 1989).
@@ -16,12 +16,12 @@ from operator import add
 
 from ringjax.profile.parts import ProfilePart
 
-SPAN = 10.0  # seconds
-ENDS = 1.0  # seconds at the start and at the end in which ranks ask many times
+SPAN = 10.0  # seconds of an interval, in which the best reading counts
+ENDS = 1.0  # first and last seconds, in which ranks send many requests
 
 
 class ClockOffset:
-    """How far another clock is ahead of this one, over time.
+    """The offset of another clock against this clock, as a function of time.
 
     Args:
         readings: (when, ahead, round trip), in seconds of this clock.
@@ -46,7 +46,7 @@ class ClockOffset:
         self.error = max(trip for _, _, trip in self._readings) / 2
 
     def ahead(self, when: float) -> float:
-        """Returns the offset at a moment, constant outside of the readings."""
+        """Returns the offset at a moment; it is constant outside of the readings."""
         at = bisect(self._whens, when)
         if at in (0, len(self._readings)):
             return self._readings[max(at - 1, 0)][1]
@@ -68,8 +68,9 @@ class CommonClock:
         self.error: float | None = 0.0
         errors = {first.clock: 0.0}
         offsets = _offsets(parts)
-        # Breadth-first from the first rank: after it was lost, ranks of later epochs
-        # have asked another rank, whose clock is known by way of an earlier epoch.
+        # Search breadth-first from the first rank: after its loss, ranks of later
+        # epochs have read the clock of another rank, which is known from an earlier
+        # epoch.
         reached = [first.clock]
         while reached:
             known = reached.pop(0)
@@ -99,7 +100,7 @@ class CommonClock:
 
 
 def _offsets(parts: list[ProfilePart]) -> dict[tuple[str, str], ClockOffset]:
-    """Returns the offsets by the clock of the rank that asked, and the asked clock."""
+    """Returns the offsets, by the clock of the requesting rank and the other clock."""
     clocks = {(m.epoch, m.rank): p.clock for p in parts for m in p.members}
     readings: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for part in parts:

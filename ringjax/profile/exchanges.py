@@ -1,7 +1,7 @@
 """Matches the calls of all ranks: one exchange for each call, and its last rank.
 
 The rank that waited least in an exchange came last. Each rank has measured its wait on
-its own clock, so errors between clocks do not matter here.
+its own clock, so errors between clocks do not matter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class RankExchange:
 
     @property
     def wait(self) -> float:
-        """Seconds until all ranks had entered the call."""
+        """The seconds until all ranks had entered the call."""
         return (self.done if self.agreed is None else self.agreed) - self.entered
 
     @property
     def move(self) -> float:
-        """Seconds in which data moved. For a device: until the call was enqueued."""
+        """The seconds in which data moved; on a device, until the call was enqueued."""
         return 0.0 if self.agreed is None else self.done - self.agreed
 
     @property
@@ -69,7 +69,7 @@ class Exchange:
 
     @property
     def late_by(self) -> float:
-        """Seconds between the median rank and the last rank."""
+        """The seconds between the median rank and the last rank."""
         waits = sorted(rank.wait for rank in self.ranks)
         return waits[len(waits) // 2] - waits[0] if len(waits) > 1 else 0.0
 
@@ -108,8 +108,8 @@ def _call_kind(call: RecordedCall) -> CallKind:
 def step_ends(part: ProfilePart, clock: CommonClock) -> list[float]:
     """Returns the ends of training steps, in seconds on the common clock.
 
-    The program may have marked them. If not, a step ends with the call that
-    `find_step_marker` finds.
+    If the program has marked no ends, a step ends with the call that `find_step_marker`
+    finds.
     """
     if part.marks:
         return [clock.seconds(part, when) for when in part.marks]
@@ -138,7 +138,7 @@ def covered_seconds(
 
 
 def call_details(call: RecordedCall) -> dict[str, str | int]:
-    """Returns the attributes of a call that viewers show beside its times."""
+    """Returns the attributes of a call that viewers show next to its times."""
     shown: dict[str, str | int] = {
         "op": call.op,
         "seq": call.seq,

@@ -18,14 +18,14 @@ from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart
 
 RINGJAX_NAME = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
-NOISE = "ThreadpoolListener::"  # three events without length per task of XLA
-PIDS_PER_RANK = 1_000_000  # JAX's process ids are smaller
+NOISE = "ThreadpoolListener::"  # prefix of useless events, three for each task of XLA
+PIDS_PER_RANK = 1_000_000  # greater than all process ids of JAX
 
 
 def events(
     part: ProfilePart, clock: CommonClock, most: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields at most `most` events of one rank; none if it has no trace of JAX.
+    """Yields at most `most` events of one rank. A rank may have no trace of JAX.
 
     Raises:
         OSError, ValueError: the trace cannot be read.

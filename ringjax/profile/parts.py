@@ -18,11 +18,11 @@ from typing import Any
 
 from ringjax.world.profile_recording import FORMAT, PARTS
 
-MAX_CALLS = 200_000  # to read, for all ranks together
+MAX_CALLS = 200_000  # most calls to read, of all ranks together
 
 
 class ProfileNotFound(ValueError):
-    """The folder contains no profile."""
+    """Error: the folder contains no profile."""
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class RecordedCall:
     """A call of one rank, or one named operation. The names are those in the file.
 
     Attributes:
-        entered, agreed, done: when this rank entered the call, all ranks had entered
-            it, and it was done, in seconds of the process's clock. `agreed` is None if
-            some rank never entered the call.
+        entered, agreed, done: the times when this rank entered the call, when all ranks
+            had entered it, and when it was done, in seconds of the process's clock.
+            `agreed` is None if some rank never entered the call.
         code: 0, or the status with which the call failed.
-        overlapped: whether the program went on while data moved.
+        overlapped: whether the program continued while data moved.
         device: whether a device moves the data, later than `done`.
     """
 
@@ -56,7 +56,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The rank that a process has in one epoch, from the moment `at` on."""
+    """The rank of a process in one epoch, which began at the moment `at`."""
 
     epoch: int
     rank: int
@@ -67,7 +67,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """The clock of `rank` was `ahead` of this one, known within half of `trip`."""
+    """The clock of `rank` was `ahead` of this clock, with an error of `trip` / 2."""
 
     rank: int
     epoch: int
@@ -81,7 +81,7 @@ class ProfilePart:
     """The contents of the part file of one process.
 
     Attributes:
-        who: "rank 3", or "worker 3" of an elastic job.
+        who: "rank 3", or "worker 3" in an elastic job.
         clock: an id, which processes with the same clock share.
         monotonic, realtime: the time of that clock and the seconds since 1970 at one
             moment.
@@ -91,7 +91,8 @@ class ProfilePart:
         skipped: the number of calls, from the first, that were not read.
         jax: the path of JAX's trace, and the seconds since 1970 at its time 0.
         notes: sentences about the process for people.
-        end: when the file was closed; None if the process died or its disk was full.
+        end: the time when the file was closed; None if the process died or its disk was
+            full.
     """
 
     path: Path
@@ -126,7 +127,7 @@ class ProfilePart:
         return min(self.calls[0].entered if self.calls else math.inf, self.monotonic)
 
     def rank_in(self, epoch: int) -> int | None:
-        """Returns the rank of the process in an epoch, None if it was no member."""
+        """Returns the rank of the process in an epoch; None if it was not a member."""
         return next((m.rank for m in self.members if m.epoch == epoch), None)
 
 
@@ -208,7 +209,7 @@ def describe_missing(parts: list[ProfilePart]) -> list[str]:
 
 
 def _read(path: Path, max_calls: int, lines: int | None = None) -> ProfilePart | None:
-    """Reads a part; None if the file is no part, or has another format."""
+    """Reads a part. Returns None if the file is no part, or has another format."""
     part: ProfilePart | None = None
     for value in islice(_values(path), lines):
         if "format" in value:
@@ -228,7 +229,7 @@ def _new_part(path: Path, head: dict[str, Any], max_calls: int) -> ProfilePart:
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:
-    # A full file was renamed to end in ".1", and a new file begun.
+    # A full file was renamed to a name that ends in ".1", and a new file was begun.
     for file in (path.with_name(path.name + ".1"), path):
         if not file.exists():
             continue

@@ -13,9 +13,9 @@ from itertools import count
 
 from ringjax.profile.trace import TraceProcess, TraceSlice
 
-BEGIN, END, COUNTER = 1, 2, 4  # TrackEvent.Type
+BEGIN, END, COUNTER = 1, 2, 4  # values of TrackEvent.Type
 SEQUENCE = 1
-FIRST_PID = 1  # process 0 is the kernel's idle task
+FIRST_PID = 1  # lowest process id; process 0 is the kernel's idle task
 
 
 def _encode_varint(value: int) -> bytes:
@@ -42,7 +42,7 @@ def _bytes(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
 
 
-@lru_cache(1 << 14)  # because names repeat
+@lru_cache(1 << 14)  # names repeat, so cache them
 def _text(field: int, text: str) -> bytes:
     return _bytes(field, text.encode())
 

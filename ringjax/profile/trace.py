@@ -1,8 +1,8 @@
-"""Converts a profile to threads of slices for each rank, with arrows and counters.
+"""Converts a profile to slices in threads for each rank, with arrows and counters.
 
-Both trace formats are written from this (perfetto.py, chrome.py). Slices of one thread
-contain each other or follow each other. A slice that would overlap another one goes to
-a further thread of the same name.
+perfetto.py and chrome.py write traces from the result. Two slices of one thread follow
+each other, or one contains the other. A slice that would overlap another slice goes to
+a further thread with the same name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringjax.profile.exchanges import RankExchange, call_details, step_ends
 from ringjax.profile.parts import ProfilePart
 
 LANES = {"compiled": "jit lane", "named": "eager lane"}
-MAX_NAMES = 16  # shown, if one call did several named operations
+MAX_NAMES = 16  # most names shown for a call of several named operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TraceSlice:
     """An interval with a name, in seconds.
 
     Attributes:
-        flow: arrows join the slices that have the same number; 0: no arrow.
+        flow: arrows join the slices that have the same number; 0 means no arrow.
         inner: the slices within this one.
     """
 
@@ -119,14 +119,15 @@ def _counters(
     """Returns the speed of the links between two readings of their byte counters."""
     speeds: list[tuple[float, float]] = []
     for (before, low, _), (after, high, _) in pairwise(part.sent):
-        if high >= low and after > before:  # a new epoch counts from 0 again
+        # Ignore the pair at a new epoch, which counts from 0.
+        if high >= low and after > before:
             start = profile.clock.seconds(part, before)
             speeds.append((start, (high - low) / (after - before) / 1e6))
     return {("links, sent", "MB/s"): speeds} if speeds else {}
 
 
 def split_rows(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
-    """Distributes slices to at least one row, so that none overlaps another in a row.
+    """Distributes slices to rows, so that no two slices of a row overlap.
 
     Example:
         >>> spans = [("a", 0, 2), ("b", 1, 3), ("c", 2, 4)]

@@ -59,7 +59,7 @@ def find(wanted: str | None) -> Path:
     """Returns the socket of a job.
 
     Args:
-        wanted: process id of its ringrun; None: the only job of this user.
+        wanted: process id of the job's ringrun; None for the only job of this user.
 
     Raises:
         JobSocketError: there is no such job, or there are several.
@@ -85,7 +85,7 @@ def find(wanted: str | None) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 if there was a job, 1 if not."""
+    """Runs `ringjax top`. Returns the exit code: 0 if there was a job, or else 1."""
     options = parser().parse_args(argv)
     try:
         job = JobConnection(find(options.pid))
@@ -115,7 +115,7 @@ def _look(job: JobConnection, options: argparse.Namespace) -> None:
 
 
 def _first(job: JobConnection) -> JobStatus:
-    """Returns the first status with ranks, or the last one after a timeout."""
+    """Returns the first status with ranks, or the last status after a timeout."""
     deadline = time.monotonic() + _FIRST_TIMEOUT
     found = None
     while (left := deadline - time.monotonic()) > 0:
@@ -146,7 +146,7 @@ def _follow(
 
 @contextlib.contextmanager
 def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
-    """Yields a function that shows a status, and one that tells if the user quits."""
+    """Yields a function that shows a status, and a function that polls for a quit."""
     if not sys.stdout.isatty():
         yield _print, lambda: False
         return
@@ -166,8 +166,8 @@ def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
 def _keys() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether the user has typed `q`.
 
-    The terminal is in cbreak mode meanwhile, because otherwise input arrives only at
-    the end of a line.
+    The terminal is in cbreak mode inside of the context, because otherwise input
+    arrives only at the end of a line.
     """
     if not sys.stdin.isatty():
         yield lambda: False

@@ -14,12 +14,12 @@ from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
 from ringjax.monitor.view import View, view_from_message
 
-_MAX_MESSAGE = 1 << 26  # bytes
+_MAX_MESSAGE = 1 << 26  # most bytes of a message
 _CHUNK = 1 << 16
 
 
 class JobEnded(Exception):
-    """ringrun has closed the connection, because the job is over."""
+    """Error: ringrun has closed the connection, because the job is over."""
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        view: the present values of the ranks.
+        view: the current values of the ranks.
         pid: process id of ringrun.
         command: command of the ranks.
         seconds: time since the job began.
         joins: number of workers that have joined after the start.
         losses: number of members that were lost.
-        events: for each event how many seconds ago it was, and a text; latest last.
+        events: for each event its age in seconds, and a text. The latest event is last.
     """
 
     view: View
@@ -85,17 +85,17 @@ class JobConnection:
 
     def __init__(self, path: Path) -> None:
         self._sock: socket.socket = sockets.connect(path)
-        # If ringrun has closed the connection already, `read` finds it out.
+        # If ringrun has closed the connection already, `read` raises `JobEnded`.
         with contextlib.suppress(OSError):
             self._sock.sendall(sockets.HELLO)
         self._input = b""
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable when a message comes."""
+        """Returns the descriptor that is readable when a message arrives."""
         return self._sock.fileno()
 
     def read(self, limit: float = math.inf) -> JobStatus | None:
-        """Returns the newest status; None if none comes within `limit` seconds.
+        """Returns the newest status; None if no status arrives within `limit` seconds.
 
         Raises:
             JobEnded: the job is over.

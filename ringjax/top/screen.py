@@ -19,11 +19,11 @@ from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
 _FRAME_LINES = 12  # lines of the screen that show neither ranks nor events
-_EVENT_COLUMNS = 17  # columns beside the text of an event
+_EVENT_COLUMNS = 17  # columns next to the text of an event
 
 
 def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Panel:
-    """Draws a status for a screen of `width` columns and `height` lines."""
+    """Draws a status on a screen of `width` columns and `height` lines."""
     events, taken = _events(
         status, width, max(0, min(height // 3, height - _FRAME_LINES))
     )
@@ -83,7 +83,7 @@ def _ranks(status: JobStatus, most: int) -> Table:
 
 
 class Screen:
-    """The whole terminal, which a `with` statement takes and gives back."""
+    """A full-screen view of the terminal, inside of a `with` statement."""
 
     def __init__(self) -> None:
         self._console = Console()

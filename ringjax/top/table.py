@@ -1,4 +1,4 @@
-"""Formats a job as lines of text, with spaces between columns, for 80 columns or more.
+"""Formats a job as lines of text, for terminals with 80 columns or more.
 
 `ringjax top` prints these lines if there is no terminal. Its screen has the same cells.
 """
@@ -91,7 +91,7 @@ def cells(row: RankView) -> list[str]:
 
 
 def kind(row: RankView, status: JobStatus) -> str:
-    """Returns LATE if all wait for the rank, SILENT_RANK without samples, or PLAIN."""
+    """Returns LATE if all wait for this rank, SILENT_RANK without samples, or PLAIN."""
     if row.rank == status.view.culprit:
         return LATE
     return SILENT_RANK if row.silent > SILENT_SECONDS else PLAIN
@@ -119,7 +119,7 @@ def head(status: JobStatus) -> list[str]:
 
 
 def chosen(status: JobStatus, most: int) -> list[RankView]:
-    """Selects at most `most` rows: late, silent and often last ranks come first."""
+    """Selects at most `most` rows. Late, silent and often last ranks have priority."""
     rows = status.view.rows
     if len(rows) <= most:
         return rows
@@ -128,7 +128,7 @@ def chosen(status: JobStatus, most: int) -> list[RankView]:
 
 
 def straggler_text(status: JobStatus) -> str:
-    """Says for which rank all others wait; empty if there is no such rank."""
+    """Returns a text about the rank for which all other ranks wait, or ""."""
     for row in status.view.rows:
         if row.rank == status.view.culprit:
             where = f", {row.place}" if row.place else ""
@@ -140,7 +140,7 @@ def straggler_text(status: JobStatus) -> str:
 
 
 def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
-    """Yields all lines; none is longer than `width`.
+    """Yields all lines, which have at most `width` characters.
 
     Args:
         most: the most ranks to show.

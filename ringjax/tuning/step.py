@@ -18,18 +18,18 @@ _R = TypeVar("_R")
 
 
 def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
-    """Compiles a training step as `jax.jit`, and tunes how its gradients travel.
+    """Compiles a training step as `jax.jit` does, and tunes how its gradients travel.
 
-    The first calls are normal steps, which try one setting of `allreduce_grads` after
+    The first calls are normal steps, which try settings of `allreduce_grads` one after
     the other: bucket sizes, bytes on their way, with overlap and without. Each setting
     is compiled once, and each of these calls waits for its result. Afterwards, all
-    ranks use the fastest setting. This is the default, unless another setting was
-    faster by 2 % and in three of four rounds. Later jobs on the same hosts use the
-    result for 7 days.
+    ranks use the fastest setting. The fastest setting is the default, unless another
+    setting was faster by 2 % and in three of four rounds. Later jobs on the same hosts
+    use the result for 7 days.
 
-    Trials change only arguments of `allreduce_grads` that the step leaves open, so
-    neither `bucket_bytes=` nor `overlap=` if the step sets it. A job of one rank uses
-    the defaults, and so does an elastic job, because ranks that join it have tried
+    Trials change only arguments of `allreduce_grads` that the step leaves open, so so
+    not `bucket_bytes=` or `overlap=` if the step sets it. A job of one rank uses the
+    defaults. An elastic job uses the defaults, too, because joining ranks have tried
     nothing.
 
     Args:
@@ -76,7 +76,7 @@ class _AutotunedStep(Generic[_P, _R]):
 
     @property
     def setting(self) -> trials.Setting | None:
-        """The setting of the next call; None: the job's, before the first call."""
+        """The setting of the next call; None before the first call."""
         return self._tuning.setting if self._tuning else None
 
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Lowered:

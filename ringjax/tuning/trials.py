@@ -1,9 +1,9 @@
-"""Tries settings in turns, and chooses the fastest.
+"""Tries settings in turns, and chooses the fastest setting.
 
-Every trial is a real step of the job: settings change which bytes travel when, but not
-the results. Each round tries all settings once, so that a machine that is slow for a
-while is slow for all of them. A setting replaces the default only if it was faster in
-most rounds, and by more than noise.
+Every trial is a real step of the job: settings change the order and the time of
+messages, but not the results. Each round tries all settings once, so that a machine
+that is slow for a while is slow for all settings. A setting replaces the default only
+if it was faster in most rounds, and by more than noise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-MIN_GAIN = 0.02  # a smaller part of the default's time counts as noise
+MIN_GAIN = 0.02  # least gain, as a share of the default's time
 MIN_ROUNDS = 0.75  # share of the rounds in which the winner must be faster
 
 Times = list[list[float]]  # seconds of a step by round, then by setting
@@ -22,12 +22,13 @@ Times = list[list[float]]  # seconds of a step by round, then by setting
 
 @dataclass(frozen=True)
 class Setting:
-    """How gradients travel.
+    """The way in which gradients travel.
 
     Attributes:
         bucket_bytes: the size of one message.
         overlap_memory: the largest number of bytes on their way at one time.
-        overlap: during the backward pass, or after it; None: as the program says.
+        overlap: whether gradients travel during the backward pass; None if the program
+            decides.
     """
 
     bucket_bytes: int
@@ -50,13 +51,13 @@ _active: ContextVar[Setting | None] = ContextVar("ringjax_active", default=None)
 
 
 def active_setting() -> Setting | None:
-    """Returns the setting under trial, None if the job's settings are in use."""
+    """Returns the setting under trial; None if the job's settings are in use."""
     return _active.get()
 
 
 @contextlib.contextmanager
 def use_setting(setting: Setting | None) -> Iterator[None]:
-    """Makes `setting` the one under trial."""
+    """Makes `setting` the setting under trial."""
     token = _active.set(setting)
     try:
         yield
@@ -68,7 +69,7 @@ def candidate_settings(default: Setting, overlapped: bool | None) -> list[Settin
     """Returns the settings to try, the default first.
 
     Args:
-        overlapped: whether the default overlaps; None: overlap is not a choice.
+        overlapped: whether the default overlaps; None if overlap is not a choice.
     """
     # The default may be without buckets. The trials then start from 25 MiB.
     bucket, memory = default.bucket_bytes or 25 << 20, default.overlap_memory

@@ -1,4 +1,4 @@
-"""Tunes a step: all ranks try the same settings, choose one, and remember it."""
+"""Tunes a step: all ranks try the same settings, choose a setting, and store it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _COLUMNS = ["step", "bucket_bytes", "overlap_memory", "overlap", "ms", "chosen"]
 
 
 class Tuning:
-    """Finds the setting of a step: by trials, or from an earlier job.
+    """Finds the setting of a step by trials, or gets the setting from an earlier job.
 
-    All ranks create it at the same point of the program, and record the same steps.
+    All ranks create this object at the same point of the program, and record the same
+    steps.
 
     Args:
         name: the name of the step in messages, equal on all ranks.
         step: a description of the step that JSON can hold. A later job with an equal
             description and the same hosts uses the result.
-        overlapped: whether the default overlaps with the backward pass; None: overlap
+        overlapped: whether the default overlaps with the backward pass; None if overlap
             is not a choice.
-        process_set: the ranks that take part.
+        process_set: the ranks that call the step.
 
     Attributes:
         setting: the setting of the next step.
@@ -89,7 +90,7 @@ class Tuning:
             self.setting = self._trials.setting
 
     def _remembered(self) -> Setting | None:
-        """Returns the setting in the cache of the first rank, None if there is none.
+        """Returns the setting in the cache of the first rank; None if there is none.
 
         Each host has a cache of its own, and all ranks must use the same setting.
         """
@@ -132,7 +133,7 @@ class Tuning:
 def _write_log(
     path: str, name: str, settings: list[Setting], seconds: list[float], chosen: int
 ) -> None:
-    """Appends a line for each setting. If that fails, prints why, and goes on."""
+    """Appends a line for each setting. If writing fails, prints why, and continues."""
     try:
         with open(path, "a", newline="") as file:
             rows = csv.writer(file)
