@@ -80,7 +80,7 @@ class Communicator:
     ) -> int:
         """Runs one call on this thread without the GIL.
 
-        A resilient communicator runs the call in the present epoch, and again if that
+        A resilient communicator runs the call in the current epoch, and again if that
         epoch ends.
 
         Returns:
@@ -113,7 +113,7 @@ class Communicator:
         """Sets the constants of the cost model, or forces one algorithm.
 
         Missing constants get their defaults. All ranks must set equal values between
-        the same two calls. Statistics start anew. Calls of a `trial` are not reported.
+        the same two calls. Statistics start again. Calls of a `trial` are not reported.
         """
     @property
     def cost(self) -> dict[str, float]: ...
@@ -461,7 +461,7 @@ class EagerLane:
         """True if tensors on CUDA devices may be submitted."""
     @property
     def joined(self) -> bool:
-        """True if the ranks have an NCCL communicator in the present epoch."""
+        """True if the ranks have an NCCL communicator in the current epoch."""
     def confirm(self) -> None:
         """Waits as CudaCommunicator.confirm, for operations on a device."""
     def cuda_stats(self) -> dict[str, dict[str, Any]]:

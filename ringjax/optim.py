@@ -120,10 +120,10 @@ def allreduce_grads(
         The ``update`` function accepts an optional keyword argument ``weight``, a
         non-negative scalar that may be traced: the number of samples of which this
         rank's gradients are the mean. The result is then ``Σ n·g / Σ n``, the mean over
-        all samples. All ranks must
-        pass a weight, or none. The gradients of a rank with weight 0 are ignored, even
-        if they are NaN; if all weights are 0, the result is 0. ``weight`` needs
-        ``op=Average`` and gradients of a floating or complex dtype.
+        all samples. Either all ranks pass a weight, or no rank does. The gradients of a
+        rank with weight 0 are ignored, even if they are NaN; if all weights are 0, the
+        result is 0. ``weight`` needs ``op=Average`` and gradients of a floating or
+        complex dtype.
 
         The ``update`` function raises `NotInitialized` before `ringjax.init()`, and
         `TypeError` or `ValueError` if a gradient has a dtype that cannot be sent. These

@@ -36,7 +36,7 @@ def allgather(
     Args:
         tensor: an array, a number, or a tree of these. A 0-d array counts as one row.
             All dimensions except the first must be equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
 
     Returns:
@@ -120,7 +120,7 @@ def exchange_rows(
         For each number of `own`, the numbers of all ranks.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    # A program may forbid transfers; that must not concern this internal array.
+    # A program may forbid transfers; this internal array must be exempt.
     with jax.transfer_guard("allow"):
         (gathered,) = primitive.bind(
             "allgather",
@@ -148,7 +148,7 @@ def _shape(
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
-    """``y = (x_1, .., x_P)`` on every rank, so ``ct_x_r = Σ_s (ct_y_s)_r``."""
+    """Returns ``ct_x_r = Σ_s (ct_y_s)_r``, as ``y = (x_1, .., x_P)`` on every rank."""
     rows = tuple(aval.shape[0] for aval in avals)
     return primitive.bind("reducescatter", cts, **{**params, "rows": rows})
 

@@ -3,9 +3,10 @@
 `allreduce_grads` does not use this module: `xla/gradient_allreduce.py` reduces
 gradients.
 
-Derivatives, of this and the other collectives, are defined as follows. P programs
-compute ``y_r = f_r(x_1, …, x_P)``. Each rank has its own loss, and the loss of the
-world is the sum of the losses of all ranks. A cotangent is the derivative of that sum.
+The derivatives of allreduce and of all other collectives are defined as follows. P
+programs compute ``y_r = f_r(x_1, …, x_P)``. Each rank has its own loss, and the loss of
+the world is the sum of the losses of all ranks. A cotangent is the derivative of that
+sum.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ def allreduce(
             fit. Adasum needs floats, CPUs and a power of two of ranks; see below.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
         compression: `Compression.fp16` or `Compression.bf16`: float32 and float64
-            tensors are sent in that dtype, and sums are computed in float32. Not with
-            Adasum.
+            tensors are sent in this dtype, and sums are computed in float32. Adasum
+            refuses it.
 
     Returns:
         The reduced tensor or tree, with the shapes and dtypes of `tensor`.
@@ -90,9 +91,10 @@ def allreduce(
 
     Derivatives: Average and Sum are linear and symmetric, so the tangent is the
     allreduce of the tangents, and the cotangent is the allreduce of the cotangents. Min
-    and Max pass both to the rank that holds the extreme element; if several ranks hold
-    it, they share equally. Product follows the product rule, also if elements are zero.
-    Adasum has neither derivative nor vmap: both raise a TypeError.
+    and Max pass tangents and cotangents to the rank that holds the extreme element; if
+    several ranks hold the extreme element, these ranks get equal shares. Product
+    follows the product rule, also if elements are zero. Adasum has neither derivative
+    nor vmap: `grad` and `vmap` raise a TypeError.
 
     Adasum adds orthogonal gradients and averages parallel gradients. It combines the
     tensors a and b of two ranks into ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``,
@@ -179,9 +181,8 @@ def _allreduce(
     }
     if not leaves.arrays:
         return tree
-    if (
-        params["reduce_op"] == ReduceOp.Product
-    ):  # a shape in its derivative depends on it
+    # A shape in the derivative of Product depends on the number of ranks.
+    if params["reduce_op"] == ReduceOp.Product:
         params["ranks"] = communicator.size
     return leaves.rebuild(primitive.bind("allreduce", leaves.arrays, **params))
 
@@ -211,11 +212,11 @@ def _jvp(
 def _extreme_tangents(
     xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
 ) -> list[Traced]:
-    """Min, Max: ``dy = Σ_s m_s dx_s / k``.
+    """Returns ``dy = Σ_s m_s dx_s / k`` for Min and Max.
 
     m_s is 1 for the elements of rank s that are extreme, and k = Σ_s m_s. Both are
-    constant almost everywhere. The rest is a Sum, whose transpose JAX derives: rank r's
-    cotangent is ``m_r / k · Σ_s ct_s``.
+    constant almost everywhere. The formula is a Sum, whose transpose JAX derives: rank
+    r's cotangent is ``m_r / k · Σ_s ct_s``.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -244,7 +245,7 @@ def _as_sent(x: Traced, wire: int) -> Traced:
 def _product_tangents(
     xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
 ) -> list[Traced]:
-    """Product: ``dy = Σ_s dx_s Π_{u≠s} x_u``, from the factors of all ranks.
+    """Returns ``dy = Σ_s dx_s Π_{u≠s} x_u`` for Product, from the factors of all ranks.
 
     A division of the product by one factor would fail at zeros. The allgather of all
     factors takes P times the memory, and is right for derivatives of each order.
@@ -270,7 +271,7 @@ def _product_tangents(
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
-    """Sum and Average are symmetric, so ``ct_x = allreduce(ct_y)``."""
+    """Returns ``ct_x = allreduce(ct_y)``, because Sum and Average are symmetric."""
     del avals
     primitive.refuse_adasum(
         "allreduce", params["reduce_op"], "no transpose: it is not linear"

@@ -44,12 +44,12 @@ def alltoall(
         tensor: an array or a tree of arrays with at least one dimension. All dimensions
             except the first must be equal on all ranks.
         splits: the number of rows for each rank: integers that are known while tracing,
-            whose sum is the number of rows of each array in `tensor`. None: equal
-            parts.
+            whose sum is the number of rows of each array in `tensor`. If it is None,
+            all parts are equal.
         received_splits: the number of rows from each rank. While tracing (jit, vmap,
-            scan) `splits` needs it, because a result must have a known shape. Outside,
-            the ranks exchange their splits.
-        process_set: the ranks that take part; this rank must be one of them.
+            scan) it is needed together with `splits`, because a result must have a
+            known shape. Outside of a trace, the ranks exchange their splits.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
 
     Returns:
@@ -129,7 +129,7 @@ def _alltoall(
         if eager:
             rows = _received(what, sent, rows, communicator, call)
         counts = (sent + rows,) * len(leaves.arrays)
-        # A program may forbid transfers; that must not concern this internal array.
+        # A program may forbid transfers; this internal array must be exempt.
         with jax.transfer_guard("allow"):
             received = jnp.asarray(np.array(rows, np.int32))
     out = tree
@@ -165,7 +165,7 @@ def _splits(
     communicator: Communicator,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Checks both splits; the second is empty if the ranks must exchange them."""
+    """Checks the splits; the received splits are empty if ranks must exchange them."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):
@@ -234,7 +234,7 @@ def _shape(
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
-    """The transpose of a permutation is its inverse: swap the splits."""
+    """Swaps the splits, because the transpose of a permutation is its inverse."""
     del avals
     swapped = tuple(
         rows[len(rows) // 2 :] + rows[: len(rows) // 2] for rows in params["counts"]

@@ -101,7 +101,7 @@ def to_sendable(
     derivative. A key of jax.random is sent as its data.
 
     Args:
-        rows: True: a key without dimensions becomes one row.
+        rows: True if a key without dimensions becomes one row.
 
     Returns:
         An array with all values of `array`, and a function that converts back. None if
@@ -138,7 +138,8 @@ def is_float0(leaf: object) -> bool:
 def _refuse_sparse(what: str, tree: PyTree) -> None:
     """Refuses sparse arrays: the sum of the indices of several ranks has no meaning."""
     sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is None:  # so the program has no sparse arrays
+    # The program has not imported jax.experimental.sparse, so it has no sparse arrays.
+    if sparse is None:
         return
 
     def is_sparse(x: object) -> bool:
@@ -241,8 +242,8 @@ def reduce_op(
     """Returns `op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
 
     Args:
-        adasum_ranks: the number of ranks, for functions that allow Adasum. 0: the
-            function does not allow it.
+        adasum_ranks: the number of ranks, for functions that allow Adasum. 0 means that
+            the function does not allow Adasum.
     """
     try:
         if isinstance(op, bool):
@@ -310,7 +311,7 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Traced]) -> fl
 
 
 def wire_dtype(what: str, compression: WireDtype, op: int) -> int:
-    """Returns the number of the wire dtype; -1: none."""
+    """Returns the number of the wire dtype; -1 without compression."""
     if not isinstance(compression, WireDtype):
         raise TypeError(
             f"ringjax.{what}: `compression` is {compression!r}, expected "

@@ -28,7 +28,7 @@ def barrier(
     program it is an operation, in order with the other collectives of the program.
 
     Args:
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
 
     Raises:

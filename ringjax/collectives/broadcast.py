@@ -37,7 +37,7 @@ def broadcast(
             sent, but all ranks must pass the same shapes and dtypes.
         root_rank: the sender's rank *in the world*, also if a process set is given. The
             sender must be in that set. Equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
 
     Returns:
@@ -58,7 +58,7 @@ def broadcast(
 
     Derivatives: the tangent is the broadcast of the tangents. All results hold the
     root's tensor, so its cotangent is the sum of all cotangents. No result holds the
-    tensor of another rank, so the cotangents of these are zero.
+    tensor of another rank, so the cotangents of all other tensors are zero.
     """
     return _broadcast("broadcast", tensor, root_rank, process_set, name)
 
@@ -104,10 +104,10 @@ def _broadcast(
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
-    """``y_s = x_root`` for all s, so ``ct_x_r = [r = root] Σ_s ct_y_s``.
+    """Returns ``ct_x_r = [r = root] Σ_s ct_y_s``, as ``y_s = x_root`` for all s.
 
     After an elastic restart a compiled program may serve another rank. So the program
-    finds out its rank when it runs, by a reducescatter.
+    computes its rank when it runs, by a reducescatter.
     """
     del avals
     call = {k: params[k] for k in ("comm", "timeout", "name")}

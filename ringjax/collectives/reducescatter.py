@@ -54,7 +54,7 @@ def reducescatter(
         op: Average, Sum, Min, Max or Product, as in `allreduce`.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
         compression: as in `allreduce`.
 
@@ -77,8 +77,8 @@ def reducescatter(
 
     Derivatives: Average and Sum are linear. The tangent is the reducescatter of the
     tangents. Each rank's tensor contributes to all results, so the cotangent is the
-    allgather of the cotangents, divided by P for Average. Min, Max and Product: as in
-    `allreduce`.
+    allgather of the cotangents, divided by P for Average. The derivatives of Min, Max
+    and Product are those of `allreduce`.
     """
     return _reducescatter(
         "reducescatter",
@@ -164,7 +164,7 @@ def _shape(avals: Sequence[Aval], *, rows: Sequence[int], **params: Any) -> list
 def _jvp(
     p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
 ) -> Jvp:
-    """Sum: ``dy_r = Σ_s (dx_s)_r``; Average: divided by P. Others: see below."""
+    """Returns ``dy_r = Σ_s (dx_s)_r`` for Sum, a P-th for Average; see also below."""
     op = ReduceOp(params["reduce_op"])
     if op in primitive.LINEAR:
         return primitive.linear_jvp(p, xs, ts, **params)
@@ -175,11 +175,11 @@ def _jvp(
 def _extreme_tangents(
     xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
 ) -> list[Traced]:
-    """Min, Max: as in allreduce, after an allgather of all extreme elements.
+    """Returns the tangents of Min and Max, after an allgather of all extreme elements.
 
     ``dy_r = (Σ_s m_s dx_s / k)_r``. m_s is 1 for the elements of rank s that are
-    extreme, and k = Σ_s m_s. That is a reducescatter with Sum, whose transpose JAX
-    derives.
+    extreme, and k = Σ_s m_s. The formula is a reducescatter with Sum, whose transpose
+    JAX derives.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -201,10 +201,10 @@ def _extreme_tangents(
 def _product_tangents(
     xs: list[Traced], ts: list[Traced], ys: list[Traced], params: Params
 ) -> list[Traced]:
-    """Product: ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r``, from the factors of these rows.
+    """Returns ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r`` for Product.
 
-    An alltoall sends each rank the factors of its rows. That is right at zeros, and for
-    derivatives of each order.
+    An alltoall sends each rank the factors of its rows. The formula is right at zeros,
+    and for derivatives of each order.
     """
     del ys
     size, rows = params["size"], params["rows"]
@@ -233,7 +233,7 @@ def _product_tangents(
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
-    """``y_s = Σ_r (x_r)_s``, so ``ct_x_r = (ct_y_1, .., ct_y_P)`` on every rank."""
+    """Returns ``ct_x_r = (ct_y_1, .., ct_y_P)``, because ``y_s = Σ_r (x_r)_s``."""
     del avals
     factor = params["prescale"] * params["postscale"]
     if params["reduce_op"] == ReduceOp.Average:

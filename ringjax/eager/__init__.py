@@ -3,7 +3,7 @@
 Each rank submits its tensors by name, in any order and from any thread. The core runs
 an operation when all ranks have submitted it. The ranks may use different frameworks: a
 JAX array on one rank and a PyTorch tensor on another are one operation if they have the
-same name, also if one of them came through `ringjax.torch`. This package imports no
+same name, also if one array came through `ringjax.torch`. This package imports no
 framework.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringjax import _native, errors
 
-# Makes the caller's result from the native work of an operation that has ended.
+# A function that makes the caller's result from the native work of an ended operation.
 Finish = Callable[[_native.Work], Any]
 
 
@@ -28,7 +28,7 @@ class Handle:
         self._finish: Finish | None = finish
 
     def done(self) -> bool:
-        """Returns True if `wait` would return at once."""
+        """Returns True if `wait` would return immediately."""
         return self._work is None or self._work.done
 
     def wait(self) -> Any:
@@ -50,14 +50,14 @@ class Handle:
         except _native.StatusError as error:
             self._work = None
             raise errors.from_status(error) from None
-        # `finish` refers to the tensors. A program may keep the handle for long, so
-        # drop both references before the result is made.
+        # `finish` refers to the tensors. A program may keep the handle for a long time,
+        # so drop `finish` and the tensors before the result is made.
         self._work = self._finish = None
         return finish(work)
 
 
 def poll(handle: Handle) -> bool:
-    """Returns True if the operation has ended, so `synchronize` would return at once.
+    """Returns True if the operation has ended, so that `synchronize` need not wait.
 
     Raises:
         ValueError: `handle` is not a handle.

@@ -2,7 +2,7 @@
 
 Eager operations may be submitted in a different order on each rank; compiled programs
 use another lane. This module knows addresses, dtypes and shapes, but no framework:
-`operands.py` and the adapter packages turn arrays into those.
+`operands.py` and the adapter packages turn arrays into addresses, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _global = runtime.global_process_set
 # The counter of each process set and operation: operations without a name get numbers.
 _counters: dict[tuple[int | None, str], Iterator[int]] = {}
 runtime.on_init(_counters.clear)
-# A rank that joins an elastic job counts from 1. All other ranks restart, too.
+# A rank that joins an elastic job counts from 1, so all other ranks restart their
+# counters, too.
 runtime.on_fresh_start(_counters.clear)
 
 
@@ -39,12 +40,13 @@ class LaneOptions(TypedDict, total=False):
         prescale: multiplies each rank's tensor before the reduction.
         postscale: multiplies the result.
         root: the sender's rank within the process set.
-        splits: for alltoall: rows for each rank, tensor by tensor; empty: equal parts.
+        splits: for alltoall, the rows for each rank, tensor by tensor. If it is empty,
+            all parts are equal.
         cuda: True if the addresses are on a CUDA device.
         stream: a stream of that device.
-        waits: True if the caller waits for the operation at once. The caller's thread
-            may then do the work of the lane.
-        rooms: for allgather and alltoall: the bytes at each address of `outs`. A result
+        waits: True if the caller waits for the operation immediately. The caller's
+            thread may then do the work of the lane.
+        rooms: for allgather and alltoall, the bytes at each address of `outs`. A result
             of another size is put into memory of the core.
     """
 
@@ -77,13 +79,14 @@ def submit(
 
     Args:
         op: the name of a collective, a key of `_native.COLLECTIVES`.
-        name: the name of the operation, equal on all ranks. None: a number, which is
-            equal on all ranks if they submit their unnamed operations in one order.
+        name: the name of the operation, equal on all ranks. If it is None, the
+            operation gets a number, which is equal on all ranks if all ranks submit
+            their unnamed operations in the same order.
         ins: the tensors. Several tensors are one operation.
         outs: the addresses of the results. Empty for barrier, and for an allgather or
             alltoall whose results the core allocates.
         finish: makes the caller's result from the native work.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         keep: an object that the lane keeps alive until the operation has ended.
         **options: see `LaneOptions`.
 
@@ -123,11 +126,11 @@ def run(
 ) -> None:
     """Submits an operation on one host tensor and waits for it, by one native call.
 
-    For allreduce, broadcast and reducescatter. A handle, and the objects that belong to
-    it, would take longer than a short operation.
+    Serves allreduce, broadcast and reducescatter. A handle, with the objects that
+    belong to the handle, would take longer than a short operation.
 
     Args:
-        **options: of these, `reduce_op`, `root`, `prescale` and `postscale` are used.
+        **options: only `reduce_op`, `root`, `prescale` and `postscale` are used.
 
     Other arguments: as `submit`.
 
@@ -156,8 +159,9 @@ def run(
 def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
     """Sends all operations that the block submits in one round of negotiation.
 
-    Fewer rounds and larger messages. The submitted operations begin earlier if a thread
-    waits for one of them inside the block, or if another rank begins a round.
+    This saves rounds and makes messages larger. The submitted operations begin earlier
+    if a thread waits for one of them inside the block, or if another rank begins a
+    round.
     """
     lane = runtime.lane(process_set, "submission_group")
     lane.hold()
@@ -170,13 +174,13 @@ def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None
 def join(process_set: runtime.ProcessSet = _global) -> int:
     """Reports that this rank submits no more, and waits until all ranks report that.
 
-    Meanwhile this rank takes part in the operations of the other ranks: it contributes
-    zeros (or the value that does not change the result) to reductions, and no rows to
-    allgather and alltoall. After `join`, operations without a name are numbered from
-    the beginning.
+    Until then this rank takes part in the operations of the other ranks: this rank
+    contributes zeros (or the value that does not change the result) to reductions, and
+    no rows to allgather and alltoall. After `join`, operations without a name are
+    numbered from the beginning.
 
     Args:
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Returns:
         The world rank of the rank that joined last.
@@ -298,8 +302,10 @@ def op_or_average(
     """Returns the reduction that Horovod's arguments `average` and `op` mean.
 
     Args:
-        average: Horovod's former argument. True: Average; False: Sum; None: not given.
-        op: None: not given. Without both arguments the reduction is Average.
+        average: Horovod's former argument. True means Average, False means Sum, and
+            None means that the argument was not given.
+        op: the reduction; None if it was not given. Without `op` and `average` the
+            reduction is Average.
         stacklevel: as in `warnings.warn`, counted from the caller.
 
     Raises:

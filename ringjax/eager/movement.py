@@ -29,7 +29,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> Handle:
-    """Submits an `allgather` and returns its handle at once."""
+    """Submits an `allgather` and returns its handle immediately."""
     return _allgather([tensor], name, process_set, as_list(out), first)
 
 
@@ -46,7 +46,7 @@ def allgather(
         tensor: as for `allreduce`, with at least one dimension. The number of rows may
             differ between ranks; all other dimensions must be equal.
         name: the name of the operation, equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         out: receives the result, as for `allreduce`. It must have as many rows as all
             ranks have together, and must not share memory with `tensor`.
 
@@ -74,7 +74,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
     out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """Submits a `grouped_allgather` and returns its handle at once."""
+    """Submits a `grouped_allgather` and returns its handle immediately."""
     return _allgather(tensors, name, process_set, out, list)
 
 
@@ -129,7 +129,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> Handle:
-    """Submits a `broadcast` and returns its handle at once."""
+    """Submits a `broadcast` and returns its handle immediately."""
     root = lane.root_in_set("broadcast", root_rank, process_set)
     return _broadcast(tensor, root, name, process_set, out)
 
@@ -149,7 +149,7 @@ def broadcast(
             must pass the same dtype and shape.
         root_rank: the sender's rank in the world, also if a process set is given.
         name: the name of the operation, equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         out: receives the result, as for `allreduce`. It may be `tensor` itself.
 
     Raises: as `allreduce`.
@@ -198,7 +198,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> Handle:
-    """Submits an `alltoall` and returns its handle at once."""
+    """Submits an `alltoall` and returns its handle immediately."""
     return _alltoall(tensor, splits, name, process_set, out)
 
 
@@ -214,10 +214,10 @@ def alltoall(
 
     Args:
         tensor: as for `allgather`.
-        splits: the number of rows for each rank, in the order of the ranks. None: the
-            same number for each rank.
+        splits: the number of rows for each rank, in the order of the ranks. If it is
+            None, each rank gets the same number.
         name: the name of the operation, equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         out: receives the result, as for `allgather`.
 
     Returns:

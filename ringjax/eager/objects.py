@@ -1,7 +1,7 @@
 """Exchange of Python objects between ranks over the eager lane.
 
 `ringjax.control.objects` encodes objects without pickle. `ringjax.sync` has functions
-of the same names and meanings that use the jit lane.
+with the same names and meanings, which use the jit lane.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def broadcast_object(
             object.
         root_rank: the sender's rank in the world.
         name: the name of the operation, equal on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
-        allow_pickle: True, on all ranks: send objects of other types as pickles.
-            Reading a pickle runs code that the sender chose.
+        process_set: the ranks that take part; this rank must be among them.
+        allow_pickle: if it is True, which it must be on all ranks, objects of other
+            types are sent as pickles. Reading a pickle runs code that the sender chose.
 
     Raises:
         NotInitialized: before ringjax.init().
@@ -74,7 +74,7 @@ def broadcast_object(
 def broadcast_pickled(
     obj: object, root_rank: int, name: str | None, process_set: runtime.ProcessSet
 ) -> Any:
-    """Horovod's `broadcast_object`: sends any object; the root returns its own."""
+    """Sends any object, as in Horovod; the root returns its own object."""
     sent = broadcast_object(obj, root_rank, name, process_set, allow_pickle=True)
     return obj if runtime.rank() == root_rank else sent
 

@@ -27,8 +27,8 @@ class Operand(NamedTuple):
     """An argument as memory of this process.
 
     Attributes:
-        array: contiguous. If numpy lacks the dtype, an array of another dtype of the
-            same size.
+        array: the contiguous memory. If numpy lacks the dtype, this array has another
+            dtype of the same size.
         dtype: the core's number of the dtype.
         restore: converts an array like `array` into the caller's type of array.
     """
@@ -97,7 +97,8 @@ def output_array(
     Args:
         out: the array or tensor for the result.
         given: the argument from which the result is made.
-        shape: the shape of the result. None: a dimension that this rank does not know.
+        shape: the shape of the result. A dimension that this rank does not know is
+            None.
 
     Raises:
         TypeError: `out` is neither a numpy array nor a PyTorch tensor on the CPU.

@@ -19,7 +19,7 @@ from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
 
 Outs = Sequence[AnyArray] | None
-# Makes the result of an operation from the results of its tensors.
+# A function that makes the result of an operation from the results of its tensors.
 Pick = Callable[[list[AnyArray]], AnyArray]
 
 
@@ -60,13 +60,14 @@ def run_if_plain(
     longer than a short operation.
 
     Returns:
-        The result. None if nothing has been submitted, because `tensor` or `out` is not
-        such an array: the caller then submits the operation.
+        The result. If `tensor` or `out` is not such an array, nothing is submitted and
+        the result is None; the caller then submits the operation.
     """
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
-    # Taking a number uses it up, so the core calls next_name only if it submits.
+    # Each call of next_name uses up a number, so the core calls next_name only if the
+    # core submits the operation.
     given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
         shape = tensor.shape
@@ -146,7 +147,8 @@ def submit_reduction(
     waits: bool = False,
 ) -> Handle:
     """Submits an allreduce or reducescatter."""
-    runtime.lane(process_set, collective)  # raises before init, and for other ranks
+    # Raise an error before init, and on ranks outside of the process set.
+    runtime.lane(process_set, collective)
     given = operands(collective, name, tensors)
     shapes = [
         lane.scattered_shape(collective, name, g.ref, process_set)
@@ -183,7 +185,7 @@ def submit(
     """Submits an operation whose results have known shapes.
 
     Args:
-        outs: the arrays for the results. None: new memory.
+        outs: the arrays for the results. If it is None, new memory is allocated.
     """
     memory = _output_arrays(op, name, given, shapes, outs)
     if memory is None:
@@ -220,7 +222,8 @@ def submit_ragged(
     """Submits an allgather or alltoall: all ranks together determine the rows.
 
     Args:
-        outs: the arrays for the results. None: memory of the core.
+        outs: the arrays for the results. If it is None, the results are in memory of
+            the core.
         pick: makes the caller's result from the arrays and, for each array, the number
             of rows from each rank.
     """

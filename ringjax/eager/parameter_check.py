@@ -45,15 +45,15 @@ def check(
         memory: returns the name, the address and the bytes of each parameter, in the
             same order on all ranks. A parameter needs to live only until the next one
             is read.
-        process_set: the ranks that take part; this rank must be one of them.
-        whose: the key of the counter of steps on this rank, see `identity_key`. Empty:
-            the title is the key.
+        process_set: the ranks that take part; this rank must be among them.
+        whose: the key of the counter of steps on this rank, see `identity_key`. If it
+            is empty, the title is the key.
         first: the first step to compare.
 
     Raises:
         PeerLost: a rank is lost.
-        Stalled: a rank has not called it in time. Parameters that differ are a warning,
-            not an error.
+        Stalled: a rank has not called it in time. For parameters that differ, `check`
+            only prints a warning.
     """
     whose = whose or title
     step = due_step(whose, process_set, first)
@@ -138,7 +138,8 @@ def identity_key(objects: Iterable[object]) -> str:
     """
     numbers = []
     for each in objects:
-        # An id may be reused after its object has died: a number of ours is not.
+        # An id may be reused after its object has died: a number that this module gives
+        # out is not reused.
         address = id(each)
         if address not in _numbers:
             _numbers[address] = next(_fresh)

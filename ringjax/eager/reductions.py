@@ -21,7 +21,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> Handle:
-    """Submits an `allreduce` and returns its handle at once.
+    """Submits an `allreduce` and returns its handle immediately.
 
     Example:
         >>> import ringjax
@@ -65,10 +65,11 @@ def allreduce(
             divides them afterwards: convert `tensor` to a wider dtype if sums may not
             fit.
         name: the name of the operation, equal on all ranks. Each rank may submit its
-            names in any order. None: a number, in the order of the calls.
+            names in any order. If it is None, the operation gets a number, in the order
+            of the calls.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         out: receives the result: a contiguous numpy array, or a PyTorch tensor on the
             CPU, of the dtype and shape of the result. It may be `tensor` itself. For a
             large result, new memory costs more time than the operation.
@@ -111,7 +112,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """Submits a `grouped_allreduce` and returns its handle at once."""
+    """Submits a `grouped_allreduce` and returns its handle immediately."""
     return submit_reduction(
         "allreduce",
         tensors,
@@ -176,7 +177,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> Handle:
-    """Submits a `reducescatter` and returns its handle at once."""
+    """Submits a `reducescatter` and returns its handle immediately."""
     return submit_reduction(
         "reducescatter",
         [tensor],
@@ -240,7 +241,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     out: Sequence[AnyArray] | None = None,
 ) -> Handle:
-    """Submits a `grouped_reducescatter` and returns its handle at once."""
+    """Submits a `grouped_reducescatter` and returns its handle immediately."""
     return submit_reduction(
         "reducescatter",
         tensors,

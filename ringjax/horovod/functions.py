@@ -44,7 +44,7 @@ sycl_built = _with_verbose(build.sycl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework is installed, and ringjax has an adapter for it.
+    """Returns whether a framework is installed, and ringjax has an adapter for it.
 
     Example:
         >>> extension_available("mxnet")
@@ -55,7 +55,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there are CUDA devices, and this build has code for them."""
+    """Returns whether there are CUDA devices, and this build has code for them."""
     found = devices.information()
     return found["device_code"] != "none" and bool(found["devices"])
 
@@ -102,12 +102,12 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number is a power of two: 1, 2, 4, 8 and so on."""
+    """Returns whether a number is a power of two: 1, 2, 4, 8 and so on."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether version `ver` is `target` or newer.
+    """Returns whether version `ver` is `target` or newer.
 
     Args:
         ver: a version X.Y.Z; the text after Z is ignored.

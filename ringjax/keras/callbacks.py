@@ -329,7 +329,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _is_variable(value: object) -> bool:
-    """Whether `value` is a variable of Keras, or the value of such a variable."""
+    """Returns whether `value` is a variable of Keras or the value of a variable."""
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 

@@ -36,7 +36,7 @@ def allreduce(
 
     Raises:
         TypeError, ValueError: a bad argument; nothing was sent.
-        HorovodInternalError: the ranks disagree, or a rank is gone; the text names the
+        HorovodInternalError: the ranks disagree, or a rank is lost; the text names the
             rank.
 
     Example:

@@ -1,6 +1,7 @@
-"""OptimizerReducer: chooses the gradients of an optimizer that the ranks reduce.
+"""OptimizerReducer: reduces the gradients of a Keras optimizer once in each step.
 
-optimizer.py calls it in the optimizer's step; the backend reduces the tensors.
+It passes the gradients of all but local variables to the backend, which reduces them.
+optimizer.py calls it, and reads from it which gradients are reduced already.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class OptimizerReducer:
             self.bypassed = before
 
     def is_alone(self) -> bool:
-        """Whether there is no other rank to reduce gradients with."""
+        """Returns whether there is no other rank to reduce gradients with."""
         process_set = self.options.reduction.process_set
         if not process_set.included():
             return True
@@ -171,7 +172,7 @@ class OptimizerReducer:
         return list(self._reduced)
 
     def consume_reduced(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether `reduce_for_apply` has returned the gradients; True only once."""
+        """Returns whether `reduce_for_apply` returned the gradients, True only once."""
         known = {id(gradient) for gradient in self._reduced if gradient is not None}
         self._reduced = []
         given = [gradient for gradient in gradients if gradient is not None]

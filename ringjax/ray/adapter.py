@@ -97,7 +97,7 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def run_remote(self, fn: Task) -> list[ObjectRef]:
-        """Calls `fn(executable)` on all workers, and returns references at once."""
+        """Calls `fn(executable)` on all workers, and immediately returns references."""
 
     @abc.abstractmethod
     def execute_single(self, fn: Task) -> Result:

@@ -217,7 +217,7 @@ class RayExecutor:
         args: Sequence[object] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> list[ObjectRef]:
-        """Calls `fn(*args, **kwargs)` on all workers, and returns references at once.
+        """Calls `fn(*args, **kwargs)` on all workers; returns references immediately.
 
         Raises:
             NotImplementedError: the job is elastic.

@@ -17,7 +17,7 @@ from ringjax.run.environ import own_settings
 
 
 def is_client() -> bool:
-    """Whether this process is a client (`ray://`) of a cluster, and no part of it."""
+    """Returns whether this process is only a client (`ray://`) of a cluster."""
     return bool(ray.util.client.ray.is_connected())
 
 

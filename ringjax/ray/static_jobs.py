@@ -170,7 +170,7 @@ class StaticAdapter(Adapter):
         return self._running().call(fn, queue, on_poll)
 
     def run_remote(self, fn: Task) -> list[ObjectRef]:
-        """Calls `fn(executable)` on all workers, and returns references at once."""
+        """Calls `fn(executable)` on all workers, and immediately returns references."""
         return [w.execute.remote(fn) for w in self._running().workers]
 
     def execute_single(self, fn: Task) -> Result:

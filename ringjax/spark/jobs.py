@@ -50,7 +50,7 @@ def run(
     Args:
         fn: called in every rank as `fn(*args, **kwargs)`.
         args, kwargs: the arguments of `fn`, the same for every rank.
-        num_proc: the number of ranks; None: as many as tasks can run at once.
+        num_proc: the number of ranks; None: as many as tasks can run at the same time.
         start_timeout: seconds for Spark to start all tasks (600).
         env: environment variables for the ranks.
         stdout, stderr: receive the output of the ranks after these have ended. The

@@ -69,8 +69,8 @@ class LocalAggregation:
         """Adds gradients to the sums.
 
         Returns:
-            In every n-th call the reduced sums; the sums then begin anew. In other
-            calls the present sums, which `apply_gradients` does not apply.
+            In every n-th call the reduced sums; the sums then begin again. In other
+            calls the current sums, which `apply_gradients` does not apply.
 
         Raises:
             ValueError: a gradient is `tf.IndexedSlices` and `sparse_as_dense` is False.

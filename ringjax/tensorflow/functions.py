@@ -35,7 +35,7 @@ def broadcast_variables(
     Args:
         variables: any number of variables of TensorFlow or Keras, of any dtypes.
         root_rank: the root's rank in the world.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         inplace: an argument of Horovod without effect; the variables are always
             assigned in place.
 
@@ -82,7 +82,7 @@ def broadcast_object(
         root_rank: the root's rank in the world.
         session: an argument of Horovod without effect; no session is needed.
         name: the name of the operation on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Raises:
         TypeError: the root's object cannot be pickled; all ranks raise it.

@@ -78,7 +78,7 @@ _names: weakref.WeakKeyDictionary[tf.Graph, _GraphNames] = weakref.WeakKeyDictio
 def gradient_namer(prefix: str) -> Callable[[], str]:
     """Returns a function that makes names that are unique in the current graph.
 
-    In eager mode the numbers begin anew with each namer. Names may repeat there,
+    In eager mode the numbers begin again with each namer. Names may repeat there,
     because an eager operation ends before the next one begins.
 
     Example:

@@ -63,7 +63,7 @@ class KernelDoneCallback:
             self._words = original
 
     def __call__(self) -> None:
-        """Lets the graph go on; call it once."""
+        """Makes the graph continue; call it once."""
         address = ctypes.addressof(self._words)
         self._run(address)
         if self.outlives_kernel:
@@ -76,7 +76,7 @@ class AsyncKernelRun:
     Args:
         context: TensorFlow's TF_OpKernelContext.
         fail: makes the execution fail with an exception.
-        done: lets the graph go on.
+        done: makes the graph continue.
 
     Attributes:
         context: as given.

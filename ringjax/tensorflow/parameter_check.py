@@ -63,7 +63,7 @@ def check(
         title: the owner of the variables; the same on all ranks.
         variables: objects that are no variables are left out, and so are the reference
             variables of TensorFlow 1.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         every: the value of RINGJAX_CHECK_PARAMETERS.
 
     Returns:

@@ -98,7 +98,7 @@ class PendingOperation:
             )
 
     def notify(self) -> None:
-        """Lets the graph go on."""
+        """Makes the graph continue."""
         self.ended = time.monotonic()
         if self.queue is not None:
             self.queue.put_token()

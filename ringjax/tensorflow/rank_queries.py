@@ -15,7 +15,7 @@ _OF_WORLD = {
 
 
 def query(quantity: str, process_set_id: int = 0) -> int:
-    """Returns the present value of a quantity.
+    """Returns the current value of a quantity.
 
     Args:
         quantity: rank, local_rank, local_size, size, set_rank or process_set_included.

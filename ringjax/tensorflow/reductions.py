@@ -60,7 +60,7 @@ def allreduce(
         name: the name of the operation on all ranks; ranks may submit named operations
             in any order. If it is None, the operation is numbered in the order of the
             calls, or in a graph named after its tensor.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
         ignore_name_scope: in a graph, use `name` without the scope around it.
 
     Raises:

@@ -18,7 +18,7 @@ Forward = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Backward]]
 
 
 def needs_graph(tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd has to record an operation on these tensors."""
+    """Returns whether autograd has to record an operation on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if getattr(tensor, "requires_grad", False):

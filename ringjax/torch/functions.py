@@ -64,11 +64,11 @@ def broadcast_object(
         obj: the object to send. Only the argument of the root is used.
         root_rank: the root's rank in the world.
         name: the name of the operation, the same on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Raises:
         TypeError: the root's object cannot be pickled. All ranks raise it.
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank is lost.
 
     Example:
         >>> import ringjax.torch as hvd

@@ -49,7 +49,7 @@ class InFlightGradient(NamedTuple):
     context: torch.dtype | None
 
     def is_changed(self) -> bool:
-        """Whether the program has changed or replaced the gradient since then."""
+        """Returns whether the program has changed or replaced the gradient."""
         gradient = self.gradient
         return self.parameter.grad is not gradient or gradient._version != self.version
 

@@ -30,7 +30,7 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allgather` that returns a handle at once; not differentiable."""
+    """Submits `allgather` and returns a handle immediately; not differentiable."""
     return submit_ragged(
         "allgather", [tensor], name, process_set, pick=lambda results: results[0][0]
     )
@@ -62,7 +62,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allgather_async` of several tensors in one operation; its result is a tuple."""
+    """Gathers several tensors in one operation, as `allgather_async`; makes a tuple."""
     return submit_ragged(
         "allgather",
         tensors,
@@ -77,7 +77,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """`allgather` of several tensors in one operation; returns a tuple."""
+    """Runs `allgather` of several tensors as one operation; returns a tuple."""
     return allgather_tensors(tensors, name, process_set)
 
 
@@ -87,7 +87,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`broadcast` that returns a handle at once; not differentiable."""
+    """Submits `broadcast` and returns a handle immediately; not differentiable."""
     options = _root_options(root_rank, process_set)
     return submit("broadcast", [tensor], name, process_set, options, pick=first)
 
@@ -98,7 +98,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`broadcast_` that returns a handle at once; not differentiable.
+    """Submits `broadcast_` and returns a handle immediately; not differentiable.
 
     Do not use the tensor before `synchronize` has returned.
     """
@@ -156,7 +156,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`alltoall` that returns a handle at once; not differentiable.
+    """Submits `alltoall` and returns a handle immediately; not differentiable.
 
     The result is a pair of the rows and the numbers of rows that came from each rank,
     also without `splits`.
@@ -197,7 +197,7 @@ def alltoall(
         splits: the numbers of rows that go to each rank, as a list or tensor of
             integers; None: equal parts.
         name: the name of the operation, the same on all ranks.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Returns:
         The received rows, in the order of the ranks. With `splits`, a pair of these
@@ -242,7 +242,7 @@ def join(device: int = -1) -> int:
         The rank that was the last to join.
 
     Raises:
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank is lost.
 
     Example:
         >>> import ringjax.torch as hvd

@@ -119,7 +119,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             Mismatch, PeerLost, Stalled: the first failure, after all operations have
-                ended. The optimizer can go on.
+                ended. The optimizer can continue.
         """
         self._reduce_gradients()
         self._synchronized = True

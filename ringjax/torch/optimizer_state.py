@@ -35,7 +35,7 @@ def broadcast_optimizer_state(
     Raises:
         ValueError: the optimizer is an LBFGS, or the optimizers of two ranks differ in
             their class or in the shapes of their parameters. All ranks raise it.
-        HorovodInternalError: a rank is gone.
+        HorovodInternalError: a rank is lost.
 
     Example:
         >>> import torch, ringjax.torch as hvd

@@ -125,7 +125,7 @@ class Reducer:
         return [unit for unit in dict.fromkeys(self._unit_of.values()) if unit[1:]]
 
     def is_alone(self) -> bool:
-        """Whether there is no other rank to reduce gradients with."""
+        """Returns whether there is no other rank to reduce gradients with."""
         return mpi_ops.size() == 1 or not self.options.process_set.included()
 
     def add_parameters(self, param_groups: ParamGroups) -> None:

@@ -36,7 +36,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce` that returns a handle at once; not differentiable."""
+    """Submits `allreduce` and returns a handle immediately; not differentiable."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit("allreduce", [tensor], name, process_set, options, pick=first)
 
@@ -50,7 +50,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_` that returns a handle at once; not differentiable.
+    """Submits `allreduce_` and returns a handle immediately; not differentiable.
 
     Do not use the tensor before `synchronize` has returned.
     """
@@ -96,11 +96,11 @@ def allreduce(
             the sum that Average divides, wrap around in the dtype of the tensor.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Raises:
         TypeError, ValueError: a bad argument; nothing was sent.
-        HorovodInternalError: the ranks disagree, or a rank is gone; the text names the
+        HorovodInternalError: the ranks disagree, or a rank is lost; the text names the
             rank.
 
     Example:
@@ -124,7 +124,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_async` of several tensors in one operation; its result is a tuple."""
+    """Reduces several tensors in one operation, as `allreduce_async`; makes a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit("allreduce", tensors, name, process_set, options, pick=tuple)
 
@@ -138,7 +138,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_async_` of several tensors in one operation; its result is a tuple."""
+    """Reduces several tensors in place in one operation; makes a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit(
         "allreduce", tensors, name, process_set, options, pick=tuple, in_place=True
@@ -154,7 +154,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """`allreduce_` of several tensors in one operation; returns the tensors."""
+    """Runs `allreduce_` of several tensors as one operation; returns the tensors."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return tuple(run("allreduce", tensors, name, process_set, options, in_place=True))
 
@@ -169,7 +169,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors in one operation; returns a list.
+    """Runs `allreduce` of several tensors as one operation; returns a list.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -190,7 +190,7 @@ def sparse_allreduce_async(
         tensor: a tensor of layout `torch.sparse_coo`, of the same shape on all ranks.
         name: the name of the operation, the same on all ranks.
         op: Average or Sum.
-        process_set: the ranks that take part; this rank must be one of them.
+        process_set: the ranks that take part; this rank must be among them.
 
     Returns:
         A function that waits and returns the tensor, which is not coalesced.
@@ -233,7 +233,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """`reducescatter` that returns a handle at once; not differentiable."""
+    """Submits `reducescatter` and returns a handle immediately; not differentiable."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
     return submit("reducescatter", [tensor], name, process_set, options, pick=first)
 
@@ -288,6 +288,6 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors in one operation; returns a list."""
+    """Runs `reducescatter` of several tensors as one operation; returns a list."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
     return reducescatter_tensors(tensors, name, compression, options, process_set)

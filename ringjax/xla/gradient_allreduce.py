@@ -84,13 +84,13 @@ def bucketed_allreduce(
         comm: the id of the communicator.
         timeout: seconds to wait for other ranks.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
-        overlapped: False: one call that works in place. True: one START for each bucket
-            as soon as its leaves exist, and its DONE as late as possible: after the
-                last
-            START, or, on CPUs, when the gradients in flight are `memory` bytes. CPUs
-            also cut buckets for that. If the settings of the ranks differ, the error
-            names the calls of each rank. In an elastic job all buckets are in flight;
-            if `elastic_memory` does not suffice, there is one call.
+        overlapped: if it is False, there is one call that works in place. If it is
+            True, each bucket has one START as soon as its leaves exist, and one DONE as
+            late as possible: after the last START, or, on CPUs, when the gradients in
+            flight are `memory` bytes. CPUs also cut buckets to stay within `memory`. If
+            the settings of the ranks differ, the error names the calls of each rank. In
+            an elastic job all buckets are in flight; if `elastic_memory` does not
+            suffice, there is one call.
         overlapped_on_device: as `overlapped`, for a program that is compiled for a CUDA
             device; the device is known only then. None: as `overlapped`.
         memory: as RINGJAX_OVERLAP_MEMORY, in bytes.

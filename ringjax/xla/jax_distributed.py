@@ -59,8 +59,8 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             initialization_timeout=max(1, int(world.config.start_timeout)),
             cluster_detection_method="deactivate",
         )
-    # JAX raises its own types; a version without one of the arguments raises
-    # ValueError.
+    # JAX raises errors of its own classes, and built-in errors: a version of JAX that
+    # lacks one of these arguments raises TypeError.
     except Exception as error:
         names = ", ".join(str(world.rank - place + i) for i in range(size))
         raise StartupError(

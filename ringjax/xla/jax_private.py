@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from ringjax.xla.program import Program
 
-    AnyAval = jax.core.AbstractValue  # an array's or a token's
+    AnyAval = jax.core.AbstractValue  # the abstract value of an array or a token
 
 Zero = ad.Zero
 
@@ -61,7 +61,8 @@ def new_primitive(name: str) -> Primitive:
     primitive = jax.extend.core.Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     primitive.def_impl(partial(_apply, primitive))
-    # Results may hold NaNs of other ranks: checkify then checks them, too.
+    # Results may hold NaNs of other ranks: with this flag checkify checks all results,
+    # too.
     check = partial(_checkify.nan_error_check, primitive)
     _checkify.error_checks[primitive] = check
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -210,7 +211,8 @@ def has_collective(
         jaxpr = jax.make_jaxpr(lambda *args: function(*args, **options))(
             *arguments[: len(positional)]
         )
-    except Exception:  # the optimizer calls `function` later, and raises the error then
+    # The optimizer calls `function` later, which then raises its error.
+    except Exception:
         return None
     return tokens.EFFECT in jaxpr.effects
 
@@ -230,9 +232,8 @@ def has_transposed_collective(values: Sequence[object]) -> bool:
 def may_have_transposed_collective(values: Sequence[object]) -> bool:
     """Returns True if another program may have taken such a derivative.
 
-    That is: some of the gradients are inputs of this program, and this process has
-        taken
-    a derivative through a collective before.
+    The result is True if some gradients are inputs of this program, and this process
+    has taken a derivative through a collective before.
     """
     return _has_transposed and any(next(_upstream([v]), None) is None for v in values)
 
@@ -240,7 +241,7 @@ def may_have_transposed_collective(values: Sequence[object]) -> bool:
 def is_computed_locally(value: object) -> bool:
     """Returns True if the traced program computes `value` without a collective.
 
-    False for an input of the program, and for a value that is not traced.
+    Returns False for an input of the program, and for a value that is not traced.
     """
     equations = list(_upstream([value]))
     return bool(equations) and all(tokens.EFFECT not in e.effects for e in equations)
@@ -302,12 +303,12 @@ def emit(
 
     Args:
         target: the name of the native handler.
-        aliases: operand to result: the result may use the memory of the operand. The
-            alias is dropped if it would cost a copy. In an elastic job all aliases are
-            dropped, because a call that the loss of a rank interrupts is repeated.
+        aliases: maps an operand to the result that may use the memory of the operand.
+            An alias that would cost a copy is dropped. In an elastic job all aliases
+            are dropped, because a call that the loss of a rank interrupts is repeated.
         attributes: the attributes of the call.
-        tie: makes the call depend on the previous call of the block, of whichever kind:
-            XLA runs calls that share no value in any order (see `call_order.py`).
+        tie: makes the call depend on the previous call of the block, because XLA runs
+            calls that share no value in any order (see `call_order.py`).
         inside: True if XLA asks for the call of one device while it compiles, on its
             own thread. Then nothing may be remembered in the thread, and the caller
             provides aliases and order.
@@ -343,12 +344,12 @@ def _is_undonated_argument(value: Any) -> bool:
     """Returns True for an argument of the whole program that its caller keeps.
 
     XLA must not write to an argument that is not donated. If a result aliased it, XLA
-    would first copy it, which is one more pass over memory. For arguments of an inner
-    jit or a loop nothing is known here; in a training step, gradients are temporaries.
+    would first copy it, which is one more pass over memory. This function cannot tell
+    for arguments of an inner jit or a loop; in a training step, gradients are
+    temporaries.
     """
-    while isinstance(
-        value.owner, stablehlo.ReshapeOp
-    ):  # uses the memory of its operand
+    # A reshape uses the memory of its operand.
+    while isinstance(value.owner, stablehlo.ReshapeOp):
         value = value.owner.operands[0]
     block = value.owner
     if not isinstance(block, mlir.ir.Block):
@@ -444,7 +445,8 @@ def without_mesh(aval: Aval) -> Aval:
 
 def varying_axes(aval: Aval) -> frozenset[str] | None:
     """Returns the mesh axes over which a value in shard_map differs; None: unknown."""
-    kind: Any = getattr(aval, "mat", aval)  # versions of JAX keep them in other places
+    # Some versions of JAX have the axes in `aval.mat`, others in `aval`.
+    kind: Any = getattr(aval, "mat", aval)
     axes: frozenset[str] | None = getattr(kind, "varying", getattr(kind, "vma", None))
     return axes
 
@@ -476,10 +478,10 @@ def _attribute(value: Any) -> mlir.ir.Attribute:
 
 
 def _wait_for_programs() -> None:
-    """Lets dispatched programs finish before `shutdown` closes their links."""
+    """Waits until dispatched programs finish, before `shutdown` closes their links."""
     call_order.release_module()
     if not _bridge.backends_are_initialized():
-        return  # no program has run, or JAX's own exit came first
+        return  # no program has run, or JAX's exit function has run before
     arrays = jax.live_arrays()
     for wait in [tokens.wait_for_programs, *(a.block_until_ready for a in arrays)]:
         # A program that uses the result of a failed program raises its error. Here the
@@ -492,7 +494,7 @@ _rank_and_size: tuple[int, int] | None = None
 
 
 def _clear_stale_programs() -> None:
-    """Clears JAX's caches if the rank or the size is another one since the last init.
+    """Clears JAX's caches if the rank or the size has changed since the last init.
 
     Shapes in compiled programs depend on both.
     """

@@ -157,8 +157,7 @@ def _emit_ordered_manual(
     """Emits calls inside a shard_map that JAX's token orders.
 
     A collective that changes shapes sends whole values: its shares would not be parts
-        of
-    its results.
+    of its results.
     """
     avals = jax_private.avals_in(ctx)
     inside = shares.ManualShares(ctx, program, avals if in_place else [])

@@ -121,7 +121,7 @@ class Backend(abc.ABC):
         return float(process_set.size())
 
     def is_sparse(self, gradient: Tensor) -> bool:
-        """Whether a gradient is sparse, as `tf.IndexedSlices` are."""
+        """Returns whether a gradient is sparse, as `tf.IndexedSlices` are."""
         return False
 
     def to_dense(self, gradient: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class VariablesHandler(StateHandler):
         super().__init__(value)
 
     def state(self) -> Values:
-        """Returns the present values, in the order of the variables."""
+        """Returns the current values, in the order of the variables."""
         found = as_variable_list(self._variables(self.value))
         if self._session is not None:
             return list(self._session.run(found))
@@ -61,7 +61,7 @@ class VariablesHandler(StateHandler):
                 variable.assign(value)
 
     def save(self) -> None:
-        """Keeps the present values."""
+        """Keeps the current values."""
         self._saved = self.state()
 
     def restore(self) -> None:
