@@ -64,6 +64,7 @@ _refuse_groups("ringjax.keras")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Compression":  # each backend has its own
+    # Each backend has a class of its own.
+    if name == "Compression":
         return backend().compression
     raise AttributeError(f"module 'ringjax.keras' has no attribute {name!r}")

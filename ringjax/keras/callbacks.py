@@ -17,7 +17,8 @@ from ringjax.ops import Average
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's variables of model and optimizer, once.
 
-    The broadcast is before the first batch if the model is built, else after it.
+    The broadcast is before the first batch if the model is built by then, else after
+    the first batch.
 
     Args:
         root_rank: the rank that has the variables.
@@ -136,12 +137,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             power of the epochs since `start_epoch`. Without `staircase` the epoch has a
             fraction.
         start_epoch: the first epoch of the schedule.
-        end_epoch: the first epoch after the schedule; None: it has no end.
+        end_epoch: the first epoch after the schedule. If it is None, the schedule has
+            no end.
         staircase: whether the learning rate changes only at the beginning of epochs,
             and not at every batch.
         momentum_correction: whether the momentum is scaled.
-        steps_per_epoch: the number of batches of an epoch; None: the number that `fit`
-            gives to callbacks.
+        steps_per_epoch: the number of batches of an epoch. If it is None, the number
+            that `fit` passes to callbacks is used.
 
     Raises:
         ValueError: `initial_lr` is None.
@@ -237,7 +239,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         warmup_epochs: the number of epochs of the warm-up.
         momentum_correction: as for the base class.
         steps_per_epoch: as for the base class.
-        verbose: 1: rank 0 prints a line at the end of the warm-up.
+        verbose: if it is 1, rank 0 prints a line at the end of the warm-up.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -255,7 +257,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            # Adds a batch, so that the last batch of an epoch counts as a whole epoch.
+            # Add a batch, so that the last batch of an epoch counts as a whole epoch.
             done = (epoch + 1.0 / self.steps_per_epoch) / warmup_epochs
             size = runtime.size()
             return (1.0 + done * (size - 1)) / size
@@ -289,7 +291,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Args:
         monitor: the metric that decides which model is the best.
-        verbose: 1: print a line for each saved model.
+        verbose: if it is 1, the callback prints a line for each saved model.
         save_weights_only: whether only the weights are saved.
         mode: "min", "max" or "auto": whether a small or a large metric is better.
         save_freq: "epoch", or a number of batches.
@@ -309,7 +311,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            # Keras checks the name here. The program sets another name later.
+            # Keras checks the name in its constructor. The program sets another name
+            # later.
             filepath="best.weights.h5" if save_weights_only else "best.keras",
             monitor=monitor,
             verbose=verbose,
@@ -338,11 +341,11 @@ def _learning_rate(optimizer: Optimizer) -> float:
 
 
 def _scale_momentum(optimizer: Optimizer, factor: float) -> None:
-    """Multiplies the momentum of SGD and RMSprop; other optimizers stay as they are."""
+    """Multiplies the momentum of SGD and RMSprop; other optimizers do not change."""
     plain = getattr(optimizer, "inner_optimizer", optimizer)
     if not getattr(plain, "momentum", 0.0):
         return
-    for name in ("momentums", "_momentums"):  # SGD, RMSprop
+    for name in ("momentums", "_momentums"):  # the attributes of SGD and of RMSprop
         for variable in getattr(plain, name, None) or ():
             if variable is not None:
                 variable.assign(variable * keras.ops.cast(factor, variable.dtype))

@@ -1,6 +1,6 @@
 """Elastic training with `model.fit`: KerasState, and callbacks that update it.
 
-Horovod's module path; `ringjax.elastic` runs the training function.
+The module path is Horovod's; `ringjax.elastic` runs the training function.
 """
 
 from __future__ import annotations

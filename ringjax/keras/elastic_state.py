@@ -64,7 +64,8 @@ class KerasState(elastic.State):
     Args:
         model: a built model (give it an Input, or call `build`), so that a new rank has
             the variables that it receives.
-        optimizer: the optimizer; None: the optimizer of the compiled model.
+        optimizer: the optimizer. If it is None, the optimizer of the compiled model is
+            used.
         **kwargs: further attributes, as for `ringjax.elastic.State`. Callbacks of
             `ringjax.keras.elastic` update `batch` and `epoch`.
 
@@ -109,7 +110,7 @@ class KerasState(elastic.State):
 
 
 def _sync_variables(model: Model) -> None:
-    # Within `fit` on JAX, the values are in the state of the train step, and the
+    # During `fit` on JAX, the values are in the state of the train step, and the
     # variables of the model are out of date until Keras copies the values back.
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
@@ -156,7 +157,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     If training restarts in the middle of an epoch, this callback reduces the number of
     steps that other callbacks see (`params["steps"]`). Keras 3 itself runs to the end
-    of the data, so give `fit` the rest or ``steps_per_epoch=steps - state.batch``.
+    of the data, so give `fit` only the remaining batches, or
+    ``steps_per_epoch=steps - state.batch``.
 
     Args:
         state: a state with an attribute `batch`.

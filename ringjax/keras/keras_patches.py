@@ -1,13 +1,13 @@
 """Patches Keras where a distributed optimizer needs another behaviour.
 
-For models with other optimizers nothing changes. The patches wrap two methods:
+Models with other optimizers behave as before. The patches wrap two methods:
 
 * `LossScaleOptimizer.check_finite`. In float16, Keras itself puts this optimizer around
-  the optimizer of a model. It skips a step whose gradients are not finite. All ranks
+  the optimizer of a model. It skips steps whose gradients are not finite. All ranks
   must skip the same steps, because a rank that skips a step does not reduce gradients,
   and the other ranks would wait for it.
 * `Model.make_train_function`, with TensorFlow. XLA cannot compile a reduction inside of
-  a branch, and Keras does not ask the optimizer whether XLA may compile a step.
+  a branch, and Keras does not check whether the optimizer allows XLA to compile a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply_patches() -> None:
 
 
 def reducer_of(optimizer: Optimizer | None) -> OptimizerReducer | None:
-    """Returns the reducer of a distributed optimizer, None for other optimizers."""
+    """Returns the reducer of a distributed optimizer; None for other optimizers."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return getattr(inner, "_reducer", None)
 

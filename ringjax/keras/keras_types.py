@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# A tensor of the backend, also one that is being traced, or a sparse gradient.
+# A tensor of the backend, a traced tensor included, or a sparse gradient.
 Tensor: TypeAlias = Any
 # A function that changes tensors, such as a reduction of gradients.
 TensorChange: TypeAlias = Callable[[list[Tensor]], list[Tensor]]

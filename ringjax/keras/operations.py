@@ -25,13 +25,13 @@ def allreduce(
 
     Args:
         value: a number, an array or a tensor, of the same shape and dtype on all ranks.
-        name: the name of the operation, the same on all ranks. None: the operation gets
-            the number of the call.
-        average: Horovod's former argument: True is op=Average, False is op=Sum.
+        name: the name of the operation, the same on all ranks. If it is None, the
+            operation gets the number of the call.
+        average: Horovod's former argument: True means op=Average, False means op=Sum.
         prescale_factor: multiplies each rank's value before the reduction.
         postscale_factor: multiplies the result.
         op: Average (if None), Sum, Min, Max, Product or Adasum.
-        compression: the form in which floats are sent, see `Compression`; None: without
+        compression: the form in which floats are sent, see `Compression`; None means no
             compression.
 
     Raises:
@@ -101,8 +101,9 @@ def reducescatter(value: Tensor, name: str | None = None, op: int = Average) -> 
 def broadcast_global_variables(root_rank: int) -> object:
     """Broadcasts all variables of a graph of TensorFlow 1.
 
-    Calls `ringjax.tensorflow.broadcast_global_variables`. Elsewhere there is no list of
-    all variables, so as in Horovod the function raises an error.
+    The function calls `ringjax.tensorflow.broadcast_global_variables`. Outside of such
+    a graph there is no list of all variables, so the function raises an error, as in
+    Horovod.
 
     Raises:
         RuntimeError: outside of a graph of TensorFlow 1; the text says what to use.

@@ -44,7 +44,7 @@ _PlainOptimizer: Any = object
 class _DistributedOptimizer(_PlainOptimizer):
     """The base class that stands before the class of the plain optimizer."""
 
-    _ringjax_options: OptimizerOptions  # an attribute of the class
+    _ringjax_options: OptimizerOptions  # the options, an attribute of the class
     _reducer: OptimizerReducer
     built: bool
 
@@ -122,7 +122,7 @@ class _DistributedOptimizer(_PlainOptimizer):
 
     def _clip_gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
         # Keras calls this method between the accumulation of gradients and the update.
-        # So here the accumulated gradients are reduced, once for each update.
+        # So this method reduces the accumulated gradients, once for each update.
         reducer = self._reducer
         if (variables := reducer.deferred) is not None and not reducer.is_alone():
             due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
@@ -135,7 +135,7 @@ class _DistributedOptimizer(_PlainOptimizer):
     # -- several passes for one step ---------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Makes the variables of the optimizer, and sums for gradients of passes."""
+        """Makes the optimizer's variables, and variables for sums of gradients."""
         super().build(variables)
         self._add_accumulators(variables)
 
@@ -224,7 +224,8 @@ class _DistributedOptimizer(_PlainOptimizer):
     ) -> list[Tensor]:
         """Returns reduced gradients, which `apply_gradients` does not reduce again."""
         if self._reducer.options.passes > 1:
-            return list(grads)  # `apply_gradients` adds them up and reduces the sums
+            # `apply_gradients` adds the gradients up and reduces the sums.
+            return list(grads)
         return self._reducer.reduce_for_apply(list(grads), list(variables))
 
     def _compute_gradients(
@@ -284,15 +285,16 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     Args:
         optimizer: any Keras optimizer, a LossScaleOptimizer included. The result shares
             its variables, and is an instance of its class.
-        name: the name of the gradients in messages, the same on all ranks; None:
-            "Distributed" and the name of the optimizer's class.
+        name: the name of the gradients in messages, the same on all ranks. If it is
+            None, the name is "Distributed" and the name of the optimizer's class.
         device_dense: accepted and ignored.
         device_sparse: accepted and ignored.
-        compression: the form in which gradients are sent, see `Compression`; None:
-            without compression.
+        compression: the form in which gradients are sent, see `Compression`; None means
+            no compression.
         sparse_as_dense: whether sparse gradients are sent as dense tensors.
-        gradient_predivide_factor: only with Average. Gradients are divided by this
-            factor before the sum; the sum is multiplied by it and divided by the size.
+        gradient_predivide_factor: only allowed with Average. Gradients are divided by
+            this factor before the sum; the sum is multiplied by the factor and divided
+            by the size.
         op: Average, Sum or Adasum.
         backward_passes_per_step: the number of calls of `apply` that make one step.
             Gradients add up locally until then; `iterations` counts the calls.
@@ -300,7 +302,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             passes.
         num_groups: Horovod's former name of `groups`, if that is an integer.
         groups: the number of operations into which all gradients are put, or lists of
-            variables, each of which becomes one operation. Without effect with JAX.
+            variables, each of which becomes one operation. It has no effect with JAX.
         process_set: the ranks that take part. On other ranks the result behaves like
             `optimizer`.
         scale_local_gradients: whether gradients of local variables are divided by the

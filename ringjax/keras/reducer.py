@@ -87,13 +87,13 @@ class OptimizerReducer:
         key_of: returns the key by which the optimizer identifies a variable.
 
     Attributes:
-        bypassed: whether the methods of the optimizer behave as those of Keras. The
-            code of Keras calls them, too, and must not reduce a second time.
+        bypassed: whether the methods of the optimizer behave as Keras' own methods. The
+            code of Keras calls these methods, too, and must not reduce a second time.
         deferred: the variables whose gradients are reduced when Keras has accumulated
             them; None if Keras does not accumulate.
-        counter: the number of passes since the last step, a variable of the optimizer;
-            None before the optimizer is built, or if each pass is a step.
-        accumulators: the sums of the gradients of these passes.
+        counter: the number of passes since the last step, a variable of the optimizer.
+            It is None before the optimizer is built, or if each pass is a step.
+        accumulators: the sums of the gradients since the last step.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class OptimizerReducer:
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Context manager that sets `bypassed`."""
+        """Makes a context in which `bypassed` is set."""
         before, self.bypassed = self.bypassed, True
         try:
             yield

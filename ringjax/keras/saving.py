@@ -66,7 +66,8 @@ def load_model(
         for variable, value in zip(optimizer.variables, values, strict=False):
             variable.assign(value)
         _set_optimizer(model, optimizer)
-    if reducer_of(optimizer) is None:  # the program's function may have distributed it
+    # The program's function may have distributed the optimizer already.
+    if reducer_of(optimizer) is None:
         optimizer = DistributedOptimizer(optimizer, compression=compression)
         _set_optimizer(model, optimizer)
     return model
@@ -94,7 +95,7 @@ def _class_for(function: Callable[..., Optimizer]) -> type:
 
 
 def _optimizer_class(filepath: object) -> str | None:
-    """Returns the name of the optimizer's class in a file; None: no optimizer."""
+    """Returns the name of the optimizer's class in a file; None without optimizer."""
     if (file := _as_hdf5(filepath)) is not None:
         with file:
             training = json.loads(file.attrs.get("training_config") or "{}")
@@ -112,7 +113,7 @@ def _optimizer_class(filepath: object) -> str | None:
 
 
 def _optimizer_values(filepath: object) -> list[Any] | None:
-    """Returns the optimizer's variables in an HDF5 file; None: there are none."""
+    """Returns the optimizer's variables in an HDF5 file; None if the file has none."""
     if (file := _as_hdf5(filepath)) is None:
         return None
     with file:
@@ -132,7 +133,7 @@ def _optimizer_values(filepath: object) -> list[Any] | None:
 
 
 def _as_hdf5(filepath: object) -> Any:
-    """Returns the opened HDF5 file; None: no such file, or another format."""
+    """Returns the opened HDF5 file; None if it does not exist or has another format."""
     if not isinstance(filepath, str | Path) or not Path(filepath).is_file():
         return None
     import h5py

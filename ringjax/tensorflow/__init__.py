@@ -103,9 +103,11 @@ _refuse_groups("ringjax.tensorflow")
 def __getattr__(name: str) -> Any:
     if name in ("elastic", "util"):
         return importlib.import_module(f"ringjax.tensorflow.{name}")
-    if name == "_executing_eagerly":  # a private name that Horovod's tests use
+    # Horovod's tests use this private name.
+    if name == "_executing_eagerly":
         return importlib.import_module("ringjax.tensorflow.util")._executing_eagerly
-    if name == "SyncBatchNormalization":  # imports Keras
+    # Import this class only when a program uses it, because the import loads Keras.
+    if name == "SyncBatchNormalization":
         module = importlib.import_module("ringjax.tensorflow.sync_batch_norm")
         return module.SyncBatchNormalization
     raise AttributeError(f"module 'ringjax.tensorflow' has no attribute {name!r}")

@@ -31,9 +31,9 @@ class LocalAggregation:
         passes: `backward_passes_per_step`, the number n; at least 1.
         reduce: reduces the sums over all ranks. Its arguments are the sums and the
             variables.
-        sparse_as_dense: convert `tf.IndexedSlices` to dense tensors, and do not refuse
-            them.
-        average: divide the sums by `passes`.
+        sparse_as_dense: whether `tf.IndexedSlices` are converted to dense tensors, and
+            not refused.
+        average: whether the sums are divided by `passes`.
         name: the prefix of the variables' names.
 
     Attributes:
@@ -69,8 +69,8 @@ class LocalAggregation:
         """Adds gradients to the sums.
 
         Returns:
-            In every n-th call the reduced sums; the sums then begin again. In other
-            calls the current sums, which `apply_gradients` does not apply.
+            In every n-th call, returns the reduced sums and begins new sums. In other
+            calls, returns the current sums, which `apply_gradients` does not apply.
 
         Raises:
             ValueError: a gradient is `tf.IndexedSlices` and `sparse_as_dense` is False.

@@ -32,10 +32,10 @@ class CollectiveSpec:
         prescale: multiplies each rank's tensor before the reduction.
         postscale: multiplies the result.
         root: the sender's rank in the world.
-        timeout: the limit of `ringjax.collective_timeout` here, in seconds; -1: none
-            was given.
-        waits: True in a session, where RingjaxWait waits and no token queue does.
-        bare: in a graph, use `name` without the scope around it.
+        timeout: the time limit of `ringjax.collective_timeout` here, in seconds; -1
+            without a limit.
+        waits: True in a session, where RingjaxWait waits instead of a token queue.
+        bare: whether a graph uses `name` without the scope around it.
     """
 
     op: str
@@ -99,7 +99,7 @@ def process_set_id_of(process_set: ProcessSet, op: str) -> int:
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
     if process_set is global_process_set:
-        # An equal set in `_sets` may have another time limit: replace it.
+        # An equal process set in `_sets` may have another time limit: replace that set.
         _sets[0] = process_set
         return 0
     number = process_set.process_set_id

@@ -1,7 +1,8 @@
 """Threads that wait for operations of graphs, so that TensorFlow's threads need not.
 
-One thread waits for the oldest operation, and then notifies all that have ended with
-it. Operations may end in any order, so a second thread polls the younger ones.
+One thread waits for the oldest operation, and then notifies all operations that have
+ended by then. Operations may end in any order, so a second thread polls the younger
+operations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _POLL_INTERVAL = 0.002  # seconds
 
 
 class CompletionThreads:
-    """Waits for operations and notifies each one as it ends.
+    """Waits for operations and notifies each operation when it ends.
 
     The two threads start with the first operation and live as long as the process.
     """
@@ -28,11 +29,11 @@ class CompletionThreads:
         self._started = False
 
     def add(self, item: PendingOperation) -> None:
-        """Adds an operation; returns at once."""
+        """Adds an operation; returns immediately."""
         with self._changed:
             self._pending.append(item)
             # With one operation the first thread has work, with two the second one.
-            # Neither sleeps on the condition while there are more.
+            # Neither thread sleeps on the condition while there are more operations.
             if len(self._pending) <= 2:
                 self._changed.notify_all()
             if not self._started:
@@ -62,7 +63,8 @@ class CompletionThreads:
                     self._changed.wait()
             time.sleep(_POLL_INTERVAL)
             with self._changed:
-                # Skip the first operation, which the other thread waits for.
+                # `_wait_for_oldest` waits for the first operation, so leave it out
+                # here.
                 ended = [item for item in list(self._pending)[1:] if item.done()]
                 for item in ended:
                     self._pending.remove(item)
@@ -74,6 +76,6 @@ def _notify(item: PendingOperation) -> None:
     try:
         item.wait_for_end()
         item.notify()
-    except Exception as error:  # the thread must go on after a failed notification
+    except Exception as error:  # the thread must continue after a failed notification
         cause = f"{type(error).__name__}: {error}"
         stderr.line(f"[ringjax] error: a graph of TensorFlow waits for ever: {cause}")

@@ -1,4 +1,4 @@
-"""Compression of gradients around an allreduce, with Horovod's names and bf16.
+"""Horovod's gradient compressions, and bf16: casts before and after an allreduce.
 
 A compression only casts. The core computes the sums, and adds 16-bit floats up in
 float32.

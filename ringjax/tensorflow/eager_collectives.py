@@ -20,7 +20,7 @@ from ringjax.tensorflow.c_api import CORE_DTYPES
 from ringjax.tensorflow.collective_spec import CollectiveSpec, finish_with_work
 from ringjax.tensorflow.failures import to_tensorflow_error
 
-_ALIGNMENT = 64  # bytes; TensorFlow copies memory that is aligned less
+_ALIGNMENT = 64  # bytes of alignment; TensorFlow copies memory that is aligned less
 _CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -35,7 +35,8 @@ def run(
     """Runs a collective on eager tensors.
 
     Raises:
-        Exception: an exception of ringjax and of TensorFlow in one, see failures.py.
+        Exception: an exception that is both ringjax's and TensorFlow's, see
+            failures.py.
     """
     try:
         return _run(call, tensors, splits)

@@ -1,10 +1,11 @@
 """Exceptions that are both ringjax's and TensorFlow's.
 
-Horovod's operations raise TensorFlow's errors, so programs catch those. A disagreement
-between ranks is a FailedPreconditionError, a bad argument an InvalidArgumentError, and
-a lost rank an UnknownError. Outside of a `tf.function` the exception is an instance of
-ringjax's class, too. TensorFlow passes only a code and a text out of a function;
-`ringjax.elastic.run` makes ringjax's exceptions of these.
+Horovod's operations raise TensorFlow's errors, so programs catch TensorFlow's errors. A
+disagreement between ranks is a FailedPreconditionError, a bad argument an
+InvalidArgumentError, and a lost rank an UnknownError. Outside of a `tf.function` the
+exception is an instance of ringjax's class, too. TensorFlow passes only a code and a
+text out of a function; `ringjax.elastic.run` converts the code and the text to
+ringjax's exceptions.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _combined_class(own: Any, op_error: Any) -> Any:
     """Makes a subclass of `own` and of `op_error`, an error class of TensorFlow."""
 
     def init(self: Any, text: str) -> None:
-        # TensorFlow's __init__ calls the next one, that of `own`, with arguments that
-        # it does not take. Copy the attributes of an `op_error` instead.
+        # TensorFlow's __init__ calls the __init__ of `own` with arguments that `own`
+        # does not take. Copy the attributes of an `op_error` instead.
         vars(self).update(vars(op_error(None, None, text)))
 
     def to_text(self: Any) -> str:

@@ -1,7 +1,7 @@
 """Horovod's functions on variables and on Python objects.
 
-Objects travel at once, over `ringjax.eager.objects`, also while a graph is traced. As
-in Horovod an object of any type may be sent. Objects that are not plain data are
+Objects are sent immediately, by `ringjax.eager.objects`, also while a graph is traced.
+As in Horovod an object of any type may be sent. Objects that are not plain data are
 pickled, so a rank runs code that the sender chose.
 """
 
@@ -71,14 +71,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank: itself on the root, elsewhere a copy.
+    """Returns the root's object: the object itself on the root, copies on other ranks.
 
     Any object that cloudpickle can pickle may be sent. A rank that receives it runs
     code that the root chose. `ringjax.broadcast_object` takes only plain data by
     default.
 
     Args:
-        obj: read on the root only.
+        obj: the object to send; only the root's argument is used.
         root_rank: the root's rank in the world.
         session: an argument of Horovod without effect; no session is needed.
         name: the name of the operation on all ranks.

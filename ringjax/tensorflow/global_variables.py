@@ -43,8 +43,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         device: the device of the operation.
 
     Attributes:
-        root_rank: as given.
-        device: as given.
+        root_rank: the argument.
+        device: the argument.
         bcast_op: the operation; None before `begin`.
 
     Example:

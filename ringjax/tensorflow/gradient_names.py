@@ -22,7 +22,7 @@ class _TracePosition:
 
     outer: weakref.ref[tf.Graph]
     name: str
-    calls: int  # how many functions `outer` has called before
+    calls: int  # the number of functions that `outer` has called before
     before: Counter[str]  # the last numbers that were given before the trace
 
     def is_at(self, outer: tf.Graph, name: str, calls: int) -> bool:

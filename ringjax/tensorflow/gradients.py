@@ -1,7 +1,8 @@
-"""Makes the gradients of a step those of all ranks, eagerly and in graphs.
+"""Reduces the gradients of a step over all ranks, eagerly and in graphs.
 
-`DistributedGradientTape` and all `DistributedOptimizer`s use it. It cuts gradients into
-buckets, reduces each bucket in one operation, and leaves local gradients alone.
+`DistributedGradientTape` and all `DistributedOptimizer`s use this module, which cuts
+gradients into buckets, reduces each bucket in one operation, and leaves local gradients
+alone.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class GradientBucketReducer:
                 depend on the variables.
 
         Returns:
-            The reduced gradients, in the same order. Those of local variables are
+            The reduced gradients, in the same order. Gradients of local variables are
             divided by the size if the settings say so. None stays None. On a rank
             outside of the process set all gradients stay as they are.
 
@@ -245,8 +246,8 @@ def reduce_gradients(
     if process_set is global_process_set or not config.elastic:
         results = reduce()
     else:
-        # The graph of an elastic job outlives changes of the members, so it must ask
-        # at each run whether this rank is in the process set.
+        # The graph of an elastic job outlives changes of the members, so each run of
+        # the graph must find out whether this rank is in the process set.
         included = process_set_included_op(process_set_id_of(process_set, "allreduce"))
         results = tf.cond(tf.equal(included, 1), reduce, keep)
         results = list(results) if isinstance(results, list | tuple) else [results]

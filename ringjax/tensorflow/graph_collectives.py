@@ -1,7 +1,8 @@
 """Adds collectives to graphs: a few nodes of kernels.py for each operation.
 
-In the graph of a `tf.function` a token queue waits, so no thread does. Sessions of
-TensorFlow 1 do not share queues with us; in their graphs an asynchronous kernel waits.
+In the graph of a `tf.function` a token queue waits, so no thread has to wait. Sessions
+of TensorFlow 1 do not share queues with ringjax; in graphs of sessions an asynchronous
+kernel waits.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def run(
     """Adds a collective to the current graph.
 
     Args:
-        call: if it has no name, it gets a name derived from its tensors. Ranks that
-            build equal graphs derive equal names.
+        call: the collective. If it has no name, it gets a name derived from its
+            tensors. Ranks that build equal graphs derive equal names.
         tensors: the arguments; their shapes may be unknown.
         splits: for alltoall, the rows for each rank.
 

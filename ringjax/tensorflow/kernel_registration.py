@@ -25,7 +25,7 @@ _Manager = ctypes.CFUNCTYPE(
 _dladdr = ctypes.CDLL(None).dladdr
 _dladdr.argtypes = ctypes.c_void_p, _Words  # a Dl_info has four words, too
 
-# TensorFlow keeps the addresses of these callbacks for the rest of the process.
+# TensorFlow keeps the addresses of these callbacks until the process ends.
 _registered_callbacks: list[tuple[object, object]] = []
 
 
@@ -79,7 +79,7 @@ class AsyncKernelRun:
         done: makes the graph continue.
 
     Attributes:
-        context: as given.
+        context: the argument.
         outlives_kernel: whether `end` may be called after the kernel has returned.
     """
 
@@ -149,12 +149,12 @@ def register_async_op(
     compute: Callable[[S, AsyncKernelRun], None],
     error_code_of: ErrorCode,
 ) -> None:
-    """Like `register_op`, but a running node occupies no thread until it ends.
+    """Registers as `register_op` does, but a running node occupies no thread.
 
     Args:
         name, inputs, outputs, create, error_code_of: as for `register_op`.
-        compute: starts a node, and sees to it that the `end` of the execution is called
-            once. If `compute` raises, the execution ends here.
+        compute: starts a node, and ensures that the `end` of the execution is called
+            once. If `compute` raises an error, the execution fails with it.
     """
     states: list[S] = []
 

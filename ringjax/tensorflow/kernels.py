@@ -3,9 +3,9 @@
 RingjaxStart submits an operation and returns at once. Its outputs are a number and a
 token queue. A reader of TensorFlow's own takes the token from the queue when the
 operation has ended; that reader occupies no thread. RingjaxFinish then finds the
-results under the number. Sessions do not see our token queues; their graphs have
-RingjaxWait in place of the reader and RingjaxFinish. RingjaxNumber reads numbers such
-as rank and size.
+results under the number. Sessions do not see ringjax's token queues; graphs of sessions
+have RingjaxWait in place of the reader and RingjaxFinish. RingjaxNumber reads numbers
+such as rank and size.
 
 TensorFlow runs stateful nodes without a resource one after another, in the order of the
 program. RingjaxStart therefore takes a resource that no other node uses, the *anchor*.
@@ -44,7 +44,7 @@ def _start(call: CollectiveSpec, context: int) -> None:
     anchors = 0 if call.waits else 1
     tensors = c_api.tensors.inputs(context, c_api.count_inputs(context) - anchors)
     name = call.name
-    if c_api.frame_of(context):  # in a loop
+    if c_api.frame_of(context):  # the operation is in a loop of the graph
         name = f"{name}@{c_api.iteration_of(context) % _ITERATION_NAMES}"
     queue = None if call.waits else token_queues.acquire()
     operation = PendingOperation(call, name, tensors, queue)
@@ -52,7 +52,7 @@ def _start(call: CollectiveSpec, context: int) -> None:
     if number % 1024 == 0:
         drop_abandoned()
     # RingjaxFinish may run in another thread as soon as the token is in the queue, so
-    # the operation must be found under its number before.
+    # store the operation under its number before.
     _operations[number] = operation
     if queue is not None:
         if operation.done():

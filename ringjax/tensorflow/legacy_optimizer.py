@@ -26,7 +26,7 @@ _Pairs: TypeAlias = Iterable[tuple[Gradient, tf.Variable]]
 
 
 class _WrappedOptimizer(tf.compat.v1.train.Optimizer):
-    """An optimizer that leaves the arithmetic to another one."""
+    """An optimizer that leaves the arithmetic to the wrapped optimizer."""
 
     def __init__(
         self, optimizer: LegacyOptimizer, name: str, use_locking: bool
@@ -71,7 +71,8 @@ class _DistributedOptimizer(_WrappedOptimizer):
         use_locking: an argument of `tf.compat.v1.train.Optimizer`.
         backward_passes_per_step: gradients of so many steps are added up before they
             are reduced.
-        average_aggregated_gradients: divide these sums by `backward_passes_per_step`.
+        average_aggregated_gradients: whether these sums are divided by
+            `backward_passes_per_step`.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class _DistributedOptimizer(_WrappedOptimizer):
         global_step: tf.Variable | None = None,
         name: str | None = None,
     ) -> tf.Operation | None:
-        """Applies gradients, or only counts the step while they are added up."""
+        """Applies gradients, or only counts the step while gradients are added up."""
         pairs = list(grads_and_vars)
 
         def apply() -> tf.Operation:
@@ -171,8 +172,8 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
     ) -> tf.Operation:
         """Makes a step; every `backward_passes_per_step` steps the ranks combine them.
 
-        Control dependencies order the parts of the step, because a graph orders none
-        of these reads and writes by itself.
+        Control dependencies order the parts of the step, because a graph does not order
+        reads and writes without them.
         """
         pairs = list(grads_and_vars)
         moved = [v for gradient, v in pairs if gradient is not None]
@@ -215,7 +216,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
     def _combine_deltas(
         self, moved: list[tf.Variable], starts: list[tf.Variable], ends: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the values from which all ranks go on, and keeps them as starts."""
+        """Returns the values with which all ranks continue, and keeps these values."""
         deltas = [
             end - start.read_value() for end, start in zip(ends, starts, strict=True)
         ]

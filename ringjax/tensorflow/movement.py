@@ -1,6 +1,6 @@
-"""Horovod's operations that move TensorFlow's tensors, and those that only wait.
+"""Horovod's operations that move TensorFlow's tensors, and operations that only wait.
 
-These are allgather, broadcast and alltoall, join and barrier, and rank and size as
+The module has allgather, broadcast and alltoall, join and barrier, and rank and size as
 tensors. operations.py runs them.
 """
 
@@ -82,8 +82,9 @@ def broadcast(
     and zero on all other ranks.
 
     Args:
-        tensor: read on the root; its dtype and shape are the same on all ranks.
-        root_rank: the root's rank in the world; the root is one of the process set.
+        tensor: the tensor, which is read on the root; its dtype and shape are the same
+            on all ranks.
+        root_rank: the root's rank in the world; the root is in the process set.
         name, ignore_name_scope, process_set: as for `allreduce`.
 
     Raises: as `allreduce`.
@@ -153,7 +154,7 @@ def broadcast_(
         variable.assign(value)
         for variable, value in zip(variables, values, strict=True)
     ]
-    # A graph of TensorFlow 1 does not order reads after writes by itself.
+    # A graph of TensorFlow 1 does not order reads after writes without this dependency.
     with tf.control_dependencies([] if tf_private.executing_eagerly() else written):
         return [variable.read_value() for variable in variables]
 
@@ -171,8 +172,8 @@ def alltoall(
     The derivative sends each gradient back to the rank that the row came from.
 
     Args:
-        tensor: has at least one dimension; its dtype, and its dimensions except for the
-            first, are the same on all ranks.
+        tensor: a tensor with at least one dimension; its dtype, and its dimensions
+            except for the first, are the same on all ranks.
         splits: the number of rows for each rank, a list or tensor of integers; None
             sends equally many rows to all ranks.
         name, ignore_name_scope, process_set: as for `allreduce`.
@@ -202,7 +203,7 @@ def alltoall(
 
 @do_not_convert
 def join() -> tf.Tensor:
-    """Declares that this rank has no more data, and waits until all ranks have done so.
+    """Declares that this rank has no more data, and waits until all ranks do so.
 
     Until then this rank takes part in the operations that other ranks submit, with
     zeros or no rows.

@@ -1,8 +1,8 @@
 """Horovod's module of operations, with every name that it has. No MPI is used.
 
-The public operations are in reductions.py and movement.py. Here are the reductions that
-Horovod's own modules call and that programs import from this path. They add up by
-default, and know no compression and no sparse tensors.
+The public operations are in reductions.py and movement.py. This file has the reductions
+that Horovod's own modules call and that programs import from this path. These
+reductions add up by default, and accept no compression and no sparse tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs collectives on tensors, eagerly or in a graph, and differentiates them.
 
 The public functions are in reductions.py and movement.py. A derivative is a collective
-again, so the rules that several operations share are here. In eager mode the tape is
-told of a rule directly, because `tf.custom_gradient` takes as long as the collective.
+again, so the rules that several operations share are in this file. In eager mode a rule
+is recorded directly in the tape, because `tf.custom_gradient` takes as long as the
+collective.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_spec(
         op: the name of the collective.
         name: the name of the operation; None gives it a number.
         process_set: the ranks that take part.
-        ignore_name_scope: in a graph, use `name` without the scope around it.
+        ignore_name_scope: whether a graph uses `name` without the scope around it.
         **options: further attributes of `CollectiveSpec`.
 
     Raises:
@@ -189,7 +190,7 @@ def _splits_as_tensor(splits: Splits) -> tf.Tensor:
     return given if given.dtype in (tf.int32, tf.int64) else tf.cast(given, tf.int64)
 
 
-# -- what several operations share -----------------------------------------------------
+# -- parts that several operations share -----------------------------------------------
 
 
 def run_compressed(
@@ -208,7 +209,7 @@ def run_compressed(
 
 
 # A rule keeps the process set itself: its number alone would find the set that was used
-# last under that number, and that one may have another time limit.
+# last under that number, and this set may have another time limit.
 
 
 def average_gradients(
@@ -282,7 +283,7 @@ def _own_set_rank(process_set: ProcessSet) -> int | tf.Tensor:
 def read_rank_info(
     quantity: str, process_set_id: int = 0, name: str | None = None
 ) -> tf.Tensor:
-    """Reads rank, size or another number as an int32 tensor; a graph when it runs.
+    """Reads rank, size or another number as an int32 tensor; graphs read when they run.
 
     Args:
         quantity, process_set_id: as for `rank_queries.query`.

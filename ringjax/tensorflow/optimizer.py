@@ -46,7 +46,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step: gradients of so many steps are added up before they
             are reduced and applied.
         op: Average, Sum, or Adasum (not for optimizers of Keras).
-        average_aggregated_gradients: divide the sums of several steps by
+        average_aggregated_gradients: whether the sums of several steps are divided by
             `backward_passes_per_step`.
         device_dense: as for `DistributedGradientTape`. So are `device_sparse`,
             `compression`, `sparse_as_dense`, `num_groups`, `groups`,

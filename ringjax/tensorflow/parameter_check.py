@@ -1,9 +1,9 @@
 """Checks now and then whether all ranks have equal variables, eagerly and in graphs.
 
 The warnings are in `ringjax.eager.parameter_check`. A graph counts its steps and reads
-its variables only in a step whose parameters are compared. A thread of ours compares
+its variables only in a step whose parameters are compared. A thread of ringjax compares
 the hashes, so no thread of TensorFlow waits for other ranks. In a graph that XLA
-compiles the check is the call that JAX makes.
+compiles, the check is the same native call as in JAX's programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringjax.tensorflow.tf_types import Variable
 from ringjax.tensorflow.variables import unwrap_variable
 from ringjax.world.process_set import ProcessSet
 
-_threads: dict[str, threading.Thread] = {}  # the last one of each title
+_threads: dict[str, threading.Thread] = {}  # the last thread of each title
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ def check(
 
     Args:
         title: the owner of the variables; the same on all ranks.
-        variables: objects that are no variables are left out, and so are the reference
-            variables of TensorFlow 1.
+        variables: the variables. Other objects, and the reference variables of
+            TensorFlow 1, are left out.
         process_set: the ranks that take part; this rank must be among them.
         every: the value of RINGJAX_CHECK_PARAMETERS.
 
@@ -190,7 +190,7 @@ def _exchange(
             checked.step_key,
         )
     except (PeerLost, NotInitialized):
-        pass  # the operations on the gradients report it
+        pass  # the operations on the gradients report the same failure
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         stderr.line(f"[ringjax] warning: parameters could not be compared: {cause}")

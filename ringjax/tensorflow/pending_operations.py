@@ -1,7 +1,7 @@
 """Operations that one node of a graph has submitted and another node will finish.
 
-Tensors are addresses of TF_Tensor here. How graphs wait is in token_queues.py, and the
-nodes of a graph are in kernels.py.
+Tensors are addresses of TF_Tensor here. token_queues.py describes how graphs wait, and
+kernels.py has the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OwnedTensors:
     def __init__(self, tensors: Sequence[int]) -> None:
         self.tensors = list(tensors)
 
-    # At the end of the interpreter the names of this module may be None already, so the
-    # function is the value of an argument.
+    # When the interpreter ends, the names of this module may be None already, so the
+    # function is the default of an argument.
     def __del__(
         self, delete: Callable[[Sequence[int]], None] = c_api.tensors.delete
     ) -> None:
@@ -43,12 +43,13 @@ class PendingOperation:
         name: its name on all ranks.
         tensors: the arguments, and for alltoall the splits after them. This object
             takes ownership of them.
-        queue: where the graph waits for a token; None: the caller sets `on_end`.
+        queue: the queue from which the graph takes a token. If it is None, the caller
+            sets `on_end`.
 
     Attributes:
-        queue: as given.
+        queue: the argument.
         ended: the monotonic time at which the end was noticed; infinity before.
-        on_end: called once when the operation has ended.
+        on_end: a function that is called once when the operation has ended.
 
     Raises: as `lane.submit`.
     """
@@ -63,7 +64,7 @@ class PendingOperation:
         self.queue = queue
         self.ended = math.inf
         self.on_end: Callable[[], None] | None = None
-        # Later code can raise. The tensors must have an owner before that.
+        # Later code can raise errors. The tensors must have an owner before.
         inputs = OwnedTensors(tensors)
         self._work: Any = None  # the native work, after the wait
         self._error: RingjaxError | None = None

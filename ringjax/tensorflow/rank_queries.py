@@ -1,4 +1,4 @@
-"""Rank, size and similar numbers at the moment of the question, also for a graph."""
+"""Rank, size and similar numbers at the time of the call, also for a graph."""
 
 from __future__ import annotations
 

@@ -61,14 +61,14 @@ def allreduce(
             in any order. If it is None, the operation is numbered in the order of the
             calls, or in a graph named after its tensor.
         process_set: the ranks that take part; this rank must be among them.
-        ignore_name_scope: in a graph, use `name` without the scope around it.
+        ignore_name_scope: whether a graph uses `name` without the scope around it.
 
     Raises:
         tf.errors.FailedPreconditionError: the ranks disagree about dtype, shape or op.
             All ranks raise it.
         tf.errors.InvalidArgumentError: an argument is wrong; nothing was sent.
-        tf.errors.UnknownError: a rank is lost. Outside of graphs these three are also
-            HorovodInternalError or ValueError.
+        tf.errors.UnknownError: a rank is lost. Outside of graphs these three errors are
+            also HorovodInternalError or ValueError.
 
     Example:
         >>> import ringjax.tensorflow as hvd
@@ -122,8 +122,8 @@ def grouped_allreduce(
 ) -> list[tf.Tensor | tf.IndexedSlices]:
     """Reduces several tensors as one operation.
 
-    The tensors may differ in dtype and shape. If one of them is `tf.IndexedSlices`,
-    each tensor is reduced by an operation of its own.
+    The tensors may differ in dtype and shape. If one tensor is `tf.IndexedSlices`, each
+    tensor is reduced by an operation of its own.
 
     Args, Raises: as `allreduce`.
 

@@ -27,8 +27,9 @@ _NAME = "sync_batch_normalization"
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` over the batches of all ranks together.
 
-    For Keras on TensorFlow. All ranks must call it, in the same order; their batches
-    may differ in size. With one rank it is the ordinary batch normalization.
+    The layer needs Keras on TensorFlow. All ranks must call their layers in the same
+    order; their batches may differ in size. With one rank the layer is an ordinary
+    batch normalization.
 
     Args:
         fused: an argument of Horovod; must be False.
@@ -66,8 +67,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         # The mean of a rank without values may be NaN.
         parts = [tf.where(count > 0, p, tf.zeros_like(p)) for p in (mean, variance)]
         own = tf.concat([tf.reshape(p, [-1]) for p in (count, *parts)], 0)
-        # Sum matrices in which each rank fills its own row. An allgather would do the
-        # same, but its gradient would be an average.
+        # Sum matrices in which each rank fills its own row. An allgather would compute
+        # the same result, but its gradient would be an average.
         row = tf.one_hot(rank_op(), size_op(), dtype=own.dtype)
         rows = _allreduce(row[:, None] * own[None], op=Sum)
         channels = tf.size(mean)
@@ -87,7 +88,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if mask is None:
             axes = self._reduction_axes
             return tf.reduce_prod(tf.gather(tf.shape(inputs), axes))
-        # The mask has no last dimension; one value of it is for all channels.
+        # The mask has no last dimension; each value of the mask is for all channels.
         wide = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
         weights = tf.reduce_sum(tf.cast(wide, inputs.dtype), self._reduction_axes)
         return tf.reshape(weights, [-1])[0]

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: a `tf.GradientTape` whose gradients are those of all ranks.
+"""DistributedGradientTape: a `tf.GradientTape` with gradients reduced over all ranks.
 
 gradients.py reduces the gradients.
 """
@@ -30,7 +30,7 @@ class _DistributedGradientTape(tf.GradientTape):
     """
 
     _reducer: GradientBucketReducer
-    _recorder: tf.GradientTape  # the tape that this one was made from
+    _recorder: tf.GradientTape  # the tape from which the distributed tape was made
 
     @property
     def process_set(self) -> ProcessSet:
@@ -88,7 +88,7 @@ class _DistributedGradientTape(tf.GradientTape):
         output_gradients: Structure = None,
         use_generic_names: bool = False,
     ) -> tuple[Pairs, Pairs]:
-        """Returns the gradients of local sources, and the reduced ones of all others.
+        """Returns gradients of local sources, and reduced gradients of other sources.
 
         Args: as `gradient`.
 
@@ -131,17 +131,18 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         device_dense: where dense gradients are reduced.
         device_sparse: where `tf.IndexedSlices` are reduced.
         compression: the representation on the wire, for instance `Compression.fp16`.
-        sparse_as_dense: `tf.IndexedSlices` travel as dense tensors.
+        sparse_as_dense: whether `tf.IndexedSlices` are sent as dense tensors.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: with Average, gradients are divided by this factor
-            before the sum; the sum is multiplied by it and divided by the size.
+            before the sum; the sum is multiplied by the factor and divided by the size.
         num_groups: Horovod's former name of an integer for `groups`.
         groups: the number of operations for all gradients, or lists of variables whose
             gradients travel in one operation each.
         process_set: the ranks that take part. On other ranks the result works like
             `gradtape`.
-        scale_local_gradients: divide gradients of local sources by the size, so that
-            they have the weight that other gradients have in an average.
+        scale_local_gradients: whether gradients of local sources are divided by the
+            size, so that they have the same weight as other gradients have in an
+            average.
 
     Returns:
         A tape of a subclass of the class of `gradtape`.
@@ -204,8 +205,8 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     """Makes a `DistributedGradientTape` that does not reduce gradients of some layers.
 
     Args:
-        local_layers: a layer of Keras, or several, whose trainable weights are local;
-            None: no layer.
+        local_layers: a layer of Keras, or several layers, whose trainable weights are
+            local; None means no layer.
 
     Other arguments, Returns, Raises: as `DistributedGradientTape`; also ValueError:
         `local_layers` contains an object that is no layer.

@@ -1,7 +1,7 @@
-"""The private Python of TensorFlow that ringjax uses, and no other module names.
+"""Access to TensorFlow's private Python modules; no other file of ringjax uses them.
 
-TensorFlow's generated wrappers of operations use it as well. It runs operations that
-are registered at run time, eagerly or as nodes of a graph.
+TensorFlow's generated wrappers of operations use the same private functions, which run
+operations that are registered at run time, eagerly or as nodes of a graph.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def add_xla_call_module(
     dtypes: Sequence[tf.DType],
 ) -> list[tf.Tensor]:
     """Adds a node that runs a module of StableHLO on CPUs; returns its results."""
-    from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # few programs need it
+    # Import this module late, because few programs need it.
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     return list(
         gen_xla_ops.xla_call_module(

@@ -1,7 +1,7 @@
 """Names for types of TensorFlow and Keras in annotations.
 
 TensorFlow has no type stubs, so a type checker takes its classes (`tf.Tensor`) and the
-names below for Any. They say what a function expects.
+names below for Any. The names say what a function expects.
 """
 
 from __future__ import annotations

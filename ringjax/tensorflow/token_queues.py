@@ -44,7 +44,7 @@ class TokenQueue:
         self.handle = _serialize_handle(self._queue)
 
     def put_token(self) -> None:
-        """Lets the reader of the queue go on."""
+        """Makes the reader of the queue continue."""
         tf.raw_ops.QueueEnqueueV2(handle=self._queue, components=[self._token])
 
     def release(self) -> None:
@@ -54,8 +54,8 @@ class TokenQueue:
 
 def acquire() -> TokenQueue:
     """Takes an idle queue from the pool, or makes a new one."""
-    # Several threads of TensorFlow call this. pop() and append() of a list are atomic,
-    # but a test of the length before pop() would be a race.
+    # Several threads of TensorFlow call this function. pop() and append() of a list are
+    # atomic, but a test of the length before pop() would be a race.
     try:
         return _idle.pop()
     except IndexError:
@@ -68,7 +68,7 @@ def preallocate() -> None:
 
 
 def _serialize_handle(handle: tf.Tensor) -> bytes:
-    # The kernel below leaves the bytes in `_read`. The lock keeps other threads away.
+    # The kernel below stores the bytes in `_read`; the lock excludes other threads.
     with _read_lock:
         tf_private.execute_eagerly("RingjaxReadHandle", [handle], call="")
         return _read.pop()

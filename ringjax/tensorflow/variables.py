@@ -1,7 +1,7 @@
 """Variables of TensorFlow, and variables of Keras that hold one.
 
 Keras 3 wraps a `tf.Variable` in a class of its own. All functions of ringjax that read
-or write variables take either. This module does not import Keras.
+or write variables take variables of both classes. This module does not import Keras.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Collectives in functions that XLA compiles: `tf.function(jit_compile=True)`.
 
 Each collective is a module of StableHLO with one custom call, which TensorFlow puts
-into the program. The custom call is the one that JAX makes, on the same communicators.
-XLA runs calls that share no value in any order, so ranks could run them in different
-orders. The last operand and the last result of each call are therefore its *order*,
-which the next call of the graph takes. A value cannot leave a branch, a loop or an
-inner function by such a side door, so collectives in these are refused. XLA must know
-all shapes when it compiles, so shapes that only all ranks together know are refused,
-too.
+into the program. JAX makes the same custom call, on the same communicators. XLA runs
+calls that share no value in any order, so ranks could run them in different orders. The
+last operand and the last result of each call are therefore its *order*, which the next
+call of the graph takes. The order cannot leave a branch, a loop or an inner function,
+so collectives in branches, loops and inner functions are refused. XLA must know all
+shapes when it compiles, so shapes that only all ranks together know are refused, too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ringjax.world.process_set import ProcessSet
 Attribute: TypeAlias = bool | int | float | str | list[int]
 
 _RAGGED = ("allgather", "alltoall")
-_MODULE_VERSION = 10  # the format of XlaCallModule
+_MODULE_VERSION = 10  # the version of the format of XlaCallModule
 _ORDER = "_ringjax_order"  # the attribute of a graph with the order of its last call
 _MLIR_DTYPES = {
     tf.bool: "i1",
@@ -93,14 +92,14 @@ def check(
         call: the name of the check and the process set.
         tensors: the parameters.
         names: the names of the parameters.
-        every: the parameters of every so many calls are compared.
+        every: the number of calls from one comparison to the next.
         first: the first call whose parameters are compared.
     """
     graph = tf.compat.v1.get_default_graph()
     if not tf_private.is_jit_function(graph) or not all(
         t.dtype in _MLIR_DTYPES for t in tensors
     ):
-        return  # the collective that follows raises the error
+        return  # the next collective raises the error
     xla_handlers.ensure_registered()
     process_set = call.process_set()
     attributes: dict[str, Attribute] = {
@@ -151,7 +150,7 @@ def _rows_by_rank(call: CollectiveSpec, shape: list[int], size: int) -> list[int
         return [shape[0]] * size
     if more:
         raise _not_compilable(call, f"of {shape[0]} rows for {size} ranks")
-    return [each] * (2 * size)  # rows to each rank, and rows from each rank
+    return [each] * (2 * size)  # the rows to each rank, and the rows from each rank
 
 
 def _result_shape(

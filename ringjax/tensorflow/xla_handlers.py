@@ -1,10 +1,10 @@
 """Registers ringjax's XLA handlers with the XLA inside of TensorFlow.
 
-The handlers are those that JAX calls. TensorFlow contains its own XLA with an older
-version of the same interface, and exports XLA_FFI_GetApi. When a handler is registered,
-it reports the version that it was built for, and XLA refuses a newer version than its
-own. Each handler is therefore registered behind a small function that reports XLA's own
-version. This works because the handlers use nothing that the older version lacks.
+JAX calls the same handlers. TensorFlow contains its own XLA with an older version of
+the same interface, and exports XLA_FFI_GetApi. When a handler is registered, it reports
+the version that it was built for, and XLA refuses a newer version than its own. Each
+handler is therefore registered behind a small function that reports XLA's own version.
+This works because the handlers use nothing that the older version lacks.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# Computes the gradients of the inputs from the gradients of the outputs.
+# A function that computes the gradients of the inputs from the gradients of the
+# outputs.
 Backward = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-# Runs a collective on the inputs; returns the outputs and their backward function.
+# A function that runs a collective on the inputs, and returns the outputs and their
+# backward function.
 Forward = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Backward]]
 
 

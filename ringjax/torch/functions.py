@@ -38,7 +38,8 @@ def broadcast_parameters(
         >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     """
     if isinstance(params, Mapping):
-        # Sorted, because the order of a dict depends on how it was filled.
+        # Sort the names, because the order of a dict depends on how the dict was
+        # filled.
         pairs = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, str | Tensor):
         pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
@@ -55,7 +56,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank: the object itself there, else a copy.
+    """Returns the root's object: the object itself on the root, copies on other ranks.
 
     The object may be anything that cloudpickle can pickle. A rank that receives it runs
     code that the root has chosen; `ringjax.broadcast_object` sends plain data only.

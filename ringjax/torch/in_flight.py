@@ -103,7 +103,8 @@ def submit_gradients(
         tensor, context = options.compression.compress(dense)
         packed.append(tensor)
         sent.append(InFlightGradient(p, gradient, gradient._version, context))
-    if options.op == Average:  # the core divides by the size after the sum
+    # The core divides by the size after the sum.
+    if options.op == Average:
         call["prescale_factor"] = 1.0 / options.gradient_predivide_factor
         call["postscale_factor"] = options.gradient_predivide_factor
     if len(unit) == 1:

@@ -1,6 +1,6 @@
 """Horovod's operations that move PyTorch tensors, and its `join` and `barrier`.
 
-allgather, broadcast and alltoall; operations.py runs them.
+The operations are allgather, broadcast and alltoall; operations.py runs them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`broadcast` into `tensor` itself, which is returned; not differentiable."""
+    """Broadcasts into `tensor` itself and returns `tensor`; not differentiable."""
     options = _root_options(root_rank, process_set)
     return run("broadcast", [tensor], name, process_set, options, in_place=True)[0]
 
@@ -135,8 +135,8 @@ def broadcast(
         >>> hvd.broadcast(torch.arange(3), root_rank=0).tolist()
         [0, 1, 2]
 
-    Derivatives: on the root the average of all ranks' gradients, as in Horovod, and
-    zero on other ranks.
+    Derivatives: on the root, the gradient is the average of all ranks' gradients, as in
+    Horovod; on other ranks it is zero.
     """
 
     def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -195,7 +195,7 @@ def alltoall(
         tensor: a tensor that is not 0-d. On all ranks it has the same dtype and, but
             for the first, the same dimensions.
         splits: the numbers of rows that go to each rank, as a list or tensor of
-            integers; None: equal parts.
+            integers. If it is None, all parts are equal.
         name: the name of the operation, the same on all ranks.
         process_set: the ranks that take part; this rank must be among them.
 
@@ -232,7 +232,7 @@ def alltoall(
 def join(device: int = -1) -> int:
     """Announces that this rank has no more data, and waits until all ranks have joined.
 
-    Meanwhile this rank takes part in the operations of other ranks, with zeros in
+    Until then this rank takes part in the operations of other ranks, with zeros in
     reductions and without rows in allgather and alltoall.
 
     Args:

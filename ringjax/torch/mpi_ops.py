@@ -1,4 +1,4 @@
-"""Horovod's module path of the operations; it only imports them. No MPI is used."""
+"""Horovod's module path of the operations, which are imported. No MPI is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Submits, finishes and differentiates operations on PyTorch tensors.
 
-reductions.py and movement.py have Horovod's public functions. Here are the parts that
-these functions share, and the backward functions, which are operations themselves.
+reductions.py and movement.py have Horovod's public functions. This file has the parts
+that Horovod's functions share, and the backward functions, which are operations
+themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def submit(
     Args:
         pick: makes the result of the handle from the output tensors.
         in_place: whether the results replace the tensors.
-        others: as of `lane.submit`.
+        others: as for `lane.submit`.
     """
     tensors = list(tensors)
     refs, held, on_device = prepare(op, name, tensors)
@@ -141,9 +142,10 @@ def submit_ragged(
     Args:
         pick: makes the result of the handle from pairs of an output tensor and the
             numbers of rows that each rank has sent.
-        splits: for alltoall, the rows for each rank; empty: equal parts.
-        waits: whether the caller waits for the handle at once.
-        others: as of `lane.submit`.
+        splits: for alltoall, the rows for each rank. If it is empty, all parts are
+            equal.
+        waits: whether the caller waits for the handle immediately.
+        others: as for `lane.submit`.
     """
     refs, held, on_device = prepare(op, name, tensors)
     for ref in refs:
@@ -181,7 +183,7 @@ def allreduce_tensors(
     options: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
-    """Allreduces `tensors` in one operation. Backward allreduces the gradients."""
+    """Allreduces `tensors` in one operation. Backward is an allreduce, too."""
     if compression is Compression.none and not needs_graph(tensors):
         return list(run("allreduce", tensors, name, process_set, options))
 
@@ -212,7 +214,7 @@ def reducescatter_tensors(
     options: lane.LaneOptions,
     process_set: ProcessSet,
 ) -> list[Tensor]:
-    """Reduces and scatters `tensors` in one operation. Backward allgathers."""
+    """Reduces and scatters `tensors` in one operation. Backward is an allgather."""
 
     def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         scale = options["prescale"] * options["postscale"]
@@ -231,7 +233,7 @@ def reducescatter_tensors(
 def allgather_tensors(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
-    """Allgathers `tensors` in one operation. Backward averages the gradients."""
+    """Gathers `tensors` in one operation. Backward averages the gradients."""
 
     def forward(inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         results = submit_ragged(

@@ -27,7 +27,7 @@ from ringjax.torch.parameters import ParamGroups, Unit
 from ringjax.torch.reducer import Reducer
 from ringjax.world.process_set import ProcessSet, global_process_set
 
-# The result of a closure: mostly a tensor, though PyTorch's annotations say float.
+# The result of a closure: usually a tensor, although PyTorch's annotations say float.
 Loss: TypeAlias = Any
 Closure: TypeAlias = Callable[[], Loss]
 
@@ -61,7 +61,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _reducer: Reducer
     _synchronized = False
     _should_synchronize = True
-    _is_scaled = False  # GradScaler.step has begun, and gradients are reduced already
+    # Whether GradScaler.step has begun after the reduction of the gradients.
+    _is_scaled = False
 
     @property
     def param_groups(self) -> ParamGroups:
@@ -133,17 +134,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer.synchronize(self.param_groups)
         except RingjaxError:
             raise
-        except RuntimeError as error:  # an error of this rank, not of a collective
+        # A RuntimeError is an error of this rank, not of a collective.
+        except RuntimeError as error:
             failure = error
-        # The check is a collective. It is here and not in `step` because all ranks call
-        # this method, even after an error, whereas a rank may leave a step out.
+        # The check is a collective. This method makes the check, not `step`, because
+        # all ranks call this method, even after an error, whereas a rank may leave a
+        # step out.
         self._reducer.check_parameters()
         if failure is not None:
             raise failure
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context manager in which `step` does not reduce gradients.
+        """Makes a context in which `step` does not reduce gradients.
 
         Example:
             >>> import torch, ringjax.torch as hvd
@@ -191,7 +194,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _reducing(self, closure: Closure) -> Closure:
         """Returns a closure that reduces the gradients, and for LBFGS the loss."""
         done = self._reducer.begun
-        if done:  # the closure may begin with zero_grad, so reduce before it
+        # The closure may begin with zero_grad, so reduce before the call.
+        if done:
             self.synchronize()
 
         def reducing_closure() -> Loss:
@@ -214,7 +218,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             name=f"the loss of {self._reducer.title}",
             process_set=self.process_set,
         )
-        if bool((losses == losses[0]).all()):  # the closure has reduced the loss
+        # The losses are equal, so the closure itself has reduced them.
+        if bool((losses == losses[0]).all()):
             return loss
         return losses.mean() if self.op == Average else losses.sum()
 
@@ -295,7 +300,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         sent = []
         for p, start in starts.items():
             delta, context = options.compression.compress(p - start)
-            p.copy_(start)  # the value that the parameter keeps if a rank is lost
+            p.copy_(start)  # if a rank is lost, the parameter keeps this value
             name = self._reducer.name_of[p]
             handle = mpi_ops.allreduce_async_(
                 delta, name=name, op=Adasum, process_set=options.process_set
@@ -347,7 +352,8 @@ def _rebuild(
     """Rebuilds a pickled or copied optimizer, with hooks on its own parameters."""
     optimizer = plain_class.__new__(plain_class)
     optimizer.__setstate__(plain)
-    if is_global:  # the process set itself, not the copy of it in `options`
+    # `options` has a copy of the global process set: use the process set itself.
+    if is_global:
         options = dataclasses.replace(options, process_set=global_process_set)
     return _distributed(optimizer, names, groups, options)
 
@@ -380,8 +386,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             gradients add up locally until then.
         op: Average, Sum, or Adasum. Adasum combines the changes of the ranks' local
             steps, so each rank uses the learning rate of a single process.
-        gradient_predivide_factor: only with Average. Gradients are divided by this
-            factor before the sum; the sum is multiplied by it and divided by the size.
+        gradient_predivide_factor: only allowed with Average. Gradients are divided by
+            this factor before the sum; the sum is multiplied by the factor and divided
+            by the size.
         num_groups: Horovod's former name of `groups`, if that is an integer.
         groups: the number of operations into which all gradients are put, or lists of
             parameters, each of which becomes one operation.

@@ -97,7 +97,7 @@ class _StateTensor:
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describes the class and the parameters, for the comparison and for its error."""
+    """Describes an optimizer's class and parameters, to compare them between ranks."""
     name = getattr(optimizer, "plain_class", type(optimizer)).__name__
     return [
         f"the class {name}",

@@ -14,7 +14,7 @@ from ringjax.horovod.functions import split_list
 
 # `param_groups` of an optimizer: each group has its parameters and its options.
 ParamGroups: TypeAlias = list[dict[str, Any]]
-# The parameters whose gradients one operation reduces: a single one, or a group.
+# The parameters whose gradients one operation reduces: a single parameter, or a group.
 Unit = tuple[Tensor, ...]
 
 

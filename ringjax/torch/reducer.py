@@ -45,10 +45,12 @@ from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 
 T = TypeVar("T")
-# Waits for a round; returns the parameters in the order of the flags, and the result.
+# A function that waits for a round, and returns the parameters in the order of the
+# flags, and the result.
 Round = Callable[[], tuple[list[Tensor], Readiness]]
 
-# Bytes of the first bucket of a step, so that communication begins early.
+# The bytes of the first bucket of a step. It is small, so that communication begins
+# early.
 _FIRST_BUCKET = 1 << 20
 
 # All reducers, and the reducers that are between a backward pass and their step.
@@ -92,16 +94,18 @@ class Reducer:
     ) -> None:
         self.options = options
         self.name_of = parameter_names(param_groups, named_parameters)
-        self._lock = threading.RLock()  # backward runs the hooks in its own threads
+        # A lock, because backward runs the hooks in its own threads.
+        self._lock = threading.RLock()
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
         self._hooks: list[RemovableHandle] = []
         self._tuning: Tuning | None = None
-        self._step_ended = 0.0  # by `time.monotonic`
+        self._step_ended = 0.0  # the end of the last step by `time.monotonic`
         self.stepped: bool | None = None
         _all.add(self)
         self._first_name = ""  # the first name of a parameter in the alphabet
-        self._sorted: list[Tensor] = []  # the parameters by name; empty: sort again
+        # The parameters, sorted by name; empty if they must be sorted again.
+        self._sorted: list[Tensor] = []
         weakref.finalize(self, _remove_hooks, self._hooks)
         self.reset()
         units = parameter_units(
@@ -129,7 +133,7 @@ class Reducer:
         return mpi_ops.size() == 1 or not self.options.process_set.included()
 
     def add_parameters(self, param_groups: ParamGroups) -> None:
-        """Puts hooks on new parameters, and on those that need gradients only now."""
+        """Puts hooks on new parameters, and on parameters that now need gradients."""
         for i, group in enumerate(param_groups):
             for j, p in enumerate(group["params"]):
                 if p in self._passes_left or not p.requires_grad:
@@ -145,19 +149,23 @@ class Reducer:
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def reset(self) -> None:
-        """Begins a step. Operations in flight go on, but nothing waits for them."""
+        """Begins a step. Operations in flight continue, but nothing waits for them."""
         with self._lock:
             self._in_flight: dict[Unit, InFlightReduction] = {}
             self._bucket: list[Unit] = []
             self._bucket_bytes = 0
-            self._launched: set[Unit] = set()  # in the bucket, in flight or reduced
+            # Units whose gradients are in the bucket, in flight or reduced.
+            self._launched: set[Unit] = set()
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
-            self._present_anywhere: set[Tensor] = set()  # some rank has a gradient
-            # Gradients of groups of which other gradients are still missing.
+            # Parameters that have a gradient on some rank.
+            self._present_anywhere: set[Tensor] = set()
+            # The gradients that wait, because other gradients of their groups are still
+            # missing.
             self._unsent: list[InFlightGradient] = []
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
-            self._tasks: set[int] = set()  # autograd's ids of running backward passes
+            # Autograd's ids of the running backward passes.
+            self._tasks: set[int] = set()
             self.begun = self.all_reduced = False
             passes = self.options.backward_passes_per_step
             self._passes_left = dict.fromkeys(self._passes_left, passes)
@@ -166,7 +174,7 @@ class Reducer:
     def synchronize(self, param_groups: ParamGroups) -> None:
         """Submits the gradients that no hook has submitted, and waits for all.
 
-        A parameter that has no gradient on any rank gets none.
+        A parameter that has no gradient on any rank gets no gradient.
 
         Raises:
             RingjaxError: the first failure, after all operations have ended.
@@ -217,7 +225,7 @@ class Reducer:
         self._attempt(partial(reduction.receive, self.options.compression))
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Runs `action`. Keeps its failure for `synchronize`, and returns None then."""
+        """Runs `action`. Keeps a failure for `synchronize`, and then returns None."""
         try:
             return action()
         except RingjaxError as error:
@@ -246,7 +254,7 @@ class Reducer:
         return lambda: (order, wait())
 
     def _sorted_parameters(self) -> list[Tensor]:
-        """The parameters by name, because their order may differ between ranks."""
+        """Returns the parameters by name; their order may differ between ranks."""
         if not self._sorted:
             self._sorted = sorted(self._passes_left, key=self.name_of.__getitem__)
         return self._sorted
@@ -265,8 +273,9 @@ class Reducer:
             for p in unit:
                 if p.grad is not None:
                     self._reduced[p] = weakref.ref(p.grad)
-        # Once true it stays true: threads that run backward at the same time may
-        # process the results of their rounds in another order than they submitted them.
+        # `all_reduced` stays true once it is true: threads that run backward at the
+        # same time may process the results of rounds in another order than they
+        # submitted the rounds.
         self.all_reduced = self.all_reduced or len(common) == len(self._passes_left)
 
     def _await_end_of_backward(self) -> None:
@@ -297,13 +306,14 @@ class Reducer:
                 ]
             wait = self._attempt(partial(self._submit_round, final=False))
         if wait is not None:
-            # A second callback, which runs after this callback of all other reducers.
-            # If a reducer waited here, a rank on which another reducer comes first
-            # would wait for that one, and both ranks would wait for ever.
+            # Wait in a second callback: autograd runs it after the first callbacks of
+            # all reducers. If each reducer waited in its first callback, ranks with
+            # different orders of reducers would wait for each other forever.
             _queue_callback(partial(self._finish_round, wait))
 
     def _finish_round(self, wait: Round) -> None:
-        found = self._attempt(wait)  # without the lock: other backward passes may run
+        # Wait without the lock, so that other backward passes may run.
+        found = self._attempt(wait)
         if found is not None:
             with self._lock:
                 self._receive_common(*found)
@@ -328,7 +338,7 @@ class Reducer:
                 raise RuntimeError(error_texts.GRADIENT_CHANGED.format(name=name))
 
     def _tune(self) -> None:
-        """Reports the duration of a step to the autotuner, which sets the next one."""
+        """Reports the duration of a step to the autotuner, which tunes later steps."""
         now = time.monotonic()
         if self._tuning is None:
             sizes = [self.name_of[p] + str(p.nbytes) for p in self._passes_left]
@@ -345,7 +355,7 @@ class Reducer:
 
         def memory() -> Iterator[tuple[str, int, int]]:
             for p in self._sorted_parameters():
-                on_host = p.detach().cpu().contiguous()  # mostly no copy
+                on_host = p.detach().cpu().contiguous()  # usually this does not copy
                 yield self.name_of[p], on_host.data_ptr(), on_host.nbytes
 
         parameter_check.check(self.title, memory, self.options.process_set)
@@ -360,7 +370,7 @@ class Reducer:
         return order
 
     def on_gradient_ready(self, p: Tensor) -> None:
-        """Hook of a parameter: backward has added to its gradient.
+        """Processes a gradient to which backward has added; a hook of each parameter.
 
         Raises:
             AssertionError: backward has run more than `backward_passes_per_step` times.
@@ -448,20 +458,21 @@ class Reducer:
             indices = torch.empty((dims, 0), dtype=torch.int64, device=p.device)
             entries = indices, p.new_empty((0, *p.shape[dims:]))
             zeros = torch.sparse_coo_tensor(*entries, p.shape, check_invariants=False)
-        # Zeros become the gradient only if another rank has one. A frozen parameter, or
-        # one that is reduced only for the sake of its group, keeps no gradient.
+        # Zeros become the gradient only if another rank has a gradient. A frozen
+        # parameter, or a parameter that is reduced only because of its group, keeps no
+        # gradient.
         if p.requires_grad and p in self._present_anywhere:
             p.grad = zeros
         return zeros
 
 
 def _queue_callback(action: Callable[[], None]) -> None:
-    """Has autograd call `action` at the end of the backward pass that is running."""
+    """Makes autograd call `action` at the end of the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def _call(owner: weakref.ref[Reducer], method: str, *arguments: object) -> None:
-    """Calls a method of a reducer that may be gone: parameters outlive optimizers."""
+    """Calls a method of a reducer if it still exists: parameters outlive optimizers."""
     if (reducer := owner()) is not None:
         getattr(reducer, method)(*arguments)
 

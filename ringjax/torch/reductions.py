@@ -69,7 +69,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`allreduce` into `tensor` itself, which is returned; not differentiable."""
+    """Reduces into `tensor` itself and returns `tensor`; not differentiable."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return run("allreduce", [tensor], name, process_set, options, in_place=True)[0]
 
@@ -88,9 +88,10 @@ def allreduce(
 
     Args:
         tensor: a tensor of the same dtype and shape on all ranks.
-        average: deprecated; True is op=Average, False is op=Sum.
+        average: a deprecated argument. True means op=Average, False means op=Sum.
         name: the name of the operation, the same on all ranks. Ranks may submit named
-            operations in any order. None: the operation gets the number of the call.
+            operations in any order. If it is None, the operation gets the number of the
+            call.
         compression: the form in which the tensor is sent, see `Compression`.
         op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers, also
             the sum that Average divides, wrap around in the dtype of the tensor.
@@ -217,8 +218,8 @@ def sparse_allreduce_async(
     def finish() -> Tensor:
         (indices, _), (values, _) = both.wait()
         values = values / process_set.size() if op == Average else values
-        # PyTorch must check the indices, because they come from other ranks: to_dense
-        # would write outside of the memory of the tensor.
+        # PyTorch must check the indices, because they come from other ranks: with wrong
+        # indices, to_dense would write outside of the memory of the tensor.
         entries = indices.t(), values
         return torch.sparse_coo_tensor(*entries, tensor.shape, check_invariants=True)
 
@@ -274,7 +275,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """`reducescatter_async` of several tensors in one operation: returns a tuple."""
+    """Submits `reducescatter` of several tensors in one operation; makes a tuple."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
     return submit("reducescatter", tensors, name, process_set, options, pick=tuple)
 

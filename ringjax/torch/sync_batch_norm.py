@@ -1,10 +1,10 @@
 """SyncBatchNorm: batch normalization over the batches of all ranks, on CPU and CUDA.
 
 References:
-    S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015.
-    T. Chan, G. Golub, R. LeVeque, Updating Formulae and a Pairwise Algorithm for
-    Computing Sample Variances, 1979. Means and variances of the ranks are combined so,
-    because a difference of sums of squares would lose digits.
+    S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015. T. Chan, G. Golub, R. LeVeque,
+    Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    This layer combines the means and variances of the ranks so, because a difference of
+    sums of squares would lose digits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: the number of channels, dimension 1 of the input.
         eps: a number that is added to the variance.
-        momentum: the weight of a new batch in the running statistics; None: they are
-            the average over all batches.
+        momentum: the weight of a new batch in the running statistics. If it is None,
+            the running statistics are the average over all batches.
         affine: whether the layer has a weight and a bias.
         track_running_stats: whether the layer keeps running statistics.
 
@@ -168,7 +168,7 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor, int]:
         var, mean = torch.var_mean(wide, _axes(x), correction=0)
     else:
         var = mean = wide.new_zeros(x.size(1))
-    # In float64, because float32 represents counts above 2**24 inexactly.
+    # Count in float64, because float32 represents counts above 2**24 inexactly.
     local = torch.cat([mean.new_tensor([count]), mean, var]).double()
     moments = allgather(local[None], name="sync_batch_norm.forward")
     counts, means, variances = moments.tensor_split([1, 1 + x.size(1)], dim=1)

@@ -29,8 +29,8 @@ class ReductionOptions:
     """How gradients are reduced.
 
     Attributes:
-        name: the name of the reduction on all ranks. With a number behind it, the name
-            of the operation on one gradient.
+        name: the name of the reduction on all ranks. This name and a number are the
+            name of the operation on one gradient.
         op: Average, Sum or Adasum.
         compression: the form in which gradients are sent.
         predivide: the argument `gradient_predivide_factor`.
@@ -47,7 +47,7 @@ class ReductionOptions:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """The factors before and after the sum; the core also divides averages."""
+        """The factors before and after the sum; for Average the core also divides."""
         if self.op != Average:
             return 1.0, 1.0
         return 1.0 / self.predivide, self.predivide
@@ -66,7 +66,7 @@ class Backend(abc.ABC):
 
     @property
     def xla_obstacle(self) -> str:
-        """Where XLA cannot compile the reduction of gradients; empty: nowhere."""
+        """The place in which XLA cannot compile the reduction, or an empty text."""
         return ""
 
     @abc.abstractmethod
@@ -84,11 +84,11 @@ class Backend(abc.ABC):
         differ.
 
         Args:
-            gradients: tensors of the backend; none is None.
+            gradients: tensors of the backend, without None.
             indices: a number for each gradient, which is the same on all ranks.
             variables: the variables to which the gradients belong.
             groups: lists of positions in `gradients`; one operation reduces a list. The
-                backend puts the other gradients together as it likes.
+                backend groups all other gradients as it chooses.
             options: how the gradients are reduced.
         """
 
@@ -103,7 +103,7 @@ class Backend(abc.ABC):
         false_fn: Callable[[], None],
         variables: Sequence[Variable],
     ) -> None:
-        """Calls one of two functions, which read and change no variables but these."""
+        """Calls one of two functions, which use no other variables than `variables`."""
         keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
@@ -163,7 +163,8 @@ class Backend(abc.ABC):
         return keras.ops.convert_to_tensor(out)
 
     def _to_host(self, value: Tensor) -> Array:
-        # A tensor first, so that the array has the dtype that the backend would choose.
+        # Make a tensor first, so that the array has the dtype that the backend would
+        # choose.
         tensor = keras.ops.convert_to_tensor(value)
         array: Array = keras.ops.convert_to_numpy(tensor)
         return array

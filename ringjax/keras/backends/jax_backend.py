@@ -1,8 +1,9 @@
 """JaxBackend: the reduction is a part of the train step that Keras compiles.
 
-The primitive is that of `ringjax.allreduce_grads`. Its sequence number is always 0. An
-optimizer that plain Keras can load has no place for one more variable, and the steps of
-a program are in order anyway, because each step needs the weights of the step before.
+The primitive is the same as in `ringjax.allreduce_grads`. Its sequence number is always
+0. An optimizer that plain Keras can load has no place for one more variable, and the
+steps of a program are in order anyway, because each step needs the weights of the step
+before.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _check_parameters(
 ) -> AllreduceState:
     """Returns the state for a reduction, after a comparison of the variables.
 
-    The steps have no numbers here, so the comparison counts its own calls.
+    Train steps of Keras have no numbers, so the comparison counts its own calls.
     """
     state, every = _initial_state(), runtime.config().check_parameters
     kept = [variable for variable in variables if isinstance(variable, keras.Variable)]

@@ -53,7 +53,7 @@ class _TensorFlowBackend(Backend):
         return reductions.allreduce(votes, op=Min, process_set=process_set) > 0
 
     def size(self, process_set: ProcessSet) -> Tensor:
-        """Returns an operation, because a graph outlives changes of the ranks."""
+        """Returns the size as an operation: a graph outlives changes of the ranks."""
         return size_op(process_set.process_set_id or 0)
 
     def is_sparse(self, gradient: Tensor) -> bool:
@@ -74,7 +74,7 @@ class _TensorFlowBackend(Backend):
         Args:
             loss: a function, or a tensor that `tape` has recorded.
             variables: variables of Keras or TensorFlow.
-            grad_loss: the gradient of the loss; None: 1.
+            grad_loss: the gradient of the loss; None means 1.
             tape: a `tf.GradientTape`; None if the loss is a function.
         """
         sources = [unwrap_variable(variable) for variable in variables]
@@ -116,7 +116,7 @@ class _TensorFlowBackend(Backend):
         return reductions.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
 
     def broadcast_global_variables(self, root_rank: int) -> object:
-        """Works in graphs of TensorFlow 1, which have a list of all variables."""
+        """Broadcasts in graphs of TensorFlow 1, which have a list of all variables."""
         return global_variables.broadcast_global_variables(root_rank)
 
 

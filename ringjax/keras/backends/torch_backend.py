@@ -19,7 +19,7 @@ from ringjax.xla import buckets
 
 
 class _TorchBackend(Backend):
-    """Reduces all gradients at once, after the backward pass."""
+    """Reduces all gradients together, after the backward pass."""
 
     name = "torch"
     compression = hvd.Compression
@@ -87,7 +87,8 @@ class _TorchBackend(Backend):
 def _memory(variables: Sequence[Variable]) -> Iterator[tuple[str, int, int]]:
     for variable in variables:
         if isinstance(variable, keras.Variable):
-            on_host = variable.value.detach().cpu().contiguous()  # mostly no copy
+            # Usually this does not copy.
+            on_host = variable.value.detach().cpu().contiguous()
             yield variable.path, on_host.data_ptr(), on_host.nbytes
 
 

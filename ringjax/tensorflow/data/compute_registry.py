@@ -26,7 +26,7 @@ ServiceAddresses: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class ComputeService(JobServer):
-    """Registers dispatchers and workers, and answers a question when it can.
+    """Registers dispatchers and workers, and replies to a question when it can.
 
     A question about a dispatcher that is not registered yet waits for its registration.
 
@@ -34,7 +34,7 @@ class ComputeService(JobServer):
         dispatchers: the number of dispatchers.
         workers_per_dispatcher: the number of workers for which a dispatcher waits.
         key: the secret that clients must know.
-        hosts: the addresses to listen on; None: all addresses of this host.
+        hosts: the addresses to listen on; None means all addresses of this host.
 
     Example:
         >>> service = ComputeService(1, 1, b"key", hosts=["127.0.0.1"])
@@ -83,7 +83,7 @@ class ComputeService(JobServer):
         return ""
 
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
-        """Registers what a client reports, and answers all questions that it can."""
+        """Registers a client's report, and replies to all questions that it settles."""
         ask, number = str(message.get("ask")), message.get("dispatcher", 0)
         if not isinstance(number, int) or not 0 <= number < self._dispatchers:
             text = f"there is no dispatcher {number!r}, there are {self._dispatchers}"
@@ -104,7 +104,7 @@ class ComputeService(JobServer):
         self._answer()
 
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """Drops the questions of a client that has gone."""
+        """Drops the questions of a client that has disconnected."""
         self._questions = [each for each in self._questions if each[0] is not session]
 
     def _answer(self) -> None:

@@ -28,8 +28,8 @@ from ringjax.tensorflow.reductions import allreduce
 from ringjax.tensorflow.tf_types import Server
 
 _service = tf.data.experimental.service
-# Seconds for the readers of a worker to end. The worker reports every second, so within
-# this time at least one report comes.
+# The seconds to wait until the readers of a worker have ended. The worker reports every
+# second, so at least one report arrives within this time.
 _STOP_TIMEOUT = 1.5
 _kept_alive: list[Server] = []
 
@@ -43,7 +43,8 @@ class TfDataServiceConfig:
 
     Attributes:
         dispatchers: the number of dispatchers: one for all ranks, or one for each rank.
-        workers_per_dispatcher: how many processes prepare data for each dispatcher.
+        workers_per_dispatcher: the number of processes that prepare data for each
+            dispatcher.
         dispatcher_side: the job that runs the dispatchers, "compute" or "training".
         addresses: the addresses of the registry.
         key: the secret of the registry.
@@ -155,8 +156,8 @@ def send_to_data_service(
         rank: this process's rank in the training job.
         size: the size of the training job; needed for `round_robin`.
         processing_mode: as for `tf.data.experimental.service.distribute`.
-        reuse_dataset: all ranks share one pass over the data.
-        round_robin: with `reuse_dataset`, the ranks take turns.
+        reuse_dataset: whether all ranks share one pass over the data.
+        round_robin: whether the ranks take turns, with `reuse_dataset`.
 
     Raises:
         RuntimeError: the training job runs the dispatchers.
@@ -250,17 +251,19 @@ def _host() -> str:
 def _stop(server: Server) -> None:
     """Stops a server; if trainers still read from it, it ends with the process.
 
-    TensorFlow's stop waits for every request, and holds Python's lock meanwhile. With
-    `round_robin`, a request never ends if another consumer of its round has gone. So
-    this function first waits until no task is left. The end of a reader becomes known
-    with the worker's next report.
+    TensorFlow's stop waits for every request, and holds Python's lock while it waits.
+    With `round_robin`, a request never ends if another consumer of its round has gone.
+    So this function first waits until no task is left. The worker's next report says
+    that a reader has ended.
     """
-    tasks = getattr(server, "_num_tasks", int)  # dispatchers have no tasks
+    # Dispatchers have no tasks, so `int()` returns 0.
+    tasks = getattr(server, "_num_tasks", int)
     end = time.monotonic() + _STOP_TIMEOUT
     while tasks() and time.monotonic() < end:
         time.sleep(0.1)
     if tasks():
-        _kept_alive.append(server)  # its destructor would stop it, too
+        # Keep the server, because its destructor would stop it, too.
+        _kept_alive.append(server)
         return
-    server._stop()  # TensorFlow has no public method for it
+    server._stop()  # TensorFlow has no public method that stops a server
     server.join()

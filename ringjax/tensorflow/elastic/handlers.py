@@ -21,7 +21,8 @@ class VariablesHandler(StateHandler):
     Args:
         value: an attribute of the state.
         variables: returns the variables of that attribute, always equally many.
-        session: runs the TensorFlow 1 graph of the variables; None: eager execution.
+        session: runs the TensorFlow 1 graph of the variables; None with eager
+            execution.
     """
 
     def __init__(

@@ -57,6 +57,7 @@ from ringjax.tensorflow.keras import elastic as elastic
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Compression":  # the backend has its own
+    # Each backend has a class of its own.
+    if name == "Compression":
         return _keras.Compression
     raise AttributeError(f"module 'ringjax.tensorflow.keras' has no attribute {name!r}")

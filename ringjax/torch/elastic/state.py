@@ -52,7 +52,7 @@ class SchedulerStateHandler(TorchStateHandler):
     """Handles a scheduler of the learning rate."""
 
 
-# Pairs of a type and the class of its handler.
+# The pairs of a type and the class of its handler.
 Registry: TypeAlias = list[tuple[type, type[StateHandler]]]
 
 _handler_registry: Registry = [
