@@ -1,8 +1,8 @@
 """Compares allreduce of ringjax with its peers: `python -m benchmarks.allreduce`.
 
-All peers are started at once and take turns: each round asks every variant for a short
-burst, so that what else the machine does meets all of them alike. The limit is one of
-them. What is called, is in peers/; how to read the table, in README.md.
+All peers are started together and take turns: each round requests a short burst of
+every variant, so that other work of the machine slows all variants equally. The limit
+is one of the peers. The calls are in peers/, and README.md explains the table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def show(case: Case, ranks: int, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs everything, prints the tables and writes the JSON file."""
+    """Runs all cases, prints the tables and writes the JSON file."""
     options = parse(words)
     print("# times in us, algbw and busbw in GB/s; see benchmarks/README.md")
     rows, whole = session.run(options, cases, show)

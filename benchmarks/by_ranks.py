@@ -1,8 +1,9 @@
 """Time and memory against the ranks of one host: `python -m benchmarks.by_ranks`.
 
-Times are those of `benchmarks.collectives`, which takes the same options; start-up and
-memory those of `benchmarks.hosts.many_ranks`. What the picture in docs/ shows of both
-is written to docs/pictures/ranks.json; `python docs/pictures/draw.py` draws it.
+`benchmarks.collectives`, which has the same options, measures the times, and
+`benchmarks.hosts.many_ranks` measures start-up and memory. The numbers for the picture
+in docs/ are written to docs/pictures/ranks.json; `python docs/pictures/draw.py` draws
+the picture.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from benchmarks.hosts import many_ranks
 DEFAULTS = "-np 2,3,4,8,16,32 --sizes 4K 1M 16M --peers limit ringjax --rounds 5"
 DEFAULTS += " --json build/benchmarks/by_ranks.json"
 DATA = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "ranks.json"
-PATIENCE = 600.0  # seconds for a job that only starts and looks at its memory
+# Seconds until a job that only starts and measures its memory has failed.
+PATIENCE = 600.0
 Row = dict[str, Any]
 
 
 def times(rows: Sequence[Row]) -> list[Row]:
-    """Microseconds of ringjax and the limit, by collective, nominal size and ranks."""
+    """Returns microseconds of ringjax and the limit, by collective, size and ranks."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["ranks"], row["case"]), []).append(row)
@@ -47,16 +49,16 @@ def times(rows: Sequence[Row]) -> list[Row]:
 
 
 def memory(row: Row) -> Row:
-    """The columns of a row of many_ranks.py that the picture shows."""
+    """Returns the columns of a row of many_ranks.py that the picture shows."""
     names = ("init s", "init MiB/rank", "shared MiB", "descriptors")
     return {"ranks": row["ranks"]} | {n: float(f"{row[n]:.4g}") for n in names}
 
 
 def write(data: Row) -> None:
-    """Puts it into DATA, a line for each point.
+    """Writes the points into DATA, a line for each point.
 
-    What is there of other numbers of ranks stays, if it is of this machine: many ranks
-    take long, and may be measured apart.
+    Points of this machine with other numbers of ranks stay, because many ranks need
+    much time and may be measured separately.
     """
     old = json.loads(DATA.read_text()) if DATA.exists() else {}
     measured = {row["ranks"] for row in data["memory"]}
@@ -69,7 +71,7 @@ def write(data: Row) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures both, prints the tables and writes the data of the picture."""
+    """Measures times and memory, prints tables and writes the picture's data."""
     given = sys.argv[1:] if words is None else words
     options = collectives.parse([*DEFAULTS.split(), *given])
     rows, whole = session.run(options, collectives.cases, collectives.show)

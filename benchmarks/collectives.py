@@ -1,8 +1,8 @@
 """All collectives of all peers in one table: `python -m benchmarks.collectives`.
 
-The peers take turns as in allreduce.py, each in the one way that leaves least to copy;
-only the limit has several, of which the best counts.
-How to read the table: README.md.
+The peers take turns as in allreduce.py. Each peer has one variant, which copies least.
+Only the limit has several variants, of which the best counts. README.md explains the
+table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers.table import MPI, PEERS
 # Ranks of these peers give the very array that the harness has made.
 FRESH = ["ringjax", *MPI]
 NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
-# ringjax's own over TCP is slower than all that share memory.
+# ringjax over TCP is slower than all peers that share memory.
 USUAL = [name for name in NAMES if PEERS[name].usual and name != "ringjax-tcp"]
 SIZES = (4 * KIB, 64 * KIB, MIB, 64 * MIB)
 QUICK = {"ranks": [2], "sizes": [4 * KIB, MIB], "rounds": 2, "seconds": 0.01}
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; ends the process with a message if they are wrong."""
+    """Parses the options. Ends the process with a message if they are wrong."""
     p = argparse.ArgumentParser(
         prog="benchmarks.collectives",
         description="Compares all collectives of ringjax with those of its peers.",
@@ -73,7 +73,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """The cases for so many ranks; each rank has a whole number of floats."""
+    """Returns the cases for `ranks` ranks; each rank has a whole number of floats."""
     return [
         Case(
             f"{name}, {bytes_text(size)}",
@@ -88,12 +88,12 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
 
 
 def rounds_of(row: Row) -> list[float]:
-    """The median of each round, in microseconds."""
+    """Returns the median of each round, in microseconds."""
     return [statistics.median(batches) for batches in row["rounds_us"]]
 
 
 def best(rows: Sequence[Row]) -> dict[str, Row]:
-    """By peer, of its variants that with the fastest round, as in turns.compare."""
+    """Returns the variant with the fastest round of each peer, like turns.compare."""
     found: dict[str, Row] = {}
     for row in rows:
         other = found.get(row["peer"])
@@ -103,7 +103,7 @@ def best(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def cell(row: Row, mpi: Row | None) -> str:
-    """Microseconds, their spread over the rounds, and the ratio to the best MPI."""
+    """Formats microseconds, the spread over rounds, and the ratio to the best MPI."""
     times = rounds_of(row)
     text = spread(times, 0 if min(times) >= 1000 else 1)
     if mpi is None:
@@ -112,9 +112,10 @@ def cell(row: Row, mpi: Row | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows of one number of ranks: a line for each case, a column for each peer.
+    """Formats the rows of one number of ranks: a line per case, a column per peer.
 
-    With the limit there is one more: the share of it that ringjax reaches.
+    If the limit was measured, a further column has the share of it that ringjax
+    reaches.
     """
     lines: dict[str, list[Row]] = {}
     for row in rows:
@@ -145,7 +146,7 @@ def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs everything, prints a table by number of ranks and writes the JSON file."""
+    """Runs all cases, prints a table by number of ranks and writes the JSON file."""
     options = parse(words)
     rows, whole = session.run(options, cases, show)
     for ranks in options.ranks:

@@ -1,10 +1,10 @@
 """The cost of a lost replica, next to peers: `python -m benchmarks.elastic.losses`.
 
 Jobs of some replicas train the same model (losses_rank.py), and one process is killed
-at a random moment (kill -9). Peers take turns, a job each in every round. ringrun
-starts another process by itself; for torchft this benchmark does, at once; plain JAX
-ends, and all of it is started anew. Samples are added to those in the file of --json,
-so that a campaign may be cut into parts.
+at a random moment (kill -9). Peers take turns: every round has one job of each peer.
+ringrun itself starts another process. For torchft this benchmark immediately starts
+another process. A job of plain JAX ends, and is started again. New samples are added to
+the samples in the file of --json, so that a campaign may have several parts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, Self
 from benchmarks.harness.launchers import PEERS_FOLDER
 
 PROGRAM = Path(__file__).with_name("losses_rank.py")
-PATIENCE = 150.0  # seconds until what does not end, or does not come, is given up
-STEPS = 30  # all replicas make so many together before the next one is killed
+PATIENCE = 150.0  # seconds until a job that does not progress has failed
+STEPS = 30  # steps of all replicas together before the next kill
 
 
 @dataclass
@@ -60,11 +60,12 @@ class Trace:
 
 
 class Job(ABC):
-    """A job of a peer, which ends with this context.
+    """A job of a peer, which is ended with this context.
 
     Args:
-      replicas: how many; each has `processes` with so many `devices`.
-      folder: an empty one.
+      replicas: number of replicas, of `processes` processes with `devices` devices
+        each.
+      folder: an empty folder.
     """
 
     processes = devices = 1
@@ -94,10 +95,10 @@ class Job(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Starts it."""
+        """Starts the job."""
 
     def killed(self, victim: str) -> float | None:
-        """Does what an operator does; the time of the end if the job has ended."""
+        """Reacts to a kill as an operator; returns the time if the job has ended."""
         return None
 
     def spawn(self, name: str, words: Sequence[object], **env: object) -> None:
@@ -118,14 +119,14 @@ class Job(ABC):
             )
 
     def traces(self) -> list[Trace]:
-        """The traces of all processes that the job has had."""
+        """Returns the traces of all processes that the job has had."""
         return [Trace.read(path) for path in self._folder.glob("*.log")]
 
     def together(self, since: float, steps: int = 1) -> list[Trace]:
-        """Waits until all replicas have made so many steps; those that did.
+        """Waits until all replicas have made so many steps; returns their traces.
 
         Raises:
-          RuntimeError: they do not come.
+          RuntimeError: the steps are not made in time.
         """
 
         def whole(trace: Trace) -> int:
@@ -136,13 +137,13 @@ class Job(ABC):
             found = [trace for trace in self.traces() if whole(trace) >= steps]
             if len(found) >= self.replicas * self.processes:
                 return found
-            time.sleep(0.05)  # files of other processes: nobody tells when they grow
+            time.sleep(0.05)  # no event reports that the files of other processes grow
         said = [path.read_text()[-2000:] for path in self._folder.glob("*.out")]
         raise RuntimeError("\n".join([f"{self}: does not train", *said]))
 
 
 class Ringjax(Job):
-    """By ringrun, which replaces whom it loses."""
+    """A job of ringrun, which replaces lost processes."""
 
     def __init__(self, processes: int, devices: int, *job: Any) -> None:
         super().__init__(*job)
@@ -156,7 +157,7 @@ class Ringjax(Job):
 
 
 class Jax(Job):
-    """One program over all devices."""
+    """A job of plain JAX, with one program over all devices."""
 
     devices = 4
 
@@ -191,7 +192,7 @@ class Jax(Job):
 
 
 class Torchft(Job):
-    """A lighthouse, and a process for each replica."""
+    """A job of torchft: a lighthouse, and a process for each replica."""
 
     python = PEERS_FOLDER / "torchft" / "bin" / "python"
 
@@ -238,16 +239,16 @@ def _free_port() -> int:
 
 
 def lose(job: Job, chance: random.Random) -> dict[str, float | None]:
-    """Kills a process of a job that trains; what that costs, in seconds."""
+    """Kills a process of a job that trains; returns the costs in seconds."""
     began = time.monotonic()
     training = job.together(began, STEPS)
-    time.sleep(chance.uniform(0.05, 0.5))  # at any moment of a step
+    time.sleep(chance.uniform(0.05, 0.5))  # the kill may happen at any moment of a step
     victim = chance.choice(training)
     kill = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     ended = job.killed(victim.name)
     whole = job.together(kill)
-    time.sleep(0.5)  # so that what comes after is told, too
+    time.sleep(0.5)  # the traces then contain steps after the recovery
     traces = {trace.name: trace for trace in job.traces()}
     before = [when for when, _, _ in traces[victim.name].steps if began < when < kill]
     back = max(
@@ -307,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table(samples: dict[str, list[dict[str, float | None]]]) -> str:
-    """Medians over kills, in brackets the least and the greatest; then p99."""
+    """Formats medians over kills, with the range in brackets, and the p99."""
     lines = []
     for name, found in sorted(samples.items()):
         lines.append(f"{name}, {len(found)} kills")

@@ -1,10 +1,11 @@
 """A process of losses.py: trains together with others until it is killed.
 
-`python losses_rank.py PEER`; the environment says the rest. What it trains is the same
-everywhere: four dense layers, 256 wide (1 MiB of gradients), by Adam, on 32 samples for
-each replica. It writes a line for each step that is finished or given up, by the clock
-that all processes of a machine share. Imports nothing of the benchmark: the Python of
-a peer has its own packages.
+The command is `python losses_rank.py PEER`, with more options in the environment. All
+peers train the same model: four dense layers, 256 wide (1 MiB of gradients), by Adam,
+on 32 samples for each replica. The process writes a line for each step that has
+succeeded or failed, with the time of the clock that all processes of a machine share.
+The file imports nothing of the benchmark, because the Python of a peer has its own
+packages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAYERS, WIDTH, SAMPLES = 4, 256, 32
 
 
 class Log:
-    """The lines of this process, in a file by its name."""
+    """The lines of this process, in a file with its name."""
 
     def __init__(self, name: str) -> None:
         path = Path(os.environ["LOSSES_FOLDER"], f"{name}.log")
@@ -29,16 +30,16 @@ class Log:
         self.write("pid", os.getpid())
 
     def write(self, *words: object) -> None:
-        """One line, at once: there is no time to close the file."""
+        """Writes a line immediately, because a killed process cannot close the file."""
         os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
 
     def step(self, number: int, replicas: int) -> None:
-        """Step `number`, which so many replicas made, ends now."""
+        """Records that step `number`, which `replicas` replicas made, ends now."""
         self.write("step", number, time.monotonic(), replicas)
 
 
 def ringjax_main() -> None:
-    """A replica is a process with its devices, or a group of processes."""
+    """Trains with ringjax. A replica is a process, or a group of processes."""
     import jax
     import optax
 
@@ -68,7 +69,7 @@ def ringjax_main() -> None:
 
 
 def jax_main() -> None:
-    """One program over the devices of all processes; a replica is one of them."""
+    """Trains with one program over the devices of all processes, the replicas."""
     import jax
     import optax
 
@@ -100,13 +101,13 @@ def _auto(jax: Any) -> Any:
 
 
 def prepare_jax(jax: Any) -> None:
-    """So many devices, and programs are waited for."""
+    """Configures JAX: number of devices, and no asynchronous dispatch."""
     jax.config.update("jax_num_cpu_devices", int(os.environ["LOSSES_DEVICES"]))
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def jax_step(jax: Any, tx: Any, mesh: Any) -> tuple[Any, Any, Any]:
-    """Parameters and optimizer state in shards, and the compiled step."""
+    """Returns parameters and optimizer state in shards, and the compiled step."""
     import jax.numpy as jnp
     import optax
     from jax.sharding import NamedSharding
@@ -137,7 +138,7 @@ def jax_step(jax: Any, tx: Any, mesh: Any) -> tuple[Any, Any, Any]:
 
 
 def jax_batch(jax: Any, mesh: Any, replica: int, replicas: int, axes: Any) -> Any:
-    """The samples of this replica, within those of so many."""
+    """Returns a global batch with the samples of this replica."""
     import numpy as np
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -145,17 +146,19 @@ def jax_batch(jax: Any, mesh: Any, replica: int, replicas: int, axes: Any) -> An
     def rows(index: Any) -> Any:
         rng = np.random.default_rng(replica)
         own = rng.normal(size=(SAMPLES, WIDTH)).astype("f4")
-        return np.tile(own, (replicas, 1))[index]  # others' rows are never asked for
+        # JAX never requests the rows of other replicas.
+        return np.tile(own, (replicas, 1))[index]
 
     where = NamedSharding(mesh, P(axes))
     return jax.make_array_from_callback((SAMPLES * replicas, WIDTH), where, rows)
 
 
 def torchft_main() -> None:
-    """A replica is a process with one device.
+    """Trains with torchft. A replica is a process with one device.
 
-    As in torchft's train_ddp.py, but for its DistributedDataParallel: the hook of 0.2.0
-    ends the survivors by an assertion if the loss shows while it waits.
+    The code follows torchft's train_ddp.py, but without DistributedDataParallel: the
+    hook of 0.2.0 ends the survivors by an assertion if a loss is detected while the
+    hook waits.
     """
     import torch
     import torchft

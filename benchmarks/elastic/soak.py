@@ -1,10 +1,11 @@
 """Hours of chaos: `python -m benchmarks.elastic.soak --hours 8`, or `make soak`.
 
-Workers of an elastic job are killed, frozen, slowed and sent away at random moments
-while it trains, and strangers come to its doors. At the end all steps are computed
-again in one process (tests/chaos/deeds.py), and no process may have grown
-(tests/support/growth.py); for that, one worker at a time is left in peace for some
-minutes. Prints a line a minute and, at the end, how long recoveries took.
+Workers of an elastic job are killed, frozen, slowed and asked to leave at random
+moments while the job trains, and strangers connect to its ports. At the end all steps
+are computed again in one process (tests/chaos/deeds.py), and no process may have grown
+(tests/support/growth.py). To measure growth, one worker at a time is not disturbed for
+some minutes. The program prints a line each minute and, at the end, the durations of
+recoveries.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
 from support.growth import Growth  # noqa: E402
 from support.launch import Job, StartJob  # noqa: E402
 
-SEATS = 2000  # a worker that leaves gives up its seat
-PEACE = 300.0  # seconds that one worker is left alone
-PART = 10.0  # seconds between two looks at memory and descriptors
-EDGES = (10, 20, 50, 100, 200, 300, 500, 1000, 2000, 5000)  # ms
+SEATS = 2000  # slots of the host; a worker that leaves does not return its slot
+PEACE = 300.0  # seconds for which one worker is not disturbed
+PART = 10.0  # seconds between two measurements of memory and descriptors
+EDGES = (10, 20, 50, 100, 200, 300, 500, 1000, 2000, 5000)  # bucket ends in ms
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs it and says what came out."""
+    """Runs the soak test and prints the report."""
     options = parse(arguments)
     with (
         tempfile.TemporaryDirectory(prefix="ringjax-soak-") as name,
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
-    """The hours; until so many failures, if that is asked for."""
+    """Disturbs the job for some hours, or until a number of failures."""
     chance = random.Random(options.seed)
     growth = Growth(chaos.job.id, peers=options.np - 1)
     chaos.wait_for(options.np)
@@ -110,7 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def jobs(folder: str) -> Iterator[StartJob]:
-    """Starts jobs as the fixture of the tests does, and ends them."""
+    """Yields a function that starts jobs; ends all jobs afterwards."""
     started: list[Job] = []
 
     def start(
@@ -131,7 +132,7 @@ def jobs(folder: str) -> Iterator[StartJob]:
 
 
 def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:
-    """The failures, the steps, and how long recoveries took, as text."""
+    """Formats the failures, the steps, and the durations of recoveries."""
     samples = [1e3 * seconds for seconds in verdict.recoveries]
     lines = [
         f"{failures} failures: {deeds}",

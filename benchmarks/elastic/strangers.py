@@ -1,8 +1,8 @@
 """The cost of a siege for a job: `python -m benchmarks.elastic.strangers`.
 
-Strangers visit every door of a static job, which trains on, in turns with times of
-peace; see tests/support/strangers.py for what they do. They run on this machine, at the
-lowest priority; what they take of its cores is in the numbers all the same.
+Strangers connect to every port of a static job that trains, in turns with times without
+strangers; see tests/support/strangers.py for their actions. The strangers run on this
+machine, at the lowest priority, so the numbers include the CPU time of the strangers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(strangers.besiege(*sys.argv[1:3], *map(float, sys.argv[3:])))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints steps a second in peace and under siege, and what the siege was."""
+    """Prints steps per second without and with strangers, and what strangers did."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.strangers")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of one turn")
@@ -82,7 +82,7 @@ def rate(lines: Path, seconds: float) -> float:
 
 
 def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Popen[str]:
-    """Strangers in a process of their own."""
+    """Runs the strangers in a process of their own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.Popen(
         [
@@ -104,7 +104,7 @@ def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Pope
 
 
 def name_of(pid: int) -> str:
-    """The id of a rank's job, which every user of the host may read."""
+    """Returns the id of a rank's job, which every user of the host may read."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     (found,) = [v for v in variables if v.startswith(b"RINGJAX_JOB=")]
     return found.partition(b"=")[2].decode()

@@ -1,8 +1,8 @@
 """Builds and installs this checkout where there may be no network: into a folder.
 
-pyproject.toml pins the tools that build a wheel, and one of them only writes the text
-for the package index. A machine without network has other versions and may lack that
-one, so CMake is called directly. An installed ringjax (`make gpu-check
+pyproject.toml pins the tools that build a wheel, and one tool only writes the text for
+the package index. A machine without network has other versions and may lack that tool,
+so CMake is called directly. An installed ringjax (`make gpu-check
 GPU_PYTHON=.venv/bin/python`) is used as it is.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.gpu.section import missing, section
 
 ROOT = Path(__file__).resolve().parents[2]
-# import name -> how pip calls it
+# import name -> name of the package for pip
 TOOLS = {
     "nanobind": "nanobind>=2.4",
     "jaxlib": "jaxlib (XLA's FFI headers)",
@@ -33,7 +33,7 @@ EXAMPLES = ("flax", "sklearn", "hypothesis")
 
 
 def programs_missing() -> list[str]:
-    """Programs that are neither on PATH nor in this Python's folder."""
+    """Returns programs that are neither on PATH nor in this Python's folder."""
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
     names = [n for n in PROGRAMS if shutil.which(n, path=path) is None]
@@ -43,14 +43,14 @@ def programs_missing() -> list[str]:
 
 
 def without_checkout(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without this checkout on Python's path, where it hides what was built."""
+    """Removes this checkout from Python's path, where it hides the built ringjax."""
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [p for p in paths if p and Path(p).resolve() != ROOT]
     return {**environ, "PYTHONPATH": os.pathsep.join(kept)}
 
 
 def installed() -> str:
-    """Where an installed ringjax is; nothing if there is only the checkout."""
+    """Returns the folder of an installed ringjax; empty for a bare checkout."""
     code = "import ringjax._native as n; print(n.__file__)"
     env = without_checkout(os.environ)
     found = subprocess.run(
@@ -66,7 +66,7 @@ def installed() -> str:
 
 
 def commands(site: Path, work: Path) -> list[list[str]]:
-    """Configure, build, install: what scikit-build-core would call."""
+    """Returns the commands of scikit-build-core: configure, build, install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     options = {
         "CMAKE_INSTALL_PREFIX": site,
@@ -82,7 +82,7 @@ def commands(site: Path, work: Path) -> list[list[str]]:
 
 
 def environment() -> dict[str, str]:
-    """All cores, and the programs that pip has put beside this Python."""
+    """Returns an environment with all cores, and with programs next to this Python."""
     beside = str(Path(sys.executable).parent)
     cores = str(len(os.sched_getaffinity(0)))
     return {
@@ -93,7 +93,7 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Builds, unless ringjax is installed; says which tools are missing."""
+    """Builds ringjax unless it is installed. Prints which tools are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)

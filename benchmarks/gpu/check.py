@@ -1,8 +1,8 @@
-"""Everything that only a GPU can answer, in one run: `make gpu-check`.
+"""All checks that need a GPU, in one run: `make gpu-check`.
 
-Builds ringjax, then runs each section in a process of its own with a time limit: one
-that fails or hangs is reported and does not stop the others. What a section does is in
-the other files here; what it means and what to do with the tables, in README.md.
+Builds ringjax, then runs each section in a process of its own with a time limit. A
+section that fails or hangs is reported and does not stop the other sections. The other
+files in this folder are the sections, and README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from benchmarks.gpu import driver
 from benchmarks.gpu.report import markdown_table, text_table
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 470.0  # for everything
-TAIL = 3000  # characters of the log of a section that failed, on the terminal
-LOG = 1_000_000  # and of any section in log.txt
+SECONDS = 470.0  # time limit for all sections together
+TAIL = 3000  # last characters of a failed section's log to print
+LOG = 1_000_000  # last characters of any section's log in log.txt
 # No traces of another launcher, and no settings of ringjax but those of the section.
 _FOREIGN = ("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 # Which compiler makes the device code, and which NCCL is loaded.
@@ -40,12 +40,12 @@ class Section:
 
     Attributes:
       words: the arguments of Python; {work}, {site} and {seconds} are replaced.
-      limit: seconds.
-      least: seconds that earlier sections leave to it, if there is enough for all.
-      dry: the words for a dry run on the CPU; None: not possible there.
-      needs_build: whether it imports ringjax.
-      needs_gpu: whether it makes no sense without a device.
-      env: variables added.
+      limit: time limit in seconds.
+      least: seconds that earlier sections leave to this section, if possible.
+      dry: the words for a dry run on the CPU; None if there is no dry run.
+      needs_build: whether the section imports ringjax.
+      needs_gpu: whether the section needs a device.
+      env: additional variables.
     """
 
     name: str
@@ -82,7 +82,8 @@ SECTIONS = (
         (*_PYTEST, "--timeout=60", str(ROOT / "tests" / "gpu")),
         110,
         dry=(*_PYTEST, str(ROOT / "tests" / "gpu")),
-        # Correctness alone: choosing the fastest matrix product takes longer than it.
+        # The section only checks results, and autotuning matrix products would need
+        # more time.
         env={"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
         least=30,
     ),
@@ -131,7 +132,7 @@ class Outcome:
 
     @property
     def bad(self) -> bool:
-        """Whether the whole check failed because of it."""
+        """Whether this section makes the whole check fail."""
         return self.status != "ok"
 
 
@@ -142,7 +143,7 @@ def run_section(
     env: Mapping[str, str],
     folder: Path,
 ) -> Outcome:
-    """Runs one section to its end, or ends it with all its processes at its limit."""
+    """Runs one section, and ends all its processes at the time limit."""
     stem = "".join(c if c.isalnum() else "-" for c in section.name)
     result, log = folder / f"{stem}.json", folder / f"{stem}.log"
     result.unlink(missing_ok=True)
@@ -162,16 +163,17 @@ def run_section(
             process.wait(limit)
         except subprocess.TimeoutExpired:
             late = True
-            _signal(process, signal.SIGABRT, group=False)  # writes the stacks
+            # SIGABRT makes faulthandler write the stacks.
+            _signal(process, signal.SIGABRT, group=False)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(3)
-        finally:  # also what it has left behind, and after Ctrl-C
+        finally:  # end left-over processes, also after Ctrl-C
             _signal(process, signal.SIGKILL, group=True)
             process.wait()
     outcome = Outcome(section.name, "ok", time.monotonic() - started)
     with contextlib.suppress(OSError, ValueError):
         outcome.report = json.loads(result.read_text())
-    if not outcome.report:  # pytest says it in its last line
+    if not outcome.report:  # the outcome is in the last line of pytest
         said = log.read_text(errors="replace").strip().splitlines()
         outcome.why = said[-1][:200] if said else ""
     if late:
@@ -193,15 +195,16 @@ def _signal(process: subprocess.Popen[bytes], number: int, *, group: bool) -> No
 
 
 def environment(site: Path, dry: bool) -> dict[str, str]:
-    """The environment of a section: the ringjax that was built, then the checkout.
+    """Returns the environment of a section: the built ringjax, then the checkout.
 
-    Python runs with -P and the checkout stands behind, because its own folder ringjax
-    has no native module.
+    Python runs with -P and the checkout is last on the path, because the folder ringjax
+    of the checkout has no native module.
     """
     env = {
         k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_FOREIGN)
     }
-    given = env.get("PYTHONPATH", "").split(os.pathsep)  # a wheel may lie there
+    # PYTHONPATH may contain a wheel.
+    given = env.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(site)] if (site / "ringjax").is_dir() else []
     paths += [*(p for p in given if p not in ("", str(ROOT))), str(ROOT)]
     return {
@@ -209,15 +212,15 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        # A CUDA that does not start must not turn into a test of the CPU.
+        # If CUDA does not start, JAX must fail and not use the CPU.
         "JAX_PLATFORMS": "cpu" if dry else "cuda",
     }
 
 
 def limit_of(section: Section, left: float, later: Sequence[Section]) -> float:
-    """Its own limit, or less, so that every later section keeps some time.
+    """Returns the section's limit, or less, so that later sections keep some time.
 
-    Where there is not enough for all, those that come first have what they need least.
+    If there is not enough time for all sections, earlier sections have priority.
     """
     spare = left - sum(other.least for other in later)
     return min(section.limit, left, max(section.least, spare))
@@ -251,9 +254,10 @@ def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcom
         if reason:
             outcome = Outcome(section.name, "not run", why=reason)
         else:
-            assert words is not None  # a dry run has left those out
+            assert words is not None  # a dry run omits sections without words
             print(f"{section.name}: up to {limit:.0f} s …", flush=True)
-            seconds = f"{max(limit - 8, 1):.0f}"  # to end by itself, with its tables
+            # The section then ends itself and writes its tables.
+            seconds = f"{max(limit - 8, 1):.0f}"
             places = {"work": str(work), "site": str(site), "seconds": seconds}
             env = environment(site, options.dry_run)
             env |= {k: v.format(**places) for k, v in section.env.items()}
@@ -280,7 +284,7 @@ def _tell(outcome: Outcome, folder: Path, elapsed: float) -> None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The first table: how every section ended."""
+    """Formats the first table, with the outcome of every section."""
     rows = [
         [o.name, o.status, f"{o.seconds:.1f}", o.why.splitlines()[0] if o.why else ""]
         for o in outcomes
@@ -292,7 +296,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def tables(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Every table of every section, the summary last: it is what a short log keeps."""
+    """Formats the tables of all sections. The summary is last."""
     found = [t for o in outcomes for t in o.report.get("tables", [])]
     return [*found, summary(outcomes)]
 
@@ -339,7 +343,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the check; 0 if every section did."""
+    """Runs the check. Returns 0 if every section succeeded."""
     options = parse(words)
     chosen = [
         s

@@ -1,7 +1,7 @@
 """The CUDA driver through ctypes: memory, events and copies, without any framework.
 
-So that bandwidth can be measured where neither torch nor cupy is installed, and with
-nothing else on the device. Only what the benchmarks and tests/gpu need.
+With this module bandwidth can be measured without torch and cupy, and with nothing else
+on the device. The module has only functions that the benchmarks and tests/gpu need.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-ALIGNMENT = 256  # XLA's allocator aligns every buffer so
-# All other functions take and return ints only.
+ALIGNMENT = 256  # bytes to which XLA's allocator aligns every buffer
+# All other functions have only int arguments and results.
 _U64, _SIZE, _PTR = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 _FUNCTIONS: dict[str, Sequence[Any]] = {
     "cuInit": (ctypes.c_uint,),
@@ -56,7 +56,7 @@ def _library() -> Any:
 
 
 def count_devices() -> tuple[int, str]:
-    """How many devices there are, and if none, why."""
+    """Returns the number of devices, and the reason if there is no device."""
     try:
         library = _library()
     except DriverError as error:
@@ -72,7 +72,7 @@ def count_devices() -> tuple[int, str]:
 
 
 class Device:
-    """One device: its primary context, current on this thread, and one stream.
+    """A device: its primary context, current on this thread, and one stream.
 
     Attributes:
       stream: a non-blocking stream, as an integer.
@@ -93,7 +93,7 @@ class Device:
         self.name = name.value.decode()
 
     def free_bytes(self) -> int:
-        """Memory that is free, or 0 if the driver does not tell."""
+        """Returns the bytes of free memory, or 0 if the driver does not report them."""
         function = getattr(self._cuda, "cuMemGetInfo_v2", None)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         if function is None or function(ctypes.byref(free), ctypes.byref(total)):
@@ -116,11 +116,11 @@ class Device:
             self.release(pointer)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """A copy within the device, on the stream."""
+        """Copies within the device, on the stream."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, size, self.stream)
 
     def fill(self, target: int, word: int, size: int) -> None:
-        """Fills with a 32-bit word, on the stream."""
+        """Fills memory with a 32-bit word, on the stream."""
         self._call("cuMemsetD32Async", target, word, size // 4, self.stream)
 
     def upload(self, target: int, values: np.ndarray[Any, Any]) -> None:
@@ -138,7 +138,7 @@ class Device:
         self.synchronize()
 
     def event(self) -> int:
-        """A new event with timing, as an integer."""
+        """Returns a new event with timing, as an integer."""
         event = _PTR()
         self._call("cuEventCreate", ctypes.byref(event), 0)
         return event.value or 0

@@ -1,7 +1,7 @@
-"""An elastic job on one GPU: a worker is killed, the job goes on, another one joins.
+"""An elastic job on one GPU: a worker is killed, the job continues, a worker joins.
 
-Two ranks share the device, as in ranks.py: what they compute counts, and so do the
-seconds of a recovery, in which nothing but connecting takes long.
+Two ranks share the device, as in ranks.py. The benchmark checks results and measures
+recoveries, in which only connecting takes long.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from benchmarks.gpu.ranks import LegError, end
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import section
 
-LIMIT = 60.0  # seconds for all of it
+LIMIT = 60.0  # time limit of the section in seconds
 
 
 class Story:
-    """A job of two workers; `lines` are what they have written."""
+    """A job of two workers; `lines` has the lines of their output."""
 
     def __init__(self, folder: Path, limit: float) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -53,10 +53,10 @@ class Story:
         return found
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Waits until something is so.
+        """Waits until a condition is true.
 
         Raises:
-          LegError: it is not in time, or the job has ended.
+          LegError: the condition is not true in time, or the job has ended.
         """
         while not done():
             ended = self.process.poll() is not None and not done()
@@ -67,10 +67,10 @@ class Story:
 
 
 def tell(folder: Path, limit: float) -> dict[str, Any]:
-    """Returns the seconds of a recovery and of a join, and what the ranks ended with.
+    """Returns the seconds of a recovery and of a join, and the results of the ranks.
 
     Raises:
-      LegError: the job did not go on, or came to something else than it should.
+      LegError: the job did not continue, or has a wrong result.
     """
     story = Story(folder, limit)
     try:
@@ -105,7 +105,7 @@ def tell(folder: Path, limit: float) -> dict[str, Any]:
 
 
 def check(report: Report, found: dict[str, Any]) -> None:
-    """Makes a table, and failures of what is wrong."""
+    """Makes a table, and a failure for each wrong value."""
     ends = found["ends"]
     platforms = "/".join(sorted({line["platform"] for line in ends}))
     report.table(f"An elastic job, 2 ranks on {platforms}", "what", "result")

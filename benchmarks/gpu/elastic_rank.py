@@ -1,7 +1,8 @@
 """One worker of an elastic job on a GPU: trains until FOLDER/stop exists.
 
-Started by elastic.py under ringrun. The gradients are powers of two, so that the
-parameters tell whose values are in them. Writes one line of JSON for each commit.
+elastic.py starts this program under ringrun. The gradients are powers of two, so that
+the parameters show which ranks have contributed. The worker writes one line of JSON for
+each commit.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import optax  # noqa: E402
 import ringjax  # noqa: E402
 from benchmarks.gpu.section import device_communicator  # noqa: E402
 
-SIZES = {"small": 5, "large": 1 << 19}  # one is packed, one reduced where it is
-PLACES = 16  # for workers
+SIZES = {"small": 5, "large": 1 << 19}  # small is packed, large is reduced in place
+PLACES = 16  # most workers
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     ringjax.init()
     tx = optax.chain(ringjax.allreduce_grads(ringjax.Sum), optax.sgd(1.0))
     zeros = {name: jnp.zeros(size, jnp.float32) for name, size in SIZES.items()}
-    # How often which worker took part travels with the gradients.
+    # The number of contributions of each worker travels with the gradients.
     params = {**zeros, "who": jnp.zeros(PLACES), "stop": jnp.zeros(())}
     state = ringjax.elastic.State(params=params, opt=tx.init(params), step=0)
 

@@ -1,4 +1,4 @@
-"""The examples, run to their end on one rank as a user runs them: do they learn?
+"""Runs the examples on one rank, as a user runs them, and checks that they learn.
 
 Speeds are shown as the examples print them, without a target.
 """
@@ -16,7 +16,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import section
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LIMIT = 40  # seconds for one
+LIMIT = 40  # time limit of an example in seconds
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ RUNS = (
 
 
 def try_example(report: Report, example: Example) -> None:
-    """Runs one example and looks at what it has reached."""
+    """Runs one example and checks the number in its output."""
     command = [sys.executable, "-P", str(EXAMPLES / example.script), *example.words]
     name = " ".join([example.script, *example.words])
     print(f"== {name}", flush=True)

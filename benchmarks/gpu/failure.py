@@ -1,8 +1,8 @@
-"""One rank of the story of a loss: train, lose the last rank, go on without it.
+"""One rank of a job that loses its last rank and continues without that rank.
 
-Started by ranks.py without ringrun, which would end a job that has lost a rank.
-The survivors must get an error that names the lost one, leave, meet again as a smaller
-world and train on. What they print, the parent reads.
+ranks.py starts this program without ringrun, which would end a job that has lost a
+rank. The survivors must get an error that names the lost rank, leave, form a smaller
+world and continue to train. The parent reads their output.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import ringjax  # noqa: E402
 
 
 def tell(text: str) -> None:
-    """A line that the parent waits for; whole, also between other output."""
+    """Prints a line for which the parent waits, in one write."""
     sys.stdout.write(f"\n{text}\n")
     sys.stdout.flush()
 
 
 def make_step() -> Any:
-    """A fresh program: one of a dead epoch must not be used again."""
+    """Returns a new program: a program of a past epoch must not be used again."""
     tx = optax.chain(ringjax.allreduce_grads(overlap=True), optax.sgd(0.01))
 
     @jax.jit
@@ -45,7 +45,7 @@ def make_step() -> Any:
 
 
 def train(parameters: Any, steps: int) -> Any:
-    """Some steps on data of this rank; waits for each."""
+    """Trains some steps on data of this rank; waits for each step."""
     tx, step = make_step()
     state = tx.init(parameters)
     x = jnp.full((8, 64), ringjax.rank() + 1.0, jnp.float32)

@@ -3,7 +3,7 @@
 The handler counts the seconds that it runs. The benchmark waits for every step; the
 increase of that counter over a step is one sample. On a CPU a call takes at most
 `buckets.MAX_TENSORS` buffers, and a step with more buffers makes several calls: their
-seconds are added up. There is one rank, so NCCL does nearly nothing on the device.
+seconds are added up. There is one rank, so NCCL has nearly no work on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from benchmarks.gpu.section import (
 )
 
 MODES = ("hybrid", "pack", "group")
-TARGETS = {"ResNet-50": -20.0, "transformer": -100.0}  # µs, at most
+TARGETS = {"ResNet-50": -20.0, "transformer": -100.0}  # most µs of the handler
 WARM_UP = 3
 
 
 def measure(report: Report, mode: str, name: str, steps: int, scale: int) -> None:
-    """A row: one compiled program whose only work is the allreduce of a set."""
+    """Measures a compiled program whose only work is the allreduce of a set."""
     import jax
     import jax.numpy as jnp
 
@@ -67,7 +67,7 @@ def measure(report: Report, mode: str, name: str, steps: int, scale: int) -> Non
 
 
 def world(report: Report, mode: str, options: argparse.Namespace) -> None:
-    """One mode: it is a setting of the world, so each gets a world of its own."""
+    """Measures one mode in a world of its own. The mode is a setting of the world."""
     import ringjax
 
     os.environ["RINGJAX_FUSION"] = mode

@@ -1,6 +1,6 @@
 """The machine of a run of check.py: device, clocks, driver, NCCL, jax, device code.
 
-Every line is asked for by itself; one that cannot be had is shown as such.
+Every line is queried separately. A line that cannot be queried says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUERY = (
 
 
 def nvidia_smi() -> str:
-    """One line about the device; it changes nothing."""
+    """Returns one line about the device; changes nothing."""
     words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=20, check=False
@@ -54,7 +54,7 @@ def packages() -> str:
 
 
 def main() -> None:
-    """Prints the table; a device on which a sum is wrong is a failure."""
+    """Prints the table. A wrong sum on the device is a failure."""
     with section() as report:
         report.table("Machine", "what", "value")
         _line(report, "nvidia-smi", nvidia_smi)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _first_sum(report: Report) -> None:
-    """Opens NCCL and the device communicator, as training would."""
+    """Adds on the device, with NCCL and the device communicator as in training."""
     import jax.numpy as jnp
     import numpy as np
 

@@ -32,7 +32,7 @@ SETS: dict[str, Shapes] = {
 
 
 def resnet_parameters(seed: int = 0) -> list[jax.Array]:
-    """float32 parameters in the order of `resnet50()`: kernel, scale, bias."""
+    """Returns float32 parameters in the order of `resnet50()`: kernel, scale, bias."""
     import jax
     import jax.numpy as jnp
 
@@ -42,14 +42,14 @@ def resnet_parameters(seed: int = 0) -> list[jax.Array]:
         if len(shape) > 1:
             fan_in = math.prod(shape[:-1])
             out.append(jax.random.normal(next(keys), shape) * (2 / fan_in) ** 0.5)
-        else:  # scales are 1; biases, and the last layer's too, are 0
+        else:  # scales are 1; all biases are 0
             out.append(jnp.full(shape, 1.0 if place % 3 == 1 else 0.0))
     out[-1] = jnp.zeros(out[-1].shape)
     return out
 
 
 def resnet_loss(parameters: Sequence[Any], batch: Any) -> Any:
-    """Cross entropy; computes in bfloat16, normalises over the batch."""
+    """Returns the cross entropy, computed in bfloat16 with batch normalisation."""
     import jax
     import jax.numpy as jnp
 
@@ -101,7 +101,7 @@ def resnet_batch(batch: int, pixels: int = 224) -> Any:
 
 
 def mlp_parameters(layers: int, width: int) -> list[jax.Array]:
-    """float32 matrices; one message each if they are larger than a bucket."""
+    """Returns float32 matrices. A matrix larger than a bucket is its own message."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), layers)
@@ -109,7 +109,7 @@ def mlp_parameters(layers: int, width: int) -> list[jax.Array]:
 
 
 def mlp_loss(parameters: Sequence[Any], batch: Any) -> Any:
-    """Mean square of the last layer; computes in bfloat16."""
+    """Returns the mean square of the last layer, computed in bfloat16."""
     import jax.numpy as jnp
 
     x = batch.astype(jnp.bfloat16)
@@ -121,7 +121,7 @@ def mlp_loss(parameters: Sequence[Any], batch: Any) -> Any:
 def build(
     model: str, batch: int, layers: int, width: int
 ) -> tuple[list[jax.Array], Any, Loss]:
-    """Parameters, a batch and the loss of "resnet50" or "mlp"."""
+    """Returns parameters, a batch and the loss of "resnet50" or "mlp"."""
     import jax
 
     if model == "resnet50":

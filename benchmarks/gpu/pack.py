@@ -1,8 +1,8 @@
 """Bandwidth of the pack and unpack kernels against a copy within the device.
 
 The kernels alone, through `_native.pack`, with memory and events of the driver. Copies
-of as many bytes run in the same round, all queued behind a long copy, so that the host
-never is what is timed. Nothing here knows JAX or NCCL.
+of the same number of bytes run in the same round. A long copy runs first, so that all
+work is queued and the host's speed does not matter. Neither JAX nor NCCL is used.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.gpu.report import Report, Spread
 from benchmarks.gpu.section import attempt, section
 
 WIRES = {"f32": 4, "bf16": 2, "f16": 2}
-ROTATE = 400 << 20  # bytes of tensors that take turns: several times the L2 cache
+ROTATE = 400 << 20  # bytes of all tensors that take turns: several times the L2 cache
 BLOCK = 1 << 30  # bytes of the copy that keeps the device busy while a round is queued
-PATTERN = 1 << 22  # float32 numbers that fill all tensors, over and over
-CHECKED = 170  # tensors of a set, at most, whose every element is looked at
-# share of the copy's bandwidth: (set, wire) -> per cent
+PATTERN = 1 << 22  # float32 numbers, with which all tensors are filled repeatedly
+CHECKED = 170  # most tensors of a set whose elements are all compared
+# Targets: (set, type on the wire) -> per cent of the copy's bandwidth.
 TARGETS = {
     ("ResNet-50", "f32"): 90,
     ("ResNet-50", "bf16"): 90,
@@ -39,12 +39,12 @@ def round_up(size: int, to: int) -> int:
 
 
 def fused_bytes(shapes: Sequence[Sequence[int]], width: int) -> int:
-    """Size of the fused buffer: every tensor starts at a multiple of 16 bytes."""
+    """Returns the size of the fused buffer, whose tensors are aligned to 16 bytes."""
     return sum(round_up(math.prod(shape) * width, 16) for shape in shapes)
 
 
 def moved_bytes(shapes: Sequence[Sequence[int]], width: int) -> int:
-    """Bytes read plus bytes written by packing float32 tensors, without padding."""
+    """Returns the bytes that packing float32 tensors moves, without padding."""
     return sum(math.prod(shape) for shape in shapes) * (4 + width)
 
 
@@ -60,7 +60,7 @@ class Tensors:
 
 @dataclass
 class Case:
-    """One thing that is timed in every round."""
+    """An operation that is timed in every round."""
 
     name: str
     run: Callable[[int], None]
@@ -91,7 +91,7 @@ class Bench:
         size = fused_bytes(self.shapes, 4)
         copies = 1 if size > ROTATE else max(2, -(-ROTATE // size))
         self.sets = [lay_out(device, self.shapes, self.f32) for _ in range(copies)]
-        for tensors in self.sets:  # not zeros: they can run faster than real data
+        for tensors in self.sets:  # no zeros, which can be faster than real data
             device.fill(tensors.start, 0x3F8CCCCD, tensors.bytes)
             device.fill(tensors.fused, 0x3F8C3F8C, round_up(size, 4))
         device.synchronize()
@@ -112,12 +112,12 @@ class Bench:
         return int(launches)
 
     def copy(self, turn: int, moved: int) -> None:
-        """One copy within the device that reads and writes `moved` bytes together."""
+        """Copies within the device; reads plus writes `moved` bytes."""
         tensors = self.sets[turn % len(self.sets)]
         self.device.copy(tensors.fused, tensors.start, moved // 2 // 4 * 4)
 
     def check(self, wire: str) -> None:
-        """Packs and unpacks known numbers; a fast wrong kernel is worth nothing."""
+        """Packs and unpacks known numbers, and checks the results."""
         tensors, device = self.sets[0], self.device
         numbers = np.random.default_rng(1).integers(-64, 65, PATTERN)
         pattern = numbers.astype(np.float32)
@@ -127,7 +127,7 @@ class Bench:
             size = min(step, tensors.bytes - place)
             device.copy(tensors.start + place, tensors.start, size)
         self.pack(0, wire, unpack=False, scale=0.5)
-        device.fill(tensors.start, 0x7FC00000, tensors.bytes)  # NaN
+        device.fill(tensors.start, 0x7FC00000, tensors.bytes)  # the word is a NaN
         self.pack(0, wire, unpack=True, scale=4.0)
         stride = -(-len(tensors.ins) // CHECKED)
         for pointer, _, shape in tensors.ins[::stride]:
@@ -142,7 +142,7 @@ class Bench:
                 )
 
     def measure(self, wire: str) -> None:
-        """Rows for packing and unpacking with one type on the wire."""
+        """Measures packing and unpacking with one type on the wire; returns rows."""
         attempt(self.report, f"{self.name} {wire}", self.check, wire)
         moved = moved_bytes(self.shapes, WIRES[wire])
         cases = [
@@ -180,17 +180,17 @@ class Bench:
 
 
 def void(_: Any) -> None:
-    """Drops a result."""
+    """Calls the function and drops its result."""
 
 
 def take_turns(device: Device, cases: Sequence[Case], rounds: int) -> None:
-    """Times every case once a round; the order moves on from round to round."""
+    """Times every case once in each round, in an order that changes with the round."""
     block = device.allocate(BLOCK)
     marks = [device.event() for _ in range(len(cases) + 1)]
     for number in range(rounds + 2):
         shift = number % len(cases)
         order = [*cases[shift:], *cases[:shift]]
-        # The host is far ahead of the device when the first mark is reached.
+        # The host is far ahead of the device when the device reaches the first mark.
         device.copy(block, block + BLOCK // 2, BLOCK // 2)
         device.copy(block + BLOCK // 2, block, BLOCK // 2)
         device.record(marks[0])
@@ -198,7 +198,7 @@ def take_turns(device: Device, cases: Sequence[Case], rounds: int) -> None:
             case.run(number)
             device.record(mark)
         device.synchronize()
-        if number >= 2:  # the first ones load the kernels and raise the clocks
+        if number >= 2:  # the first rounds load the kernels and raise the clocks
             for i, case in enumerate(order):
                 case.samples.append(device.seconds(marks[i], marks[i + 1]))
     device.release(block)

@@ -1,7 +1,7 @@
-"""One process of the same sum by jax.lax.psum over jax.distributed, without ringjax.
+"""One process of a sum by jax.lax.psum over jax.distributed, without ringjax.
 
-To compare results with training.sum_of_normals, not speeds: two processes on one
-GPU take turns. XLA's NCCL needs the same environment as ours.
+Only results are compared with training.sum_of_normals, not speeds, because two
+processes on one GPU take turns. XLA's NCCL needs the same environment as ringjax's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.gpu import sharing
 
 
 def main() -> None:
-    """Joins, sums, writes some elements as JSON."""
+    """Joins the job, sums, and writes some elements as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)

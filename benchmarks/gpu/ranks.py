@@ -1,8 +1,8 @@
 """Several ranks on one GPU: every collective, reruns, a killed rank, psum.
 
-Starts the ranks (world.py, failure.py, psum.py) and makes tables of what
-they say. The ranks take turns on the device and talk over sockets of this machine, so
-the times are no measure of anything.
+Starts the ranks (world.py, failure.py, psum.py) and makes tables of their output. The
+ranks take turns on the device and communicate over sockets of this machine, so the
+times have no meaning.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import attempt, section
 
-WORLD_LIMIT = 70.0  # seconds for one job
+WORLD_LIMIT = 70.0  # time limit of one job in seconds
 LEG = 15.0  # seconds without which no further job is started
-NOTICED = 20.0  # seconds until the survivors must know of a loss
+NOTICED = 20.0  # seconds until the survivors must have noticed a loss
 STORY_LIMIT = 60.0
 
 
 class LegError(RuntimeError):
-    """A job of ranks did not come to its end; the text shows its log."""
+    """Error: a job of ranks did not finish; the text shows the log."""
 
 
 def finish(
     commands: Sequence[Sequence[str]], env: Mapping[str, str], log: Path, limit: float
 ) -> None:
-    """Runs commands side by side to their ends.
+    """Runs commands at the same time until all have ended.
 
     Raises:
-      LegError: one failed, or they still ran at the limit; all are ended then.
+      LegError: a command failed, or still ran at the limit. All commands are ended.
     """
     with log.open("wb") as file:
         processes = [_start(command, env, file) for command in commands]
@@ -74,7 +74,7 @@ def _start(
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs, politely first: ringrun then ends its ranks."""
+    """Ends running processes, first by SIGTERM, so that ringrun ends its ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
@@ -92,9 +92,9 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def world(
     size: int, folder: Path, *words: str, steps: int = 50
 ) -> list[dict[str, dict[str, Any]]]:
-    """Runs world.py; returns what every rank says of every case.
+    """Runs world.py; returns the results of every rank for every case.
 
-    A job that failed is not an error here if it left results.
+    A failed job that has written results raises no error.
     """
     folder.mkdir(parents=True)
     rank = ["-m", "benchmarks.gpu.world", "--folder", str(folder), *words]
@@ -118,7 +118,7 @@ def world(
 
 
 def tabulate(report: Report, size: int, said: Sequence[Mapping[str, Any]]) -> None:
-    """One row for each case; failures go to the report."""
+    """Makes a row for each case. Failures go to the report."""
     ends = [line.get("end", {}) for line in said]
     transport = {end.get("transport", "did not end") for end in ends}
     platforms = {end.get("platform", "?") for end in ends}
@@ -156,7 +156,7 @@ def tabulate(report: Report, size: int, said: Sequence[Mapping[str, Any]]) -> No
 def bits(
     first: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """For every training case: whether a rerun gave the same bits."""
+    """Compares the digests of a rerun for every training case."""
     cases = [name for name in again[0] if name.startswith("training")]
     return {
         case: bool(first[0].get(case, {}).get("detail"))
@@ -169,10 +169,11 @@ def bits(
 
 
 def lose_a_rank(size: int, folder: Path) -> dict[str, float]:
-    """Kills the last rank; returns seconds until noticed and until re-formed.
+    """Kills the last rank; returns seconds until the notice and until the new world.
 
     Raises:
-      LegError: the survivors did not notice, did not name it, or did not train on.
+      LegError: the survivors did not notice, did not name the rank, or did not
+        continue.
     """
     folder.mkdir(parents=True)
     job, victim = secrets.token_hex(8), size - 1
@@ -190,7 +191,7 @@ def lose_a_rank(size: int, folder: Path) -> dict[str, float]:
             with log.open("wb") as file:
                 processes.append(_start(["-m", "benchmarks.gpu.failure"], env, file))
         deadline = time.monotonic() + STORY_LIMIT
-        # Twice: the second time they train until they lose somebody.
+        # Train twice: the second training lasts until a rank is lost.
         _wait(lambda: all(_text(x).count("training") > 1 for x in logs), deadline, logs)
         killed = time.time()
         processes[victim].kill()
@@ -238,7 +239,7 @@ def _wait(done: Any, deadline: float, logs: Sequence[Path]) -> None:
 
 
 def psum(size: int, folder: Path) -> list[float]:
-    """The sum of `training.normals` by jax.lax.psum over processes."""
+    """Returns the sum of `training.normals` by jax.lax.psum over processes."""
     folder.mkdir(parents=True)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -254,7 +255,7 @@ def psum(size: int, folder: Path) -> list[float]:
 
 
 def compare_with_psum(report: Report, ours: Any, theirs: Any) -> None:
-    """A row: both sum the same numbers, perhaps in another order."""
+    """Makes a row: both sum the same numbers, perhaps in another order."""
     if not ours or not theirs:
         report.row("sum, against psum over 2 processes", "not compared", "")
         return
@@ -276,12 +277,12 @@ def compare_with_psum(report: Report, ours: Any, theirs: Any) -> None:
 
 @dataclass(frozen=True)
 class Clock:
-    """When this section must have come to its end."""
+    """The time at which this section must have ended."""
 
     deadline: float
 
     def short(self, report: Report, what: str) -> bool:
-        """Whether there is no time for another leg; it is then shown as not run."""
+        """Returns whether there is no time for another leg, which is then not run."""
         if time.monotonic() + LEG < self.deadline:
             return False
         if not report.tables:
@@ -291,7 +292,7 @@ class Clock:
 
 
 def check_worlds(report: Report, sizes: Sequence[int], work: Path, clock: Clock) -> Any:
-    """The collectives for every size; returns what the ranks of the first said."""
+    """Checks the collectives for every size; returns the first size's results."""
     first: Any = None
     for size in sizes:
         words, steps = ([], 50) if size < 4 else (["--fewer"], 20)
@@ -308,7 +309,7 @@ def check_worlds(report: Report, sizes: Sequence[int], work: Path, clock: Clock)
 
 
 def check_rerun(report: Report, first: Any, work: Path) -> None:
-    """The training of the first size once more."""
+    """Repeats the training of the first size."""
     started = time.monotonic()
     size = len(first)
     again = attempt(report, "rerun", world, size, work / "again", "--training")
@@ -325,7 +326,7 @@ def check_rerun(report: Report, first: Any, work: Path) -> None:
 
 
 def check_loss(report: Report, size: int, work: Path) -> None:
-    """A killed rank, with so many ranks."""
+    """Checks a killed rank in a world of this size."""
     name = f"{size} ranks, one killed"
     loss = attempt(report, name, lose_a_rank, size, work / f"loss-{size}")
     if loss:
@@ -343,7 +344,7 @@ def check_psum(report: Report, first: Any, work: Path) -> None:
 
 
 def main() -> None:
-    """All legs, the most telling first; one that fails does not stop the others."""
+    """Runs all legs, important legs first. A failed leg does not stop other legs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])

@@ -1,7 +1,7 @@
 """The results that a section of check.py hands over: tables, failures, targets.
 
-A report is written after every addition, so that a section which is ended by its time
-limit, or crashes, still shows what it had. Measures nothing itself.
+A report is written after every addition, so that a section that crashes, or that is
+ended at its time limit, still shows its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.harness.report import columns
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and the tenth and ninetieth percentile of some samples."""
+    """The median, the tenth and the ninetieth percentile of some samples."""
 
     median: float
     p10: float
@@ -37,17 +37,18 @@ class Spread:
         )
 
     def show(self, digits: int = 1) -> str:
-        """The median with the spread behind it."""
+        """Formats the median and the spread."""
         return f"{self.median:.{digits}f} ({self.p10:.{digits}f}–{self.p90:.{digits}f})"
 
 
 class Report:
-    """The results of one section; `path` may be None, then nothing is written.
+    """The results of one section. If `path` is None, nothing is written.
 
     Attributes:
       tables: dicts of title, head, rows (of text cells) and notes.
-      failures: what is wrong; any of them makes the section fail.
-      missed: targets that were not reached; they do not make it fail.
+      failures: descriptions of errors. Any failure makes the section fail.
+      missed: targets that were not reached. A missed target does not make the section
+        fail.
       values: numbers for the JSON file, by name.
     """
 
@@ -60,7 +61,7 @@ class Report:
         self._write()
 
     def table(self, title: str, *head: str) -> None:
-        """Begins a table; `row` and `note` add to the last one."""
+        """Begins a table, to which `row` and `note` add."""
         self.tables.append(
             {"title": title, "head": list(head), "rows": [], "notes": []}
         )
@@ -81,12 +82,12 @@ class Report:
         self._write()
 
     def value(self, name: str, value: Any) -> None:
-        """Keeps a number, or what JSON can hold, for the file of all results."""
+        """Keeps a number, or another JSON value, for the file of all results."""
         self.values[name] = value
         self._write()
 
     def verdict(self, what: str, value: float, target: float, unit: str = "") -> str:
-        """The cell of a target: positive targets are reached from below, "at least".
+        """Formats the cell of a target. A positive target means "at least" this value.
 
         A negative target means "at most" its absolute value.
         """
@@ -103,7 +104,8 @@ class Report:
             kept = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             beside = self._path.with_suffix(".new")
             beside.write_text(json.dumps(kept))
-            beside.replace(self._path)  # a reader never sees half of it
+            # The rename is atomic, so no reader sees a part of the file.
+            beside.replace(self._path)
 
 
 def text_table(table: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The beginning of every section of check.py: its report, and ringjax' device path.
+"""Common code of all sections of check.py: the report, and ringjax's device path.
 
-A section is `python -m benchmarks.gpu.…`; by itself it prints its tables.
+A section is `python -m benchmarks.gpu.…`, which prints its tables if run alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULT = "RINGJAX_GPU_CHECK_RESULT"
 
 @contextlib.contextmanager
 def section() -> Iterator[Report]:
-    """The report of this process; an exception becomes a failure in it, and goes on."""
+    """Yields the report of this process, and records an exception as a failure."""
     path = os.environ.get(RESULT)
     report = Report(Path(path) if path else None)
     try:
@@ -38,7 +38,7 @@ def section() -> Iterator[Report]:
 def attempt(
     report: Report, what: str, action: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs a part of a section; its exception is a failure, the others go on."""
+    """Runs a part of a section. An exception is a failure, and other parts continue."""
     try:
         return action(*args, **kwargs)
     except Exception as error:
@@ -50,9 +50,9 @@ def attempt(
 
 
 def device_communicator() -> Any:
-    """The world's communicator on the device; None if the CPU's transports are used.
+    """Returns the world's device communicator; None if the CPU's transports are used.
 
-    It is built when JAX first needs it.
+    JAX makes the communicator when it first needs it.
     """
     from ringjax import runtime
 
@@ -61,7 +61,7 @@ def device_communicator() -> Any:
 
 
 def allreduce_stats() -> dict[str, float]:
-    """Counters of allreduce of the communicator that JAX uses here."""
+    """Returns counters of allreduce of the communicator that JAX uses here."""
     from ringjax import runtime
 
     communicator = device_communicator() or runtime.communicator()
@@ -70,20 +70,20 @@ def allreduce_stats() -> dict[str, float]:
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU here."""
+    """Returns whether JAX computes on a GPU here."""
     import jax
 
     return bool(jax.default_backend() == "gpu")
 
 
 def require_device_path(report: Report) -> None:
-    """On a GPU, results without NCCL would be results of something else."""
+    """Reports a failure if JAX uses a GPU but ringjax does not use NCCL."""
     if on_gpu() and device_communicator() is None:
         report.fail("JAX computes on the GPU, but ringjax has no device communicator")
 
 
 def missing(*modules: str) -> list[str]:
-    """Those of `modules` that cannot be imported here."""
+    """Returns the modules that cannot be imported here."""
 
     def absent(name: str) -> bool:
         try:

@@ -1,11 +1,11 @@
-"""Several GPUs a process: two ranks that each shard a model over their own.
+"""Several GPUs in a process: two ranks that each shard a model over several GPUs.
 
-Where the machine has four GPUs or more the ranks have different ones; with two or
-three both have the same, as in ranks.py. One GPU cannot show any of it, and the section
-says so. Parameters must be those of one device with the data of both ranks, and the
-same bits on all ranks and on all devices that have them alike. Times mean nothing.
+With four GPUs or more, the ranks have different GPUs. With two or three GPUs both ranks
+have the same GPUs, as in ranks.py. With one GPU the section only says that it needs
+more. Parameters must be equal to a training on one device with the data of both ranks,
+bit for bit on all ranks and on all devices with equal shards. Times have no meaning.
 
-By itself with --rank-in FOLDER it is one of these ranks.
+With --rank-in FOLDER the program is one of these ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import attempt, section
 
 RANKS, STEPS, ROWS, WIDTH = 2, 10, 16, 256
-LIMIT = 90.0  # seconds for the job
-CLOSE = 1e-4  # relative to the largest parameter, in float32
-# How parameters lie on the devices of a rank.
+LIMIT = 90.0  # time limit of the job in seconds
+CLOSE = 1e-4  # largest error, relative to the largest parameter, in float32
+# The placements of parameters on the devices of a rank.
 CASES = {"cut over rows": True, "alike on all devices": False}
 
 
 def visible(count: int, rank: int) -> str:
-    """The devices of a rank, of so many.
+    """Returns the devices of a rank, if there are `count` devices.
 
     Example:
         >>> visible(8, 1), visible(3, 1)
@@ -49,7 +49,7 @@ def visible(count: int, rank: int) -> str:
 
 
 def parameters() -> dict[str, Any]:
-    """Matrices, vectors, a number, and what cannot be divided evenly."""
+    """Returns matrices, vectors, a number, and sizes that cannot be divided evenly."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def parameters() -> dict[str, Any]:
 
 
 def batch(rank: int, step: int) -> Any:
-    """The rows of a rank in a step."""
+    """Returns the rows of a rank in a step."""
     import numpy as np
 
     rng = np.random.default_rng([rank, step])
@@ -69,7 +69,7 @@ def batch(rank: int, step: int) -> Any:
 
 
 def trained(transform: Any, params: Any, rows: Any) -> Any:
-    """Parameters after some steps; `rows` gives the batch of one."""
+    """Returns the parameters after some steps; `rows` makes the batch of a step."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -92,7 +92,7 @@ def trained(transform: Any, params: Any, rows: Any) -> Any:
 
 
 def case(cut: bool) -> dict[str, Any]:
-    """Trains on all devices of this rank, and on one with the data of all."""
+    """Trains on all devices, and on one device with the data of all ranks."""
     import jax
     import numpy as np
     import optax
@@ -135,7 +135,7 @@ def run_rank(folder: Path, count: int) -> None:
 
     import ringjax
 
-    if not count:  # a dry run
+    if not count:  # this is a dry run
         jax.config.update("jax_num_cpu_devices", 2)
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     ringjax.init()
@@ -149,7 +149,7 @@ def run_rank(folder: Path, count: int) -> None:
 
 
 def job(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Runs the ranks; returns what they say."""
+    """Runs the ranks; returns their results."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rank = ["-m", "benchmarks.gpu.several", "--rank-in", str(folder)]
@@ -176,7 +176,7 @@ def tabulate(report: Report, said: list[dict[str, Any]], seconds: float) -> None
 
 
 def main() -> None:
-    """The job, where there are GPUs enough."""
+    """Runs the job if there are enough GPUs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path)
     parser.add_argument("--cpu", action="store_true")

@@ -1,8 +1,9 @@
-"""Several ranks on one GPU: the environment that makes NCCL and JAX agree to it.
+"""Several ranks on one GPU: the environment with which NCCL and JAX allow this.
 
-To be applied before libnccl and jax are imported. NCCL refuses two ranks on one device
-of one host, and takes NCCL_HOSTID for the name of the host; then everything travels
-over sockets of this machine. For correctness only: the ranks take turns on the device.
+Apply this before libnccl and jax are imported. NCCL refuses two ranks on one device of
+one host, but uses NCCL_HOSTID as the name of the host. Then all data travel over
+sockets of this machine. The environment is only for checks of results, because the
+ranks take turns on the device.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ NCCL = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
     "NCCL_RAS_ENABLE": "0",
-    # The time of a call is a number of turns on the device: fewer with these.
+    # A call needs several turns on the device, and fewer turns with these variables.
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    # A kernel that is loaded late may wait for all that runs, and so for other ranks.
+    # A kernel that is loaded late may wait for all running kernels, and so for other
+    # ranks.
     "CUDA_MODULE_LOADING": "EAGER",
 }
 # Results that are compared bit for bit must not depend on which algorithm was faster.
@@ -38,16 +40,16 @@ def prepare(
     """Changes the environment of this rank's process.
 
     Args:
-      rank: its number.
-      visible: the devices that it sees; None: the first one that this process does.
-      environ: what to change.
+      rank: the number of the rank.
+      visible: the devices of the rank; by default the first device of this process.
+      environ: the environment to change.
     """
     if "jax" in sys.modules and environ is os.environ:
         raise RuntimeError("too late: jax is imported already")
     environ["NCCL_HOSTID"] = f"ringjax-check-{rank}"
     for name, value in NCCL.items():
         environ.setdefault(name, value)
-    for name in _FRACTIONS:  # jaxlib refuses both at once; neither is needed here
+    for name in _FRACTIONS:  # jaxlib refuses two of these, and none is needed here
         environ.pop(name, None)
     environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if visible is None:
@@ -55,8 +57,10 @@ def prepare(
     environ["CUDA_VISIBLE_DEVICES"] = visible
     environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {_XLA}".strip()
     environ.setdefault("JAX_ENABLE_X64", "1")
-    # TF32 would turn a difference in the last bit into one in the eleventh.
+    # TF32 would turn a difference in the last bit into a difference in the eleventh
+    # bit.
     environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    # Soon enough for a check, late enough for ranks that take turns.
+    # The timeout is short enough for a check, and long enough for ranks that take
+    # turns.
     environ.setdefault("RINGJAX_COLLECTIVE_TIMEOUT", "40")
     environ.setdefault("RINGJAX_START_TIMEOUT", "60")

@@ -1,7 +1,7 @@
 """How much of the communication is hidden behind the backward pass, from the profiler.
 
 One rank with RINGJAX_FUSION=pack, so that every START really runs kernels on the
-communication stream. Where the profile does not tell, the table says so.
+communication stream. If the profile does not show the share, the table says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import attempt, on_gpu, require_device_path, section
 
 STEPS = 5
-TARGET = 90.0  # per cent
+TARGET = 90.0  # least hidden share in per cent
 
 
 def record(variant: training_step.Variant, batch: Any, folder: Path) -> None:
-    """A profile of some steps that were warmed up before."""
+    """Records a profile of some steps after a warm-up."""
     import jax
 
     variant.run(batch, 3)
@@ -30,7 +30,7 @@ def record(variant: training_step.Variant, batch: Any, folder: Path) -> None:
 
 
 def show(report: Report, name: str, folder: Path) -> None:
-    """A row with the hidden share, or with the reason why it is not known."""
+    """Makes a row with the hidden share, or with the reason why it is unknown."""
     try:
         found = trace.overlap(trace.read(trace.find(folder)))
     except trace.TraceError as error:
@@ -49,7 +49,7 @@ def show(report: Report, name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """The overlapped step, and as a control the one that is not."""
+    """Measures the overlapped step and, as a control, the step without overlap."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     training_step.arguments(parser, "mlp")
     parser.add_argument("--work", type=Path, required=True)

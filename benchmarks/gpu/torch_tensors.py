@@ -1,7 +1,7 @@
 """PyTorch's CUDA tensors through ringjax.torch: two ranks on the one GPU.
 
-Correctness only: the ranks take turns on the device and talk over sockets. Where
-PyTorch is not installed or has no CUDA, the section says so and is no failure. With
+Only results are checked, because the ranks take turns on the device and use sockets.
+Without PyTorch, or without CUDA in PyTorch, the section says so and does not fail. With
 `--cpu` the same checks run on tensors of the host.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.ranks import finish
 from benchmarks.gpu.section import missing, section
 
 SIZE = 2
-LIMIT = 45.0  # seconds
+LIMIT = 45.0  # time limit of the ranks in seconds
 DTYPES = (
     "uint8",
     "int8",
@@ -37,7 +37,7 @@ DTYPES = (
 
 
 class Rank:
-    """One rank's side of the checks."""
+    """The checks of one rank."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -54,7 +54,7 @@ class Rank:
             torch.cuda.set_device(self.device)
 
     def of(self, rank: int, shape: Any, dtype: str = "float32") -> Any:
-        """The tensor of a rank: small numbers, whose sums are exact in every type."""
+        """Returns the tensor of a rank: small numbers with exact sums in every type."""
         torch = self.torch
         drawn = torch.Generator().manual_seed(rank + 1)
         values = torch.randint(0, 5, shape, generator=drawn)
@@ -67,7 +67,7 @@ class Rank:
 
 
 def reductions(r: Rank) -> None:
-    """Sum of every type, small and large, and averages in place."""
+    """Checks sums of every type, small and large, and averages in place."""
     for dtype in DTYPES:
         for shape in ((), (17, 5), (600_001,)):
             out = r.hvd.allreduce(r.of(r.rank, shape, dtype), op=r.hvd.Sum)
@@ -78,7 +78,7 @@ def reductions(r: Rank) -> None:
 
 
 def in_any_order(r: Rank) -> None:
-    """161 tensors, submitted in another order on every rank, waited for in a third."""
+    """Checks 161 tensors: each rank submits in its own order and waits in another."""
     shapes = [(1 + 37 * i,) for i in range(161)]
     order = list(range(161))[:: 1 if r.rank == 0 else -1]
     handles = {
@@ -91,7 +91,7 @@ def in_any_order(r: Rank) -> None:
 
 
 def movements(r: Rank) -> None:
-    """Broadcast, uneven allgather and alltoall, reducescatter with a remainder."""
+    """Checks broadcast, uneven allgather and alltoall, and uneven reducescatter."""
     torch, hvd = r.torch, r.hvd
     last = r.size - 1
     for dtype in DTYPES:
@@ -99,7 +99,7 @@ def movements(r: Rank) -> None:
         r.equal(hvd.broadcast(r.of(r.rank, (5,), dtype), last), r.of(last, (5,), dtype))
         rows = [r.of(k, (k + 1, 3), dtype) for k in range(r.size)]
         r.equal(hvd.allgather(mine), torch.cat(rows))
-        splits = [0] * last + [r.rank + 1]  # all for the last rank
+        splits = [0] * last + [r.rank + 1]  # all rows go to the last rank
         out, received = hvd.alltoall(mine, splits)
         r.equal(out, torch.cat(rows) if r.rank == last else mine[:0])
         assert received.tolist() == [
@@ -112,7 +112,7 @@ def movements(r: Rank) -> None:
 
 
 def streams(r: Rank) -> None:
-    """On a stream of its own, behind slow work, with memory given back early."""
+    """Checks a stream of its own, after slow work, with memory that is freed early."""
     torch, hvd = r.torch, r.hvd
     if not r.cuda:
         return
@@ -125,16 +125,16 @@ def streams(r: Rank) -> None:
                 a = a @ a / 40
             x = torch.full((400_003,), float(step), device=r.device) + 0 * a[0, 0]
             handle = hvd.allreduce_async(x, name="side", op=hvd.Sum)
-            del x  # its memory must not be used for the next lines
+            del x  # the next lines must not reuse the memory of x
             garbage = torch.full((400_003,), 1e9, device=r.device)
-        out = hvd.synchronize(handle)  # on the stream outside
+        out = hvd.synchronize(handle)  # the result is used on the outer stream
         assert bool((out == step * r.size).all()), step
         del out, garbage
     torch.cuda.synchronize()
 
 
 def training(r: Rank) -> list[float]:
-    """Twenty steps of a small network; all ranks must come to the same bits."""
+    """Trains a small network for twenty steps; all ranks must have the same bits."""
     torch, hvd = r.torch, r.hvd
     torch.manual_seed(r.rank)
     layers = [torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)]
@@ -161,7 +161,7 @@ def training(r: Rank) -> list[float]:
 
 
 def touched(r: Rank) -> None:
-    """Gradients that are scaled and clipped after backward, as with DDP."""
+    """Checks gradients that are scaled and clipped after backward, as with DDP."""
     torch, hvd = r.torch, r.hvd
 
     def train(rows: Any, distributed: bool) -> Any:
@@ -181,7 +181,7 @@ def touched(r: Rank) -> None:
             scaler.scale(loss * torch.inf if bad else loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            scaler.step(optimizer)  # not with infinities, on any rank
+            scaler.step(optimizer)  # no rank may make a step with infinities
             scaler.update()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -194,7 +194,7 @@ def touched(r: Rank) -> None:
 
 
 def joined(r: Rank) -> None:
-    """The last rank has no more data."""
+    """Checks `join`: the last rank has less data."""
     if r.rank < r.size - 1:
         out = r.hvd.allreduce(r.of(r.rank, (9,)), op=r.hvd.Sum, name="uneven")
         r.equal(out, sum(r.of(k, (9,)) for k in range(r.size - 1)))
@@ -213,7 +213,7 @@ CASES: dict[str, Callable[[Rank], Any]] = {
 
 
 def be_a_rank(device: str, folder: Path) -> None:
-    """Runs the cases; writes a line for each."""
+    """Runs the cases; writes a line for each case."""
     sharing.prepare(int(os.environ.get("RINGJAX_RANK", "0")))
     here, failed = Rank(device), False
     with (folder / f"rank.{here.rank}").open("w") as file:
@@ -227,7 +227,7 @@ def be_a_rank(device: str, folder: Path) -> None:
             seconds = time.monotonic() - started
             line = {"case": name, "error": error, "seconds": seconds}
             print(json.dumps(line), file=file, flush=True)
-            if error:  # the ranks are no longer in step
+            if error:  # after an error the ranks make different calls
                 break
         if "jax" in sys.modules:
             failed = True
@@ -237,7 +237,7 @@ def be_a_rank(device: str, folder: Path) -> None:
 
 
 def reason_not_to(cpu: bool) -> str:
-    """Why this cannot run here; nothing if it can."""
+    """Returns why this section cannot run here; empty if it can."""
     if missing("torch"):
         return "PyTorch is not installed"
     import torch
@@ -248,7 +248,7 @@ def reason_not_to(cpu: bool) -> str:
 
 
 def main() -> None:
-    """Starts the ranks and makes a table of what they say."""
+    """Starts the ranks and makes a table of their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="tensors of the host")

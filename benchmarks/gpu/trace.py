@@ -1,7 +1,7 @@
-"""Reads a profile of jax.profiler: which kernels ran when, on which stream of the GPU.
+"""Reads a profile of jax.profiler: the kernels, with times and streams of the GPU.
 
-And what follows from that: the share of the communication's time during which something
-else ran too. Knows the trace's JSON file; makes no profile, and guesses nothing.
+Computes from these times the share of the communication during which other kernels ran.
+The module reads the JSON file of a trace, and makes no profile.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Our kernels, NCCL's, and what NCCL runs where there is one rank only.
+# Kernels of ringjax and of NCCL, and the copies that NCCL uses with one rank.
 COMMUNICATION = re.compile(r"rj_(un)?pack|rj_seal|nccl|onerankreduce", re.IGNORECASE)
 Interval = tuple[float, float]
 
 
 class TraceError(RuntimeError):
-    """The profile does not tell what was asked."""
+    """Error: the profile does not contain the requested data."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that ran on a stream; times in µs."""
+    """A kernel or a copy that ran on a stream; times are in µs."""
 
     name: str
     stream: str
@@ -34,15 +34,15 @@ class Kernel:
 
     @property
     def communicates(self) -> bool:
-        """Whether it is part of an allreduce of ringjax."""
+        """Whether the kernel is part of an allreduce of ringjax."""
         return COMMUNICATION.search(self.name) is not None
 
 
 def find(folder: Path) -> Path:
-    """The newest trace below a folder.
+    """Returns the newest trace below a folder.
 
     Raises:
-      TraceError: there is none.
+      TraceError: there is no trace.
     """
     found = sorted(folder.rglob("*.trace.json.gz"), key=lambda p: p.stat().st_mtime)
     if not found:
@@ -52,10 +52,10 @@ def find(folder: Path) -> Path:
 
 
 def read(path: Path) -> list[Kernel]:
-    """All kernels and copies on the streams of GPUs, in the order of their start.
+    """Returns all kernels and copies on streams of GPUs, in the order of their start.
 
     Raises:
-      TraceError: no stream of a GPU is in it.
+      TraceError: the trace contains no stream of a GPU.
     """
     with gzip.open(path, "rt") as file:
         return kernels(json.load(file).get("traceEvents", []))
@@ -107,7 +107,7 @@ def length(intervals: Sequence[Interval]) -> float:
 
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The time that lies in both lists; each is in order and without overlaps."""
+    """Returns the time in both lists, which are in order and without overlaps."""
     out, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -122,7 +122,7 @@ def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Times in µs; `hidden` is a share, 0 to 1."""
+    """Communication and overlap: times in µs; `hidden` is a share, 0 to 1."""
 
     communication: float
     computation: float
@@ -132,10 +132,10 @@ class Overlap:
 
 
 def overlap(found: Sequence[Kernel]) -> Overlap:
-    """How much of the communication ran beside work of other streams.
+    """Computes how much of the communication other streams have hidden.
 
     Raises:
-      TraceError: there is no communication in the profile, or nothing but it.
+      TraceError: the profile contains no communication, or only communication.
     """
     ours = [k for k in found if k.communicates]
     others = [k for k in found if not k.communicates]
@@ -147,7 +147,7 @@ def overlap(found: Sequence[Kernel]) -> Overlap:
         )
     streams = {k.stream for k in ours}
     busy = union((k.start, k.end) for k in ours)
-    # On its own stream nothing can run beside it, whatever rounding makes of the times.
+    # Ignore its own stream, where only rounding of times can make two kernels overlap.
     beside = union((k.start, k.end) for k in others if k.stream not in streams)
     computing = union((k.start, k.end) for k in others)
     hidden = length(common(busy, beside)) / max(length(busy), 1e-9)

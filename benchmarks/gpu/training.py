@@ -1,7 +1,7 @@
 """The training of a rank of world.py, with digests that ranks and reruns compare.
 
 A small network on a batch that all ranks share; the reference is the same training by
-one rank alone. Nothing here knows how many ranks or reruns there are to compare.
+one rank alone. The caller compares the digests of ranks and reruns.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _run(tx: Any, rank: int, size: int) -> Any:
 
 
 def train(overlap: bool, compression: Any = ringjax.Compression.none) -> str:
-    """Trains, compares with one rank alone, returns a digest of all bits."""
+    """Trains, compares the result with one rank alone, returns a digest of all bits."""
     tx = optax.chain(
         ringjax.allreduce_grads(
             overlap=overlap, bucket_bytes=20_000, compression=compression
@@ -84,11 +84,11 @@ def train(overlap: bool, compression: Any = ringjax.Compression.none) -> str:
 
 
 def normals(rank: int) -> Any:
-    """The numbers of a rank for the sum that psum forms, too."""
+    """Returns the numbers of a rank for a sum, which psum.py computes, too."""
     return np.random.default_rng((11, rank)).normal(size=NORMALS).astype(np.float32)
 
 
 def sum_of_normals(rank: int) -> list[float]:
-    """Some elements of the sum over all ranks, as text can hold them exactly."""
+    """Returns some elements of the sum over all ranks, as exact text."""
     total = np.asarray(ringjax.allreduce(normals(rank), ringjax.Sum, name="normals"))
     return [float(v) for v in total[:: NORMALS // 1000]]

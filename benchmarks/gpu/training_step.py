@@ -1,8 +1,9 @@
-"""The time that the allreduce of one rank adds to a step, against none and psum.
+"""The time that the allreduce of one rank adds to a step, compared with psum.
 
-With one rank nothing has to be sent: what is left is our own work and what it keeps XLA
-from doing. All variants are compiled first, then take turns. How tensors are fused is a
-setting of the world, so each way is a run of its own with its own "no allreduce".
+With one rank nothing must be sent. The remaining time is ringjax's own work, and
+optimizations that XLA cannot do. All variants are compiled first, then take turns.
+Tensor fusion is a setting of the world, so each mode has a run of its own, with its own
+"no allreduce".
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ VARIANTS = {
     "pack": (NONE, "overlap=False", "overlap=True"),
     "group": (NONE, "overlap=False", "overlap=True"),
 }
-TARGET = -2.0  # per cent added, at most
-FEWEST = 5  # rounds
-CHUNK = 4  # steps that are not waited for one by one
+TARGET = -2.0  # most per cent that the allreduce may add
+FEWEST = 5  # least number of rounds
+CHUNK = 4  # steps that are queued before a wait
 
 
 @dataclass
 class Variant:
-    """A compiled step with its own parameters; `samples` are seconds of a step."""
+    """A compiled step with its own parameters. `samples` are seconds of a step."""
 
     name: str
     step: Any
@@ -44,7 +45,7 @@ class Variant:
     loss: float = math.nan
 
     def run(self, batch: Any, steps: int) -> None:
-        """Some steps, and then a wait for all of them."""
+        """Runs some steps, and then waits for all of these steps."""
         import jax
 
         loss: Any = None
@@ -79,7 +80,8 @@ def make(name: str, loss_of: Any, parameters: Any, batch: Any) -> Variant:
         step = jax.shard_map(
             step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
-    own = jax.tree.map(jnp.copy, parameters)  # donated, so nobody else's
+    # The step donates these, so it needs a copy.
+    own = jax.tree.map(jnp.copy, parameters)
     held = [own, tx.init(own)]
     started = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, batch).compile()
@@ -92,18 +94,18 @@ def make(name: str, loss_of: Any, parameters: Any, batch: Any) -> Variant:
 
 
 def _plan(compiled: Any) -> str:
-    """Memory as XLA has planned it, in MB; our fused buffer may come on top."""
+    """Returns the memory that XLA has planned, in MB, without ringjax's buffer."""
     try:
         sizes = compiled.memory_analysis()
         total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
         total += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
         return f"{total / 1e6:.0f}"
-    except Exception as error:  # not every backend tells
+    except Exception as error:  # some backends do not report the memory
         return f"not known ({type(error).__name__})"
 
 
 def peak() -> str:
-    """The most memory that JAX has ever held in this process, in MB."""
+    """Returns the most memory that JAX has ever held in this process, in MB."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -114,10 +116,10 @@ def peak() -> str:
 def take_turns(
     variants: Sequence[Variant], batch: Any, rounds: int, deadline: float
 ) -> int:
-    """Samples of all variants; the order moves on from round to round.
+    """Measures all variants, in an order that changes from round to round.
 
     Returns:
-      The number of rounds: fewer than `rounds` after the deadline, but some.
+      The number of rounds: fewer than `rounds` if the deadline has passed.
     """
     for number in range(rounds):
         if number >= FEWEST and time.monotonic() > deadline:
@@ -156,7 +158,7 @@ def show(report: Report, variants: Sequence[Variant], fusion: str, what: str) ->
 
 
 def arguments(parser: argparse.ArgumentParser, model: str) -> None:
-    """The options that tell what is trained."""
+    """Adds the options for the model."""
     parser.add_argument("--model", choices=("resnet50", "mlp"), default=model)
     parser.add_argument("--batch", type=int, help="64 images, or 4096 rows")
     parser.add_argument("--layers", type=int, default=24, help="of the mlp")

@@ -1,8 +1,9 @@
 """One rank of the correctness check: every collective against numpy on all inputs.
 
-Started by ranks.py under ringrun, on a GPU that all ranks share or on the CPU: the
-checks are the same. Every rank can draw every rank's inputs, so what must come out is
-plain numpy. Training is in training.py. Few calls: on a GPU each takes 20 ms.
+ranks.py starts this program under ringrun, on a GPU that all ranks share or on the CPU,
+with the same checks. Every rank can draw the inputs of all ranks, so numpy computes the
+expected results. Training is in training.py. The number of calls is small, because on a
+GPU each call takes 20 ms.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ REDUCE: dict[int, Any] = {
     Max: np.maximum,
     Product: np.multiply,
 }
-# One message of every kind: nothing, odd, below and above what is packed by default.
+# Sizes of every kind: empty, odd, and below and above the default limit of packing.
 SHAPES = ((), (1,), (0, 3), (3,), (17, 5), (1001,), (129, 1023), (600_001,))
 
 
 class World:
-    """This rank, and how a case draws inputs and compares results."""
+    """This rank, with methods that draw inputs and compare results."""
 
     def __init__(self) -> None:
         self.rank, self.size = ringjax.rank(), ringjax.size()
 
     def draw(self, shape: Any, dtype: str = "float32", seed: int = 0) -> list[Any]:
-        """One array for each rank: small halves and integers, whose sums are exact."""
+        """Draws an array for each rank: small halves and integers with exact sums."""
         out = []
         for rank in range(self.size):
             rng = np.random.default_rng((seed, rank))
@@ -64,7 +65,7 @@ class World:
         return out
 
     def equal(self, actual: Any, expected: Any, tolerance: float = 0.0) -> None:
-        """Same shape and dtype; same values, or as near as `tolerance` says."""
+        """Compares shape, dtype and values, with an optional tolerance."""
         expected = np.asarray(expected)
         assert actual.shape == expected.shape, (actual.shape, expected.shape)
         assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
@@ -79,7 +80,7 @@ class World:
 
 
 def oracle(op: int, xs: list[Any]) -> Any:
-    """The reduction of all ranks' arrays in numpy."""
+    """Reduces the arrays of all ranks in numpy."""
     if op == Average:
         total = oracle(Sum, xs)
         mean = total.astype(np.float64) / len(xs)
@@ -96,7 +97,7 @@ def oracle(op: int, xs: list[Any]) -> Any:
 
 
 def reduce_every_dtype(w: World, op: int, dtypes: tuple[str, ...] = REDUCED) -> None:
-    """All dtypes as one tree, eagerly and in jit."""
+    """Reduces all dtypes as one tree, eagerly and in jit."""
     xs = {d: w.draw((5, 7), d) for d in dtypes}
     mine = {d: x[w.rank] for d, x in xs.items()}
     for f in (ringjax.allreduce, jax.jit(ringjax.allreduce, static_argnums=1)):
@@ -107,7 +108,7 @@ def reduce_every_dtype(w: World, op: int, dtypes: tuple[str, ...] = REDUCED) -> 
 
 
 def sizes(w: World) -> None:
-    """Odd sizes and large ones in one call, and again with donated memory."""
+    """Reduces odd and large sizes in one call, and again with donated memory."""
     xs = [w.draw(shape, seed=i) for i, shape in enumerate(SHAPES)]
     f = jax.jit(lambda tree: ringjax.allreduce(tree, Sum), donate_argnums=0)
     for _ in range(2):
@@ -117,7 +118,7 @@ def sizes(w: World) -> None:
 
 
 def scaling(w: World) -> None:
-    """Factors before and after, alone and in one tree of small and large tensors."""
+    """Checks factors before and after, alone and in a tree of many sizes."""
     xs = [w.draw((33,), seed=1), w.draw((400_003,), seed=2)]
     out = ringjax.allreduce(
         [x[w.rank] for x in xs], Sum, prescale_factor=0.5, postscale_factor=3.0
@@ -127,7 +128,7 @@ def scaling(w: World) -> None:
 
 
 def compression(w: World) -> None:
-    """Half the bytes; what cannot be compressed is left alone."""
+    """Checks compression to half the bytes. Other dtypes must not change."""
     xs, ns = w.draw((100_003,)), w.draw((9,), "int32")
     for wire in (Compression.fp16, Compression.bf16):
         out = ringjax.allreduce([xs[w.rank], ns[w.rank]], Sum, compression=wire)
@@ -166,7 +167,7 @@ def reducescatter(w: World) -> None:
 
 
 def alltoall(w: World) -> None:
-    """Equal parts of every dtype, and uneven ones."""
+    """Checks equal parts of every dtype, and uneven parts."""
     xs = {d: w.draw((2 * w.size, 3), d) for d in MOVED}
     out = ringjax.alltoall({d: x[w.rank] for d, x in xs.items()})
     part = slice(2 * w.rank, 2 * w.rank + 2)
@@ -182,7 +183,7 @@ def alltoall(w: World) -> None:
 
 
 def barrier(w: World) -> None:
-    """Nobody comes out before the last has come in."""
+    """Checks that no rank leaves a barrier before the last rank has entered."""
     time.sleep(0.3 if w.rank == w.size - 1 else 0.0)
     started = time.monotonic()
     ringjax.barrier()
@@ -192,7 +193,7 @@ def barrier(w: World) -> None:
 
 
 def process_sets(w: World) -> None:
-    """A set of some ranks beside the world."""
+    """Checks a set of some ranks, in addition to the world."""
     ends = ringjax.add_process_set(sorted({0, w.size - 1}))
     alone = ringjax.add_process_set([w.size - 1])
     xs = w.draw((1003,))
@@ -203,12 +204,12 @@ def process_sets(w: World) -> None:
             w.equal(out, oracle(Sum, stack))
     w.equal(ringjax.allreduce(xs[w.rank], Sum), oracle(Sum, xs))
     assert ringjax.remove_process_set(alone)
-    if w.size > 2:  # otherwise it is the world
+    if w.size > 2:  # with two ranks the set would be the world
         assert ringjax.remove_process_set(ends)
 
 
 def transforms(w: World) -> None:
-    """Jit, grad, vmap and scan around an allreduce."""
+    """Checks jit, grad, vmap and scan around an allreduce."""
     xs = w.draw((3, 4), "float64", 7)
     x = jnp.asarray(xs[w.rank])
     batched = jax.jit(jax.vmap(lambda v: ringjax.allreduce(v, Sum)))(x)
@@ -235,12 +236,12 @@ def transforms(w: World) -> None:
 
 
 def disagreement(w: World) -> None:
-    """Ranks that call with different shapes all get an error, soon.
+    """Checks that all ranks get an error soon if shapes differ.
 
-    A device call only enqueues, so there the error may come with a later call; but
-    until then nothing may look like a result. What the host acts on is never one: the
-    sizes of an eager allgather are exchanged as eight bytes, which fit those of another
-    call, as on more than two ranks here.
+    A device call only enqueues, so a later call may raise the error, but no earlier
+    call may return a result. The host must not use wrong sizes: the sizes of an eager
+    allgather are exchanged as eight bytes, which fit eight bytes of another call, as on
+    more than two ranks here.
     """
     if w.size > 2:
         try:
@@ -287,10 +288,10 @@ CASES: dict[str, Callable[[World], Any]] = {
     "training overlapped": lambda w: training.train(True),
     "training compressed": lambda w: training.train(True, Compression.bf16),
     "sum beside psum": lambda w: training.sum_of_normals(w.rank),
-    # The last: on the device it ends the communicator.
+    # This case is the last, because it ends the communicator of the device.
     "ranks that disagree": disagreement,
 }
-# On four ranks every call takes twice as long: not again what two have shown.
+# With four ranks every call takes twice as long, so omit cases that two ranks check.
 FEWER = [name for name in CASES if name not in {
     "allreduce Average of integers", "allreduce Min", "allreduce Max",
     "allreduce Product", "training in place", "training compressed", "sum beside psum",
@@ -299,7 +300,7 @@ TRAINING = [name for name in CASES if name.startswith("training")]
 
 
 def meet(ok: bool) -> bool:
-    """Whether all ranks are well; over the host's transports, whatever the GPU does."""
+    """Returns whether all ranks succeeded; uses the host's transports."""
     from ringjax import _native
 
     mine, all_of = np.array([ok], np.int32), np.zeros(1, np.int32)
@@ -309,7 +310,7 @@ def meet(ok: bool) -> bool:
 
 
 def main() -> None:
-    """Runs the cases; writes a line for each."""
+    """Runs the cases; writes a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--training", action="store_true", help="nothing else")

@@ -1,6 +1,6 @@
 """A job of ringrun whose ranks run a module of the benchmarks and report JSON.
 
-For measurements that have no peers and take no turns: memory, start-up.
+For measurements without peers and turns: memory, start-up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Row = dict[str, Any]
 
 
 def report(row: Mapping[str, Any]) -> None:
-    """Prints a row, in a line that `reports` finds among others."""
+    """Prints a row, in a line that `reports` finds in other output."""
     print(MARK + json.dumps(row), flush=True)
 
 
 def reports(text: str) -> list[Row]:
-    """The rows in the output of a process, or of ringrun."""
+    """Returns the rows in the output of a process, or of ringrun."""
     found = (line.partition(MARK)[2] for line in text.splitlines())
     return [json.loads(line) for line in found if line]
 
@@ -36,10 +36,10 @@ def run(
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> list[Row]:
-    """Runs `python -m module words` on so many ranks; what they have reported.
+    """Runs `python -m module words` on `np` ranks; returns the reported rows.
 
     Raises:
-      RuntimeError: the job failed; the text has the end of what it said.
+      RuntimeError: the job failed; the text has the end of the output.
       subprocess.TimeoutExpired: it took longer than `timeout` seconds.
     """
     python = [sys.executable, "-m"]

@@ -1,6 +1,6 @@
 """The launcher and the Python of a peer's ranks, and whether both are here.
 
-Starts nothing; that is worlds.py.
+worlds.py starts the ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from benchmarks.peers import limit
 from benchmarks.peers.table import Entry
 
-# build/peers/horovod/bin/python is Horovod's, if it exists: see README.md.
+# build/peers/horovod/bin/python is the Python for Horovod, if it exists: see README.md.
 PEERS_FOLDER = Path(__file__).resolve().parents[2] / "build" / "peers"
 
 
 class Absent(RuntimeError):
-    """A peer that cannot be had here; the text says why."""
+    """Error: a peer is not available here; the text contains the reason."""
 
 
 @dataclass
@@ -33,11 +33,11 @@ class Launch:
     """How the ranks of a peer are started.
 
     Attributes:
-      words: come before the command of a rank.
-      each: the ranks are started one by one; else `words` start all of them.
-      environment: more variables.
-      python: of the ranks; this one, or that of another environment.
-      restless: the ranks work also while nobody asks them for anything.
+      words: the words before the command of a rank.
+      each: whether ranks are started one by one; otherwise `words` start all ranks.
+      environment: additional variables.
+      python: the Python of the ranks.
+      restless: whether the ranks use CPU time even if there is no request.
     """
 
     words: list[str] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Launch:
 
 
 def interpreter(peer: str, options: argparse.Namespace) -> str:
-    """The Python of a peer: as --python says, else of PEERS_FOLDER, else this one.
+    """Returns the Python of a peer: from --python, PEERS_FOLDER, or this Python.
 
-    Horovod and mpi4jax are built for one torch and one jax, which need not be those
-    that ringjax is used with.
+    Horovod and mpi4jax are built for one version of torch and jax, which may differ
+    from the versions for ringjax.
     """
     named: dict[str, str] = options.python
     beside = PEERS_FOLDER / peer / "bin" / "python"
@@ -65,7 +65,7 @@ def find(
     folder: Path,
     python: str = sys.executable,
 ) -> Launch:
-    """How to start so many ranks of a peer; `folder` is for what that needs.
+    """Returns how to start the ranks of a peer; `folder` is for files of the launcher.
 
     Raises:
       Absent: a module or a program is missing.
@@ -91,13 +91,15 @@ def _launch(
         return Launch(words, environment=dict(entry.environment))
     if entry.launcher == "horovodrun":
         words = [_program("horovodrun", python), "--gloo", "-np", str(ranks)]
-        # It is stopped while others have their turn, which must not be a failure.
+        # The peer is stopped during the turns of other peers, which must not count as a
+        # failure.
         patient = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
         return Launch(words, environment=patient, restless=True)
     if entry.launcher == "mpirun":
         return _mpirun(shlex.split(options.mpirun), ranks, python)
     if entry.launcher == "mpich":
-        own = shutil.which("mpiexec", path=_beside(python))  # PyPI's, with its library
+        # mpiexec of the PyPI package, with the package's library.
+        own = shutil.which("mpiexec", path=_beside(python))
         words = [own] if own else shlex.split(options.mpich)
         words[0] = _program(words[0], python)
         library = {} if own else _mpich_library(folder)
@@ -106,10 +108,10 @@ def _launch(
 
 
 def missing(modules: Sequence[str], python: str) -> list[str]:
-    """Those that a Python cannot import.
+    """Returns the modules that a Python cannot import.
 
     Raises:
-      Absent: there is no such Python.
+      Absent: the Python does not exist.
     """
     if python == sys.executable:
         return [m for m in modules if importlib.util.find_spec(m) is None]
@@ -130,7 +132,7 @@ def _beside(python: str) -> str:
 
 
 def _program(name: str, python: str) -> str:
-    """Where a program is: beside the Python of the peer, else on PATH."""
+    """Returns the path of a program: next to the peer's Python, else on PATH."""
     found = shutil.which(name, path=_beside(python)) or shutil.which(name)
     if found is None:
         raise Absent(f"no program {name} here")
@@ -138,7 +140,7 @@ def _program(name: str, python: str) -> str:
 
 
 def _mpirun(words: Sequence[str], ranks: int, python: str) -> Launch:
-    """The words of --mpirun; a single one gets what Open MPI needs to be fast."""
+    """Returns the words of --mpirun. A single word gets options for a fast Open MPI."""
     program = _program(words[0], python)
     said = subprocess.run(
         [program, "--version"], capture_output=True, text=True, check=False
@@ -149,20 +151,21 @@ def _mpirun(words: Sequence[str], ranks: int, python: str) -> Launch:
     if len(words) == 1:
         launch.words[1:1] = open_mpi_words(ranks, os.cpu_count() or 1)
     library = ctypes.util.find_library("mpi")
-    own = Path(program).parent == Path(python).parent  # an MPI of this environment
-    if library is not None and not own:  # else mpi4py has to find one
+    # The MPI belongs to the environment of this Python.
+    own = Path(program).parent == Path(python).parent
+    if library is not None and not own:  # else mpi4py must find a library
         launch.environment["MPI4PY_LIBMPI"] = os.environ.get("MPI4PY_LIBMPI", library)
     return launch
 
 
 def open_mpi_words(ranks: int, cpus: int) -> list[str]:
-    """More ranks than cores, and no rank that waits on a core that another needs."""
+    """Returns options: more ranks than cores, and no busy waiting."""
     words = ["--oversubscribe", "--bind-to", "none"]
     return words + (["--mca", "mpi_yield_when_idle", "1"] if ranks > cpus else [])
 
 
 def _mpich_library(folder: Path) -> dict[str, str]:
-    """Makes mpi4py load MPICH: it asks for libmpi.so.12, Debian says libmpich.so.12."""
+    """Makes mpi4py load MPICH as libmpi.so.12, which Debian calls libmpich.so.12."""
     if "MPI4PY_LIBMPI" in os.environ and ctypes.util.find_library("mpich") is None:
         return {}
     library = ctypes.util.find_library("mpich")

@@ -1,7 +1,7 @@
-"""One rank of `python -m benchmarks.memory`: what a step takes beyond the gradients.
+"""One rank of `python -m benchmarks.memory`: memory of a step beyond the gradients.
 
-A process of its own for each case, because what a compiler or an allocator has once
-taken is seldom given back. What is printed: memory.py.
+Each case has a process of its own, because compilers and allocators seldom return
+memory. memory.py prints the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.harness.jobs import report
 from benchmarks.harness.shapes import SETS, count
 
-WARM = 20  # steps until memory is what it stays
+WARM = 20  # steps until the memory is stable
 SAMPLES = 100
 # Name -> allreduce_grads(overlap=…), whether the gradients are donated. None: no
 # allreduce, which shows what jax and malloc take for the same arrays.
@@ -34,13 +34,13 @@ VARIANTS: dict[str, tuple[bool | None, bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """Bytes of this process that are in memory, by what stands behind them.
+    """Resident bytes of this process, by the kind of memory.
 
     Attributes:
-      private: its own.
-      shared: of memory that other ranks map too; each rank counts what it has touched.
-      file: of programs and libraries.
-      mapped: shared memory in its address space, touched or not.
+      private: bytes that only this process maps.
+      shared: bytes of shared memory that this process has touched.
+      file: bytes of programs and libraries.
+      mapped: bytes of shared memory in the address space, touched or not.
     """
 
     private: int
@@ -54,8 +54,9 @@ class Resident:
 
 
 def resident() -> Resident:
-    """Now, after free memory has been given back to the kernel."""
-    with contextlib.suppress(AttributeError, OSError):  # no glibc
+    """Measures the resident bytes, after free memory was returned to the kernel."""
+    # Ignore a C library that is not glibc.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
     known = _status()
     mapped = 0
@@ -68,14 +69,14 @@ def resident() -> Resident:
 
 
 def _status() -> dict[str, int]:
-    """The fields of /proc/self/status that are amounts of memory, in bytes."""
+    """Returns the fields of /proc/self/status that are amounts of memory, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = (line.split(":", 1) for line in lines)
     return {name: int(v.split()[0]) << 10 for name, v in fields if v.endswith(" kB")}
 
 
 def forget_peak() -> bool:
-    """Lets the kernel note the highest resident size anew; false if it cannot."""
+    """Resets the kernel's highest resident size; returns false if this fails."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -84,7 +85,7 @@ def forget_peak() -> bool:
 
 
 def counts() -> dict[str, int]:
-    """Numbers that must not grow: bytes, descriptors, threads, mappings."""
+    """Returns numbers that must not grow: bytes, descriptors, threads, mappings."""
     known = _status()
     return {
         "bytes": known["VmRSS"],
@@ -95,7 +96,7 @@ def counts() -> dict[str, int]:
 
 
 class Steps:
-    """A training step that consists of nothing but its allreduce."""
+    """A training step that consists only of its allreduce."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         import jax
@@ -122,7 +123,7 @@ class Steps:
         compiled = step.lower(self.gradients, state).compile()
 
         def once() -> None:
-            held[1] = None  # a training loop has used them by then
+            held[1] = None  # a training loop has used the gradients by then
             out, held[0] = self._jax.block_until_ready(
                 compiled(self.gradients, held[0])
             )
@@ -135,11 +136,11 @@ class Steps:
 
 
 def levels(steps: Steps, variant: str) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Resident bytes from before ringjax to a steady state; and the step."""
+    """Returns resident bytes from before ringjax to a steady state, and the step."""
     overlap, donated = VARIANTS[variant]
     once = steps.make(None, True)
     for _ in range(3):
-        once()  # jax has started what it needs for any step
+        once()  # jax has started everything that any step needs
     found: dict[str, Any] = {"before": resident()}
     if overlap is not None:
         import ringjax
@@ -161,7 +162,7 @@ def levels(steps: Steps, variant: str) -> tuple[dict[str, Any], Callable[[], Non
 
 
 def main() -> None:
-    """Measures one case and writes what came of it."""
+    """Measures one case and writes the result."""
     plan = json.loads(sys.argv[1])
     shapes = SETS[plan["set"]][1]()
     if shrink := plan["shrink"]:

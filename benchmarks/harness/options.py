@@ -1,6 +1,6 @@
-"""The options of allreduce.py and the cases that they name. Measures nothing.
+"""The options of allreduce.py, and the cases for these options.
 
-Some of the options are collectives.py's, too.
+collectives.py has some of these options, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAMED = 64 * MIB
 
 
 def parse_bytes(text: str) -> int:
-    """4096, 4K, 64MiB; units are powers of 1024."""
+    """Parses 4096, 4K or 64MiB; units are powers of 1024."""
     match = re.fullmatch(r"(\d+)([KMG]?)(I?B)?", text.strip().upper())
     if match is None or int(match[1]) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size like 4096, 4K or 64M")
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """2 or 2,4: a run with each."""
+    """Parses numbers of ranks, such as 2 or 2,4."""
     try:
         ranks = [int(word) for word in text.split(",")]
     except ValueError:
@@ -49,16 +49,17 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def parse_python(text: str) -> tuple[str, str]:
-    """horovod=/opt/horovod/bin/python: whose ranks run by which Python."""
+    """Parses a peer and its Python, such as horovod=/opt/horovod/bin/python."""
     peer, _, python = text.partition("=")
     if peer not in PEERS or not python:
         raise argparse.ArgumentTypeError(f"{text!r} is not PEER=PYTHON, see --peers")
     found = shutil.which(python) or python
-    return peer, os.path.abspath(found)  # not resolved: that is another environment
+    # Do not resolve links, which lead to another environment.
+    return peer, os.path.abspath(found)
 
 
 def how(p: argparse.ArgumentParser, benchmark: str) -> Any:
-    """Adds the options of how to measure, which are returned as a group."""
+    """Adds the options of the measurement, and returns their group."""
     group = p.add_argument_group("how")
     add = group.add_argument
     add("--rounds", type=int, default=9, help="turns of every variant (9)")
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; ends the process with a message if they are wrong."""
+    """Parses the options. Ends the process with a message if they are wrong."""
     p = _parser()
     options = p.parse_args(words)
     if "all" in options.peers:
@@ -166,7 +167,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """The cases for so many ranks."""
+    """Returns the cases for `ranks` ranks."""
     found = []
     for dtype in options.dtype:
         width = BYTES[dtype]

@@ -13,13 +13,13 @@ Array = np.ndarray[Any, Any]
 
 
 def given(name: str, rank: int, size: int, count: int) -> Array:
-    """The input of a rank; `count` numbers are the whole vector."""
+    """Returns the input of a rank; `count` numbers are the whole vector."""
     own = count // size if name == "allgather" else count
     return _pattern(own) + np.float32(rank)
 
 
 def expected(name: str, rank: int, size: int, count: int) -> Array:
-    """The right result of a rank; the root of a broadcast is rank 0."""
+    """Returns the right result of a rank; the root of a broadcast is rank 0."""
     pattern, ranks = _pattern(count), np.arange(size, dtype=np.float32)
     mine = slice(rank * (count // size), (rank + 1) * (count // size))
     if name == "broadcast":
@@ -33,7 +33,7 @@ def expected(name: str, rank: int, size: int, count: int) -> Array:
 
 
 def room(name: str, array: Array, right: Array) -> Array:
-    """Where the result goes: the array that was given, or as much as is right."""
+    """Returns an array for the result: the given array, or a new array."""
     return array if name in ("allreduce", "broadcast") else np.zeros_like(right)
 
 

@@ -1,4 +1,4 @@
-"""Plots of what allreduce.py has measured; needs matplotlib, as nothing else does."""
+"""Plots of the results of allreduce.py; only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Lines = dict[str, list[tuple[int, float]]]
 
 
 def missing() -> str | None:
-    """The text of an error if plots cannot be drawn, else None."""
+    """Returns the text of an error if plots cannot be drawn, else None."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
     return None
 
 
 def lines(rows: Sequence[Row], across: str) -> Lines:
-    """For every peer the points (row[across], µs) of its fastest variant there."""
+    """Returns for every peer the points (row[across], µs) of its fastest variant."""
     best: dict[tuple[str, int], float] = {}
     for row in rows:
         key = (row["peer"], row[across])
@@ -31,9 +31,9 @@ def lines(rows: Sequence[Row], across: str) -> Lines:
 
 
 def draw(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Time against bytes to `path`, against tensor counts beside it; what was written.
+    """Draws time against bytes, and against tensor counts; returns the files.
 
-    One panel for each number of ranks and each dtype.
+    Each number of ranks and each dtype has a panel.
     """
     beside = path.with_name(f"{path.stem}-counts{path.suffix}")
     sizes = [r for r in rows if r["kind"] == "arrays" and not r["counts"]]

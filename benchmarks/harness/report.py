@@ -1,4 +1,4 @@
-"""The tables of allreduce.py, and what is written to JSON files besides the rows."""
+"""The tables of allreduce.py, and the data in JSON files besides the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes as people say it."""
+    """Formats a number of bytes with a unit."""
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if size % unit == 0:
             return f"{size // unit} {name}"
@@ -29,7 +29,7 @@ def _number(value: float | None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Cells as text: the first `left` columns are aligned left, the others right."""
+    """Formats cells: the first `left` columns are aligned left, other columns right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -47,12 +47,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """Round by round; above 1: ours is faster."""
+    """Returns the ratio of each round; above 1 means that ringjax is faster."""
     return [a / b for a, b in zip(theirs, ours, strict=False) if b > 0]
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """The rows of one case as text."""
+    """Formats the rows of one case."""
     head = "peer,median,p10,p90,algbw,busbw,x ringjax,(min .. max),of limit,foreign"
     lines = [head.split(",")]
     for row in rows:
@@ -75,7 +75,7 @@ def table(title: str, rows: Sequence[Row]) -> str:
 
 
 def ratio_table(rows: Sequence[Row]) -> str:
-    """How many times faster each variant of ringjax is than the best of every peer."""
+    """Formats the speedup of ringjax's variants over the best variant of each peer."""
     ours = [row for row in rows if row["peer"] == "ringjax"]
     peers = [p for p in (ours[0]["against"] if ours else ()) if p != "ringjax"]
     if not peers:
@@ -88,7 +88,7 @@ def ratio_table(rows: Sequence[Row]) -> str:
 
 
 def counts_table(rows: Iterable[Row]) -> str:
-    """Time against the number of tensors, their bytes being the same in total."""
+    """Formats the time by number of tensors, with equal total bytes."""
     kept = [row for row in rows if row["counts"]]
     if not kept:
         return ""

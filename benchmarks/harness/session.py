@@ -1,6 +1,6 @@
 """A whole comparison: all peers that are installed, all cases, all numbers of ranks.
 
-What is measured and how it is shown is the business of allreduce.py and collectives.py.
+allreduce.py and collectives.py decide on the cases and on the output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Show = Callable[[Case, int, Sequence[Row]], None]
 
 
 def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:
-    """The worlds of all peers that are installed here; the others with a reason."""
+    """Starts the worlds of all installed peers; prints why other peers are absent."""
     worlds = []
     for peer in options.peers:
         try:
@@ -44,7 +44,7 @@ def start(ranks: int, options: argparse.Namespace, folder: Path) -> list[World]:
 def compare(
     ranks: int, options: argparse.Namespace, quiet: Quiet, cases: Cases, show: Show
 ) -> tuple[list[Row], dict[str, str], bool]:
-    """All cases with so many ranks: rows, versions, and whether no peer failed."""
+    """Measures all cases; returns rows, versions, and whether no peer failed."""
     print(f"\n# {ranks} ranks on {os.cpu_count()} CPUs, {options.rounds} rounds")
     rows: list[Row] = []
     worlds: list[World] = []
@@ -66,7 +66,7 @@ def compare(
 def run(
     options: argparse.Namespace, cases: Cases, show: Show
 ) -> tuple[list[Row], bool]:
-    """Measures everything, writes the JSON file: rows, and whether no peer failed."""
+    """Measures all; writes the JSON file; returns rows and whether no peer failed."""
     close_when_terminated()
     about = report.about()
     rows: list[Row] = []
@@ -75,7 +75,7 @@ def run(
     for ranks in options.ranks:
         found, theirs, complete = compare(ranks, options, quiet, cases, show)
         rows, versions, whole = rows + found, versions | theirs, whole and complete
-        # After each: a long run that is interrupted has not been for nothing.
+        # Write after each run, so that an interrupted session keeps its results.
         said = {**about, "ranks": options.ranks, "rounds": options.rounds}
         said |= {"versions": versions, "rows": rows}
         options.json.parent.mkdir(parents=True, exist_ok=True)

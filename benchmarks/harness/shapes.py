@@ -1,4 +1,4 @@
-"""The gradients of known networks, from their architectures: shapes and nothing else.
+"""The shapes of the gradients of known networks, from their architectures.
 
 Used on CPUs (allreduce.py) and on a GPU (gpu/models.py).
 """
@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 
 Shapes = list[tuple[int, ...]]
-# The network `dense`: so many layers of this width, trained on so many rows.
+# The network `dense`: number of layers, width, and rows of a batch.
 LAYERS, WIDTH, BATCH = 82, 128, 32
 
 
 def resnet50() -> Shapes:
-    """The 161 gradients of ResNet-50: 25.6 million numbers."""
+    """Returns the 161 gradients of ResNet-50: 25.6 million numbers."""
     kernels, width = [(7, 7, 3, 64)], 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
         inner = 64 << stage
@@ -26,12 +26,13 @@ def resnet50() -> Shapes:
             width = 4 * inner
     shapes: Shapes = []
     for kernel in kernels:
-        shapes += [kernel, kernel[-1:], kernel[-1:]]  # with a scale and a bias each
+        # Each kernel has a scale and a bias.
+        shapes += [kernel, kernel[-1:], kernel[-1:]]
     return [*shapes, (width, 1000), (1000,)]
 
 
 def vgg16() -> Shapes:
-    """The 32 gradients of VGG-16: 138 million numbers, 103 of them in one tensor."""
+    """Returns the 32 gradients of VGG-16: 138 million numbers, 103 million in one."""
     shapes: Shapes = []
     width = 3
     for blocks, channels in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
@@ -46,7 +47,7 @@ def vgg16() -> Shapes:
 
 
 def transformer(layers: int = 100, width: int = 1024) -> Shapes:
-    """1,204 gradients of a GPT-2 with 100 layers: 1.31 thousand million numbers."""
+    """Returns 1,204 gradients of a GPT-2 with 100 layers: 1.31 billion numbers."""
     block: Shapes = [(width,), (width,)]  # scale and bias of the first norm
     block += [(width, 3 * width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,)]
@@ -55,18 +56,18 @@ def transformer(layers: int = 100, width: int = 1024) -> Shapes:
 
 
 def narrow_transformer() -> Shapes:
-    """1,204 tensors that are 128 wide: 26.4 million numbers, about ResNet-50's."""
+    """Returns 1,204 tensors that are 128 wide: 26.4 million numbers, like ResNet-50."""
     return transformer(width=128)
 
 
 def even(tensors: int, numbers: int) -> Shapes:
-    """`numbers` in all, in so many tensors that differ by one number at the most."""
+    """Returns tensors with `numbers` numbers in all, and nearly equal sizes."""
     each, more = divmod(numbers, tensors)
     return [(each + (place < more),) for place in range(tensors)]
 
 
 def count(shapes: Sequence[Sequence[int]]) -> int:
-    """How many numbers tensors of these shapes hold."""
+    """Returns how many numbers tensors of these shapes hold."""
     return sum(math.prod(shape) for shape in shapes)
 
 

@@ -1,7 +1,7 @@
 """Real networks in PyTorch, and a step of training them on invented data.
 
-On inputs so small that a step takes about 0.3 s of one CPU. How gradients travel is for
-the caller to say: see peers/.
+The inputs are so small that a step takes about 0.3 s of one CPU. The callers in peers/
+decide how gradients travel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.nn import functional
 from benchmarks.harness.shapes import BATCH, LAYERS, WIDTH
 
 Optimizer = torch.optim.Optimizer
-# Makes of a network and its optimizer those that work together with other ranks.
+# A function that wraps a network and its optimizer for training with other ranks.
 Wrap = Callable[[nn.Module, Optimizer], tuple[Callable[[Tensor], Tensor], Optimizer]]
-Network = tuple[nn.Module, Tensor, Tensor]  # with inputs and labels
+Network = tuple[nn.Module, Tensor, Tensor]  # network, inputs, labels
 
 
 class Bottleneck(nn.Module):
-    """A block of ResNet-50: three convolutions, and a way around them."""
+    """A block of ResNet-50: three convolutions, and a shortcut."""
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> Network:
-    """ResNet-50, 161 tensors of 25.6 million numbers, on 8 images of 32 x 32."""
+    """Returns ResNet-50: 161 tensors, 25.6 million numbers, 8 images of 32 x 32."""
     layers: list[nn.Module] = [
         *(nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64)),
         *(nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)),
@@ -64,7 +64,7 @@ def resnet50() -> Network:
 
 
 class Transformer(nn.Module):
-    """A GPT of so many layers: 12 tensors each, and 4 around them."""
+    """A GPT with 12 tensors in each layer, and 4 other tensors."""
 
     def __init__(self, layers: int, width: int, letters: int, length: int) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class Transformer(nn.Module):
 
 
 def transformer() -> Network:
-    """16 layers of width 256 on 2 texts: 196 tensors of 12.8 million numbers."""
+    """Returns 16 layers of width 256 and 2 texts: 196 tensors, 12.8 million numbers."""
     network = Transformer(layers=16, width=256, letters=256, length=64)
     tokens = torch.randint(256, (2, 65))
     return network, tokens[:, :-1], tokens[:, 1:].flatten()
 
 
 def dense() -> Network:
-    """Dense layers only: 164 tensors of 1.4 million numbers, as in peers/keras.py."""
+    """Returns dense layers: 164 tensors, 1.4 million numbers, as in peers/keras.py."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     inputs, labels = torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
     return nn.Sequential(*layers), inputs, labels
@@ -107,11 +107,11 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 
 
 def training(name: str, wrap: Wrap | None) -> Callable[[], Any]:
-    """A step of training a network: gradients cleared, forward, backward, applied.
+    """Returns a training step: clears gradients, runs forward and backward, updates.
 
     Args:
       name: a key of NETWORKS.
-      wrap: lets the ranks train together; None: each by itself.
+      wrap: makes the ranks train together; None if each rank trains alone.
     """
     torch.manual_seed(0)
     network, inputs, labels = NETWORKS[name]()

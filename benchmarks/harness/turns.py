@@ -1,6 +1,6 @@
-"""Cases, and how the peers take turns in one: bursts, rounds, and what comes of them.
+"""Cases, and how the peers take turns in a case: bursts, rounds, and results.
 
-Prints nothing but what is left out, and why. Tables are in report.py.
+Prints only which variants are omitted, and why. report.py makes the tables.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from benchmarks.harness.shapes import Shapes, count
 from benchmarks.harness.worlds import World, WorldError
 
-BURST = 0.005  # seconds: calls of one batch, where one call takes less
+BURST = 0.005  # least seconds of a burst
 BATCHES = 3, 25
 BYTES = {"float32": 4, "bfloat16": 2}
-COPIES = 2  # a variant holds its tensors twice: input and result, or input and buckets
+COPIES = 2  # copies of its tensors that a variant holds: input, and result or buckets
 
 
 @dataclass(frozen=True)
 class Case:
-    """The work that every variant is asked to do.
+    """The work that every variant must do.
 
     Attributes:
-      title: for people.
-      shapes: of the tensors.
-      kind: one of KINDS (adapter.py); a peer has other variants for each.
-      dtype: of the tensors.
-      counts: this case is a point of time against the number of tensors.
-      network: of torch_networks.py, to be trained, with parameters of these shapes.
-      collective: one of COLLECTIVES; the one shape is that of the whole vector.
-      fresh: what is given to it is written anew before each call.
+      title: the title for people.
+      shapes: the shapes of the tensors.
+      kind: one of KINDS (adapter.py), for which a peer has its own variants.
+      dtype: the dtype of the tensors.
+      counts: whether this case is a point of time against the number of tensors.
+      network: a network of torch_networks.py, with parameters of these shapes.
+      collective: one of COLLECTIVES. The only shape is the shape of the whole vector.
+      fresh: whether the input is written again before each call.
     """
 
     title: str
@@ -53,8 +53,8 @@ class Case:
         return BYTES[self.dtype] * count(self.shapes)
 
     def bus_factor(self, ranks: int) -> float:
-        """Bytes over the busiest link for each byte of size, at the least."""
-        # Streams carry these bytes once, and nobody shares them out.
+        """Returns the least bytes over the busiest link for each byte of size."""
+        # Streams carry each byte once.
         if self.kind == "streams" or self.collective == "broadcast":
             return 1.0
         times = 2 if self.collective in ("", "allreduce") else 1
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass
 class Variant:
-    """One way of one peer, and what was measured of it in one case."""
+    """A variant of a peer, and its measurements in one case."""
 
     world: World
     name: str
@@ -71,11 +71,11 @@ class Variant:
     batches: int = BATCHES[0]
     rounds: list[list[float]] = field(default_factory=list)
     wall: float = 0.0
-    busy: float = 0.0  # CPU seconds of the machine meanwhile
+    busy: float = 0.0  # CPU seconds of the machine during the bursts
     own: float = 0.0  # CPU seconds of the ranks and of this process
 
     def burst(self) -> list[float]:
-        """Seconds per call, batch by batch, of the rank that took longest."""
+        """Runs a burst; returns seconds per call of each batch, on the slowest rank."""
         start = _clocks()
         answers = self.world.ask(
             do="run", variant=self.name, batches=self.batches, calls=self.calls
@@ -96,18 +96,18 @@ class Variant:
         self.wall = self.busy = self.own = 0.0
 
     def quietest(self) -> float:
-        """Seconds of a call, the median of the round in which that is least."""
+        """Returns the seconds of a call in the fastest round, as a median."""
         return min(map(statistics.median, self.rounds))
 
     def over(self, other: Variant) -> list[float]:
-        """This time over the time of another, in each round."""
+        """Returns the ratio of this time to the time of `other`, in each round."""
         return [
             statistics.median(mine) / statistics.median(theirs)
             for mine, theirs in zip(self.rounds, other.rounds, strict=False)
         ]
 
     def row(self, case: Case, ranks: int) -> dict[str, Any]:
-        """The numbers of this variant alone."""
+        """Returns the numbers of this variant, without comparisons."""
         times = sorted(t * 1e6 for batches in self.rounds for t in batches)
         tenth = len(times) // 10
         median = statistics.median(times)
@@ -123,7 +123,8 @@ class Variant:
             "cpu_us": self.own * 1e6 / (self.calls * len(times) * ranks),
             "algbw": algbw,
             "busbw": algbw * case.bus_factor(ranks),
-            # The kernel counts in ticks of 10 ms: a short time says nothing.
+            # The kernel counts in ticks of 10 ms, so short times are not precise
+            # enough.
             "foreign": max(0.0, foreign) if self.wall > 0.2 else None,
             "rounds_us": [[t * 1e6 for t in batches] for batches in self.rounds],
         }
@@ -132,11 +133,12 @@ class Variant:
 def compare(
     variants: Sequence[Variant], case: Case, ranks: int
 ) -> list[dict[str, Any]]:
-    """The rows of one case, with ratios: medians of those within the rounds.
+    """Returns the rows of one case, with medians of the ratios in each round.
 
-    `ratio` is to the first variant of ringjax, `share` the time of the limit's best
-    variant over this one's, `against` the time of every peer's best variant over it.
-    Best is what has the fastest round: a busy minute must not choose another.
+    `ratio` is the time over the time of ringjax's first variant, `share` is the time of
+    the limit's best variant over this variant's time, and `against` is the time of
+    every peer's best variant over this variant's time. The best variant has the fastest
+    round, so that a busy minute does not change the choice.
     """
     best: dict[str, Variant] = {}
     for variant in variants:
@@ -164,7 +166,7 @@ def compare(
 
 
 def affordable(counts: Sequence[int], size: int, ranks: int, memory: int) -> int:
-    """How many variants of each peer fit into memory at once; `counts` it has."""
+    """Returns how many variants of each peer fit into memory at the same time."""
     most = max(counts, default=0)
     while most and COPIES * size * ranks * sum(min(most, n) for n in counts) > memory:
         most -= 1
@@ -172,7 +174,7 @@ def affordable(counts: Sequence[int], size: int, ranks: int, memory: int) -> int
 
 
 def able(world: World, case: Case) -> list[str]:
-    """The variants of a peer that a case is for."""
+    """Returns the variants of a peer for a case."""
     if case.dtype not in world.dtypes:
         return []
     if case.network and case.network not in world.networks:
@@ -185,13 +187,13 @@ def able(world: World, case: Case) -> list[str]:
 
 
 class Quiet:
-    """Waits for moments in which nobody else works, `patience` seconds in all."""
+    """Waits for moments without other work, for `patience` seconds in all."""
 
     def __init__(self, patience: float) -> None:
         self.left = patience
 
     def wait(self) -> None:
-        """Returns after a quiet quarter of a second, or when patience has run out."""
+        """Returns after a quiet quarter of a second, or if no waiting time is left."""
         while self.left > 0:
             start = _clocks()
             time.sleep(0.25)
@@ -208,7 +210,7 @@ def measure(
     options: argparse.Namespace,
     quiet: Quiet,
 ) -> list[dict[str, Any]]:
-    """One case: every variant of every world, in turns; drops worlds that fail."""
+    """Measures one case: all variants of all worlds, in turns. Drops failed worlds."""
     asked = [(world, names) for world in worlds if (names := able(world, case))]
     most = affordable([len(n) for _, n in asked], case.size, ranks, _free_memory())
     if any(len(names) > most for _, names in asked):
@@ -233,7 +235,8 @@ def measure(
             _drop(worlds, world, error)
     for turn in range(options.rounds):
         quiet.wait()
-        first = turn % max(1, len(variants))  # nobody is always after the same one
+        # The order changes, so that neighbours change, too.
+        first = turn % max(1, len(variants))
         for variant in variants[first:] + variants[:first]:
             if variant.world in worlds:
                 try:
@@ -255,7 +258,7 @@ def _drop(worlds: list[World], world: World, error: WorldError) -> None:
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Wall clock, CPU seconds of the whole machine, CPU seconds of this process."""
+    """Returns wall clock, CPU seconds of the machine, and of this process."""
     with Path("/proc/stat").open() as stat:
         # user nice system idle iowait irq softirq steal, then guests (in user already)
         ticks = [int(n) for n in stat.readline().split()[1:9]]
@@ -265,7 +268,7 @@ def _clocks() -> tuple[float, float, float]:
 
 
 def _free_memory() -> int:
-    """Bytes that may be used: three quarters of what is available."""
+    """Returns the bytes to use: three quarters of the available memory."""
     with Path("/proc/meminfo").open() as lines:
         known = dict(line.split(":") for line in lines)
     return int(known["MemAvailable"].split()[0]) * 1024 * 3 // 4

@@ -1,7 +1,7 @@
-"""One rank of one peer: obeys the program that alternates between the peers.
+"""One rank of one peer: executes requests of the program that alternates between peers.
 
-Started by worlds.py. Idle, it sleeps in a read, so that it takes nothing from the peer
-whose turn it is. Which libraries there are: peers/table.py.
+worlds.py starts this program. An idle rank sleeps in a read, so that it does not slow
+the peer whose turn it is. peers/table.py lists the libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.peers.table import PEERS
 
 
 def run(peer: Peer, step: Operation, batches: int, calls: int) -> dict[str, Any]:
-    """Seconds per call, batch by batch, and the CPU seconds of this process."""
+    """Runs batches; returns seconds per call of each batch, and CPU seconds."""
     timed = getattr(step, "seconds", None) or functools.partial(_seconds, step)
     before = resource.getrusage(resource.RUSAGE_SELF)
     peer.total(0.0)  # all ranks start together
@@ -48,9 +48,9 @@ def _seconds(step: Operation, calls: int) -> float:
 
 
 class Fresh:
-    """An operation before each of whose calls all ranks write anew what they give.
+    """An operation for which all ranks write their input again before each call.
 
-    That takes no part of its time.
+    The time of the operation does not include these writes.
     """
 
     def __init__(self, step: Operation, given: np.ndarray[Any, Any]) -> None:
@@ -71,17 +71,17 @@ class Fresh:
 
 
 def check(peer: Peer) -> None:
-    """The peer must really add what all ranks give."""
+    """Checks that the peer really adds the inputs of all ranks."""
     total, right = peer.total(peer.rank + 1.0), peer.size * (peer.size + 1) / 2
     if total != right:
         raise ArithmeticError(f"the sum of 1..{peer.size} came out as {total}")
 
 
 def collective(peer: Peer, variant: str, count: int, fresh: bool = False) -> Operation:
-    """A collective that has given the right result once; maybe of `Fresh` numbers.
+    """Returns a collective after a check of one result, perhaps with `Fresh` input.
 
     Raises:
-      ArithmeticError: it has not.
+      ArithmeticError: the result is wrong.
     """
     name = variant.partition(": ")[0]
     array = patterns.given(name, peer.rank, peer.size, count)
@@ -92,12 +92,12 @@ def collective(peer: Peer, variant: str, count: int, fresh: bool = False) -> Ope
     got = out if result is None else peer.local(result)
     if not np.array_equal(got.reshape(-1), right):
         raise ArithmeticError(f"{variant} of {count} numbers came out wrong")
-    array.fill(0)  # or sums in place would grow from call to call
+    array.fill(0)  # zeros, because sums in place would grow with each call
     return Fresh(step, array) if fresh else step
 
 
 class Worker:
-    """Answers requests; operations live from one `prepare` to the next."""
+    """Replies to requests. Operations live until the next `prepare`."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -105,7 +105,7 @@ class Worker:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "prepare":
-            self._steps.clear()  # first, so that memory is not held twice
+            self._steps.clear()  # clear first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]
             for variant in request["variants"]:
                 self._steps[variant] = self._make(variant, shapes, request)
@@ -122,7 +122,7 @@ class Worker:
 
 
 def main() -> None:
-    """Joins the peer's world, says hello, answers until the connection ends."""
+    """Joins the peer's world, sends a hello, and replies until the connection ends."""
     parser = argparse.ArgumentParser(prog="benchmarks.harness.worker")
     parser.add_argument("socket")
     parser.add_argument("peer", choices=PEERS)

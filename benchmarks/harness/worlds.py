@@ -1,7 +1,7 @@
-"""Starts the ranks of each peer as its users do, and talks to all of them.
+"""Starts the ranks of each peer as users do, and sends requests to all ranks.
 
-All worlds exist at once and only one is asked at a time. What a rank does with a
-request: worker.py.
+All worlds exist at the same time, and only one world works at a time. worker.py
+executes requests.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from benchmarks.harness.launchers import Launch
 from benchmarks.peers.adapter import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-START_UP = 120.0  # seconds until all ranks of a world have said hello
-ANSWER = 300.0  # seconds for one request
+START_UP = 120.0  # seconds until all ranks of a world must have sent a hello
+ANSWER = 300.0  # seconds until a request must have a reply
 END = 15.0
 
 
 def close_when_terminated() -> None:
-    """Lets SIGTERM end this program as Ctrl-C does: nobody else would wake ranks."""
+    """Makes SIGTERM end this program like Ctrl-C, which wakes stopped ranks up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class WorldError(RuntimeError):
-    """A peer does not start, or has failed; the text says why."""
+    """Error: a peer does not start, or has failed; the text contains the reason."""
 
 
 class World:
@@ -40,15 +40,16 @@ class World:
 
     Args:
       peer: a key of PEERS.
-      ranks: how many.
-      folder: for the socket and the log.
-      launch: who starts the ranks.
+      ranks: the number of ranks.
+      folder: the folder for the socket and the log.
+      launch: the way in which the ranks are started.
     """
 
     def __init__(self, peer: str, ranks: int, folder: Path, launch: Launch) -> None:
         self.peer = peer
         self._environment = {"JAX_PLATFORMS": "cpu", **os.environ}
-        if launch.python != sys.executable:  # its packages are not for another Python
+        # Another Python must not see the packages of this Python.
+        if launch.python != sys.executable:
             self._environment.pop("PYTHONPATH", None)
         self._environment |= launch.environment
         self._restless = launch.restless
@@ -65,7 +66,8 @@ class World:
             for command in _commands(ranks, worker, launch):
                 self._processes.append(self._start(command))
             hellos = [self._accept() for _ in range(ranks)]
-        except BaseException as error:  # Ctrl-C too: the ranks do not see it
+        # End the ranks after Ctrl-C, too, because they do not get Ctrl-C.
+        except BaseException as error:
             self.close()
             if isinstance(error, WorldError | OSError | ValueError):
                 raise WorldError(f"{peer}: {error}") from None
@@ -78,7 +80,7 @@ class World:
         self._rest()
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """Sends a request to every rank and returns the answers.
+        """Sends a request to every rank and returns the replies.
 
         Raises:
           WorldError: a rank failed, died or is late.
@@ -102,7 +104,7 @@ class World:
         return answers
 
     def close(self) -> None:
-        """Lets the ranks end, and ends them if they do not."""
+        """Waits for the end of the ranks, and ends ranks that do not end."""
         self._wake()
         self._listener.close()
         for stream in self._streams:
@@ -127,7 +129,7 @@ class World:
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Stops ranks that work while nobody asks them, and lets them go on."""
+        """Sends SIGSTOP or SIGCONT to ranks that work without a request."""
         for pid in self._pids if self._restless else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -141,8 +143,9 @@ class World:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Away from Ctrl-C, but no session of its own: Linux shares out time
-                # between sessions first, and yielding to another one does nothing.
+                # A process group of its own gets no Ctrl-C. A session of its own is
+                # wrong: Linux divides CPU time between sessions first, so a rank could
+                # not yield to other sessions.
                 process_group=0,
             )
 
@@ -158,7 +161,7 @@ class World:
             if time.monotonic() > deadline:
                 raise WorldError(f"not there after {START_UP:g} s\n{self._tail()}")
         connection.settimeout(ANSWER)
-        with connection:  # the stream keeps it open
+        with connection:  # the stream keeps the connection open
             self._streams.append(connection.makefile("rw"))
         hello: dict[str, Any] = json.loads(self._streams[-1].readline())
         return hello
