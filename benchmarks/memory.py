@@ -1,8 +1,8 @@
 """Memory beyond the gradients, and its growth: `python -m benchmarks.memory`.
 
-Starts a world for each case and compares what its ranks have resident before ringjax
-is there with what they have after many steps. What a rank does: memory_rank.py; how to
-read the tables: README.md. No time is measured.
+Starts a world for each case. Compares the resident memory of ranks before the import of
+ringjax with the memory after many steps. memory_rank.py is the program of a rank, and
+README.md explains the tables. No time is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.harness.shapes import SETS
 
 RANK = "benchmarks.harness.memory_rank"
 MIB = 1 << 20
-TARGET = 64 * MIB  # beyond the gradients, a process
+TARGET = 64 * MIB  # most bytes of a process beyond the gradients
 GROWN = {"bytes": 1 * MIB, "descriptors": 1, "threads": 1, "maps": 4}  # 10,000 steps
 PER = 10_000
 Row = dict[str, Any]
@@ -32,11 +32,11 @@ def _total(level: dict[str, int]) -> int:
 
 
 def extra(found: Row, donated: bool) -> Row:
-    """Bytes of one rank, by what took them.
+    """Returns the bytes of one rank, by purpose.
 
-    `program` is what compiling took, as it would for any other step; `results` are the
-    caller's, new in each step unless the gradients are donated. Everything else is
-    extra, at its peak during the steps.
+    `program` is the memory for compilation, which any other step needs, too. `results`
+    belong to the caller, and are new in each step unless the gradients are donated. All
+    other memory is extra, at its peak during the steps.
     """
     levels = (found[name] for name in ("before", "world", "program", "steady"))
     before, world, program, steady = levels
@@ -56,7 +56,7 @@ def extra(found: Row, donated: bool) -> Row:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The slope of the line that fits best, by least squares."""
+    """Returns the slope of the line that fits best, by least squares."""
     x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - x0) ** 2 for x in xs)
     if spread == 0:
@@ -65,14 +65,14 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def growth(series: Sequence[Row]) -> dict[str, float]:
-    """The growth in 10,000 steps, without the first tenth, in which caches fill."""
+    """Returns the growth in 10,000 steps, without the first tenth of the steps."""
     kept = series[len(series) // 10 :]
     steps = [float(row["step"]) for row in kept]
     return {name: slope(steps, [row[name] for row in kept]) * PER for name in GROWN}
 
 
 def worst(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The most of any rank, name by name."""
+    """Returns the largest value of any rank, by name."""
     return {name: max(row[name] for row in rows) for name in rows[0]}
 
 
@@ -99,7 +99,7 @@ def extra_table(rows: Sequence[Row]) -> str:
 
 
 def alone(row: Row, rows: Sequence[Row]) -> float | None:
-    """The memory that jax and malloc take for the same steps without ringjax."""
+    """Formats the memory that jax and malloc need for steps without ringjax."""
     donated = VARIANTS[row["variant"]][1]
     for other in rows:
         same = all(other[name] == row[name] for name in ("ranks", "set", "steps"))
@@ -110,7 +110,7 @@ def alone(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def growth_table(rows: Sequence[Row]) -> str:
-    """The growth in 10,000 steps, by least squares."""
+    """Formats the growth in 10,000 steps, by least squares."""
     rest = list(GROWN)[1:]
     head = [
         "growth in 10,000 steps, the worst rank",
@@ -202,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if not case["steps"]:
             rows[-1]["alone"] = alone(rows[-1], rows)
         print(f"# {rows[-1]['set']}: {rows[-1]['variant']}", flush=True)
-        # After each: a long run that is interrupted has not been for nothing.
+        # Write after each case, so that an interrupted run keeps its results.
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     for table, kept in (
         (extra_table, [row for row in rows if not row["steps"]]),

@@ -1,8 +1,8 @@
 """How much the ranks of a job can print: python -m benchmarks.output [--ranks 8].
 
-All ranks write as fast as they can, through ringrun and, as the limit, straight into
-one pipe. In turns; MB of the ranks a second: the median, the least and the greatest of
-all rounds.
+All ranks write as fast as they can, through ringrun and, as the limit, directly into
+one pipe. Both take turns. The table has MB per second of all ranks: the median, the
+least and the greatest of all rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-# Writes so many bytes in lines of that width.
+# A program that writes a number of bytes in lines of some width.
 _WRITER = """
 import os, sys
 left, width = map(int, sys.argv[1:])
@@ -21,12 +21,12 @@ lines = (b"x" * (width - 1) + b"\\n") * max(1, 65536 // width)
 while left > 0:
     left -= os.write(1, lines)
 """
-_WIDTHS = (20, 80, 200, 1 << 20)  # bytes of a line, its end included
+_WIDTHS = (20, 80, 200, 1 << 20)  # bytes of a line, including its end
 _ROUNDS = 5
 
 
 def _seconds(words: list[str], wanted: int) -> float:
-    """How long a command takes until its reader has got everything."""
+    """Returns the seconds until the reader of a command has got all output."""
     began = time.perf_counter()
     with subprocess.Popen(words, stdout=subprocess.PIPE) as command:
         found = subprocess.run(

@@ -1,10 +1,11 @@
-"""Does the report name the slow rank and no healthy one? `-m benchmarks.stragglers`.
+"""Checks that reports name slow ranks: `python -m benchmarks.stragglers`.
 
-Jobs of 4 ranks with steps of 20 ms. In each trial one rank, drawn by chance, is slowed
-by about 5 %: stopped for 20 ms in each 200 (half of that falls into a sleep, which goes
-on), or with an input that takes a millisecond more; or by more, next to three processes
-that want its core, while the others share one; or none is. Counts how often
-`ringrun --report` named it, after how long, and whether it ever named another one.
+Jobs have 4 ranks and steps of 20 ms. In most trials one random rank is slowed by about
+5 %: the rank is stopped for 20 ms in each 200 ms (half of which is in a sleep, which
+continues), or its input needs a millisecond more. In other trials the rank is slowed by
+more, because three processes use its core while the other ranks share a core, or no
+rank is slowed. Counts how often `ringrun --report` named the slow rank, after how long,
+and whether it ever named another rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 RANKS = 4
 EVERY = 10  # seconds between two reports
-LONGEST = 31.0  # seconds of a trial
+LONGEST = 31.0  # most seconds of a trial
 KINDS = ("pulses", "competitor", "input", "none")
 
 RANK = """
@@ -60,7 +61,7 @@ while True:
 
 
 def trial(kind: str, victim: int) -> tuple[float | None, list[int]]:
-    """Seconds until the victim was named, if it was; and who else was."""
+    """Runs a trial; returns seconds until the slow rank was named, and other names."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-P", "-m", "ringjax.run", "-np", str(RANKS)]
         words += ["--report", str(EVERY), sys.executable, "-c", RANK, kind]
@@ -97,7 +98,7 @@ def _pids(folder: Path) -> list[int]:
         texts = [file.read_text() if file.exists() else "" for file in files]
         if all(texts):
             return [int(text) for text in texts]
-        time.sleep(0.1)  # files of other processes: nobody tells when they are there
+        time.sleep(0.1)  # no event reports that other processes have made their files
     raise RuntimeError("the job has not begun")
 
 
@@ -110,7 +111,7 @@ def _watch(
         time.sleep(0.18)  # the part of each 200 ms in which the rank runs
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
-            time.sleep(0.02)  # and stands still
+            time.sleep(0.02)  # the part of each 200 ms in which the rank is stopped
             os.kill(stopped, signal.SIGCONT)
         found = re.findall(
             r"^.* (\d+)  .*<- all wait for it", log.read_text(), re.MULTILINE
@@ -122,7 +123,7 @@ def _watch(
 
 
 def main() -> None:
-    """Prints a line for each way to be slow."""
+    """Runs the trials; prints a line for each way to slow a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)

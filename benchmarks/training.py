@@ -2,7 +2,7 @@
 
 Each network is trained by every rank alone and by all ranks together, in turns. The
 difference is the communication that the backward pass does not hide. A second table has
-ResNet-50's gradients by themselves, all submitted at once. How to read both: README.md.
+only ResNet-50's gradients, all submitted together. README.md explains both tables.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Row = dict[str, Any]
 
 
 def rounds_of(row: Row) -> list[float]:
-    """The median of each round, in milliseconds."""
+    """Returns the median of each round, in milliseconds."""
     return [statistics.median(batches) / 1e3 for batches in row["rounds_us"]]
 
 
 def step_table(rows: Sequence[Row]) -> str:
-    """Milliseconds of a step: alone, together, and the difference (`more`)."""
+    """Formats milliseconds of a step: alone, together, and the difference (`more`)."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(row["peer"], {})[row["variant"]] = row
@@ -59,7 +59,7 @@ def step_table(rows: Sequence[Row]) -> str:
 
 
 def gradient_table(rows: Sequence[Row]) -> str:
-    """Milliseconds for gradients that are all submitted at once."""
+    """Formats milliseconds for gradients that are all submitted together."""
     ours = next((rounds_of(row) for row in rows if row["peer"] == OURS), None)
     lines = [["ms", "all at once", "/ ours", "CPU"]]
     for row in rows:
@@ -71,7 +71,7 @@ def gradient_table(rows: Sequence[Row]) -> str:
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """One case for each network, and one for the gradients alone."""
+    """Returns a case for each network, and a case for the gradients alone."""
     del ranks
     found = []
     for name in options.networks:

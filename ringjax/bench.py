@@ -261,7 +261,7 @@ class Bench:
 
 
 class CopyBenchmark:
-    """Copies memory, to compare the time with that of a collective.
+    """Copies memory, to compare the time with the time of a collective.
 
     Attributes:
         size: the number of bytes of a copy.

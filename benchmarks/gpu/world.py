@@ -204,7 +204,7 @@ def process_sets(w: World) -> None:
             w.equal(out, oracle(Sum, stack))
     w.equal(ringjax.allreduce(xs[w.rank], Sum), oracle(Sum, xs))
     assert ringjax.remove_process_set(alone)
-    if w.size > 2:  # with two ranks the set would be the world
+    if w.size > 2:  # a set of two ranks would be the world
         assert ringjax.remove_process_set(ends)
 
 

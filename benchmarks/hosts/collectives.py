@@ -1,9 +1,9 @@
 """Collectives between hosts, as root: `python -m benchmarks.hosts.collectives`.
 
-Builds hosts as network namespaces with links of a given rate, and times ringjax in them
-next to plain TCP streams, the least that the links must carry, and the backward pass of
-a real model. What a rank does: rank.py; the network: namespaces.py; who is where
-and the bounds: layouts.py; how to read the tables: README.md.
+Builds hosts as network namespaces with links of a given rate. Times ringjax in these
+hosts next to plain TCP streams, lower bounds of the links, and the backward pass of a
+real model. rank.py is the program of a rank, namespaces.py makes the network,
+layouts.py places ranks and computes the bounds, and README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MIB = 1 << 20
 
 
 class HostsError(RuntimeError):
-    """A world has failed; the text says why."""
+    """Error: a world has failed; the text contains the reason."""
 
 
 def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
     """Runs a world; returns the results of its rank 0.
 
     Raises:
-      HostsError: a rank has failed, or they took too long.
+      HostsError: a rank has failed, or the time limit has passed.
     """
     if layout.loopback:
         return _run(layout, options, folder, None)
@@ -49,7 +49,7 @@ def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
 
 
 def cases(layout: Layout, options: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """Each collective and size, in whole numbers a rank, and what plain TCP carries."""
+    """Returns each collective and size, and the bytes that plain TCP must carry."""
     whole = 4 * layout.size
     sizes = [size // whole * whole for size in options.sizes]
     return [
@@ -85,17 +85,17 @@ def launch(
     folder: Path,
     timeout: float,
 ) -> list[str]:
-    """Runs a command as all ranks of a world; the lines that rank 0 has printed.
+    """Runs a command as all ranks of a world; returns the lines of rank 0.
 
     Raises:
-      HostsError: a rank has failed, or they took too long.
+      HostsError: a rank has failed, or the time limit has passed.
     """
     job, secret = secrets.token_hex(8), secrets.token_hex(32)
     python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     common = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": python}
     common["RINGJAX_CACHE_DIR"] = str(
         folder / "cache"
-    )  # earlier jobs tuned other links
+    )  # do not use results of autotune from other links
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"{job}.{rank}" for rank in range(layout.size)]
     try:
@@ -136,7 +136,7 @@ def _wait(
 
 
 def rows_of(results: Sequence[Any], layout: Layout) -> list[dict[str, Any]]:
-    """One row for each collective and size, with its bounds and the plain streams."""
+    """Returns a row for each collective and size, with bounds and plain streams."""
     rows = []
     for mine in (r for r in results if r["kind"] == "collective"):
         name, size, seconds = mine["collective"], mine["size"], mine["seconds"]
@@ -166,7 +166,7 @@ def rows_of(results: Sequence[Any], layout: Layout) -> list[dict[str, Any]]:
 
 
 def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
-    """Which share of the communication is hidden behind the backward pass."""
+    """Returns a row with the share of communication that the backward pass hides."""
     rounds = {r["variant"]: r["rounds"] for r in results if r["kind"] == "model"}
     if not rounds:
         return None
@@ -197,13 +197,13 @@ def model_row(results: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
 
 
 def hidden(none: float, in_turn: float, overlapped: float) -> float:
-    """Share of the time that allreduce adds to a step which overlapping takes away."""
+    """Returns the share of the time for allreduce that overlap removes from a step."""
     added = in_turn - none
     return (in_turn - overlapped) / added if added > 0 else 0.0
 
 
 def table(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one world as text."""
+    """Formats the rows of one world."""
     head = ",size,algorithm,ms,(min .. max),bound,share,ring,plain,share,busy"
     lines = [head.split(",")]
     for row in rows:
@@ -248,7 +248,7 @@ def _share(value: float | None) -> str:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; ends the process with a message if they are wrong."""
+    """Parses the options. Ends the process with a message if they are wrong."""
     p = argparse.ArgumentParser(
         prog="benchmarks.hosts.collectives", description=__doc__
     )
@@ -283,7 +283,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def worlds(options: argparse.Namespace) -> list[Layout]:
-    """Every layout with every rate; loopback has none."""
+    """Returns every layout with every rate. Loopback has no rate."""
     found = [layout for layout in options.layouts if layout.loopback]
     shaped = [layout for layout in options.layouts if not layout.loopback]
     return found + [
@@ -294,7 +294,7 @@ def worlds(options: argparse.Namespace) -> list[Layout]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs everything, prints the tables and writes the JSON file."""
+    """Runs all cases, prints the tables and writes the JSON file."""
     options = parse(words)
     if os.geteuid() != 0 and not all(layout.loopback for layout in options.layouts):
         raise SystemExit(
@@ -330,12 +330,12 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _congestion_control() -> str:
-    """The algorithm that TCP uses by default; namespaces inherit it."""
+    """Returns TCP's default congestion control, which namespaces inherit."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def _end(number: int, frame: object) -> None:
-    """Ends the program as Ctrl-C does, so that the network is removed."""
+    """Ends the program like Ctrl-C, so that the network is removed."""
     del frame
     raise SystemExit(128 + number)
 

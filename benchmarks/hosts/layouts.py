@@ -1,6 +1,6 @@
-"""Which rank sits where, and how fast collectives between hosts can be at best.
+"""The placement of ranks, and lower bounds for collectives between hosts.
 
-Arithmetic and names only. Making the hosts: namespaces.py; running: collectives.py.
+This module only computes. namespaces.py makes the hosts, and collectives.py runs jobs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from benchmarks.hosts.namespaces import address
 
 LOOPBACK = "loopback"
-PORT = 29400  # the port of the rendezvous; every host has all ports to itself
+PORT = 29400  # the port of the rendezvous; each host has its own ports
 _UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
 def parse_size(text: str) -> int:
-    """Bytes, a multiple of 4, of `4096`, `64K` or `16M`."""
+    """Parses `4096`, `64K` or `16M` to bytes, a multiple of 4."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     size = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
     if size == 0 or size % 4 != 0:
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> str | None:
-    """A rate as tc has it: `1gbit`, `500mbit`; None for `none`."""
+    """Parses a rate in tc's notation: `1gbit`, `500mbit`; None for `none`."""
     if text != "none" and not re.fullmatch(r"[1-9]\d*[mg]bit", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no rate like 1gbit or none")
     return None if text == "none" else text
@@ -35,10 +35,10 @@ def parse_rate(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts, ranks on each, and the rate of a link.
+    """The number of hosts, the ranks on each host, and the rate of a link.
 
-    On loopback there are no hosts to be made: two ranks of this host, with TCP between
-    them instead of shared memory.
+    Loopback means two ranks on this host, with TCP between them instead of shared
+    memory.
     """
 
     hosts: int
@@ -48,7 +48,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """`4x2` is 4 hosts with 2 ranks each; or `loopback`."""
+        """Parses `loopback`, or `4x2` for 4 hosts with 2 ranks each."""
         if text == LOOPBACK:
             return Layout(2, 1, loopback=True)
         match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text)
@@ -76,28 +76,29 @@ class Layout:
 
     @property
     def ring(self) -> list[tuple[int, str]]:
-        """Rank and address of the first rank of each host."""
+        """The rank and the address of the first rank of each host."""
         if self.loopback:
             return [(0, "127.0.0.1"), (1, "127.0.0.1")]
         return [(host * self.ranks, address(host)) for host in range(self.hosts)]
 
     def crossing(self, collective: str, size: int, *, ring: bool = False) -> float:
-        """Bytes over the busiest link in one direction, at the least.
+        """Returns the least bytes over the busiest link in one direction.
 
-        `size` is that of the whole vector: the result of an allgather, what each rank
-        gives to an alltoall or a reducescatter. With `ring`, of one through all ranks,
-        which fills every link as if each rank had a host of its own; else of what works
-        inside the hosts first, which nothing can beat: Patarasuk and Yuan, JPDC 69
-        (2009). What an alltoall gives is different for each rank: nothing helps there.
+        `size` is the size of the whole vector: the result of an allgather, or the input
+        of a rank for an alltoall or a reducescatter. With `ring`, the bound is for a
+        ring through all ranks, which loads every link as if each rank had a host of its
+        own. Without `ring`, the bound is for algorithms that first work inside the
+        hosts, and no algorithm is better: Patarasuk and Yuan, JPDC 69 (2009). The data
+        of an alltoall are different for each rank, so both bounds are equal.
         """
-        if collective == "broadcast":  # every host must receive all of it
+        if collective == "broadcast":  # every host must receive all data
             return float(size)
         n = self.size if ring and collective != "alltoall" else self.hosts
         times = {"allreduce": 2, "alltoall": self.ranks}.get(collective, 1)
         return times * (n - 1) / n * size
 
     def bounds(self, collective: str, size: int) -> tuple[float, float] | None:
-        """Seconds in which a link could carry that at best: in a ring, and at all."""
+        """Returns the least seconds on a link: for a ring, and for any algorithm."""
         rate = self.bytes_per_second
         if rate is None:
             return None
@@ -107,10 +108,10 @@ class Layout:
         return ring, least
 
     def environment(self, rank: int, job: str, secret: str) -> dict[str, str]:
-        """The variables that make a process `rank`, besides those of this process."""
+        """Returns the additional variables that make a process `rank`."""
         host, local = divmod(rank, self.ranks)
         place: dict[str, object] = {"RANK": rank, "SIZE": self.size, "JOB": job}
-        place["CALIBRATE"] = "always"  # all these networks have the same names
+        place["CALIBRATE"] = "always"  # all layouts have the same host names
         env = {}
         if self.loopback:
             place |= {"LOCAL_RANK": rank, "LOCAL_SIZE": 2}
@@ -121,7 +122,7 @@ class Layout:
             place |= {"HOSTNAME": f"host{host}", "SECRET": secret}
             env = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
         if self.size > (os.cpu_count() or 1):
-            # Else every rank would compute with as many threads as there are cores.
+            # Limit the threads, because by default every rank uses all cores.
             single = "--xla_cpu_multi_thread_eigen=false"
             env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {single}".strip()
         return env | {f"RINGJAX_{name}": str(value) for name, value in place.items()}

@@ -1,9 +1,9 @@
 """Many ranks on one host: `python -m benchmarks.hosts.many_ranks`.
 
-How long a job of numpy ranks takes to start, to call, to rest and to end, and how much
-memory it takes, for more and more ranks; what the loss of one costs an elastic job; and
-the coordinator alone with as many as it may have to serve. Some two hundred ranks on
-few cores take minutes. How to read it: README.md.
+Measures jobs of numpy ranks with increasing numbers of ranks: the times to start, to
+call, to idle and to end, and the memory; the cost of a lost rank in an elastic job; and
+the coordinator alone with very many ranks. Two hundred ranks on few cores need minutes.
+README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.harness import jobs, report
 
 MODULE = "benchmarks.hosts.many_ranks"
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-# Ranks that share a core with a hundred others are not dead when they are silent.
+# Ranks that share a core with a hundred other ranks may be silent for long.
 PATIENCE = {
     "RINGJAX_START_TIMEOUT": 1500,
     "RINGJAX_FAILURE_TIMEOUT": 120,
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def memory(pid: int | str = "self") -> tuple[float, float]:
-    """MiB of a process: its own, and its share of what it shares with other ranks."""
+    """Returns MiB of a process: private memory plus its share of shared memory."""
     words = Path(f"/proc/{pid}/smaps_rollup").read_text().split()
     pss, shared = (int(words[words.index(k) + 1]) for k in ("Pss:", "Pss_Shmem:"))
     return (pss - shared) / 1024, shared / 1024
@@ -47,7 +47,7 @@ def memory(pid: int | str = "self") -> tuple[float, float]:
 
 
 def rank() -> None:
-    """One rank: rank 0 reports what all have seen."""
+    """Runs one rank. Rank 0 reports the measurements of all ranks."""
     began = float(os.environ["MANY_BEGAN"])
     import numpy as np
 
@@ -92,7 +92,7 @@ def rank() -> None:
 
 
 def job(ranks: int, timeout: float) -> Row:
-    """Runs a job of that many ranks."""
+    """Runs a job of `ranks` ranks."""
     env = {**os.environ, "MANY_BEGAN": str(time.time())}
     for name, seconds in PATIENCE.items():
         env.setdefault(name, str(seconds))
@@ -104,7 +104,7 @@ def job(ranks: int, timeout: float) -> Row:
 
 
 def elastic(ranks: int, timeout: float) -> Row:
-    """A worker is killed and replaced; then all steps are computed again."""
+    """Kills a worker, waits for the new worker, and checks all steps."""
     from benchmarks.elastic import soak
 
     env = {k: os.environ.get(k, str(seconds)) for k, seconds in PATIENCE.items()}
@@ -124,7 +124,7 @@ def elastic(ranks: int, timeout: float) -> Row:
         victim = sorted(training)[ranks // 2]
         chaos.do("kill", victim, training[victim], random.Random())
         chaos.wait_for_steps(20, timeout)
-        chaos.wait_for(ranks, timeout)  # the newcomer is one of them
+        chaos.wait_for(ranks, timeout)  # the new worker is among these ranks
         times.append(time.monotonic())
         verdict = chaos.end(timeout)
         times.append(time.monotonic())
@@ -146,7 +146,7 @@ def elastic(ranks: int, timeout: float) -> Row:
 
 
 def serve(ranks: int) -> None:
-    """A coordinator in a process of its own, until its standard input ends."""
+    """Runs a coordinator until the standard input of this process ends."""
     from ringjax.membership.coordinator import Coordinator
 
     before = sum(memory())
@@ -162,7 +162,7 @@ def serve(ranks: int) -> None:
 
 
 class Client:
-    """A rank as the coordinator sees it; one thread plays all of them in turns."""
+    """The client side of a rank. One thread runs all clients in turns."""
 
     def __init__(self, number: int, ranks: int, where: tuple[str, int]) -> None:
         from ringjax.control.handshake import HandshakeRequest, Purpose, caller_steps
@@ -186,7 +186,7 @@ class Client:
         self.keys: Any = None
 
     def prove(self) -> bool:
-        """Hears the next part of the handshake; whether it goes on."""
+        """Handles the next part of the handshake; returns whether more parts follow."""
         try:
             heard = self.sock.recv(self.wants, socket.MSG_WAITALL)
             self.output, self.wants = self.steps.send(heard)
@@ -206,7 +206,7 @@ class Client:
 
 
 def gather(ranks: int) -> Row:
-    """All join it at the same time, talk once, and leave at the same time."""
+    """Makes all clients join at the same time, send once, and leave together."""
     words = [sys.executable, "-m", MODULE, "--serve", str(ranks)]
     pipe = subprocess.PIPE
     server = subprocess.Popen(words, cwd=jobs.ROOT, stdin=pipe, stdout=pipe, text=True)

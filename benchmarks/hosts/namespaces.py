@@ -2,8 +2,8 @@
 
 A host is a namespace whose eth0 is one end of a veth pair; the other end is on the
 bridge. A token bucket on both ends holds the rate in both directions. There is no added
-latency and no loss: netem is not in every kernel. Root only. What runs in the hosts is
-collectives.py's business; whatever it is ends here, with everything that was made.
+latency and no loss: netem is not in every kernel. Root only. collectives.py starts
+processes in the hosts. This module ends all these processes, and removes the network.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from pathlib import Path
 from typing import IO, Self
 
 BURST, QUEUE = "128kb", "20ms"  # the size and the longest wait of a token bucket
-END = 10.0  # seconds for what is ended to be gone
-# The subnet of the hosts. Each process has its own: the kernel routes a subnet to one
-# bridge, and tests that run at once have a bridge each.
+END = 10.0  # seconds until ended processes must have exited
+# The subnet of the hosts. Each process has its own subnet, because the kernel routes a
+# subnet to one bridge, and tests that run at the same time have a bridge each.
 NETWORK = f"10.77.{os.getpid() % 256}"
-LAUNCHER = f"{NETWORK}.254"  # for a bridge, so that hosts reach a launcher outside
+# Address of a bridge, so that hosts reach a launcher outside.
+LAUNCHER = f"{NETWORK}.254"
 
 
 def address(host: int) -> str:
-    """The IP address of a host. Only hosts reach it, unless the bridge has one, too."""
+    """Returns the IP address of a host, which only hosts reach by default."""
     return f"{NETWORK}.{host + 1}"
 
 
 def spawn(
     words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, so that Ctrl-C is ours alone."""
+    """Starts a process in a session of its own, so that it gets no Ctrl-C."""
     return subprocess.Popen(
         words,
         env=dict(env),
@@ -45,12 +46,12 @@ def spawn(
 
 
 class Namespaces:
-    """`hosts` hosts and their network; as a context it exists inside and never after.
+    """`hosts` hosts and their network, which exist only inside of the context.
 
     Args:
-      hosts: how many.
-      rate: of a link in tc's notation, None for no limit.
-      tag: a few characters that no other network on this machine has.
+      hosts: the number of hosts.
+      rate: the rate of a link in tc's notation; None for no limit.
+      tag: a few characters in the names of this network, unique on this machine.
     """
 
     def __init__(self, hosts: int, rate: str | None, tag: str) -> None:
@@ -60,7 +61,7 @@ class Namespaces:
         self.names = [f"rj{tag}n{host}" for host in range(hosts)]
         self._links = [f"rj{tag}v{host}" for host in range(hosts)]
         longest = max(len(name) for name in (*self._links, self._bridge))
-        if not 0 < hosts < 255 or longest > 15:  # IFNAMSIZ less the zero
+        if not 0 < hosts < 255 or longest > 15:  # 15 is IFNAMSIZ without the zero
             raise ValueError(f"{hosts} hosts with the tag {tag!r} cannot be named")
 
     def up(self) -> list[list[str]]:
@@ -82,8 +83,8 @@ class Namespaces:
         return [line.split() for line in words]
 
     def down(self) -> list[list[str]]:
-        """The commands that remove all of it; those for what is not there fail."""
-        # A veth takes its other end along, wherever that is.
+        """Returns the commands that remove the network. Some commands may fail."""
+        # The removal of a veth removes its other end, too, in any namespace.
         words = [f"ip link del {link}" for link in self._links]
         words += [f"ip netns del {name}" for name in self.names]
         return [line.split() for line in (*words, f"ip link del {self._bridge}")]
@@ -97,7 +98,7 @@ class Namespaces:
         try:
             for command in self.up():
                 self._run(command)
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # clean up after Ctrl-C, too
             self._remove()
             raise
         return self
@@ -108,7 +109,7 @@ class Namespaces:
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Starts a process on a host; it will not outlive the network."""
+        """Starts a process on a host, which is ended with the network."""
         inside = ["ip", "netns", "exec", self.names[host]]
         process = spawn([*inside, *words], env, log)
         self._processes.append(process)
@@ -126,7 +127,7 @@ class Namespaces:
             raise RuntimeError(f"could not remove {', '.join(left)}")
 
     def _end_processes(self) -> None:
-        """Those that were started here, and whatever else got into the hosts."""
+        """Ends the started processes, and all other processes in the hosts."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -146,7 +147,7 @@ class Namespaces:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and a polite end wait until the body is done, and count then."""
+    """Delays SIGINT, SIGTERM and SIGHUP until the end of the body."""
     late: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {
@@ -162,12 +163,12 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _quiet(command: list[str]) -> str:
-    """The output of a command, which may fail."""
+    """Returns the output of a command, which may fail."""
     return _call(command).stdout
 
 
 def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
-    # In a session of its own: a terminal's Ctrl-C must not end it halfway.
+    # Use a new session, because a terminal's Ctrl-C must not interrupt the command.
     return subprocess.run(
         command, capture_output=True, text=True, start_new_session=True, check=False
     )

@@ -1,8 +1,8 @@
-"""One rank of a job between hosts: times what its plan says, in turns.
+"""One rank of a job between hosts: times the items of a plan, in turns.
 
-Started by collectives.py on its host, with the variables that make it a rank. Every
-item of the plan gets a short burst in each round, so that what else the machine does
-meets all of them alike. Rank 0 prints the results as JSON, one line for each item.
+collectives.py starts this program on a host, with the variables of a rank. Every item
+of the plan gets a short burst in each round, so that other work of the machine slows
+all items equally. Rank 0 prints the results as JSON, one line for each item.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from benchmarks.harness import patterns
 from ringjax import _native, runtime
 
 Step = Callable[[], Any]
-CHUNK = 1 << 20  # bytes of one call on a plain stream
-BURST, MOST_CALLS = 0.15, 50  # seconds and calls of one turn
+CHUNK = 1 << 20  # bytes of a call on a plain stream
+BURST, MOST_CALLS = 0.15, 50  # most seconds and calls of a turn
 
 
 class Core:
-    """The calls of ringjax's core that are timed and that the ranks agree by."""
+    """The calls of ringjax's core, which are timed, and with which ranks agree."""
 
     def __init__(self) -> None:
         self.communicator = runtime.communicator()
 
     def call(self, name: str, given: Any, out: Any, op: str = "Sum") -> None:
-        """A collective from one numpy array to another one, or in place; root 0."""
+        """Calls a collective on numpy arrays, perhaps in place, with root 0."""
         part = max(given.size, out.size) // ringjax.size()
         counts = {"allreduce": 0, "broadcast": 0, "alltoall": 2}.get(name, 1)
         which = _native.COLLECTIVES[name], _native.REDUCE_OPS[op]
@@ -50,7 +50,7 @@ class Core:
         return array
 
     def collective(self, name: str, count: int) -> tuple[Step, str]:
-        """A call that has given the right result once, and by which algorithm."""
+        """Returns a call after a check of its result, and the name of the algorithm."""
         place = ringjax.rank(), ringjax.size(), count
         array, right = patterns.given(name, *place), patterns.expected(name, *place)
         out = patterns.room(name, array, right)
@@ -61,25 +61,25 @@ class Core:
                 f"rank {place[0]}: {name} of {count} numbers is wrong"
             )
         used = [a for a, n in self.algorithms(name).items() if n > before.get(a, 0)]
-        array.fill(0)  # or sums in place would grow from call to call
+        array.fill(0)  # zeros, because sums in place would grow with each call
         return partial(self.call, name, array, out), "+".join(used)
 
     def algorithms(self, name: str) -> dict[str, int]:
-        """How often each algorithm has been used."""
+        """Returns how often each algorithm has been used."""
         return dict(self.communicator.stats().get(name, {}).get("algorithms", {}))
 
     def exposed(self) -> float:
-        """Seconds that this rank has waited so far for buckets to arrive."""
+        """Returns the seconds for which this rank has waited for buckets so far."""
         seconds = self.communicator.stats().get("overlap", {}).get("exposed_seconds", 0)
         return float(seconds)
 
 
 class Streams:
-    """Plain TCP from the first rank of each host to that of the next: the limit.
+    """The limit: plain TCP from the first rank of each host to the next host.
 
     Args:
       flows: connections in each direction of the ring.
-      ring: rank and address of those who take part.
+      ring: rank and address of the first rank of each host.
     """
 
     def __init__(self, flows: int, ring: Sequence[tuple[int, str]], core: Core) -> None:
@@ -137,7 +137,7 @@ def _take(end: socket.socket, size: int) -> None:
 
 
 class Item:
-    """Something that is timed: what it is, and the bursts so far."""
+    """An operation that is timed, and its bursts so far."""
 
     def __init__(self, about: dict[str, Any], step: Step, least: int = 1) -> None:
         self.about, self.step, self.least = about, step, least
@@ -147,7 +147,7 @@ class Item:
         self.wall = self.busy = 0.0
 
     def burst(self, core: Core) -> float:
-        """Seconds per call of the rank that took longest."""
+        """Runs a burst; returns the seconds per call on the slowest rank."""
         core.allreduce(np.zeros(1))  # all ranks start together
         wall, busy = time.perf_counter(), _busy()
         waited = [core.exposed()]
@@ -156,12 +156,13 @@ class Item:
             waited.append(core.exposed())
         own = time.perf_counter() - wall
         self.wall, self.busy = self.wall + own, self.busy + _busy() - busy
-        # The rank that comes last waits for the wire, the others for it as well.
+        # The last rank waits only for the network, and the other ranks also for that
+        # rank.
         self.exposed.append(float(np.mean(core.allreduce(np.diff(waited), "Min"))))
         return float(core.allreduce(np.array([own / self.calls]), "Max")[0])
 
     def settle(self, core: Core) -> None:
-        """Warms up and chooses the calls of a burst, alike on all ranks."""
+        """Warms up and chooses the calls of a burst, the same on all ranks."""
         self.burst(core)
         wanted = round(BURST / self.burst(core))
         self.calls = max(self.least, min(MOST_CALLS, wanted))
@@ -180,7 +181,7 @@ class Item:
 
 
 def _busy() -> float:
-    """CPU seconds that the machine has worked so far."""
+    """Returns the CPU seconds that the machine has worked so far."""
     with Path("/proc/stat").open() as stat:
         ticks = [int(n) for n in stat.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
@@ -191,7 +192,7 @@ def in_turns(items: Sequence[Item], rounds: int, core: Core) -> None:
     for item in items:
         item.settle(core)
     for turn in range(rounds):
-        first = turn % len(items)  # nobody is always after the same one
+        first = turn % len(items)  # the order changes, so that neighbours change, too
         for item in (*items[first:], *items[:first]):
             item.seconds.append(item.burst(core))
     if ringjax.rank() == 0:
@@ -200,7 +201,7 @@ def in_turns(items: Sequence[Item], rounds: int, core: Core) -> None:
 
 
 def sizes(plan: dict[str, Any], core: Core) -> None:
-    """Each collective and size, next to plain streams that carry the least bytes."""
+    """Times each collective and size, next to plain streams with the least bytes."""
     streams = [Streams(flows, plan["ring"], core) for flows in plan["flows"]]
     for name, size, crossing in plan["cases"]:
         about = {"collective": name, "size": size}
@@ -221,7 +222,7 @@ CHANNELS, DENSE, CLASSES = (3, 32, 64, 128, 256), 512, 10
 
 
 def parameters() -> list[Any]:
-    """A convolutional network: most numbers at its end, most work at its beginning."""
+    """Returns a convolutional network: most numbers are last, most work is first."""
     import jax.numpy as jnp
 
     make, layers = np.random.default_rng(0), []
@@ -234,7 +235,7 @@ def parameters() -> list[Any]:
 
 
 def loss(layers: list[Any], images: Any, labels: Any) -> Any:
-    """Cross entropy of images of 32 x 32 points."""
+    """Returns the cross entropy of images of 32 x 32 points."""
     import jax
     import jax.numpy as jnp
 
@@ -244,7 +245,7 @@ def loss(layers: list[Any], images: Any, labels: Any) -> Any:
             x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
         x = jax.nn.relu(x)
-        if i > 0:  # by averages of 2 x 2 points
+        if i > 0:  # use averages of 2 x 2 points
             n, h, w, c = x.shape
             x = x.reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
     x = jax.nn.relu(x.reshape(x.shape[0], -1) @ layers[-2])
@@ -253,7 +254,7 @@ def loss(layers: list[Any], images: Any, labels: Any) -> Any:
 
 
 def model(plan: dict[str, Any], core: Core) -> None:
-    """A training step with allreduce after, beside and without the backward pass."""
+    """Times a step with allreduce after, during and without the backward pass."""
     import jax
     import jax.numpy as jnp
 
@@ -264,7 +265,7 @@ def model(plan: dict[str, Any], core: Core) -> None:
 
     def item(name: str, overlap: bool | None) -> Item:
         change = ringjax.allreduce_grads(
-            # autotune chooses what is not given.
+            # Arguments that are not given are chosen by autotune.
             overlap="auto" if name == "tuned" else bool(overlap),
             bucket_bytes=None if name == "tuned" else plan["bucket_bytes"],
         )
@@ -299,7 +300,7 @@ def model(plan: dict[str, Any], core: Core) -> None:
 
 
 def main() -> None:
-    """Joins the world and does what the plan says."""
+    """Joins the world and runs the plan."""
     plan = json.loads(sys.argv[1])
     ringjax.init()
     core = Core()

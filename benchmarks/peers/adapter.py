@@ -1,6 +1,6 @@
 """The interface of an adapter for a library, and the types that it is given.
 
-Adapters call their library as its users would; when and how often: harness/worker.py.
+Adapters call a library as its users do. harness/worker.py decides when and how often.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ Shapes = Sequence[tuple[int, ...]]
 # The kinds of cases. A peer has an attribute for each: the names of its variants.
 KINDS = ("arrays", "models", "streams", "trainings", "collectives")
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "alltoall", "reducescatter")
-# Blocks until the result is there. If it has a method repeat(calls), that is timed
-# instead of a loop here: where a call takes less than Python needs to make it.
+# A call that blocks until the result is available. If the object has a method
+# repeat(calls), that method is timed instead of a loop, because a call may be faster
+# than Python.
 Operation = Callable[[], Any]
 
 
 class Peer(Protocol):
-    """One rank of one library. Only one of them is ever made in a process.
+    """One rank of one library. A process makes only one such object.
 
     Attributes:
-      rank, size: of this process among the library's ranks.
-      version: of the library and what it stands on.
-      arrays: names of the variants for one array, summed; the first is the usual one.
+      rank, size: the rank of this process, and the number of the library's ranks.
+      version: the versions of the library and of its base.
+      arrays: names of the variants that sum one array; the first name is the default.
       models: names of the variants for a list of gradients, averaged.
       streams: names of the variants for bytes over loopback TCP.
-      dtypes: what it can add.
+      dtypes: the dtypes that the library can add.
       trainings: names of the variants for steps of training a real network.
-      networks: those of torch_networks.py that it trains.
-      collectives: those of COLLECTIVES that it has.
+      networks: the networks of torch_networks.py that the library can train.
+      collectives: the entries of COLLECTIVES that the library has.
     """
 
     rank: int
@@ -48,29 +49,30 @@ class Peer(Protocol):
 
     def __init__(self, rank: int, size: int, port: int) -> None: ...
     def total(self, value: float) -> float:
-        """The sum of `value` over all ranks."""
+        """Returns the sum of `value` over all ranks."""
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """A function that reduces tensors of these shapes and waits for the result."""
+        """Returns a function that reduces tensors and waits for the result."""
 
     def training(self, variant: str, network: str) -> Operation:
-        """A step of training a network of torch_networks.py."""
+        """Returns a training step of a network of torch_networks.py."""
         raise ValueError(f"{variant}: no training of {network}")
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """A function that sums, or moves from rank 0, and waits for the result.
+        """Returns a function that runs a collective and waits for the result.
 
-        It puts that into `out`, which of allreduce and broadcast is `given` itself; a
-        library that cannot do so returns it.
+        The function writes the result into `out`, which is `given` itself for allreduce
+        and broadcast. If the library cannot write into `out`, the function returns the
+        result.
         """
         raise ValueError(f"no {name} of {given.size} numbers into {out.size}")
 
     def local(self, result: Any) -> Array:
-        """The result of a collective on this rank, as numpy."""
+        """Returns the result of a collective on this rank, as numpy."""
         return np.asarray(result)
 
     def close(self) -> None:
-        """Leaves the world in good order."""
+        """Leaves the world without an error."""
 
 
 def jit_loop(step: Callable[[Any], Any], start: Any, donated: bool) -> Operation:

@@ -1,4 +1,4 @@
-"""horovod.torch under its own launcher, and ringjax.torch by the same calls."""
+"""horovod.torch under its own launcher, and ringjax.torch with the same calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Horovod(Peer):
         return float(self._hvd.allreduce(x, op=self._hvd.Sum, name="total")[0])
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function; the same names every time, as in training."""
+        """Makes the blocking function, with the same names in every call."""
         hvd, kind = self._hvd, getattr(self._torch, dtype)
         tensors = [self._torch.zeros(s, dtype=kind) for s in shapes]
         key = f"{variant}/{len(shapes)}/{tensors[0].numel()}"
@@ -67,7 +67,7 @@ class Horovod(Peer):
         }[name]
 
     def training(self, variant: str, network: str) -> Operation:
-        """A step with a DistributedOptimizer, or without it."""
+        """Returns a step with a DistributedOptimizer, or without it."""
         from benchmarks.harness import torch_networks
 
         def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ class Horovod(Peer):
 
 
 class RingjaxTorch(Horovod):
-    """ringjax.torch: the same calls of another package."""
+    """ringjax.torch, with the calls of horovod.torch."""
 
     dtypes = ("float32", "bfloat16")
     package = "ringjax"

@@ -33,7 +33,7 @@ class JaxGloo(Peer):
     def _make(
         self, shape: tuple[int, ...], dtype: str = "float32", value: float = 0.0
     ) -> Any:
-        """An array with one row for each rank."""
+        """Makes an array with one row for each rank."""
         import jax
         import jax.numpy as jnp
 
@@ -64,7 +64,7 @@ class JaxGloo(Peer):
         return jit_loop(step, [self._make(s, dtype) for s in shapes], donated)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function; XLA gives results memory of their own."""
+        """Makes the blocking function. XLA allocates new memory for results."""
         import jax
         from jax import lax
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.harness.shapes import BATCH, LAYERS, WIDTH
 from benchmarks.peers.adapter import Operation, Peer
 
-STEPS = 5  # one `fit` makes so many steps, which share its own work
+STEPS = 5  # steps of one `fit`, which share the fixed cost of `fit`
 
 
 class Fit:
@@ -29,7 +29,7 @@ class Fit:
         )
 
     def seconds(self, calls: int) -> float:
-        """The time of so many steps."""
+        """Returns the time of some steps."""
         start = time.perf_counter()
         for _ in range(calls):
             self()

@@ -1,6 +1,6 @@
 """The peer `limit`: what this machine allows, by limit.cc, and how that is compiled.
 
-Compiled for this very CPU when it is first needed, and kept in build/benchmarks/.
+The program is compiled for this CPU at the first use, and kept in build/benchmarks/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
 BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
 FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wshadow"
-# Looks before a waiting rank lets others run: they may need its core, or may not.
+# Numbers of polls before a waiting rank yields its core, which other ranks may need.
 SPINS_CROWDED, SPINS = 100, 1000
 # A line that another core has written comes faster from the cache that both share than
 # from that core's own: which tile is best depends on the caches.
@@ -46,13 +46,14 @@ MOVES = {
     "512 KiB tiles, streamed out": (512 << 10, _STREAMED, _IN_TILES),
     "read": (128 << 10, _MEMCPY, _READ),
     "read, streamed out": (128 << 10, _STREAMED, _READ),
-    "read and written": (0, _MEMCPY, _READ_AND_WRITE),  # for a broadcast only
+    # Only a broadcast has this variant.
+    "read and written": (0, _MEMCPY, _READ_AND_WRITE),
 }
-_MOVED = COLLECTIVES[1:]  # in the order of limit_collectives.h
+_MOVED = COLLECTIVES[1:]  # names, in the order of limit_collectives.h
 
 
 class CannotBuild(RuntimeError):
-    """No compiler, or it refuses; the text says why."""
+    """Error: no compiler, or the compiler fails; the text contains the reason."""
 
 
 class _Job(ctypes.Structure):
@@ -81,10 +82,10 @@ class _Move(ctypes.Structure):
 
 
 def build(folder: Path = BUILD) -> Path:
-    """The shared object; compiles it unless that was done before.
+    """Returns the shared object, which is compiled at the first use.
 
     Raises:
-      CannotBuild: there is no compiler, or it fails.
+      CannotBuild: there is no compiler, or the compiler fails.
     """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(compiler[0]) is None:
@@ -124,7 +125,7 @@ def _pointers(arrays: list[Any]) -> Any:
 
 
 class Native:
-    """A function of limit.cc that does something so many times, for this rank."""
+    """A function of limit.cc that repeats an operation of this rank."""
 
     def __init__(self, function: Any, *words: Any) -> None:
         self._function, self._words = function, words
@@ -155,7 +156,7 @@ class Allreduce(Native):
         if copying == _STREAMED and not in_place:
             self.outputs = [np.empty_like(a) for a in inputs]
             for array in self.outputs:
-                array.fill(0)  # the first touch is no part of the limit
+                array.fill(0)  # page faults must not count, so touch the memory first
         ends = np.cumsum([a.nbytes for a in inputs]).astype(np.uintp)
         self._kept = (_pointers(inputs), _pointers(self.outputs), ends)
         places = [array.ctypes.data for array in self._kept]
@@ -165,7 +166,7 @@ class Allreduce(Native):
 
 
 class Move(Native):
-    """Another collective, from an array into another one or, of a broadcast, itself."""
+    """Another collective, from one array into another; in place for a broadcast."""
 
     def __init__(
         self, native: Any, rank: int, variant: str, given: Array, out: Array, size: int
@@ -180,11 +181,12 @@ class Move(Native):
 
 
 def variants(can_read: bool) -> tuple[str, ...]:
-    """The variants of all collectives: name, colon, key of VARIANTS or MOVES."""
+    """Returns the variants of all collectives: name, ":", key of VARIANTS or MOVES."""
     names = [f"allreduce: {how}" for how in VARIANTS]
     for name in _MOVED:
         for how, (_, copying, way) in MOVES.items():
-            # Its root has nothing to copy for itself, and only it may write.
+            # The root of a broadcast copies nothing for itself, and only the root may
+            # write.
             idle = name == "broadcast" and (way, copying) == (_READ, _STREAMED)
             other = name != "broadcast" and way == _READ_AND_WRITE
             if not (idle or other) and (can_read or way == _IN_TILES):
@@ -206,7 +208,8 @@ class Limit(Peer):
         if size > 1:
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         self._native = load(build())
-        # Unlike that of another run: all ranks have the same parent.
+        # The name differs from the name in other runs, because all ranks have one
+        # parent.
         name = f"/ringjax-limit-{os.getppid()}-{port}".encode()
         spins = SPINS if size <= len(cores) else SPINS_CROWDED
         self._self = self._native.limit_join(name, rank, size, spins)
@@ -225,14 +228,14 @@ class Limit(Peer):
         return float(self._total.outputs[0][0])
 
     def operation(self, variant: str, shapes: Shapes, dtype: str) -> Operation:
-        """Makes the blocking function; variants share their input."""
+        """Makes the blocking function. Variants share their input."""
         if variant in self.streams:
             size = 4 * sum(int(np.prod(s)) for s in shapes)
             streams = 1 + self.streams.index(variant)
             return Native(self._native.limit_transfer, self._self, size, streams)
         held, arrays = self._arrays
         if held != (key := (list(shapes), dtype)):
-            self._arrays = (None, [])  # first, so that memory is not held twice
+            self._arrays = (None, [])  # clear first, so that memory is not held twice
             kind = np.float32 if dtype == "float32" else np.uint16
             arrays = [np.empty(s, kind) for s in shapes]
             for array in arrays:
@@ -242,7 +245,7 @@ class Limit(Peer):
         return Allreduce(self._native, self._self, arrays, variant, scale)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function; `name` says how, too."""
+        """Makes the blocking function. `name` selects the variant, too."""
         which, _, how = name.partition(": ")
         if which == "allreduce":
             return Allreduce(self._native, self._self, [out], how, 1.0, in_place=True)

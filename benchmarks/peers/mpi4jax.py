@@ -57,7 +57,7 @@ class Mpi4jax(Peer):
         return jit_loop(step, [jnp.zeros(s, dtype) for s in shapes], False)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        """Makes the blocking function; XLA gives results memory of their own."""
+        """Makes the blocking function. XLA allocates new memory for results."""
         import jax
         import jax.numpy as jnp
 
@@ -73,4 +73,4 @@ class Mpi4jax(Peer):
         return jit_loop(jax.jit(function[name]), start, False)
 
     def close(self) -> None:
-        """MPI ends with the process."""
+        """Does nothing, because MPI ends with the process."""

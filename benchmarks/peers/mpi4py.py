@@ -8,7 +8,7 @@ from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 
 class Mpi4py(Peer):
-    """An MPI through mpi4py, on numpy arrays that are there."""
+    """An MPI through mpi4py, on existing numpy arrays."""
 
     arrays = ("Allreduce in place",)
     models = ("Allreduce in place, one by one",)

@@ -1,4 +1,4 @@
-"""ringjax inside jit, its core alone, and what jax takes for an empty call."""
+"""ringjax inside jit, ringjax's core alone, and an empty call of jax."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Ringjax(Peer):
     def _core(self, shapes: Shapes, dtype: str) -> Operation:
         import jax.numpy as jnp
 
-        # numpy has no bfloat16 to hand over; what jax made can be written to as well.
+        # numpy has no bfloat16, and the memory of jax's arrays can be written, too.
         make: Any = np if dtype == "float32" else jnp
         arrays = [make.zeros(s, dtype) for s in shapes]
         op = self._ops["Sum" if len(arrays) == 1 else "Average"]
@@ -121,7 +121,7 @@ class Ringjax(Peer):
 
 
 class RingjaxTcp(Ringjax):
-    """ringjax's core over sockets although the ranks share a machine: two of them.
+    """ringjax's core over sockets, with two ranks on one machine.
 
     An allreduce of half the bytes sends half of them in either direction.
     """
@@ -134,9 +134,9 @@ class RingjaxTcp(Ringjax):
 
 
 class JaxEmpty(Ringjax):
-    """A compiled function that returns what it is given: what jax takes for a call.
+    """A compiled function that returns its input, to measure the cost of a call in jax.
 
-    Nothing is exchanged; ringjax only adds up `total`.
+    Nothing is exchanged. Only `total` uses ringjax.
     """
 
     arrays = models = ("nothing in jit, donated",)

@@ -1,6 +1,6 @@
-"""The peers there are: by which adapter, what each needs, and who starts its ranks.
+"""The table of all peers: adapters, requirements, and launchers.
 
-How they are started: harness/launchers.py.
+harness/launchers.py starts the ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Entry:
     """One peer.
 
     Attributes:
-      kind: its adapter.
-      modules: without these there is no such peer.
-      launcher: who starts its ranks: "ringrun", "mpirun", "mpich", "horovodrun", or ""
-        for nobody; they are then told their rank.
-      options: of ringrun.
-      environment: more variables for ringrun.
-      usual: whether a comparison has it without being asked.
+      kind: the adapter of the peer.
+      modules: the modules that the peer needs.
+      launcher: the launcher: "ringrun", "mpirun", "mpich" or "horovodrun". If it is
+        empty, the benchmark starts the ranks and sets the rank of each.
+      options: options of ringrun.
+      environment: additional variables for ringrun.
+      usual: whether comparisons contain the peer by default.
     """
 
     kind: type[Peer]
@@ -45,7 +45,7 @@ class Entry:
 
 
 def _ours(kind: type[Peer], *modules: str, **more: Any) -> Entry:
-    """A peer of ringjax's own, which is compared only where somebody asks for it."""
+    """Returns an entry for a variant of ringjax, which is compared only on request."""
     return Entry(kind, ("ringjax", *modules), "ringrun", usual=False, **more)
 
 
@@ -54,7 +54,7 @@ def _keras(backend: str) -> Entry:
     return _ours(RingjaxKeras, "keras", backend, environment=variable)
 
 
-# By the names of the command line.
+# Peers by their names on the command line.
 PEERS = {
     "limit": Entry(Limit, ()),
     "ringjax": Entry(Ringjax, ("ringjax",), "ringrun"),

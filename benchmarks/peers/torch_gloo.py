@@ -11,7 +11,7 @@ BUCKET_BYTES = 25 << 20  # the default of DistributedDataParallel
 
 
 class TorchGloo(Peer):
-    """torch.distributed on Gloo; the gradients each by itself or in DDP's buckets."""
+    """torch.distributed on Gloo, with gradients one by one or in DDP's buckets."""
 
     arrays = ("all_reduce in place",)
     models = ("DistributedDataParallel", "25 MiB buckets", "one by one, async")
@@ -55,7 +55,7 @@ class TorchGloo(Peer):
         }[name]
 
     def training(self, variant: str, network: str) -> Operation:
-        """A step under DistributedDataParallel, or without it."""
+        """Returns a step with DistributedDataParallel, or without it."""
         from benchmarks.harness import torch_networks
 
         def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -76,11 +76,11 @@ class TorchGloo(Peer):
         return step
 
     def _ddp(self, gradients: list[Any]) -> Operation:
-        """A model whose backward pass is nothing but these gradients."""
+        """Returns a model whose backward pass only returns these gradients."""
         torch = self._torch
 
         class Give(torch.autograd.Function):  # type: ignore[misc, name-defined]
-            """A loss; its slopes are the gradients."""
+            """A loss whose derivatives are the given gradients."""
 
             @staticmethod
             def forward(context: Any, *parameters: Any) -> Any:
@@ -91,7 +91,7 @@ class TorchGloo(Peer):
                 return tuple(gradients)
 
         class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
-            """Its parameters are as large as the gradients."""
+            """A model whose parameters have the sizes of the gradients."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -106,18 +106,18 @@ class TorchGloo(Peer):
             gradient_as_bucket_view=True,
         )
 
-        # Without zero_grad: zeros are added to the buckets, one pass as if they were
-        # copied there. Cleared gradients would be copied twice, for we hold them.
+        # Do not call zero_grad: adding zeros to the buckets costs one pass, like a
+        # copy. Cleared gradients would be copied twice, because this object holds them.
         def step() -> None:
             parallel().backward()
 
-        step()  # after the first one, the buckets are made anew
+        step()  # DDP makes its buckets again after the first step
         return step
 
     def _buckets(self, tensors: list[Any]) -> Operation:
         """Copies into flat buffers, reduces them and copies back, as DDP does."""
         groups: list[list[Any]] = [[]]
-        for tensor in reversed(tensors):  # gradients are ready from the back
+        for tensor in reversed(tensors):  # the last gradients are ready first
             held = sum(t.nbytes for t in groups[-1])
             if groups[-1] and held + tensor.nbytes > BUCKET_BYTES:
                 groups.append([])

@@ -17,8 +17,8 @@ from ringjax import runtime
 class DistributedSampler:
     """Yields each rank's share of the indices, in an order that is equal on all ranks.
 
-    Names and meanings are those of PyTorch's sampler. It can be the ``sampler`` of a
-    `DataLoader`, but does not need PyTorch.
+    The arguments and attributes are the same as in PyTorch's sampler. It can be the
+    ``sampler`` of a `DataLoader`, but does not need PyTorch.
 
     Args:
         dataset: an object with a length, or the number of samples.

@@ -291,7 +291,7 @@ def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def clocks(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that the clocks of all hosts agree with that of the first host."""
+    """Checks that the clocks of all hosts agree with the clock of the first host."""
     if len(job.reached) < 2:
         return
     first = job.reached[0]

@@ -40,7 +40,7 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         * ``wait_histogram``, ``move_histogram``: numbers of calls by time. The first
           bucket ends at 1 µs, each further one at twice the time, the last is open
 
-        If a process has several CUDA devices, calls and times are those of the first
+        If a process has several CUDA devices, calls and times are from the first
         device, and ``bytes`` are the bytes of all devices.
 
         In the compiled lane, each collective also has ``sent_bytes`` and ``algorithms``

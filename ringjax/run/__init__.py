@@ -67,7 +67,7 @@ def run(
         cooldown_range: least and most seconds until a host on which a rank has failed
             is used again.
         start_timeout: seconds for all ranks to call `ringjax.init()`.
-        env: the environment of the ranks; by default that of this process.
+        env: the environment of the ranks; by default the environment of this process.
         network_interfaces: interfaces that ranks may use between hosts: `eth0,eth1`.
         ssh_port, ssh_identity_file: port and private key for ssh to other hosts.
         output_filename: a directory for a copy of the output of every rank.

@@ -140,7 +140,7 @@ class EngineJob:
         """Ends the coordinator. Ranks that still run lose their connection to it."""
         self._coordinator.close()
 
-    # Tickets for the workers that the engine starts.
+    # -- tickets for the workers that the engine starts --------------------------------
 
     def tickets(self, nodes: Sequence[str]) -> list[dict[str, str]]:
         """Returns the variables of the first `size` workers.
@@ -215,7 +215,7 @@ class EngineJob:
             found |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": spread}
         return found
 
-    # Reports of the engine.
+    # -- reports from the engine -------------------------------------------------------
 
     def runs_on(self, worker: int, node: str) -> None:
         """Reports the node of a worker that got no ticket of its own."""
@@ -288,7 +288,7 @@ class EngineJob:
                     worker.fence_reason = worker.fence_reason or why
                     self._fenced.append(number)
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def running(self) -> list[int]:
         """Returns the numbers of workers that were started and have not ended."""

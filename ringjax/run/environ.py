@@ -1,4 +1,4 @@
-"""Environment variables: reads the variables of ringrun, and makes those of ranks.
+"""Environment variables: reads ringrun's variables, and makes the ranks' variables.
 
 No other module of the launcher reads the environment. config.py reads the settings of
 ringjax from the dict that `inherited` returns.

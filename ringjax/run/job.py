@@ -475,7 +475,7 @@ class Job:
             self._discovery.close()
         if self._detaching and not self._shutdown.started:
             self._agents.detach_joined()
-        self._table.stopping = True  # from now on, ringrun ends the processes
+        self._table.stopping = True  # ringrun now ends the remaining processes
         self._agents.end(limit)
         self._take_decisions()
         if self._coordinator is not None:

@@ -63,7 +63,7 @@ class Shutdown:
         self._next = time.monotonic() + (plan[0][0] if wait is None else wait)
 
     def interrupt(self, number: int) -> None:
-        """Ends the job because of a signal; a second signal ends it at once."""
+        """Ends the job because of a signal. A second signal ends it immediately."""
         again = self.signalled is not None
         self.signalled = self.signalled or number
         if again:

@@ -81,7 +81,7 @@ class ReplacementPolicy:
         self._unannounced: list[Worker] = []
         self._short_since = math.inf
 
-    # The start.
+    # -- the start ---------------------------------------------------------------------
 
     def make_coordinator(
         self,
@@ -138,7 +138,7 @@ class ReplacementPolicy:
         few = f"{count} of at least {least} workers are left"
         return f"{few}, and there was no place for others in {timeout:g} s"
 
-    # The run.
+    # -- events while the job runs -----------------------------------------------------
 
     def is_over(self) -> bool:
         """Returns whether the job is over: see `WorkerTable.is_over`."""

@@ -127,7 +127,7 @@ class Agent:
         if self._channel is not None:
             self._channel.send(message)
 
-    # Orders of ringrun.
+    # -- orders from ringrun -----------------------------------------------------------
 
     def _handle_message(self, message: Message) -> None:
         match message.get("do"):
@@ -245,7 +245,7 @@ class Agent:
                 descriptor, selectors.EVENT_READ, self._kill_all_and_exit
             )
 
-    # Output and exits of children.
+    # -- output and exits of children --------------------------------------------------
 
     def _forward_output(self, number: int, stream: str, descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
@@ -308,7 +308,7 @@ class Agent:
             process.returncode = code
             self._send({"is": "exited", "id": number, "code": code})
 
-    # The end.
+    # -- the end of the job ------------------------------------------------------------
 
     def _handle_end_signal(self, number: int) -> None:
         """Handles a signal that is meant to end this agent.

@@ -182,7 +182,7 @@ def _descendants() -> list[int]:
     """Returns the process ids of all descendants of this process, from /proc.
 
     A container may have a PID namespace of its own, but the /proc of its host. Then the
-    numbers in /proc are those of the host, and must be translated before signals are
+    numbers in /proc are the host's numbers, and must be translated before signals are
     sent.
     """
     parents: dict[int, list[int]] = {}
