@@ -8,7 +8,7 @@ REDUCE_OPS: dict[str, int]
 DTYPES: dict[str, int]
 
 def waits_since(recorder: Recorder, seen: int) -> tuple[int, list[Any]]:
-    """Returns the number of calls, and the waits of those after the first `seen`."""
+    """Returns the number of calls, and the waits of calls after the first `seen`."""
 
 class StatusError(RuntimeError):
     """The failure of a call of the core."""
@@ -39,12 +39,12 @@ class Communicator:
     ) -> None:
         """Takes ownership of the descriptors in `links`, `segment` and `doorbell`.
 
-        The constructor takes ownership even if it raises; only if it raises TypeError,
-        it has taken nothing. A link is ("shm", peer, memfd, side, ring_bytes,
-        peer_doorbell, process) or ("tcp", peer, [socket, ...]), optionally followed by
-        keys. A shared segment is (memfd, tile_bytes, bells). From now on compiled
-        programs find the communicator by its id; a `resilient` communicator from
-        ResilientComm.install on. Its calls end when the ranks of `ending` are there.
+        The constructor takes ownership even if it raises an error, unless the error is
+        a TypeError. A link is ("shm", peer, memfd, side, ring_bytes, peer_doorbell,
+        process) or ("tcp", peer, [socket, ...]), optionally followed by keys. A shared
+        segment is (memfd, tile_bytes, bells). Compiled programs find the communicator
+        by its id, with `resilient` only after ResilientComm.install. Its calls end when
+        the ranks of `ending` are there.
         """
     @property
     def id(self) -> int: ...
@@ -126,7 +126,7 @@ class ResilientComm:
     """
 
     def __init__(self, epoch_timeout: float) -> None:
-        """A call waits `epoch_timeout` seconds for the next epoch; 0: forever."""
+        """Limits the wait for an epoch to `epoch_timeout` seconds; 0 means no limit."""
     def install(
         self,
         communicator: Communicator | None,
@@ -140,13 +140,13 @@ class ResilientComm:
         The other arguments describe the previous epoch; the first epoch has none.
 
         Args:
-            communicator: the communicator of the next epoch. None: an epoch that this
-                rank knows of, but never formed; another epoch follows.
+            communicator: the communicator of the next epoch. None stands for an epoch
+                that this rank has never formed; another epoch follows.
             finished: the number of calls of the previous epoch that count as finished.
-            repeats: True: the next call runs again, unless it has failed. False: that
-                call fails on all ranks. A rank that is not in that call fails its next
-                call, unless it calls `resume` before.
-            ranks: for each rank of the previous epoch, its rank now; -1: lost.
+            repeats: if it is True, the next call runs again, unless it has failed. If
+                it is False, that call fails on all ranks. A rank that is not in that
+                call fails its next call, unless it calls `resume` before.
+            ranks: for each rank of the previous epoch, its rank now; -1 if it is lost.
             reason: why the previous epoch has ended.
 
         Raises:
@@ -172,11 +172,12 @@ class Heartbeat:
     ) -> None:
         """Takes ownership of the sockets in `peers`: (rank, socket).
 
-        `keys` has one for each, empty: plain. `notify`, an eventfd, is duplicated here
-        and written to whenever lost() or left() grows; with it the job is elastic: whom
-        a communicator blames is lost here as well. `inquire` is written to when a peer
-        asks where the program is; who hears it calls asked() and answer() within half
-        a second. `hosts` are the names of the hosts by rank, for texts.
+        `keys` has a key for each socket; an empty key means no encryption. `notify`, an
+        eventfd, is duplicated here and written to whenever lost() or left() grows. With
+        `notify` the job is elastic: if a communicator reports a rank as lost, the
+        heartbeat counts the rank as lost, too. `inquire` is written to when a peer
+        requests the place of the program; its reader calls asked() and answer() within
+        half a second. `hosts` are the names of the hosts by rank, for texts.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
@@ -193,7 +194,7 @@ class Heartbeat:
             for each call or operation for which other ranks wait.
         """
     def answer(self, newest: int, place: str) -> None:
-        """Answers the questions up to a number: "it is at train.py:41 in load"."""
+        """Replies to questions up to a number, as in "it is at train.py:41 in load"."""
     def share_waits(self, recorder: Recorder | None) -> None:
         """Sends the waits of the recorder to the first rank, with each heartbeat."""
     def say_where(self, place: str) -> None:
@@ -208,9 +209,9 @@ class Heartbeat:
             sequence, microseconds) of the last calls; and the place of the program.
         """
     def ask_clock(self, times: int) -> None:
-        """Asks the first rank `times` times for its clock; no-op on the first rank."""
+        """Requests the first rank's clock `times` times, except on the first rank."""
     def take_clocks(self) -> list[tuple[int, float, float, float]]:
-        """Returns (rank, our clock, lead of its clock, round-trip time), in seconds."""
+        """Returns (rank, our clock, lead of the rank's clock, round-trip time)."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
@@ -267,7 +268,7 @@ class CudaCommunicator:
         name: str = "",
         names: Sequence[str] = ...,
     ) -> None:
-        """Enqueues an allreduce on another stream; see `done` with equal `site`."""
+        """Enqueues an allreduce on another stream; see `done` with the same `site`."""
     def done(
         self,
         ins: Sequence[tuple[int, int, Sequence[int]]] = ...,
@@ -286,7 +287,7 @@ class CudaCommunicator:
         """Raises StatusError if the epoch has failed. Does not wait."""
     def abort(self, message: str, rank: int = -1) -> None: ...
     def close(self) -> None:
-        """Closes the communicator within bounded time, or at once after a failure."""
+        """Closes the communicator in bounded time, or immediately after a failure."""
     def stats(self) -> dict[str, Any]: ...
 
 class Recorder:
@@ -302,7 +303,7 @@ class Recorder:
     def totals(self) -> list[dict[str, Any]]:
         """Returns sums by process set, lane and collective; see ringjax.stats."""
     def busy(self) -> tuple[float, float]:
-        """Returns the seconds in which a call waited, and moved data."""
+        """Returns the seconds in which calls waited, and in which calls moved data."""
     def keep(self, capacity: int) -> None:
         """Sets the number of calls to keep; the newest calls stay."""
     def lines_since(self, seen: int) -> tuple[int, int, bytes]:
@@ -326,7 +327,7 @@ class EagerLane:
     """Named operations of a process set, submitted in any order from any thread.
 
     A thread without the GIL negotiates with the other ranks which operations all ranks
-    have submitted, and runs these.
+    have submitted, and runs these operations.
     """
 
     def __init__(
@@ -350,15 +351,17 @@ class EagerLane:
         resilient communicator.
 
         Args:
-            fusion_threshold: the most bytes of one message; 0: no fusion. Equal on all
-                ranks.
+            fusion_threshold: the most bytes of one message; 0 means no fusion. Equal on
+                all ranks.
             cache_capacity: the number of submissions to remember. Equal on all ranks.
-            cycle_seconds: how long an operation waits for more to fuse with.
+            cycle_seconds: the seconds that an operation waits for other operations to
+                fuse with.
             stall_warning: seconds of waiting for other ranks until a warning.
-            timeout: seconds until an error; 0, here and for the warning: never.
+            timeout: seconds until an error. Here and for the warning, 0 means never.
             cuda: options for CUDA tensors: those of CudaCommunicator; `nccl`, paths of
                 NCCL to try; and `device`, the device of a rank that joins before it has
-                submitted a tensor, -1 for none. All ranks have them, or none.
+                submitted a tensor, -1 for none. Either all ranks have these options, or
+                no rank.
         """
     @property
     def rank(self) -> int: ...
@@ -395,18 +398,21 @@ class EagerLane:
 
         Args:
             ins: (address, number of the dtype in DTYPES, shape), C-contiguous.
-            outs: where the results go: for allreduce and broadcast as large as the
-                inputs, for reducescatter of rank r dim0 // size rows, and one more if
-                r < dim0 % size. May be empty for allgather and alltoall.
-            root: rank in the set.
-            splits: of alltoall: rows for each rank, input by input; empty: equal parts.
+            outs: the memory of the results: for allreduce and broadcast as large as the
+                inputs, for reducescatter of rank r dim0 // size rows, and one more if r
+                < dim0 % size. May be empty for allgather and alltoall.
+            root: the root's rank in the set.
+            splits: for alltoall, the rows for each rank, input by input. If it is
+                empty, all parts are equal.
             keep: an object that the lane refers to until the operation has ended.
-            alone: never fused with others.
-            timeout: seconds until an error, 0 = never; negative: the lane's.
-            waits: True if the caller will wait at once: `submit` may then return only
-                when the operation has ended.
-            rooms: bytes at each of `outs`, needed for allgather and alltoall, whose
-                results are in memory of the core if they have another size.
+            alone: True if the operation is never fused with other operations.
+            timeout: seconds until an error. 0 means never, and a negative number the
+                lane's timeout.
+            waits: True if the caller will wait immediately: `submit` may then return
+                only when the operation has ended.
+            rooms: the bytes at each address of `outs`, needed for allgather and
+                alltoall, whose results are in memory of the core if they have another
+                size.
             cuda: the addresses are of memory on a CUDA device, one for all tensors of
                 this rank, and are used when `stream` has come as far as it is now.
         """
@@ -467,9 +473,10 @@ class EagerLane:
     def cuda_stats(self) -> dict[str, dict[str, Any]]:
         """Returns CudaCommunicator.stats; empty before the first call on a device."""
     def stats(self) -> dict[str, int]:
-        """Keys: rounds, message_bytes, submissions, cached, calls, fused, failures.
+        """Returns rounds, message_bytes, submissions, cached, calls, fused, failures.
 
-        `cached` counts submissions that were sent as a number, `fused` those in calls.
+        `cached` counts submissions that were sent as a number, `fused` operations in
+        calls.
         """
 
 class Work:
@@ -510,7 +517,7 @@ class TensorInterface:
     ) -> list[tuple[int, int, tuple[int, ...]]]:
         """Returns the address of the elements, TensorFlow's dtype number, the shape."""
     def allocate_like(self, tensors: Sequence[int]) -> list[int]:
-        """Makes uninitialised tensors, for `delete`; MemoryError: it has made none."""
+        """Makes uninitialised tensors, for `delete`; all or, with MemoryError, none."""
     def put(self, context: int, first: int, tensors: Sequence[int]) -> None:
         """Makes tensors the outputs of a node from `first` on; always releases them."""
     def delete(self, tensors: Sequence[int]) -> None:
@@ -574,7 +581,7 @@ def connect_devices(
     unique_ids: Sequence[bytes],
     options: Mapping[str, float | str],
 ) -> list[CudaCommunicator]:
-    """Makes a communicator of each device with the devices of its position elsewhere.
+    """Connects each device with the devices of the same position on other ranks.
 
     `controls` are host communicators of the same ranks, one for each device, that have
     no other use. Options: start_timeout, fusion, fusion_small, comm_stream. Compiled
@@ -582,7 +589,7 @@ def connect_devices(
     """
 
 def device_here(id: int) -> int:
-    """Returns the device of a program's call on this thread; -1: not of this set."""
+    """Returns the device of a program's call on this thread; -1 if not in this set."""
 
 def cuda_info() -> dict[str, Any]:
     """Describes the CUDA support of this build and of the driver; never raises.

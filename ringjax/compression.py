@@ -15,7 +15,7 @@ class WireDtype:
 
     Attributes:
         name: the name in `Compression`.
-        wire: the core's name of the dtype; None: no compression.
+        wire: the core's name of the dtype; None without compression.
     """
 
     name: str

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PyTree = Any
 """A tree of arrays: any nesting of containers that JAX knows."""
 
-_FUNCTION = "allreduce_grads"  # in error messages
+_FUNCTION = "allreduce_grads"  # the name in error messages
 # Functions that optimizers call: the name of the argument, the values that optimizers
 # pass after the parameters, and a function that is right on several ranks.
 _CALLBACKS: tuple[tuple[str, tuple[int, ...], str], ...] = (
@@ -95,19 +95,20 @@ def allreduce_grads(
             `Compression.fp16` and `Compression.bf16` halve the bytes of float32.
         bucket_bytes: the largest size of a bucket, in bytes. A bucket is the set of
             gradients that are sent together if `overlap` is in effect; a larger
-            gradient is a bucket of its own. None: the value of RINGJAX_BUCKET_BYTES.
+            gradient is a bucket of its own. None means the value of
+            RINGJAX_BUCKET_BYTES.
         process_set: the ranks that take part. This rank must be one of them. In a job
             of process groups (``ringrun --group-size``) the default means
             `ringjax.replica_set()`.
         gradient_predivide_factor: a positive number by which gradients are divided
-            before the sum and by which the average is multiplied afterwards. Prevents
-            overflow of 16-bit gradients. Needs ``op=Average``.
+            before the sum and by which the average is multiplied afterwards. This
+            prevents overflow of 16-bit gradients. It needs ``op=Average``.
         overlap: whether communication overlaps with the backward pass.
 
             * False: all gradients are reduced in place after the backward pass, by one
               call (on CPUs, by one call per 512 gradients).
             * True: each bucket is sent as soon as its gradients have been computed.
-              Costs a copy of the gradients that are in flight, on CPUs.
+              On CPUs, this costs a copy of the gradients that are in flight.
             * "auto": True on CUDA devices. On CPUs, True if the ranks span several
               hosts. An elastic job keeps the decision that it began with.
 
@@ -344,8 +345,9 @@ def _refuse_local_callbacks(params: PyTree, extra: Mapping[str, Any]) -> None:
 def _check_weighted_loss(arrays: Sequence[jax.Array], rank: int) -> None:
     """Refuses a weight for gradients of a loss that has a collective in it.
 
-    If another program has computed the gradients, it is only known whether this process
-    has ever taken a derivative through a collective: then rank 0 prints a warning.
+    If another program has computed the gradients, ringjax can only see whether this
+    process has ever taken a derivative through a collective. If it has, rank 0 prints a
+    warning.
     """
     global _warned
     if jax_private.has_transposed_collective(arrays):
@@ -370,9 +372,9 @@ def _check_parameters(
 ) -> jax.Array:
     """Adds the periodic comparison of parameters before the call of the gradients.
 
-    It compares the parameters whose gradients are sent, and the arguments `value` and
-    `grad` of the update. The optimizers after this transformation decide by these, so
-    they would decide differently on each rank if the values were those of one rank.
+    The check compares the parameters whose gradients are sent, and the arguments
+    `value` and `grad` of the update. The optimizers after this transformation decide by
+    `value` and `grad`, so local values would make them decide differently on each rank.
 
     Returns:
         `seq`, which depends on the comparison; `seq` itself if nothing is compared.
@@ -413,7 +415,7 @@ def readiness_order(values: Sequence[object]) -> list[int] | None:
 
     JAX traces the backward pass in the order in which it will run, so the position of
     the equation that produces a gradient is its readiness. The order of the flattened
-    tree says nothing about it: flax sorts ``layer_10`` before ``layer_2``.
+    tree says nothing about readiness: flax sorts ``layer_10`` before ``layer_2``.
 
     Args:
         values: gradients, traced or not.
@@ -484,7 +486,7 @@ def _resolve(
     Returns:
         The process set, which is the replica set if all ranks of a job of groups are
         meant; its communicator; and the communicator whose hosts decide about overlap.
-        In a job of groups that is the communicator of all ranks: all processes of a
+        In a job of groups, its hosts are the hosts of all ranks: all processes of a
         group must compile one program, but their replica sets may span different hosts.
     """
     chosen = runtime.between_groups(process_set)
@@ -507,8 +509,8 @@ def should_overlap(
 
     Args:
         overlap: the argument of `allreduce_grads`.
-        communicator: of the ranks that take part, for a program on CPUs; None for a
-            program on CUDA devices.
+        communicator: the communicator of the ranks that take part, for a program on
+            CPUs; None for a program on CUDA devices.
         config: the settings in effect.
 
     Raises:

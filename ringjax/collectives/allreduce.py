@@ -200,7 +200,7 @@ def _batch(
 def _jvp(
     p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
 ) -> Jvp:
-    """Sum: ``dy = Σ_s dx_s``. Average: ``dy = Σ_s dx_s / P``. Others: see below."""
+    """Returns ``dy``: ``Σ_s dx_s`` for Sum, ``Σ_s dx_s / P`` for Average."""
     op = ReduceOp(params["reduce_op"])
     primitive.refuse_adasum("allreduce", op, "no derivative: it is not linear")
     if op in primitive.LINEAR:

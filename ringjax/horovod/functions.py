@@ -137,7 +137,7 @@ def get_version_mismatch_message(
 
 @contextlib.contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Context manager that sets environment variables, or removes them (None).
+    """Makes a context in which environment variables are set, or removed (None).
 
     Example:
         >>> import os
@@ -167,7 +167,8 @@ def local_variables(layers: Any, kind: type[Any], expected: str) -> list[Any]:
     """Returns the trainable weights of a layer, or of several layers.
 
     Args:
-        layers: the argument `local_layers` of a program: a layer, several, or None.
+        layers: the argument `local_layers` of a program: a layer, several layers, or
+            None.
         kind: the class of layers, of Keras.
         expected: the name of the class in Horovod's error.
 

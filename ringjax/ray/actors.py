@@ -1,4 +1,4 @@
-"""Starts and ends actors of Ray, and reports what became of them to an `EngineJob`."""
+"""Starts and ends actors of Ray, and reports their outcomes to an `EngineJob`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def kill_actors(handles: Sequence[ActorHandle]) -> None:
 
 
 def count_free_slots(resources: Mapping[str, float]) -> int:
-    """Returns how many actors with these resources fit into the cluster at most.
+    """Returns the largest number of such actors that fit into the cluster.
 
-    Ray may fit less, because the free resources may be on different nodes.
+    Ray may place fewer actors, because the free resources may be on different nodes.
     """
     free = ray.available_resources()
     slots = (free.get(k, 0) // v for k, v in resources.items() if v)
@@ -93,7 +93,7 @@ def record_outcome(job: EngineJob, number: int, ref: ObjectRef) -> None:
     """Reports the outcome of a worker's finished call to the job."""
     try:
         job.finished(number, ray.get(ref))
-    except RayTaskError as error:  # the worker's function has raised an error
+    except RayTaskError as error:  # the function of the worker has raised an error
         job.lost(number, _COLOURS.sub("", str(error)))
     except RayError as error:  # the actor or its node is lost
         # Only ActorDiedError proves that the process has ended. With other errors the

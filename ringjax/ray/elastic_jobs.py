@@ -18,12 +18,12 @@ from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
 from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
-# A worker that fails within these seconds as a member has failed early: its successor
-# would probably fail, too.
+# A worker that fails within these seconds after it became a member has failed early:
+# its successor would probably fail, too.
 _EARLY = 3.0
-# Seconds to wait for more actors when the smallest number has started.
+# The seconds to wait for more actors after the smallest number has started.
 _GATHER_TIME = 10.0
-# Seconds for a worker that the coordinator has declared lost to end by itself.
+# The seconds until a worker that the coordinator has declared lost is killed.
 _FENCED_TIMEOUT = 5.0
 
 
@@ -35,10 +35,10 @@ class _Actor:
         handle: Ray's handle of the actor.
         pending: the reference to its pending call: first `host_and_gpus`, then the
             function of the job.
-        host: the host on which it must start; "": any host.
-        node: the node on which it has started; "": it has not started.
-        number: the number of its worker; -1: it has no ticket yet.
-        deadline: the time at which it is killed; 0: none.
+        host: the host on which it must start; "" for any host.
+        node: the node on which it has started; "" before it has started.
+        number: the number of its worker; -1 before it has a ticket.
+        deadline: the time at which it is killed; 0 without a deadline.
     """
 
     handle: ActorHandle
@@ -60,13 +60,15 @@ class ElasticJob:
         env: variables for all workers.
         start_timeout: seconds for the smallest number of actors to start.
         strategy: Ray's scheduling strategy.
-        reset_limit: how often the members may change; None: without limit.
+        reset_limit: the number of times that the members may change; None means no
+            limit.
         cooldown: the shortest and the longest pause, in seconds, before a new actor
             starts, after several actors in a row have failed early; 1 and 30 by
             default.
-        discovery: decides how many actors start on which hosts; None: Ray decides.
+        discovery: decides how many actors start on which hosts. If it is None, Ray
+            decides.
         queue: the queue into which `ray_logger.log` of the workers puts messages.
-        on_poll: a function that is called some times a second.
+        on_poll: a function that is called several times a second.
     """
 
     fn: Task
@@ -82,13 +84,14 @@ class ElasticJob:
     on_poll: Callable[[], None] = no_callback
 
     def __post_init__(self) -> None:
-        self._task = ray.put(self.fn)  # sent to the cluster once, not for each actor
+        # The function is sent to the cluster once, not for each actor.
+        self._task = ray.put(self.fn)
         self._min_size, self._max_size = self.sizes
         self._offered = {"": self._max_size} if self.discovery is None else {}
         self._next_discovery = 0.0
         self._actors: list[_Actor] = []
         self._numbers = 0
-        self._early_failures = 0  # in a row
+        self._early_failures = 0  # the number of early failures in a row
         self._pause_until = 0.0
         self._start_failure = ""  # the error of the last actor that did not start
 
@@ -122,7 +125,7 @@ class ElasticJob:
             now = time.monotonic()
             if len(started) >= self._min_size:
                 # Actors that find room start at about the same time. A short wait for
-                # them saves the job a change of its members right at the beginning.
+                # these actors saves the job a change of its members at the beginning.
                 enough_since = enough_since or now
                 complete = len(started) >= min(room, len(self._actors))
                 if complete or now > enough_since + _GATHER_TIME:
@@ -136,7 +139,7 @@ class ElasticJob:
                     )
                     + f"; {self._start_failure}" * bool(self._start_failure)
                 )
-        # Sorts by node, so that the ranks of a node follow each other.
+        # Sort by node, so that the ranks of a node follow each other.
         nodes = [actor.node for actor in started]
         started.sort(key=lambda actor: nodes.index(actor.node))
         job = EngineJob(
@@ -184,7 +187,8 @@ class ElasticJob:
         """Waits for a short time, and returns the actors whose calls have ended."""
         by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
         if not by_ref:
-            time.sleep(POLL_INTERVAL)  # no call is pending; the job is polled next
+            # No call is pending; the caller polls the job next.
+            time.sleep(POLL_INTERVAL)
             return []
         done, _ = ray.wait(list(by_ref), timeout=POLL_INTERVAL)
         self.on_poll()
@@ -257,6 +261,6 @@ class ElasticJob:
         self._early_failures = self._early_failures + 1 if early else 0
         if self._early_failures > 1:
             shortest, longest = self.cooldown or (1.0, 30.0)
-            # Without the limit of the exponent, the power would overflow.
+            # Limit the exponent, because the power would overflow.
             pause = min(longest, shortest * 2.0 ** min(self._early_failures - 2, 10))
             self._pause_until = time.monotonic() + pause

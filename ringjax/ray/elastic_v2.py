@@ -31,9 +31,9 @@ class ElasticParams(BaseParams):
     """The parameters of an elastic job.
 
     Attributes:
-        min_workers: the number of workers below which the job waits for new ones.
-        max_workers: the greatest number of workers; None: as many as fit.
-        reset_limit: how often the members may change.
+        min_workers: the number of workers below which the job waits for new workers.
+        max_workers: the greatest number of workers; None means as many as fit.
+        reset_limit: the number of times that the members may change.
         cooldown_range: the shortest and the longest pause, in seconds, before a new
             worker starts, after several workers in a row have failed soon after their
             start; 1 and 30 by default.

@@ -1,4 +1,4 @@
-"""RayExecutor: actors that stay and run one function after the other, for Horovod."""
+"""RayExecutor, Horovod's class: actors that stay and run several functions in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MiniSettings:
     """The settings of a `RayExecutor`. Attributes without a description have no effect.
 
     Attributes:
-        nics: the network interfaces that the workers may use; None: all.
+        nics: the network interfaces that the workers may use; None means all.
         timeout_s: seconds until all workers must have called `init`.
         placement_group_timeout_s: seconds until the cluster must have room.
         discovery: a `HostDiscovery`, for `override_discovery=False`.
@@ -135,7 +135,7 @@ class RayExecutor:
             self.params = StaticParams(*resources, *sizes, use_current_placement_group)
         self.settings = settings if settings is not None else self.create_settings()
         self.settings.elastic = self.params.elastic
-        self.adapter: Any = None  # an Adapter, or for a client the handle of an actor
+        self.adapter: Any = None  # the Adapter, or for a client the handle of an actor
         self._remote = False
 
     def start(
@@ -161,7 +161,8 @@ class RayExecutor:
             ray.init()
         adapter: Any = self.params.adapter
         self._remote = is_client()
-        if self._remote:  # two calls at a time, so that `shutdown` can end another call
+        # Allow two calls at a time, so that `shutdown` can end another call.
+        if self._remote:
             adapter = ray.remote(num_cpus=0, max_concurrency=2)(adapter).remote
         self.adapter = adapter(self.settings, self.params)
         env = {**own_settings(), **settings_environment(self.settings)}

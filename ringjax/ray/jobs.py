@@ -44,14 +44,14 @@ def run(
         fn: the function; every actor calls `fn(*args, **kwargs)`.
         args, kwargs: the arguments, the same for every rank.
         num_workers: the number of ranks, or their smallest and greatest number.
-        resources_per_worker: the resources of an actor, such as `{"GPU": 1}`; None: one
-            CPU.
-        env: variables for the ranks. They also get the RINGJAX_* variables of this
+        resources_per_worker: the resources of an actor, such as `{"GPU": 1}`; None
+            means one CPU.
+        env: variables for the ranks. The ranks also get the RINGJAX_* variables of this
             process.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray. An
             elastic job has no placement group and only distinguishes SPREAD.
         start_timeout: seconds until the cluster must have room.
-        reset_limit: how often the members of an elastic job may change.
+        reset_limit: the number of times that the members of an elastic job may change.
         callbacks: functions that get the messages of `ringjax.ray.ray_logger.log`.
 
     Returns:
@@ -98,7 +98,8 @@ def run(
 
         if not is_client():
             return _run(task, resources, options, logger.dispatch)
-        # A client only sends calls to the cluster. A task there becomes the driver.
+        # A client only sends calls to the cluster. A task in the cluster becomes the
+        # driver.
         remote = ray.remote(num_cpus=0, max_retries=0)(_run)
         ref = remote.remote(task, resources, options)
         try:

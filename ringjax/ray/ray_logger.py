@@ -16,7 +16,7 @@ _queue: RayQueue = None
 
 
 def configure(queue: RayQueue) -> None:
-    """Sets the queue into which `log` puts messages; None: `log` does nothing."""
+    """Sets the queue into which `log` puts messages. With None `log` does nothing."""
     global _queue
     _queue = queue
 
@@ -25,7 +25,7 @@ def log(info_dict: object, chief_only: bool = False) -> None:
     """Sends a dictionary to the `callbacks` of the driver.
 
     Args:
-        info_dict: the message; None: no message.
+        info_dict: the message; None means no message.
         chief_only: whether only rank 0 sends its message.
 
     Raises:
@@ -44,7 +44,7 @@ class DriverLogger:
     """Receives the messages in the driver, and calls functions with them.
 
     Attributes:
-        queue: the queue of the messages; None: there are no functions.
+        queue: the queue of the messages; None if there are no functions.
     """
 
     def __init__(self, callbacks: Callbacks | None) -> None:
@@ -70,7 +70,7 @@ class DriverLogger:
                 callback(message)
 
     def wait_for(self, ref: ObjectRef) -> Any:
-        """Waits for a call in the cluster, and dispatches messages meanwhile.
+        """Waits for a call in the cluster, and dispatches messages while it waits.
 
         Raises: as the function that is called.
         """

@@ -17,13 +17,13 @@ from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
 from ringjax.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from ringjax.run.engine_job import EngineJob
 
-# Seconds after the first failure in which the other workers may fail with a clear error
-# of their own.
+# The seconds to wait after the first failure, because other workers may then fail with
+# a clearer error.
 _AFTER_FAILURE = 1.0
 
 
 class StaticJob:
-    """Actors that run one function after the other, as a job of fixed size.
+    """Actors that run several functions in turn, as a job of fixed size.
 
     Args:
         strategy: starts the actors.
@@ -60,7 +60,7 @@ class StaticJob:
         Args:
             fn: the function, which gets the executable of its worker.
             queue: the queue into which `ray_logger.log` of the workers puts messages.
-            on_poll: a function that is called some times a second.
+            on_poll: a function that is called several times a second.
             leave: whether the workers leave the job at the end of the call.
 
         Raises:
@@ -68,7 +68,8 @@ class StaticJob:
         """
         if queue is not None:
             ray.get([worker.set_queue.remote(queue) for worker in self.workers])
-        task = ray.put(fn)  # sent to the cluster once, not for each actor
+        # The function is sent to the cluster once, not for each actor.
+        task = ray.put(fn)
         calls = [worker.execute.remote(task, leave) for worker in self.workers]
         return self.gather(calls, on_poll)
 

@@ -18,7 +18,8 @@ from ringjax.ray import actors
 from ringjax.ray.adapter import BaseParams, get_setting
 from ringjax.ray.ray_types import ActorHandle
 
-# Seconds for the processes of actors to start, after the cluster has had room for them.
+# The seconds in which the processes of actors must start, after the cluster has found
+# room.
 _PROCESSES = 30.0
 
 
@@ -60,8 +61,8 @@ class BaseStrategy:
         placement: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray.
         timeout: seconds until the cluster must have room.
         workers_per_bundle: the number of workers that share a bundle.
-        placement_group: an existing placement group in which the workers start; None:
-            the strategy creates one.
+        placement_group: an existing placement group in which the workers start. If it
+            is None, the strategy creates a placement group.
 
     Attributes:
         workers: the actors; the actors of a node follow each other.
@@ -131,8 +132,8 @@ class BaseStrategy:
 
     def _locate_workers(self) -> list[tuple[str, list[int | str]]]:
         """Waits until all workers have started; returns their nodes and GPUs."""
-        # With a limit, because a node may be lost although its bundle was placed. Then
-        # its actors wait for another node, maybe for ever.
+        # Wait with a time limit, because a node may be lost after its bundle was
+        # placed. Its actors then wait for another node, maybe forever.
         refs = [worker.host_and_gpus.remote() for worker in self.workers]
         limit = self._timeout + _PROCESSES
         try:
@@ -161,9 +162,10 @@ class PGStrategy(BaseStrategy):
         settings: the result of `RayExecutor.create_settings`.
         num_workers: the number of workers.
         use_gpu, cpus_per_worker, gpus_per_worker: the resources of a worker.
-        placement_group: an existing placement group; None: the group of this process,
-            or a new group.
-        force_create_placement_group: whether to create a new group in any case.
+        placement_group: an existing placement group. If it is None, the workers use the
+            group of this process, or a new group.
+        force_create_placement_group: whether to create a new group even if there is a
+            group.
     """
 
     def __init__(

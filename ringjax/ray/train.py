@@ -38,7 +38,7 @@ class RingConfig(BackendConfig):
     Args:
         elastic: whether workers may be lost and replaced; otherwise a loss ends the
             training function on all workers, and Ray starts it again.
-        min_workers: the number of workers below which the others wait for a
+        min_workers: the number of workers below which the remaining workers wait for a
             replacement.
         env: variables for the workers.
 
@@ -63,14 +63,15 @@ class RingConfig(BackendConfig):
 class _StaticTrainBackend(Backend):
     """Forms a static job. The backend lives in the controller of Ray Train."""
 
-    # All workers of a node see all its GPUs, and each selects one by its local rank.
+    # All workers of a node see all GPUs of the node, and each worker selects a GPU by
+    # its local rank.
     share_cuda_visible_devices = True
 
     def __init__(self) -> None:
         self._job: EngineJob | None = None
 
     def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:
-        """Called by Ray after all workers have started."""
+        """Forms the job; Ray calls it after all workers have started."""
         self._start_job(worker_group, backend_config)
 
     def _start_job(self, group: WorkerGroup, config: RingConfig) -> None:
@@ -86,7 +87,7 @@ class _StaticTrainBackend(Backend):
     def on_shutdown(
         self, worker_group: WorkerGroup, backend_config: RingConfig
     ) -> None:
-        """Called by Ray before it ends the workers."""
+        """Closes the job; Ray calls it before it ends the workers."""
         self._close()
 
     def _close(self) -> None:
@@ -97,16 +98,17 @@ class _StaticTrainBackend(Backend):
 
 class _ElasticTrainBackend(_StaticTrainBackend):
     has_replica_groups = True
-    # A replacement would see only its own GPU, so all workers do.
+    # A replacement sees only its own GPU, so each worker sees only its own GPU.
     share_cuda_visible_devices = False
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers: Iterator[int] = itertools.count()
-        self._workers: dict[str, int] = {}  # by Ray's id of the actor
+        # The numbers of workers, by Ray's ids of their actors.
+        self._workers: dict[str, int] = {}
 
     def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:
-        """Called by Ray after all workers have started, or a replacement has."""
+        """Forms the job, or adds a replacement; Ray calls it after workers start."""
         if _is_replacement(worker_group):
             if self._job is None:
                 raise RuntimeError("Ray replaces a worker of a job that has ended")
@@ -126,7 +128,7 @@ class _ElasticTrainBackend(_StaticTrainBackend):
     def on_shutdown(
         self, worker_group: WorkerGroup, backend_config: RingConfig
     ) -> None:
-        """Called by Ray after the loss of a worker, or before it ends all workers."""
+        """Reports a lost worker, or closes the job; Ray calls it in both cases."""
         if not _is_replacement(worker_group):
             self._close()
             return

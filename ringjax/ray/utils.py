@@ -20,7 +20,7 @@ def detect_nics(
 ) -> list[str]:
     """Returns the network interfaces of the settings.
 
-    Without interfaces, ringjax tries the addresses of a host one after the other.
+    Without interfaces, ringjax tries all addresses of a host in turn.
     """
     return sorted(get_setting(settings, "nics") or ())
 

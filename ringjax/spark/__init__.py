@@ -1,8 +1,9 @@
 """Jobs on Spark: `Distributor`, and Horovod's `run` and `run_elastic`.
 
-Spark places the tasks and tries them again, and each task starts its rank as a process.
-The driver runs ringjax's rendezvous or coordinator, through which the ranks find each
-other. The package needs the extra `spark`, and imports Spark when it is first used.
+Spark places the tasks and repeats failed tasks, and each task starts its rank as a
+process. The driver runs ringjax's rendezvous or coordinator, through which the ranks
+find each other. The package needs the extra `spark`, and imports Spark when it is first
+used.
 
 Example:
     >>> from ringjax.spark import Distributor

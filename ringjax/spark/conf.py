@@ -11,7 +11,7 @@ _EXCLUDE = "spark.excludeOnFailure"
 SPARK_CONF_MAX_INT = "2147483647"
 SPARK_CONF_MAX_INT_MINUS_ONE = "2147483646"
 
-# An elastic job goes on while Spark tries a task again, so no limit is needed.
+# An elastic job continues while Spark repeats a task, so no limit is needed.
 SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", SPARK_CONF_MAX_INT)
 
 SPARK_CONF_BLACKLIST_DISABLED = (f"{_EXCLUDE}.enabled", "false")

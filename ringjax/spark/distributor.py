@@ -19,10 +19,10 @@ class Distributor:
 
     Args:
         num_processes: the number of ranks.
-        local_mode: run the ranks in the driver, without tasks of Spark.
-        use_gpu: each rank sees the GPUs that Spark has assigned to its task.
-        min_processes: makes the job elastic. It goes on while this many ranks are left,
-            and a rank whose task Spark tries again joins.
+        local_mode: whether the ranks run in the driver, without tasks of Spark.
+        use_gpu: whether each rank sees the GPUs that Spark has assigned to its task.
+        min_processes: makes the job elastic. The job continues while this many ranks
+            are left, and the rank of a task that Spark repeats joins the job.
         env: environment variables for the ranks.
 
     Raises:

@@ -23,8 +23,8 @@ from ringjax.spark.task import SCHEMA, RankTask
 T = TypeVar("T")
 log = logging.getLogger("ringjax.spark")
 _POLL_INTERVAL = 0.1  # seconds between two polls of the coordinator
-_STOP_TIMEOUT = 2.0  # seconds to wait for tasks that were told to stop
-_START_TIMEOUT = 600.0  # seconds
+_STOP_TIMEOUT = 2.0  # seconds to wait for tasks that were stopped
+_START_TIMEOUT = 600.0  # seconds until Spark must have started all tasks
 _job_numbers = itertools.count()
 
 
@@ -50,13 +50,14 @@ def run(
     Args:
         fn: called in every rank as `fn(*args, **kwargs)`.
         args, kwargs: the arguments of `fn`, the same for every rank.
-        num_proc: the number of ranks; None: as many as tasks can run at the same time.
+        num_proc: the number of ranks; None means as many as tasks can run at the same
+            time.
         start_timeout: seconds for Spark to start all tasks (600).
         env: environment variables for the ranks.
-        stdout, stderr: receive the output of the ranks after these have ended. The
-            logs of the executors receive it at once.
+        stdout, stderr: receive the output of the ranks after the ranks have ended. The
+            logs of the executors receive the output immediately.
         nics: network interfaces that the ranks may use.
-        executable: the Python of the ranks; None: the Python of the tasks.
+        executable: the Python of the ranks; None means the Python of the tasks.
         use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp:
             arguments of Horovod without effect.
 
@@ -112,17 +113,17 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Runs a function in an elastic job, which goes on if a task is lost.
+    """Runs a function in an elastic job, which continues if a task is lost.
 
     Spark tries the task again, at most `spark.task.maxFailures` times, and the new rank
     joins the job. The function should use `ringjax.elastic.run`.
 
     Args:
         fn, args, kwargs, env, stdout, stderr, nics: as in `run`.
-        num_proc: the number of ranks at the start; None: as many as tasks can run at
-            once.
-        min_num_proc: with fewer ranks the job waits; None: `num_proc`.
-        max_num_proc: the largest number of ranks; None: `num_proc`.
+        num_proc: the number of ranks at the start; None means as many as tasks can run
+            at once.
+        min_num_proc: with fewer ranks the job waits; None means `num_proc`.
+        max_num_proc: the largest number of ranks; None means `num_proc`.
         start_timeout: seconds between the arrivals of the first and the last rank.
         elastic_timeout: seconds to wait for new ranks if too few are left (600).
         reset_limit: the largest number of changes of the members.
@@ -176,12 +177,13 @@ def active_session() -> SparkSession:
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Returns how many tasks can run at once."""
+    """Returns how many tasks can run at the same time."""
     try:
         return int(spark.sparkContext.defaultParallelism)
     except Exception:
         # Spark Connect has no context. Spark divides a range without a given number of
-        # partitions into as many partitions as tasks can run at once: count these.
+        # partitions into as many partitions as tasks can run at the same time: count
+        # these partitions.
         parts = spark.range(1 << 16).selectExpr("spark_partition_id() AS part")
         return int(parts.selectExpr("max(part) + 1").head()[0])
 
@@ -217,7 +219,8 @@ def launch(
     """
     slots = None
     if start_timeout is not None and not isinstance(spark, SparkSession):
-        # While Spark Connect waits for free slots it answers no question: ask before.
+        # While Spark Connect waits for free slots it sends no replies, so count slots
+        # before.
         slots = parallelism(spark)
     tasks = _SparkJob(spark, job, rank_task, slots)
     tasks.start()
@@ -234,7 +237,7 @@ def launch(
             if not checked and waited > (start_timeout or _START_TIMEOUT):
                 checked = True
                 tasks.check_started(waited)
-        # Ranks that were told to stop may end by themselves, and then report more.
+        # Ranks that were stopped may end without an error, and then report more.
         tasks.ended.wait(_STOP_TIMEOUT)
     finally:
         tasks.interrupt()
@@ -263,7 +266,7 @@ def _forward_output(row: Row, stdout: TextIO | None, stderr: TextIO | None) -> N
 def _short_reason(error: Exception) -> str:
     """Returns the line of Spark's long text that names a rank's error or lack of slots.
 
-    If no line does, it returns the first one.
+    If no line names them, the result is the first line.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ranks = [line for line in lines if "RuntimeError: worker" in line]
@@ -298,7 +301,7 @@ class _SparkJob(threading.Thread):
     def run(self) -> None:
         size, barrier = self._rank_task.size, not self._rank_task.elastic
         try:
-            self._spark.addTag(self._tag)  # for the jobs of this thread
+            self._spark.addTag(self._tag)  # this tag marks the jobs of this thread
             if isinstance(self._spark, SparkSession):
                 self._spark.sparkContext.setJobGroup(self._tag, "ringjax")
             frame = self._spark.range(0, size, 1, size)

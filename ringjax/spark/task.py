@@ -36,12 +36,14 @@ class RankTask:
 
     Attributes:
         common_env: the environment variables that all ranks have in common.
-        payload: function and arguments, from `task.encode`; None: `argv` is a program.
+        payload: function and arguments, from `task.encode`; None if `argv` is a
+            program.
         argv: the command of the rank.
         size: the number of partitions.
-        elastic: Spark starts the tasks one by one, and may try a task again.
-        keep_output: return all output, and not only the reason of a failure.
-        use_gpu: the rank sees the GPUs that Spark has assigned to its task.
+        elastic: whether Spark starts the tasks one by one, and may repeat a task.
+        keep_output: whether the result has all output, and not only the reason of a
+            failure.
+        use_gpu: whether the rank sees the GPUs that Spark has assigned to its task.
     """
 
     common_env: Mapping[str, str]
@@ -61,8 +63,9 @@ class RankTask:
         partition, node = context.partitionId(), socket.gethostname()
         if self.elastic:
             rank, number = -1, partition + self.size * context.attemptNumber()
-            # The coordinator assigns the rank. This is the likely one: first attempts
-            # are ranked by their numbers, and a later attempt joins as the last rank.
+            # The coordinator assigns the rank. `likely` is the probable rank: first
+            # attempts are ranked by their numbers, and a later attempt joins as the
+            # last rank.
             likely = self.size - 1 if context.attemptNumber() else partition
             own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
             own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}
@@ -74,7 +77,8 @@ class RankTask:
         env["PYTHONPATH"] = environ.agent_path()
         result = _run_process(self.argv, env, self.payload, number)
         if self.elastic and result.code:
-            # An error makes Spark try the task again, as a newcomer of the job.
+            # An error makes Spark repeat the task, which then joins the job as a new
+            # worker.
             raise RuntimeError(f"worker {number} (on {node}){result.one_line_error}")
         row = {
             "worker": number,
@@ -128,7 +132,7 @@ class _ProcessResult:
     Attributes:
         code: the exit code; 128 more than the number of a signal.
         lines: the lines of output, each with the name of its stream.
-        payload: the answer of `ringjax.run.task`.
+        payload: the result of `ringjax.run.task`.
     """
 
     code: int = 0
@@ -158,7 +162,7 @@ class _ProcessResult:
 def _run_process(
     argv: Sequence[str], env: Mapping[str, str], payload: bytes | None, number: int
 ) -> _ProcessResult:
-    """Runs a rank to its end; its output goes also to the executor's log."""
+    """Runs a rank to its end; its output is also written to the executor's log."""
     child = processes.start(argv, dict(env), payload=payload)
     result = _ProcessResult()
     rests = dict.fromkeys(child.pipes, b"")

@@ -14,7 +14,7 @@ from collections import deque
 from ringjax import stderr
 from ringjax.tensorflow.pending_operations import PendingOperation
 
-_POLL_INTERVAL = 0.002  # seconds
+_POLL_INTERVAL = 0.002  # seconds between two polls of the younger operations
 
 
 class CompletionThreads:

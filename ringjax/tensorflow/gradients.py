@@ -37,7 +37,7 @@ class GradientSettings:
 
     Attributes:
         name: the prefix of the operations' names; the same on all ranks.
-        groups: as for `DistributedGradientTape`; None: buckets limited by bytes.
+        groups: as for `DistributedGradientTape`; None means buckets limited by bytes.
 
     All other attributes: as the arguments of `DistributedGradientTape`.
 

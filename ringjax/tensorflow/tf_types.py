@@ -18,7 +18,7 @@ Variable: TypeAlias = Any
 """A `tf.Variable`, or a `keras.Variable` that holds one."""
 
 Splits: TypeAlias = Any
-"""A list, array or tensor of integers: the rows for each rank; None: equal parts."""
+"""A list, array or tensor of integers: the rows for each rank, or None."""
 
 Structure: TypeAlias = Any
 """Tensors or variables in nested lists, tuples and dicts, as `tf.nest` takes them."""

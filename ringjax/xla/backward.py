@@ -2,11 +2,11 @@
 
 XLA schedules for the least memory. If weight gradients are not smaller than the
 activations that they free, XLA computes all weight gradients last, and every START with
-them. So this module inserts a START right after the operation that completes its
-bucket. One value that the next bucket still needs passes through an optimization
-barrier together with the START's order value: XLA must then launch the START first.
-Nothing is copied, and nothing is computed twice. This module knows MLIR, but no buckets
-or calls.
+the last weight gradients. So this module inserts a START right after the operation that
+completes its bucket. One value that the next bucket still needs passes through an
+optimization barrier together with the START's order value: XLA must then launch the
+START first. Nothing is copied, and nothing is computed twice. This module knows MLIR,
+but no buckets or calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class BackwardPass:
-    """The operations of the block that is lowered, as they are before any START.
+    """The operations of the block that is lowered, before a START is inserted.
 
     Args:
         leaves: the values that the STARTs will take.
@@ -61,7 +61,7 @@ class BackwardPass:
     def delay(self, order: IrValue, waiting: Sequence[IrValue]) -> IrValue:
         """Delays the computation of `waiting` until `order` exists.
 
-        Call it inside `insert_after`.
+        Call this method inside `insert_after`.
 
         Returns:
             The value that replaces `order`.

@@ -28,8 +28,8 @@ ALIGNMENT = 64
 # more than overlap gains.
 MIN_CUT_BYTES = 1 << 18
 # The most tensors of one call. XLA's compile time grows with the square of the tensors
-# of each call. For a few hundred tensors, as in most models, it is small beside the
-# rest.
+# of each call. For a few hundred tensors, as in most models, this part of the compile
+# time is small.
 MAX_TENSORS = 512
 
 
@@ -43,8 +43,9 @@ def plan(
     Args:
         avals: the (shape, dtype) of each leaf.
         bucket_bytes: the most bytes of a bucket that has more than one leaf.
-        order: the indices of the leaves, first ready first. None: the reverse order of
-            the leaves, because the backward pass reaches the last layer first.
+        order: the indices of the leaves, first ready first. If it is None, the order is
+            the reverse order of the leaves, because the backward pass reaches the last
+            layer first.
 
     Returns:
         The indices of the leaves of each bucket. Each leaf is in one bucket, and a
@@ -96,7 +97,7 @@ def _plan(
 
 
 def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
-    """Cuts buckets that cross a slow wire into smaller buckets; later ones are smaller.
+    """Cuts buckets that cross a slow wire into buckets that become smaller and smaller.
 
     No computation remains that could hide the last bucket. So a bucket holds at most a
     quarter of the bytes that are not sent yet.
@@ -141,7 +142,8 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
 
     Args:
         needs: the bytes that each bucket needs in flight, in the order of readiness.
-        memory: the most bytes in flight. Infinity: all STARTs come before all DONEs.
+        memory: the most bytes in flight. If it is infinity, all STARTs come before all
+            DONEs.
 
     Returns:
         The (call, bucket) pairs in order, and the most bytes in flight at one time.
@@ -199,9 +201,9 @@ def plan_calls(
         elastic_memory: for an elastic job, which reduces all leaves over the same
             ranks. All STARTs come before all DONEs if these bytes suffice for two
             copies of each bucket, its input and its sum, so that all buckets can run
-            again. Otherwise, and without overlap, there is one call. None: the job is
-            not elastic.
-        overlapped: False: the calls work in place, one after another.
+            again. Otherwise, and without overlap, there is one call. `elastic_memory`
+            is None if the job is not elastic.
+        overlapped: if it is False, the calls work in place, one after another.
 
     Returns:
         The buckets; the (call, bucket) pairs in order; the most bytes in flight; and
@@ -222,7 +224,7 @@ def plan_calls(
         cuts = tuple(
             tuple(cut[i] for i in p) for cut in cuts for p in split_evenly(len(cut))
         )
-        # Small buckets, so that several are in flight at one time.
+        # Make small buckets, so that several buckets are in flight at the same time.
         cuts = refine(cuts, sizes, int(memory) // 8)
     needs = [packed_bytes([sizes[i] for i in cut]) for cut in cuts]
     return (cuts, *window(needs, math.inf if whole else memory), True)

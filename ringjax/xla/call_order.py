@@ -36,7 +36,7 @@ class _CallOrder(threading.local):
 
     def of(self, module: mlir.ir.Module) -> dict[mlir.ir.Block, OrderValue]:
         # The reference to the module keeps its blocks alive, so that no later block can
-        # have the address, and thus the entry, of an earlier one.
+        # have the address, and thus the entry, of an earlier block.
         if self.module is not module:
             self.module, self.values, self.chains = module, {}, 0
         return self.values
@@ -73,7 +73,7 @@ def set_previous_value(
 
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
-    """Lowers without the dependency. Only for the control experiment of the tests."""
+    """Lowers without the dependency, only for the control experiment of the tests."""
     _order.enabled = False
     try:
         yield

@@ -78,7 +78,7 @@ def bucketed_allreduce(
         leaves: arrays of any shapes and dtypes.
         seq: uint32[1], the result of the previous call of the same chain.
         op: a `ReduceOp`.
-        wire: the number of the wire dtype; -1: none.
+        wire: the number of the wire dtype; -1 without compression.
         prescale: multiplies each rank's leaves.
         postscale: multiplies the results.
         comm: the id of the communicator.
@@ -92,10 +92,10 @@ def bucketed_allreduce(
             an elastic job all buckets are in flight; if `elastic_memory` does not
             suffice, there is one call.
         overlapped_on_device: as `overlapped`, for a program that is compiled for a CUDA
-            device; the device is known only then. None: as `overlapped`.
+            device; the device is known only then. If it is None, `overlapped` counts.
         memory: as RINGJAX_OVERLAP_MEMORY, in bytes.
-        elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes; None: the job is
-            not elastic.
+        elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes. It is None if the
+            job is not elastic.
         name: stands for the call in error messages.
         names: for error messages, a name for each leaf, or none.
 
@@ -146,7 +146,7 @@ def bucketed_allreduce(
         }
         *ys, seq = _gradients_p.bind(*(leaves[i] for i in cut), before, **alone)
         out += ys
-        # Each program increments `seq`, but all of them are one step.
+        # Each program increments `seq`, but all programs together are one step.
         before = seq - jnp.uint32(1)
     return out, seq
 
@@ -208,7 +208,7 @@ def _emit_chain(
     operands: Sequence[IrValue],
     calls: multi_device.Calls,
 ) -> list[IrValue]:
-    """Emits a chain on one device; `multi_device.lower_chain` does it on several."""
+    """Emits a chain on one device; for several see `multi_device.lower_chain`."""
     *leaves, seq = operands
     *avals, seq_aval = jax_private.avals_in(ctx)
 

@@ -82,8 +82,8 @@ _lowering_mode = _LoweringMode()
 def without_device() -> Iterator[None]:
     """Lowers for CUDA devices that this machine does not have.
 
-    For compilation ahead of time against the description of a device, for example in
-    the test of XLA's schedules. If such a program ran, it would end in an error.
+    This serves compilation ahead of time for the description of a device, for example
+    in the test of XLA's schedules. If such a program ran, it would raise an error.
     """
     before = _lowering_mode.without_device
     _lowering_mode.without_device = True
@@ -98,9 +98,9 @@ _registered: set[str] = set()
 
 
 def _register_handlers(platform: str) -> None:
-    # Not at import: JAX checks a handler that is registered before its backend exists
-    # only when the backend starts, and a handler that it refuses then stops the
-    # backend.
+    # Do not register handlers at import: JAX checks a handler that is registered before
+    # its backend exists only when the backend starts, and a handler that it refuses
+    # then stops the backend.
     with _registration:
         if platform in _registered:
             return

@@ -32,7 +32,7 @@ _AXIS = "devices"  # the mesh axis of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
 
 # The positions of the operands, the attributes, and the kind: "run", "start", "done" or
-# "check". The attributes are those of tensors that are not sharded.
+# "check". The attributes describe tensors that are not sharded.
 Call = tuple[tuple[int, ...], Mapping[str, Any], str]
 Calls = Sequence[Call]
 # The handlers on CPUs. On CUDA devices each device uses the handlers of one device.
@@ -72,7 +72,8 @@ def lower_check(
     Returns:
         The order value.
     """
-    # In the primitive the order value is the first operand, in calls the last.
+    # In the primitive the order value is the first operand, in calls the order value is
+    # the last operand.
     order_aval, *leaf_avals = jax_private.avals_in(ctx)
     avals = [*leaf_avals, order_aval]
     calls = [(tuple(range(len(avals) - 1)), whole, "check")]
@@ -118,7 +119,7 @@ def _target(program: Program, kind: str) -> str:
 
 
 def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
-    """Returns the calls of the devices: with their attributes and handlers."""
+    """Returns the calls of each device, with their attributes and handlers."""
     out = []
     for cut, whole, kind in calls:
         own = which.select(cut)
@@ -194,8 +195,8 @@ def _emit(
         kept: the positions of tensors whose memory results must not use.
         after: more values on which the first call depends.
         inside: as for `jax_private.emit`.
-        reads: True if the calls only read their tensors. Their only result is the order
-            value.
+        reads: True if the calls only read their tensors. The only result of such calls
+            is the order value.
 
     Returns:
         The tensors after the calls, and the order value.
@@ -243,14 +244,15 @@ def _lower_partitioned(
         reads: True if the calls only read their tensors. The only result is then the
             order value, and the tensors keep their shardings.
     """
-    count = len(operands) - 1  # tensors; the last operand is the order value
+    # The number of tensors; the last operand is the order value.
+    count = len(operands) - 1
     first = count if reads else 0  # the position of the first result in the operands
     kept = jax_private.unaliasable(program, operands[:-1])
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     replicated = NamedSharding(mesh, PartitionSpec())
 
     # XLA may call this on a thread of its own, whose Python state ends with the thread.
-    # So it must not store anything in a threading.local.
+    # So the function must not store anything in a threading.local.
     def partition(
         _mesh: Mesh, args: Sequence[Any], results: Sequence[Any]
     ) -> tuple[Any, ...]:
@@ -307,10 +309,10 @@ def _device_part(
 ) -> tuple[Traced, ...]:
     """Binds the calls of one device, with its shares of the tensors in `cut`.
 
-    XLA asks for them while it compiles. With jax 0.12 that is on the thread that
-    compiles, where `jax.set_mesh` is in effect. Hide that mesh: with explicit axes JAX
-    would add shardings to values that are on one device already, after the passes of
-    XLA that remove shardings.
+    XLA asks for these calls while it compiles. With jax 0.12 XLA asks on the thread
+    that compiles, where `jax.set_mesh` is in effect. Hide that mesh: with explicit axes
+    JAX would add shardings to values that are on one device already, after the passes
+    of XLA that remove shardings.
     """
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         position = jax.lax.axis_index(_AXIS)

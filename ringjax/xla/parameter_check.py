@@ -1,10 +1,10 @@
 """Periodic comparison of parameters between ranks, in compiled steps.
 
 The comparison is a native call in the chain of `seq`, before the call of the gradients.
-In most steps it returns at once. The handler (`ffi/check.cc`) decides when a comparison
-is due, compares, and prints the warning. On CUDA devices there is no such call, because
-handlers there must not wait for the device. The lowering then warns only about values
-that the program visibly computes without a collective.
+In most steps the call returns immediately. The handler (`ffi/check.cc`) decides when a
+comparison is due, compares hashes, and prints the warning. On CUDA devices there is no
+such call, because handlers there must not wait for the device. The lowering then warns
+only about values that the program visibly computes without a collective.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def check(
         params: the parameters. Values that are not arrays of numbers are ignored.
         names: the names of the parameters, for the warning.
         comm: the id of the communicator.
-        every: compare in every so many steps.
+        every: the number of steps from one comparison to the next.
         name: stands for the call in error messages.
         timeout: seconds to wait for other ranks.
-        first: -1: `seq` is the number of the step. From 0: `seq` is not the number of
-            the step, so the handler counts its calls, and this is the number of the
-            first call that compares. In elastic jobs no such call compares.
+        first: -1 if `seq` is the number of the step. Otherwise the handler counts its
+            calls, and `first`, from 0 on, is the number of the first call that
+            compares. In elastic jobs no such call compares.
         own: the names of the parameters that this rank computes without a collective.
             They may still be equal on all ranks, so on CPUs they are compared like the
             other parameters. On CUDA devices each of them causes a warning.

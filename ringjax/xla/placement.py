@@ -1,8 +1,9 @@
 """Assignment of a host's CUDA devices to its ranks, after `ringjax.init` knows them.
 
-Unless the user has chosen devices, each rank gets one device, or as many devices as
-RINGJAX_DEVICES_PER_RANK says. `world/devices.py`, which knows no framework, builds the
-device communicators. CPU devices need none. This module uses public names of JAX only.
+Unless the user has chosen devices, each rank gets one device, or
+RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which knows no framework, builds
+the device communicators. CPU devices need none. This module uses public names of JAX
+only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def open_devices(world: World, started: bool) -> None:
 
     A query for JAX's devices starts its backends. So if no rank has a CUDA driver, this
     function does not query. NCCL is opened after the query, because JAX has then loaded
-    its own copy of NCCL, which both use.
+    its own copy of NCCL, which JAX and ringjax use.
 
     Args:
         started: True if JAX's backends have been started already.
@@ -44,7 +45,7 @@ def open_devices(world: World, started: bool) -> None:
 def restrict_visible_devices(
     numbers: Sequence[int], started: bool, log: Callable[[str, str], None]
 ) -> None:
-    """Lets JAX see only this rank's devices, unless the user has chosen devices."""
+    """Hides other ranks' devices from JAX, unless the user has chosen devices."""
     settings: Any = jax.config
     if settings.values.get(_VISIBLE, "all") not in ("", "all"):
         return
@@ -64,8 +65,8 @@ def cuda_devices(each: int = 1) -> tuple[Sequence[int], str]:
     """Returns the driver's numbers of the CUDA devices that JAX computes on.
 
     Args:
-        each: 1: the number of JAX's default device. Any other value: the numbers of all
-            devices that JAX sees.
+        each: if it is 1, the result is the number of JAX's default device; otherwise,
+            the numbers of all devices that JAX sees.
 
     Returns:
         The numbers and an empty text; or no numbers, and the reason.

@@ -82,10 +82,10 @@ def define_collective(
             memory of the operands.
         batch: JAX's batching rule, with the primitive as an additional first argument.
         jvp: JAX's rule of forward derivatives, with the primitive as an additional
-            first argument. None: the collective has no derivative.
+            first argument. If it is None, the collective has no derivative.
         transpose: ``(cotangents, avals, params) -> cotangents of the operands``. It
-            receives only operands whose cotangent is not zero. None: the collective is
-            not linear.
+            receives only operands whose cotangent is not zero. If it is None, the
+            collective is not linear.
     """
     primitive = jax_private.new_primitive(name)
     jax_private.set_shape_rule(primitive, lambda *a, **kw: shape(a, **kw), ordered=True)
@@ -138,8 +138,8 @@ def bind(
     """Binds a collective; parameters that are not given have their defaults.
 
     Args:
-        collective: the name of the collective. A name and no primitive, because the
-            derivatives of the collectives use each other.
+        collective: the name of the collective. It is a name and not a primitive,
+            because the derivatives of collectives use each other.
     """
     elastic = runtime.elastic()
     primitive = _primitives[collective]
@@ -206,9 +206,9 @@ def call_attributes(op: str, params: Params, **extra: int) -> dict[str, Any]:
     """Returns the attributes of a native call.
 
     Rank and size are not among them unless a shape depends on them: after an elastic
-    restart a compiled program may serve another rank. The attributes are always the
-    same set, except for the timeout, which is present only if the call has a timeout of
-    its own. The core counts the attributes to find out.
+    restart a compiled program may serve another rank. All calls have the same
+    attributes, except for the timeout, which only calls with a timeout of their own
+    have. The core counts the attributes to detect the timeout.
     """
     out = {k: v for k, v in params.items() if k in DEFAULTS}
     if out["timeout"] < 0:
@@ -251,7 +251,7 @@ def select_operands(params: Params, kept: Sequence[int]) -> dict[str, Any]:
 
 
 def same_shape(avals: Sequence[Aval], **params: Any) -> list[Aval]:
-    """The shape rule of collectives whose results have the shapes of the operands."""
+    """Returns the shapes of the operands, which are the shapes of the results."""
     return [a.update(weak_type=False) for a in avals]
 
 
@@ -282,14 +282,14 @@ NO_VMAP = (
 def batch_elementwise(
     p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """The batching rule of elementwise collectives: batch dimensions stay in place."""
+    """Batches elementwise collectives: batch dimensions keep their positions."""
     return p.bind(*xs, **params), list(dims)
 
 
 def batch_rows(
     p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """The batching rule of collectives that divide dimension 0 between the ranks.
+    """Batches collectives that divide dimension 0 between the ranks.
 
     The batch dimension moves to position 1.
     """
@@ -302,7 +302,7 @@ def batch_rows(
 def linear_jvp(
     p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
 ) -> Jvp:
-    """The derivative of a linear collective: the collective of the tangents."""
+    """Differentiates a linear collective: returns the collective of the tangents."""
     return sparse_jvp(p, xs, ts, params, lambda _x, live, _y, kw: p.bind(*live, **kw))
 
 

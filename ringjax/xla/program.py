@@ -19,8 +19,9 @@ class Program(NamedTuple):
         platform: "cpu" or "cuda".
         devices: the devices of the program in its order, also of other processes. Empty
             if the program runs on one device.
-        mesh: the mesh of a shard_map: the program is then already the part of one
-            device. None if XLA will partition the program, or if it runs on one device.
+        mesh: the mesh of a shard_map, in which the program is already the part of one
+            device. None if XLA will partition the program, or if the program runs on
+            one device.
         elastic: True if ranks may be lost; a call that a loss interrupts is repeated.
         joined: the numbers of the CUDA devices that have a communicator with the other
             ranks.

@@ -78,7 +78,8 @@ class Shards(NamedTuple):
     def attributes_per_device(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of calls that each device makes on its own.
 
-        The partition makes ranks disagree if their devices hold different shards.
+        The attribute `partition` makes ranks disagree if their devices hold different
+        shards.
         """
         lines = [
             f"{device}: "

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
     from ringjax.xla.program import Program
 
-MIN_SHARDED_BYTES = 1 << 16  # a shard of fewer bytes is sliced here, not by XLA
+# Bytes of a shard below which this module slices the shard, not XLA.
+MIN_SHARDED_BYTES = 1 << 16
 
 
 def splits_replicas(platform: str) -> bool:
@@ -194,7 +195,7 @@ def gather_share(
 
     Args:
         groups: the positions on the axis of the devices that hold shares of one tensor.
-            None: all devices hold shares of one tensor.
+            If it is None, all devices hold shares of one tensor.
     """
     flat: Traced = jax.lax.all_gather(share, axis, axis_index_groups=groups, tiled=True)
     return flat[: math.prod(shape)].reshape(shape)

@@ -32,14 +32,14 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
 
 ABSTRACT = _core.abstract_token
-Tokens = dict[Any, Any]  # by effect, or by device for the results of programs
+Tokens = dict[Any, Any]  # tokens by effect, or by device for the results of programs
 
 
 class CollectiveTokenEffect(_effects.Effect):
     """The effect of a collective: JAX passes one token through all calls that have it.
 
-    Instances are equal, and their hash is that of the name of the type, because JAX
-    puts them into the keys of its caches.
+    Instances are equal and have the same hash, the hash of the type's name, because JAX
+    puts instances into the keys of its caches.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -70,13 +70,14 @@ def _skip_token_placement() -> None:
     """Removes the most expensive part of the dispatch of a program with ordered calls.
 
     JAX places the token of the previous program on the devices of the next program,
-    even if it is there already. That takes 100 of the 170 microseconds of a dispatch.
-    Only the placement is left out: JAX still waits for the token and raises its error.
+    even if the token is on the devices already. That takes 100 of the 170 microseconds
+    of a dispatch. Only the placement is left out: JAX still waits for the token and
+    raises its error.
     """
     store: Any = _dispatch.RuntimeTokenSet
     place = getattr(store, "get_token_input", None)
     if place is None:
-        return  # this version of JAX places tokens elsewhere
+        return  # this version of JAX places tokens in another function
 
     def get_token_input(
         tokens: Any, effect: _effects.Effect, devices: Sequence[jax.Device]
@@ -153,11 +154,12 @@ class _TokenlessProgram(threading.local):
 
 
 _tokenless_program = _TokenlessProgram()
-_has_tokenless_programs = threading.Event()  # set if this process has lowered one
+# Set if this process has lowered such a program.
+_has_tokenless_programs = threading.Event()
 
 
 def _create_first_token_in_program() -> None:
-    """Lets a program on the only CPU device make its first token itself.
+    """Makes a program on the only CPU device create its first token itself.
 
     JAX passes a token into and out of each program with ordered calls, and therefore
     calls the program from Python, which takes 90 microseconds. XLA's CPU client runs
@@ -173,7 +175,8 @@ def _create_first_token_in_program() -> None:
         effects = options["ordered_effects"]
         before = _tokenless_program.jaxpr
         if EFFECT in effects and _is_ordered_by_xla(jaxpr, options):
-            # The caller keeps this list, and later calls the program according to it.
+            # The caller keeps this list, and later reads from it how to call the
+            # program.
             effects.remove(EFFECT)
             _tokenless_program.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             _has_tokenless_programs.set()
@@ -196,13 +199,14 @@ def _create_first_token_in_program() -> None:
 
 
 def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
-    """Returns True if XLA keeps the order of calls and the program shows its errors."""
+    """Returns True if XLA keeps the order of calls and results show the errors."""
     return bool(
         tuple(options["platforms"]) == ("cpu",)
         and options["num_partitions"] == 1
         and options["backend"] is not None
         and options["backend"].local_device_count() == 1
-        and jaxpr.out_avals  # without results only the token could show a failure
+        # A result, because otherwise only the token shows a failure.
+        and jaxpr.out_avals
     )
 
 
@@ -308,8 +312,8 @@ def _drop_failed_at_exit() -> None:
     """Drops failed tokens at exit: JAX waits for tokens then, and would raise again.
 
     atexit calls the functions in reverse order. JAX registered its function before, so
-    it runs after this one. ringjax.shutdown(), which ends all calls that still wait,
-    was registered later, so it has already run.
+    JAX's function runs after this function. ringjax.shutdown(), which ends all calls
+    that still wait, was registered later, so shutdown has already run.
     """
     tokens = _dispatch.runtime_tokens
     _drop_failed((tokens.current_tokens, tokens.output_runtime_tokens), "RINGJAX[")

@@ -37,7 +37,7 @@ def check_weight(
     """Checks the weight of this rank and returns it as it is sent.
 
     Args:
-        what: the function, for errors.
+        what: the name of the function, for errors.
         weight: the number of samples, or an equivalent number from 0.
         op: must be Average.
         arrays: the gradients, of floating or complex dtypes.

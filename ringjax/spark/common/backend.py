@@ -33,7 +33,8 @@ class SparkBackend(Backend):
     """Runs a function by `ringjax.spark.run`.
 
     Args:
-        num_proc: the number of ranks; None: as many as tasks can run at the same time.
+        num_proc: the number of ranks; None means as many as tasks can run at the same
+            time.
         env: environment variables for the ranks.
         options: further arguments of `ringjax.spark.run`.
     """

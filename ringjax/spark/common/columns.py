@@ -22,7 +22,7 @@ Sizes: TypeAlias = tuple[set[type], set[int], set[int]]
 
 
 def to_list(var: list[T] | tuple[T, ...] | T | None, length: int) -> list[T] | None:
-    """Returns a list of `length` from one value for all elements, or one for each.
+    """Returns a list of `length` from one value for all elements, or a value for each.
 
     Raises:
         ValueError: the number of values is neither 1 nor `length`.

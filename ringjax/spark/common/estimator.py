@@ -52,7 +52,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         TypeError: a Param does not exist.
     """
 
-    _run_prefix = "run"  # each run id begins with it
+    _run_prefix = "run"  # the prefix of each run id
 
     def __init__(self, **params: Any) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
 
         Args:
             df: a DataFrame with the columns `feature_cols` and `label_cols`.
-            params: values that override this estimator's.
+            params: values that override this estimator's values.
 
         Returns:
             The trained model, a transformer.
@@ -102,7 +102,7 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
     def fit_on_parquet(self, params: Any = None) -> Any:
         """Trains on the Parquet files at the store's `get_train_data_path()`.
 
-        If `validation` is given, it validates on those at `get_val_data_path()`.
+        If `validation` is given, it validates on the files at `get_val_data_path()`.
         """
         return (self.copy(params) if params else self)._fit_on_parquet()
 
@@ -270,7 +270,7 @@ class HorovodModel(Model, ModelParams, PersistentParams):
         features, labels = self.getFeatureColumns(), self.getLabelColumns()
         names, metadata = self.getOutputCols(), self._get_metadata()
         make = self._predictor()
-        # Predict one row here to learn how many values each output has.
+        # Predict one row here to find out how many values each output has.
         first = df.select(*features).limit(1).toArrow().combine_chunks().to_batches()
         several = [False] * len(labels)
         if first:
@@ -317,7 +317,7 @@ def encode_output(rows: Array, kind: DataType) -> pa.Array:
 
     Args:
         rows: an array of [rows, values].
-        kind: the type of Spark; vectors become what Spark stores for dense vectors.
+        kind: the type of Spark; vectors are converted to Spark's form of dense vectors.
     """
     if not isinstance(kind, VectorUDT):
         from pyspark.sql.pandas.types import to_arrow_type
@@ -332,7 +332,7 @@ def encode_output(rows: Array, kind: DataType) -> pa.Array:
     offsets = pa.array(np.arange(0, count * width + 1, max(width, 1), dtype=np.int32))
     return pa.StructArray.from_arrays(
         [
-            pa.array(np.ones(count, np.int8)),  # 1: a dense vector
+            pa.array(np.ones(count, np.int8)),  # type 1 marks a dense vector
             pa.nulls(count, pa.int32()),
             pa.nulls(count, pa.list_(pa.int32())),
             pa.ListArray.from_arrays(offsets, values),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyspark.ml.param.shared import HasOutputCols, Param, Params, TypeConverters
 
-# Horovod's accessors whose names do not follow from those of their Params.
+# Horovod's accessors whose names do not follow from the names of their Params.
 _IRREGULAR = {
     "shuffle_buffer_size": ("ShufflingBufferSize",) * 2,
     "train_reader_num_workers": ("TrainReaderNumWorker",) * 2,
@@ -138,7 +138,7 @@ class EstimatorParams(ParamAccessors):
     use_gpu = _param("use_gpu", "whether ranks use GPUs", TypeConverters.toBoolean)
     verbose = _param("verbose", "whether rank 0 prints epochs", TypeConverters.toInt)
     callbacks = _param("callbacks", "Keras's callbacks")
-    # Params of Horovod for Petastorm, and others that ringjax does not need.
+    # Params of Horovod that ringjax does not need, for example for Petastorm.
     data_module = _param("data_module", "without effect")
     compress_sparse_cols = _param("compress_sparse_cols", "without effect")
     transformation_edit_fields = _param("transformation_edit_fields", "without effect")

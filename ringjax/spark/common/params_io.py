@@ -1,7 +1,8 @@
 """Saves and loads estimators and models as Spark ML does, with their Params.
 
 The values of Params are pickled, models by value, into the text file of Spark ML. Do
-not load a file from a place where others can write: loading runs code in the file.
+not load a file from a place where other users can write, because loading runs code in
+the file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyspark.ml.util import (
     MLWriter,
 )
 
-_NOT_SAVED = ("backend", "store")  # belong to a cluster
+_NOT_SAVED = ("backend", "store")  # the Params that belong to a cluster
 
 
 class HorovodParamsWriter(MLWriter):

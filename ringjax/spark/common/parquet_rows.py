@@ -1,7 +1,7 @@
-"""A rank's rows of a set of Parquet files, in batches, read one row group at a time.
+"""A rank's rows of a set of Parquet files, in batches; row groups are read in turn.
 
-In memory are a part of one row group and the rows that are shuffled together. Ranks use
-this module, so nothing of Spark is imported.
+The memory holds a part of one row group and the rows that are shuffled together. Ranks
+use this module, so nothing of Spark is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Columns: TypeAlias = dict[str, Array]
 """Arrays by the names of their columns; the first dimension are the rows."""
 
-_CHUNK_BYTES = 32 << 20  # bytes that are decoded at once
+_CHUNK_BYTES = 32 << 20  # bytes that are decoded together
 _SHUFFLE_BYTES = 256 << 20  # bytes that are shuffled together if no number is given
 
 
@@ -99,7 +99,7 @@ class ParquetRows:
         return max(sum(group.size for group in self.groups) / max(self.count, 1), 1.0)
 
     def row_range(self, rank: int, size: int) -> tuple[int, int]:
-        """Returns a rank's first row and the row after its last one.
+        """Returns the numbers of a rank's first row and of the row after its last row.
 
         The numbers of rows of two ranks differ by at most one.
         """
@@ -125,10 +125,10 @@ class ParquetRows:
         Args:
             rank, size: the rank that reads, and the number of ranks.
             batch_size: rows of a batch; the last batch may have fewer.
-            seed: the seed of the shuffling; None: the order of the files.
+            seed: the seed of the shuffling; None keeps the order of the files.
             epoch: the number of the epoch; each epoch has another order.
             buffer: the number of rows that are shuffled together, besides the shuffling
-                of row groups; 0: the order of the files.
+                of row groups; 0 keeps the order of the files.
 
         Raises:
             ValueError: there are fewer rows than ranks.
@@ -289,7 +289,7 @@ def _decode_vectors(array: pa.StructArray, name: str) -> Array:
     width = _common_length(np.where(dense, counts, sizes), name)
     if dense.all():
         return values.reshape(len(array), width)
-    # The column of each value: consecutive in a dense vector, given in a sparse one.
+    # The column of each value: consecutive in a dense vector, given in a sparse vector.
     starts = np.cumsum(counts) - counts
     positions = np.arange(len(values)) - np.repeat(starts, counts)
     indices = array.field("indices").flatten().to_numpy(zero_copy_only=False)

@@ -49,8 +49,8 @@ class FilesystemStore(Store):
 
     Args:
         prefix_path: a path of this machine, or a URL such as ``s3://bucket/folder``.
-        train_path, val_path, test_path, runs_path: folders for training, validation
-            and test data and for runs; None: folders below `prefix_path`.
+        train_path, val_path, test_path, runs_path: folders for training, validation and
+            test data and for runs. A folder that is None is below `prefix_path`.
         save_runs: whether the store keeps checkpoints.
         storage_options: arguments for a filesystem of fsspec, which is then preferred
             to pyarrow's.
@@ -81,7 +81,7 @@ class FilesystemStore(Store):
         return self.get_full_path(path) if path else f"{self.prefix_path}/{name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the open filesystem out: another process opens its own."""
+        """Leaves out the open filesystem, because another process opens its own."""
         return {**self.__dict__, "_fs": None}
 
     # -- paths -------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class FilesystemStore(Store):
         return f"{self._runs_path}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Returns the folder of a run's checkpoint; None if none is kept."""
+        """Returns the folder of a run's checkpoint; None if the store keeps no runs."""
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
@@ -139,7 +139,7 @@ class FilesystemStore(Store):
         return "logs"
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Returns the folder for the logs of a run; None if none is kept."""
+        """Returns the folder for the logs of a run; None if the store keeps no runs."""
         path = self.get_checkpoint_path(run_id)
         return path and f"{path}/{self.get_logs_subdir()}"
 
@@ -185,7 +185,7 @@ class FilesystemStore(Store):
             return bytes(file.read())
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file; a reader gets the old contents or all of the new ones."""
+        """Writes a file; a reader gets the whole old or the whole new contents."""
         target = self.get_localized_path(path)
         self.fs.create_dir(target.rpartition("/")[0], recursive=True)
         with self.fs.open_output_stream(f"{target}.part") as file:
@@ -225,7 +225,7 @@ class FilesystemStore(Store):
         return folder
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Returns a function that copies the files of a folder to that of the run."""
+        """Returns a function that copies a folder's files to the folder of the run."""
 
         def copy(folder: str) -> None:
             target = self.get_localized_path(self.get_run_path(run_id))
@@ -244,9 +244,9 @@ class HDFSStore(FilesystemStore):
 
     Args:
         prefix_path: ``hdfs://namenode:8020/folder``, ``hdfs:///folder`` or ``/folder``.
-        host, port: those of the name node, if `prefix_path` does not have them.
+        host, port: host and port of the name node, if `prefix_path` does not have them.
         user, kerb_ticket, extra_conf: as for `pyarrow.fs.HadoopFileSystem`.
-        driver: without effect.
+        driver: an argument without effect.
 
     Raises:
         ValueError: `prefix_path` has another protocol, or no path.

@@ -33,7 +33,7 @@ class _CachedDataset:
         frame: the DataFrame. The reference keeps its id unique.
         columns: the columns in the files.
         properties: the properties of the files.
-        users: how many `fit`s use the files now.
+        users: the number of calls of `fit` that use the files now.
     """
 
     index: int
@@ -44,7 +44,7 @@ class _CachedDataset:
 
 
 class TrainingDataCache:
-    """Knows which DataFrames have files in which store."""
+    """Remembers which DataFrames have files in which store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -105,7 +105,7 @@ class TrainingDataCache:
         raise KeyError(index)
 
     def clear(self) -> None:
-        """Empties the cache; the files stay in the store until others replace them."""
+        """Empties the cache; the files stay in the store until they are replaced."""
         with self.lock:
             self._datasets.clear()
 
@@ -119,7 +119,7 @@ def clear_training_cache() -> None:
 
 
 def get_dataset_properties(dataset_idx: int) -> Properties:
-    """Returns rows for training and validation, metadata, and bytes of a row."""
+    """Returns the number of training and validation rows, metadata, bytes of a row."""
     return _training_cache.properties(dataset_idx)
 
 
@@ -148,8 +148,8 @@ def prepare_data(
             `feature_columns` None: all columns except for the labels.
         validation: the fraction of rows for validation, or the column that is true or
             positive in these rows.
-        compress_sparse: without effect; sparse vectors stay sparse.
-        verbose: prints the path.
+        compress_sparse: an argument without effect; sparse vectors stay sparse.
+        verbose: whether the path is printed.
         seed: the seed of the random split.
 
     Yields:
@@ -214,8 +214,10 @@ def get_simple_meta_from_parquet(
     Args:
         store: has the files.
         label_columns, feature_columns, sample_weight_col: the columns of interest.
-        dataset_idx: the number of the files; None: files that the user has written.
-        schema: the schema of the DataFrame; None: it is derived from the files.
+        dataset_idx: the number of the files; None means files that the user has
+            written.
+        schema: the schema of the DataFrame. If it is None, it is derived from the
+            files.
         validates: whether there is a validation.
 
     Raises:
@@ -273,7 +275,7 @@ def check_validation(
     """Checks that `validation` is a fraction, or a column of the DataFrame.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `validation` is neither a fraction nor a column.
     """
     if isinstance(validation, str):
         if df is not None:
@@ -287,7 +289,7 @@ def check_validation(
 def _train_val_split(
     df: DataFrame, validation: float | str | None, seed: int | None = None
 ) -> tuple[DataFrame, DataFrame | None, float]:
-    """Returns the rows for training and for validation, and the fraction of these.
+    """Returns the rows for training and for validation, and the validation fraction.
 
     The fraction is 0 if it is not known.
     """

@@ -1,6 +1,6 @@
 """The training loop of an estimator's rank: steps, means, checkpoints and validation.
 
-Keras has a loop of its own and does not use this one. Nothing of Spark is imported.
+Keras has a loop of its own and does not use this loop. Nothing of Spark is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrainingJob:
         rows, val_rows: the rows for training and for validation.
         features, labels, weight: the names of the columns.
         batch_size, val_batch_size: rows of one step on one rank.
-        steps, val_steps: steps of an epoch of training; None: all rows.
+        steps, val_steps: the number of steps of an epoch; None means all rows.
         epochs: passes over the data.
         seed: the seed of the row order and of the framework.
         seeded: whether the user has chosen the seed.
@@ -40,7 +40,7 @@ class TrainingJob:
         transformation: changes the columns of a batch.
         use_gpu: whether to use a GPU if there is one.
         verbose: whether rank 0 prints the results of each epoch.
-        checkpoint: the checkpoint from which the run goes on.
+        checkpoint: the checkpoint from which the run continues.
     """
 
     run_id: str
@@ -110,7 +110,7 @@ class ModelTrainer(Protocol):
         """Makes a step; returns the means of loss and metrics over the rows."""
 
     def validation_step(self, batch: Batch) -> Sequence[float]:
-        """Returns the same means without a step."""
+        """Returns the means of loss and metrics over the rows, without a step."""
 
     def name_means(self, means: Sequence[float]) -> dict[str, Any]:
         """Returns the means with their names, for the history."""
@@ -127,8 +127,8 @@ def train(
 ) -> tuple[History, bytes] | None:
     """Trains with the trainer `make(job, *args)`.
 
-    A run with a checkpoint goes on until it has `job.epochs` epochs. If it has that
-    many already, it goes on for `job.epochs` more.
+    A run with a checkpoint continues until it has `job.epochs` epochs. If it has so
+    many epochs already, it continues for `job.epochs` more epochs.
 
     Returns:
         The history and the last checkpoint on rank 0, None on other ranks.

@@ -32,8 +32,8 @@ class FlaxEstimator(HorovodEstimator):
         optimizer: an optax transformation.
         loss: a function of output and label as in optax, which returns a value or an
             array for each row; or a list with one function for each label.
-        metrics: groups of such functions. A group has one function for all labels, or
-            one for each label.
+        metrics: groups of functions like `loss`. A group has one function for all
+            labels, or one for each label.
         input_shapes: the shapes of the inputs. The dimension of the rows is -1 or left
             out.
         params: the Params of all estimators, see `explainParams`.

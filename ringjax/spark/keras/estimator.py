@@ -42,7 +42,7 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
 
     Args:
         model: a model with known inputs, one for each of `feature_cols`.
-        optimizer: an optimizer; None: the optimizer of a compiled model.
+        optimizer: an optimizer; None means the optimizer of a compiled model.
         loss: a loss, or one for each output.
         metrics: the metrics for `compile`.
         custom_objects: the program's own classes and functions by their names.
@@ -68,7 +68,7 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
     _run_prefix = "keras"
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the shapes of the model's inputs and outputs; -1 is any size."""
+        """Returns the shapes of the model's inputs and outputs; -1 means any size."""
         model = self.getModel()
         inputs, outputs = (
             [[n or -1 for n in tensor.shape] for tensor in tensors]

@@ -70,7 +70,7 @@ class FlaxModelTrainer:
         return [float(mean) for mean in means]
 
     def validation_step(self, batch: Batch) -> list[float]:
-        """Returns the same means without a step."""
+        """Returns the means of loss and metrics over the rows, without a step."""
         arrays = self._to_arrays(batch, self._job.val_batch_size)
         means = self._validate(self._params, self._rest, *arrays)
         return [float(mean) for mean in means]
@@ -216,7 +216,7 @@ def predictor(
 
     def predict(columns: Sequence[Array]) -> list[Array]:
         count = len(columns[0])
-        # Powers of two: few programs serve all numbers of rows.
+        # Round up to a power of two, so that few programs serve all numbers of rows.
         rows = 1 << (count - 1).bit_length()
         shapes: Sequence[Sequence[int] | None] = input_shapes or [None] * len(columns)
         pairs = zip(columns, shapes, strict=True)

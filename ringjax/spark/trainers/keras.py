@@ -1,6 +1,7 @@
 """Training and prediction with a Keras model, in ranks and tasks of an estimator.
 
-Keras is imported inside of the functions, because its backend must be chosen before.
+Keras is imported inside of the functions, because its backend must be chosen before the
+import.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _fit(
             steps_per_epoch=job.epoch_steps,
             initial_epoch=first,
             epochs=first + left,
-            shuffle=False,  # the job shuffles the rows
+            shuffle=False,  # the job itself shuffles the rows
             validation_data=_validation(keras, job, batches),
             callbacks=callbacks,
             verbose=job.verbose if runtime.rank() == 0 else 0,
@@ -263,7 +264,7 @@ def _checkpoint_callback(
 
 
 def _select_gpu(backend: str) -> None:
-    """Makes this rank use one of its GPUs; for JAX, `ringjax.init` does it."""
+    """Makes this rank use one of its GPUs; for JAX, `ringjax.init` selects the GPU."""
     if backend == "tensorflow":
         config = importlib.import_module("tensorflow").config
         if gpus := config.list_physical_devices("GPU"):

@@ -83,7 +83,7 @@ class TorchModelTrainer:
         return [mean, *self._metrics(*self._match_labels(outputs, labels))]
 
     def validation_step(self, batch: Batch) -> list[float]:
-        """Returns the same means without a step."""
+        """Returns the means of loss and metrics over the rows, without a step."""
         self._model.eval()
         inputs, labels, weights = self._to_tensors(batch)
         with torch.no_grad():
@@ -126,7 +126,7 @@ class TorchModelTrainer:
         labels: Tensors,
         weights: torch.Tensor | None,
     ) -> tuple[Tensors, torch.Tensor]:
-        """Makes a step; a user's `train_minibatch_fn` takes its place."""
+        """Makes a step; the default of the user's `train_minibatch_fn`."""
         every = self._params["backward_passes_per_step"]
         if self._passes % every == 0:
             optimizer.zero_grad()
@@ -212,7 +212,7 @@ def _row_losses(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.
 def bind_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer, or one like it if it has not the model's parameters."""
+    """Returns the optimizer, or a new one of its class with the model's parameters."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if own <= {id(parameter) for parameter in model.parameters()}:
         return optimizer

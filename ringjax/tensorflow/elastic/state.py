@@ -36,10 +36,10 @@ class TensorFlowState(_State):
     writes the variables through that session.
 
     Args:
-        variables: variables of TensorFlow or Keras; None: the global variables of the
-            graph.
-        session: a session of TensorFlow 1 with the variables' graph; None: the default
-            session, or eager execution.
+        variables: variables of TensorFlow or Keras; None means the global variables of
+            the graph.
+        session: a session of TensorFlow 1 with the variables' graph; None means the
+            default session, or eager execution.
         **kwargs: plain objects, and further variables, models and optimizers. Each
             becomes an attribute.
 
@@ -87,9 +87,9 @@ class TensorFlowKerasState(_State):
 
     Args:
         model: a model that is built.
-        optimizer: the optimizer of the model, distributed or not; None: the optimizer
-            of the compiled model. It is built for the model's trainable variables if
-            it is not built yet.
+        optimizer: the optimizer of the model, distributed or not; None means the
+            optimizer of the compiled model. It is built for the model's trainable
+            variables if it is not built yet.
         backend: an argument of Horovod for TensorFlow 1, without effect.
         **kwargs: plain objects, and further models, optimizers and variables. Each
             becomes an attribute.
