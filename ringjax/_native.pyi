@@ -358,10 +358,10 @@ class EagerLane:
                 fuse with.
             stall_warning: seconds of waiting for other ranks until a warning.
             timeout: seconds until an error. Here and for the warning, 0 means never.
-            cuda: options for CUDA tensors: those of CudaCommunicator; `nccl`, paths of
-                NCCL to try; and `device`, the device of a rank that joins before it has
-                submitted a tensor, -1 for none. Either all ranks have these options, or
-                no rank.
+            cuda: options for CUDA tensors: the options of CudaCommunicator; `nccl`,
+                paths of NCCL to try; and `device`, the device of a rank that joins
+                before it has submitted a tensor, -1 for none. Either all ranks have
+                these options, or no rank.
         """
     @property
     def rank(self) -> int: ...

@@ -89,8 +89,8 @@ def allreduce_grads(
 
     Args:
         op: how gradients are reduced: ``Average``, ``Sum``, ``Min``, ``Max``,
-            ``Product`` or ``Adasum``. Adasum needs CPUs and a power of two of
-            ranks, and weights every gradient by itself. See `ringjax.allreduce`.
+            ``Product`` or ``Adasum``. Adasum needs CPUs and a power of two of ranks,
+            and weights every gradient separately. See `ringjax.allreduce`.
         compression: the dtype in which float32 and float64 gradients are sent.
             `Compression.fp16` and `Compression.bf16` halve the bytes of float32.
         bucket_bytes: the largest size of a bucket, in bytes. A bucket is the set of

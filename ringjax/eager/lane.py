@@ -1,7 +1,7 @@
 """Submission of named operations to the eager lanes.
 
 Eager operations may be submitted in a different order on each rank; compiled programs
-use another lane. This module knows addresses, dtypes and shapes, but no framework:
+use another lane. This module uses addresses, dtypes and shapes, but no framework:
 `operands.py` and the adapter packages turn arrays into addresses, dtypes and shapes.
 """
 

@@ -287,7 +287,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """A ModelCheckpoint that saves the best model, and gets its `filepath` later.
 
-    The arguments are those of `keras.callbacks.ModelCheckpoint`.
+    The arguments are the same as for `keras.callbacks.ModelCheckpoint`.
 
     Args:
         monitor: the metric that decides which model is the best.

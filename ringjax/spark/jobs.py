@@ -121,7 +121,7 @@ def run_elastic(
     Args:
         fn, args, kwargs, env, stdout, stderr, nics: as in `run`.
         num_proc: the number of ranks at the start; None means as many as tasks can run
-            at once.
+            at the same time.
         min_num_proc: with fewer ranks the job waits; None means `num_proc`.
         max_num_proc: the largest number of ranks; None means `num_proc`.
         start_timeout: seconds between the arrivals of the first and the last rank.

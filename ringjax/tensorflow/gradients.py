@@ -86,7 +86,7 @@ def _check_groups(groups: Groups) -> None:
 
 
 class GradientBucketReducer:
-    """Reduces gradients as `settings` say, except for those of local variables.
+    """Reduces gradients as `settings` say, except for gradients of local variables.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf

@@ -1,7 +1,7 @@
 """The nodes that a collective is in a graph, and the functions that TensorFlow runs.
 
-RingjaxStart submits an operation and returns at once. Its outputs are a number and a
-token queue. A reader of TensorFlow's own takes the token from the queue when the
+RingjaxStart submits an operation and returns immediately. Its outputs are a number and
+a token queue. A reader of TensorFlow's own takes the token from the queue when the
 operation has ended; that reader occupies no thread. RingjaxFinish then finds the
 results under the number. Sessions do not see ringjax's token queues; graphs of sessions
 have RingjaxWait in place of the reader and RingjaxFinish. RingjaxNumber reads numbers

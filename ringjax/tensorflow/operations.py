@@ -33,7 +33,7 @@ RowCounts: TypeAlias = Sequence[list[int] | tf.Tensor]
 """The rows that came from each rank, for each result of allgather and alltoall."""
 
 Rule: TypeAlias = Callable[[Tensors, RowCounts], Tensors]
-"""Computes the gradients of the arguments from those of the results."""
+"""Computes gradients of the arguments from gradients of the results."""
 
 
 class OperationOptions(TypedDict):

@@ -1,7 +1,7 @@
 """Horovod's DistributedOptimizer: an optimizer that applies all ranks' gradients.
 
 This module only chooses the implementation. Optimizers of TensorFlow 1 are in
-legacy_optimizer.py, those of Keras 3 in ringjax.keras.
+legacy_optimizer.py, optimizers of Keras 3 are in ringjax.keras.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Pairs: TypeAlias = list[tuple[Variable, Gradient]]
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """The methods that a distributed tape has besides those of its own class.
+    """The methods that a distributed tape has besides the methods of its own class.
 
     Attributes:
         process_set: the ranks that take part.

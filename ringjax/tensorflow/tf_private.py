@@ -26,7 +26,7 @@ record_operation = record.record_operation
 """Tells the tapes of an operation: its name, results, arguments and derivative."""
 
 executing_eagerly = context.executing_eagerly
-"""Returns whether operations run at once."""
+"""Returns whether operations run immediately."""
 
 
 def execute_eagerly(
@@ -86,6 +86,6 @@ def is_compiled(graph: tf.Graph) -> bool:
 
 
 def is_jit_function(graph: tf.Graph) -> bool:
-    """Returns whether a graph is that of the function that has `jit_compile=True`."""
+    """Returns whether a graph belongs to the function that has `jit_compile=True`."""
     found: bool = control_flow_util.InXlaContext(graph.outer_graph)
     return found

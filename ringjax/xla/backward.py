@@ -5,7 +5,7 @@ activations that they free, XLA computes all weight gradients last, and every ST
 the last weight gradients. So this module inserts a START right after the operation that
 completes its bucket. One value that the next bucket still needs passes through an
 optimization barrier together with the START's order value: XLA must then launch the
-START first. Nothing is copied, and nothing is computed twice. This module knows MLIR,
+START first. Nothing is copied, and nothing is computed twice. This module uses MLIR,
 but no buckets or calls.
 """
 

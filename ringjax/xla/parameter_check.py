@@ -126,7 +126,7 @@ def _attributes(
 def _batch(
     args: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches an ensemble: compares all members at once, with one `seq` for all."""
+    """Batches an ensemble: compares all members together, with one `seq` for all."""
     seq, *leaves = args
     if dims[0] is not None:
         seq = seq[(slice(None),) * dims[0] + (0,)]

@@ -1,4 +1,4 @@
-"""Assignment of a host's CUDA devices to its ranks, after `ringjax.init` knows them.
+"""Assignment of a host's CUDA devices to its ranks, during `ringjax.init`.
 
 Unless the user has chosen devices, each rank gets one device, or
 RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which knows no framework, builds

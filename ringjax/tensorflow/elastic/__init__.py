@@ -1,6 +1,6 @@
 """Elastic training in TensorFlow: `run`, `TensorFlowState`, `TensorFlowKerasState`.
 
-The module path is Horovod's. The training loop is that of `ringjax.elastic`.
+The module path is Horovod's. The training loop is `ringjax.elastic.run`.
 """
 
 from __future__ import annotations

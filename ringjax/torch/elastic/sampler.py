@@ -14,7 +14,7 @@ class ElasticSampler(elastic.ElasticSampler, torch.utils.data.Sampler[int]):
 
     Put the sampler into a `TorchState`, call `record_batch` after every
     ``optimizer.step()``, and `set_epoch` at the end of every epoch. The guarantees are
-    those of `ringjax.elastic.ElasticSampler`.
+    the same as for `ringjax.elastic.ElasticSampler`.
 
     Args:
         dataset: any object with a constant length.
