@@ -211,7 +211,7 @@ class Heartbeat:
     def ask_clock(self, times: int) -> None:
         """Requests the first rank's clock `times` times, except on the first rank."""
     def take_clocks(self) -> list[tuple[int, float, float, float]]:
-        """Returns (rank, our clock, lead of the rank's clock, round-trip time)."""
+        """Returns (rank, own clock, lead of the rank's clock, round trip) in s."""
     def close(self) -> None: ...
 
 class CudaCommunicator:
