@@ -99,7 +99,7 @@ class PeerLost(RingjaxError):
 
 
 class Fenced(PeerLost):
-    """This rank was declared lost and must not go on; the other ranks do without it."""
+    """This rank was declared lost and must not continue. The other ranks do."""
 
 
 class Mismatch(RingjaxError):

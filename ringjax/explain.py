@@ -41,7 +41,7 @@ def _points(body: str, line: str) -> Iterator[str]:
 
 
 def explain(line: str) -> str:
-    """Returns the sections or points of the page about an error.
+    """Returns what docs/troubleshooting.md says about an error: sections or list items.
 
     Args:
         line: the name of an exception, a heading of the page, or the text of an error.

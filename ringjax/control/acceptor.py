@@ -1,8 +1,8 @@
 """Acceptor: listening sockets that hand over only connections that authenticate.
 
-It works inside a loop over a selector. Its users are the servers of a job (server.py),
-the listener of a rank (listener.py) and `ringrun --listen`. The messages are in
-handshake.py.
+An acceptor works inside a loop over a selector. The servers of a job (server.py), the
+listener of a rank (listener.py) and `ringrun --listen` use it. handshake.py defines the
+messages.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ringjax.errors import AuthenticationError
 
 MAX_PENDING = 1024  # connections in a handshake at the same time
 _LOG_INTERVAL = 60.0  # seconds between two log lines about one address
-_MAX_LOGGED = 1024  # addresses; a scan from many must not use up memory
+_MAX_LOGGED = 1024  # remembered addresses, so that a scan cannot use up the memory
 
-# Takes a socket that does not block, its address, the request and the keys.
+# A function of a nonblocking socket, its address, the request and the keys.
 Admit = Callable[[socket.socket, str, HandshakeRequest, SessionKeys], None]
 
 
@@ -49,7 +49,7 @@ def run_once(
     """
     for key, _ in selector.select(seconds):
         # An earlier callable of this round may have closed this socket, and the kernel
-        # may have given its number to a new one. Look the entry up again.
+        # may have given its number to a new socket. Look the entry up again.
         entry = selector.get_map().get(key.fd)
         if entry is not None and entry.fileobj is key.fileobj:
             try:
@@ -65,8 +65,8 @@ class PendingConnection:
         self.sock, self.where, self.steps = sock, where, steps
         self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self.received = b""
-        self.messages = 0  # after the first one the caller has named this job
-        self.expected = next(steps)[1]  # bytes of the next message
+        self.messages = 0  # messages received; the first message has named this job
+        self.expected = next(steps)[1]  # the number of bytes of the next message
 
 
 class Acceptor:
@@ -75,16 +75,16 @@ class Acceptor:
     The loop over `selector` calls `expire` about once a second while `has_pending`.
 
     A stranger can occupy one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds and
-    less than 100 bytes. If all places are taken, the oldest connection is evicted that
-    has not named this job yet, because ranks do so at once. If there is none, the
-    oldest connection is evicted and told to connect again.
+    less than 100 bytes. If all places are taken, the acceptor evicts the oldest
+    connection that has not named this job yet, because ranks name the job immediately.
+    If there is no such connection, it evicts the oldest, which may connect again.
 
     Args:
         listeners: listening sockets, which the acceptor closes.
         selector: its entries have callables as data, see `run_once`.
         steps: starts the callee's end of a handshake on a socket, see `callee_steps`.
         admit: called with each connection that has authenticated.
-        log: takes a sentence about a refusal, at most one a minute for an address.
+        log: called with a sentence about a refusal, at most once a minute per address.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Acceptor:
         try:
             piece = sock.recv(pending.expected - len(pending.received))
             if not piece:
-                # The caller has our proof, and closes instead of sending its own.
+                # The caller has received our proof, and closes instead of sending one.
                 unproven = pending.expected == MAC_BYTES
                 why = ": it has another secret" if unproven else ""
                 raise AuthenticationError(f"left before proving itself{why}")
@@ -194,7 +194,7 @@ class Acceptor:
 
     def _evict(self, pending: PendingConnection, why: str) -> None:
         """Ends a handshake that may be genuine. The caller may connect again."""
-        if pending.messages == 1:  # the caller expects the next message: answer BUSY
+        if pending.messages == 1:  # the caller waits for a message: send BUSY instead
             with contextlib.suppress(OSError):
                 pending.sock.send(BUSY)
         self._refuse(pending, why)
@@ -226,7 +226,7 @@ class Acceptor:
 
 
 def _foreign_user(sock: socket.socket) -> str:
-    """Why a unix socket is refused: its process belongs to another user; "" if not."""
+    """Returns a refusal if another user's process has a unix socket; "" otherwise."""
     if sock.family != socket.AF_UNIX:
         return ""
     uid = peer_uid(sock)

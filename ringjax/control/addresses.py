@@ -38,7 +38,7 @@ def parse(text: str) -> list[tuple[str, int]]:
 
 
 def show(host: str, port: int) -> str:
-    """Formats one address as text. The inverse is `parse`."""
+    """Formats one address as text, which `parse` can read."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -79,7 +79,7 @@ def listen_on(
         try:
             found.append(_listen_until(host, port, deadline))
         except OSError as error:
-            # An IPv6 address is not usable at once, and interfaces lose addresses.
+            # A new IPv6 address is not usable immediately. Interfaces lose addresses.
             last = host == hosts[-1] and not found
             if error.errno == errno.EADDRNOTAVAIL and not last:
                 continue
@@ -115,7 +115,7 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
 
 
 def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
-    """Makes a TCP socket send at once, and fail if the peer is silent for too long.
+    """Makes a TCP socket send immediately, and fail if the peer is silent for too long.
 
     Args:
         sock: a socket of a link. A unix socket needs no options: the kernel reports the
@@ -140,7 +140,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback() -> str:
-    """The loopback address of this host; some hosts have only the one of IPv6."""
+    """Returns the loopback address of this host: IPv4, or else IPv6."""
     for host in ("127.0.0.1", "::1"):
         with contextlib.suppress(OSError):
             listen(host).close()
@@ -149,10 +149,10 @@ def loopback() -> str:
 
 
 def of_interfaces(names: str = "") -> list[str]:
-    """The addresses of network interfaces, the loopback addresses last.
+    """Returns the addresses of network interfaces, the loopback addresses last.
 
     Args:
-        names: of interfaces, separated by commas; empty for all interfaces.
+        names: names of interfaces, separated by commas; empty for all interfaces.
 
     Raises:
         ValueError: an interface does not exist or has no address.
@@ -170,7 +170,7 @@ def of_interfaces(names: str = "") -> list[str]:
 
 
 def by_interface() -> dict[str, list[str]]:
-    """The addresses of each network interface that has any."""
+    """Returns the addresses of each network interface that has addresses."""
     found: dict[str, list[str]] = {}
     for name, address in (*_ipv4_addresses(), *_ipv6_addresses()):
         found.setdefault(name, []).append(address)
@@ -180,12 +180,12 @@ def by_interface() -> dict[str, list[str]]:
 def _ipv4_addresses() -> Sequence[tuple[str, str]]:
     found = []
     with (
-        contextlib.suppress(OSError),  # a kernel without IPv4
+        contextlib.suppress(OSError),  # the kernel may have no IPv4
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
     ):
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # no IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 found.append((name, socket.inet_ntoa(answer[20:24])))
     return found
@@ -195,7 +195,7 @@ def _ipv6_addresses() -> Sequence[tuple[str, str]]:
     try:
         with open("/proc/net/if_inet6") as table:
             rows = [line.split() for line in table]
-    except OSError:  # a kernel without IPv6
+    except OSError:  # the kernel has no IPv6
         return []
     # Link-local addresses (scope 20) are ambiguous without the number of the interface.
     return [

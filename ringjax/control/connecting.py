@@ -21,27 +21,27 @@ def connect_to_server(
     deadline: float,
     server: str = "coordinator",
 ) -> tuple[socket.socket, SessionKeys, str]:
-    """Connects to the first address whose server authenticates; tries each once.
+    """Connects to the first address whose server authenticates. Tries each once.
 
     Args:
         addresses: "host:port,[v6]:port,...".
         request: describes this end of the connection.
-        deadline: of `time.monotonic`, for all addresses together.
+        deadline: the `time.monotonic` at which the attempts at all addresses end.
         server: the name of the server in errors.
 
     Returns:
         The socket, the keys of the session, and the server and its address as text.
 
     Raises:
-        AuthenticationError: a server answers but does not know the secret.
+        AuthenticationError: a server replies but does not have the secret.
         StartupError: the loopback interface of this host is down.
-        OSError: no server answers. The cause is a `socket.gaierror` if the name of a
-            host cannot be resolved here, or not yet.
+        OSError: no server replies. The cause is a `socket.gaierror` if the name of a
+            host cannot be resolved on this host, or not yet.
     """
     unauthenticated, absent = None, None
     candidates = address.parse(addresses)
-    # Another program may listen at the first address and never answer. It must leave
-    # time for the other addresses.
+    # Another program may listen at the first address and never reply. The attempt there
+    # must leave time for the other addresses.
     share = (deadline - time.monotonic()) / (2 * len(candidates))
     limit = min(HANDSHAKE_TIMEOUT, max(0.1, share))
     for host, port in candidates:
@@ -77,8 +77,8 @@ def _connect(
 def enable_keepalive(sock: socket.socket, seconds: float) -> None:
     """Makes the kernel end a TCP connection if the peer is silent for `seconds`.
 
-    The options work also while this process is busy or stopped. A host that loses
-    power sends no FIN, so without them its connections would stay open.
+    The options also work while this process is busy or stopped. A host that loses power
+    sends no FIN, so without these options its connections would stay open.
     """
     interval = max(int(seconds / 3), 1)
     options = {

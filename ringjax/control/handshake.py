@@ -10,7 +10,7 @@ the job. Each HMAC covers all bytes of the handshake before it (the *transcript*
 
 The keys differ by job and direction, so an attacker can neither replay nor reflect a
 message. The HMACs cover both TLS offers, so an attacker on the path cannot make the two
-ends go on without TLS.
+ends continue without TLS.
 
 Afterwards a server and its peers exchange JSON messages, sealed with an HMAC and a
 counter (sealed_messages.py) and inside TLS if both ends support it (tls.py). On links
@@ -37,7 +37,7 @@ from ringjax.control.tls import TlsEndpoint, TlsOffer, agree
 from ringjax.errors import AuthenticationError
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a whole handshake
-BUSY = b"RINGJAX busy"  # tells a caller to connect again, because too many are waiting
+BUSY = b"RINGJAX busy"  # the reply if too many callers wait: the caller connects again
 _MAGIC = b"RINGJAX\x02"
 _REQUEST = struct.Struct("!8s8sBBHIIii32s")
 _NONCE_BYTES, MAC_BYTES = 32, 32
@@ -45,7 +45,7 @@ _ANSWER = struct.Struct("!32sB")  # nonce, TLS offer
 
 
 class Purpose(enum.IntEnum):
-    """The purpose of a connection. Both ends prove it together with the rest."""
+    """The purpose of a connection. The proofs of both ends cover the purpose, too."""
 
     RENDEZVOUS = 1
     CONTROL = 2
@@ -132,7 +132,7 @@ class _KeySchedule:
         self._root = hmac.digest(bytes.fromhex(job), secret, "sha256")
 
     def mac(self, label: bytes, transcript: bytes) -> bytes:
-        """The HMAC of the transcript under the key of this label.
+        """Returns the HMAC of the transcript under the key of this label.
 
         The result also serves as a key that only the two ends of this connection have,
         because the transcript contains both nonces.
@@ -141,16 +141,16 @@ class _KeySchedule:
         return hmac.digest(key, transcript, "sha256")
 
 
-# An end of a handshake. It yields the bytes to send and the number of bytes that it
-# needs next (0: the handshake is over), and is sent these bytes. It returns the request
-# and the keys of the session.
+# An end of a handshake. The generator yields the bytes to send and the number of bytes
+# that the end needs next, and is sent these bytes. The number 0 means that the
+# handshake is over. The generator returns the request and the keys of the session.
 HandshakeSteps = Generator[
     tuple[bytes, int], bytes, tuple[HandshakeRequest, SessionKeys]
 ]
 
 
 def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
-    """Runs the end of the handshake that connects."""
+    """Runs the handshake at the end that connects."""
     schedule = _KeySchedule(secret, request.job)
     transcript = request.pack(secrets.token_bytes(_NONCE_BYTES))
     answer = yield transcript, _ANSWER.size + MAC_BYTES
@@ -164,7 +164,7 @@ def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
     try:
         encrypted = agree(request.tls, peer, is_link=is_link)
     except AuthenticationError:
-        # Send the proof nevertheless. The other end then trusts the offer of this end
+        # Send the proof nevertheless. The callee then trusts the offer of this caller
         # and fails with the same reason, not with "left before proving itself".
         yield proof, 0
         raise
@@ -185,7 +185,7 @@ def callee_steps(
     refusal_of: Callable[[HandshakeRequest], str],
     tls_offer: TlsOffer = TlsOffer.NONE,
 ) -> HandshakeSteps:
-    """Runs the end of the handshake that accepts.
+    """Runs the handshake at the end that accepts.
 
     Args:
         refusal_of: returns why a request is refused; "" accepts the request.
@@ -237,7 +237,7 @@ def authenticate(
     Raises:
         AuthenticationError: the other end refuses the request or does not know the
             secret.
-        OSError: the other end does not answer, or has too many callers.
+        OSError: the other end sends no reply, or has too many callers.
     """
     deadline = time.monotonic() + limit
     steps = caller_steps(secret, request)

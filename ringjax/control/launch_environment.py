@@ -24,10 +24,10 @@ from ringjax.control import addresses as address
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
-# Slurm numbers the batch script, an interactive shell and the like from here on. These
-# processes have the variables of the job, but are not started by srun as ranks.
+# Step ids from this value on are a batch script, an interactive shell and the like.
+# These processes have the variables of the job, but srun has not started them as ranks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MAX = 2**31 - 1  # the limit of RINGJAX_RANK and RINGJAX_SIZE, too
+_MAX = 2**31 - 1  # largest rank or size; RINGJAX_RANK and RINGJAX_SIZE have this limit
 
 Environ = Mapping[str, str]
 
@@ -37,7 +37,7 @@ class LaunchInfo:
     """Rank, size and hosts of a process, as its launcher has set them.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         size: the number of ranks.
         launcher: its name, for errors.
         single_host: whether all ranks are known to run on this host.
@@ -137,7 +137,7 @@ class _LaunchVariables:
     instead: str = ""
 
     def detect(self, environ: Environ) -> LaunchInfo | None:
-        """Rank and size of this process; None if another launcher has started it.
+        """Finds rank and size; returns None if another launcher started the process.
 
         Raises:
             StartupError: this launcher has started it, but a variable is missing.
@@ -278,7 +278,8 @@ _KUBEFLOW_JAX = _LaunchVariables(
     rank="JAX_PROCESS_ID",
     size="JAX_NUM_PROCESSES",
     marker="JAX_COORDINATOR_ADDRESS",
-    hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),  # jax.distributed uses the port
+    # No `port`: jax.distributed uses the port of this address itself.
+    hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),
     identity=("JAX_COORDINATOR_ADDRESS",),
 )
 _PYTORCH = _LaunchVariables(
@@ -366,7 +367,7 @@ def _slurm_outside_of_steps(environ: Environ) -> LaunchInfo | None:
     return _SLURM.detect(environ)
 
 
-# The innermost first: mpirun may run inside a step of Slurm, torchrun inside a pod.
+# The innermost launcher is first: mpirun may run in a step of Slurm, torchrun in a pod.
 _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
     _TORCHRUN.detect,
     _OPEN_MPI.detect,
@@ -385,7 +386,7 @@ _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
 
 
 def _host(text: str) -> str:
-    """The first host of a list in which each host may have a port."""
+    """Returns the first host of a list in which each host may have a port."""
     first = next(iter(text.split()), "")
     found = re.fullmatch(r"(?:\[([^]]+)\]|([^:]+))(?::\d+)?", first)
     return (found[1] or found[2]) if found else first
@@ -396,6 +397,6 @@ def _is_this_host(host: str) -> bool:
 
 
 def _port(text: str) -> int:
-    """Reads a port; 0 if the text is none."""
+    """Returns the port in a text; 0 if the text is no port."""
     known = text.isascii() and text.isdecimal() and len(text) <= 5
     return int(text) if known and int(text) < 65536 else 0

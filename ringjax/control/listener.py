@@ -45,7 +45,8 @@ class AcceptedConnection:
 
     Attributes:
         sock: its socket.
-        key: encrypts its data in the native core; empty: the data are not encrypted.
+        key: the key with which the native core encrypts the data; empty if the data are
+            not encrypted.
     """
 
     sock: socket.socket
@@ -56,12 +57,12 @@ class LinkListener:
     """Accepts the connections of higher ranks.
 
     Args:
-        rank: this rank. A caller must name it, and must have a higher rank itself.
-            -1: the rank changes from epoch to epoch, so neither is checked.
+        rank: this rank, which a caller must name, and below the rank of the caller. If
+            `rank` is -1, the rank changes from epoch to epoch, and nothing is checked.
         size: the size of the job, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
-        log: takes sentences about refused connections.
-        failed: takes a sentence if the thread fails, so that nobody can connect.
+        log: called with a sentence about each refused connection.
+        failed: called with a sentence if the thread fails, so that no rank can connect.
         tls: whether data that come over TCP are encrypted, as in RINGJAX_TLS.
     """
 
@@ -80,7 +81,7 @@ class LinkListener:
         self._tls = offer_for(tls)
         self._rank, self._size = rank, size
         self._failed = failed
-        self._oldest = 0  # earlier epochs are over
+        self._oldest = 0  # the oldest epoch whose connections are accepted
         self._accepted: dict[ConnectionKey, AcceptedConnection] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -94,7 +95,7 @@ class LinkListener:
             local.bind("\0" + self.unix_name)
             local.listen(1024)
             for host in hosts:
-                # An interface may have lost its address meanwhile. One is enough.
+                # An interface may have lost its address. One address is enough.
                 with contextlib.suppress(OSError):
                     listeners.append(address.listen(host))
             if hosts and len(listeners) == 1:
@@ -124,7 +125,7 @@ class LinkListener:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                # Only pending connections can expire, so sleep long without them.
+                # Only pending connections can expire. Without such, sleep long.
                 pause = 0.5 if self._acceptor.has_pending else 60.0
                 run_once(self._selector, pause, self._acceptor.on_error)
                 self._acceptor.expire()
@@ -134,7 +135,7 @@ class LinkListener:
                 self._failed(f"the listening thread of this rank failed: {why}")
 
     def _offer_on(self, sock: socket.socket) -> TlsOffer:
-        """The TLS offer on a socket: data that stay on this host are not encrypted."""
+        """Returns the TLS offer on a socket. Data within a host are not encrypted."""
         return TlsOffer.NONE if sock.family == socket.AF_UNIX else self._tls
 
     def _refusal_of(self, request: HandshakeRequest) -> str:
@@ -177,29 +178,29 @@ class LinkListener:
             old.sock.close()
 
     def hello_entries(self) -> dict[str, str]:
-        """The addresses of this listener, for the hello of this rank."""
+        """Returns the addresses of this listener, for the hello of this rank."""
         return {"door": self.unix_name, "addresses": ",".join(self.addresses)}
 
     def accept(self, key: ConnectionKey, seconds: float) -> AcceptedConnection | None:
-        """Waits for a connection and removes it here; None if none comes in time."""
+        """Waits for a connection and hands it over; returns None after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._accepted, seconds)
             return self._accepted.pop(key, None)
 
     def has(self, key: ConnectionKey) -> bool:
-        """Whether a connection waits to be taken by `accept`."""
+        """Returns whether a connection waits for `accept`."""
         with self._changed:
             return key in self._accepted
 
     def discard_before(self, epoch: int) -> None:
-        """Closes the connections of earlier epochs and refuses new ones of them."""
+        """Closes the connections of epochs before `epoch`, and refuses new ones."""
         with self._changed:
             self._oldest = max(self._oldest, epoch)
             for key in [key for key in self._accepted if key.epoch < epoch]:
                 self._accepted.pop(key).sock.close()
 
     def close(self) -> None:
-        """Ends the thread and closes all sockets. May be called twice."""
+        """Ends the thread and closes all sockets. Further calls do nothing."""
         if self._closing:
             return
         self._closing = True

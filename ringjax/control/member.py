@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-JsonObject = dict[str, Any]  # a message, or a part of one
+JsonObject = dict[str, Any]  # a JSON message, or a part of a message
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker that has a rank in the present epoch.
+    """A worker that has a rank in the current epoch.
 
     Attributes:
-        rank: its rank.
-        seen: the address from which it reached the coordinator, so packets can travel
-            to this address.
-        hello: the description that it sent when it joined, as JSON.
-        worker: its number. An elastic job never uses a number again; in other jobs the
-            number is the rank.
+        rank: the rank of the worker.
+        seen: the address from which the worker reached the coordinator, so packets can
+            travel to this address.
+        hello: the description that the worker sent when it joined, as JSON.
+        worker: the number of the worker. An elastic job never uses a number again; in
+            other jobs the number is the rank.
     """
 
     rank: int

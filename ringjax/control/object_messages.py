@@ -1,8 +1,8 @@
-"""Objects on their way between ranks: a head of fixed size, then a sealed body.
+"""Messages that carry Python objects: a head of fixed size, then a sealed body.
 
-This module knows no lane and no jax: `broadcast` and `allgather` get a function that
-moves arrays, from `sync.py`, `eager/objects.py` and `elastic/transfer.py`. The bytes of
-an object are only read if the `ObjectSeal` behind them is genuine.
+This module uses no lane and no jax: its callers `sync.py`, `eager/objects.py` and
+`elastic/transfer.py` pass `broadcast` and `allgather` a function that moves arrays. The
+bytes of an object are only read if the `ObjectSeal` behind the bytes is genuine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ringjax.control.sealed_messages import ObjectSeal
 MAX_BYTES = 1 << 31
 _MAX_REASON_BYTES = 65536
 
-# Moves an array between the ranks, as the part "head" or "body" of messages.
+# A function that moves an array between ranks, as the "head" or "body" of messages.
 Move = Callable[[Array, str], Any]
-# From the head of a message to the size of the array that holds its body.
+# A function that maps the head of a message to the size of the array for its body.
 BodySize = Callable[[Array], int]
 
 
 class ObjectMessage(NamedTuple):
-    """An encoded object, or the reason why it cannot be sent, which travels instead.
+    """An encoded object, or the reason why the object cannot be sent.
 
     The head has a fixed size, because receivers must know the size of the body before
     they can receive it.
@@ -39,7 +39,7 @@ class ObjectMessage(NamedTuple):
     def of(
         cls, value: object, seal: ObjectSeal, *, allow_pickle: bool
     ) -> ObjectMessage:
-        """Never raises, because the other ranks already wait for the message."""
+        """Encodes `value`. Never raises, because other ranks wait for the message."""
         failed = False
         try:
             data = encode(value, allow_pickle=allow_pickle)
@@ -52,11 +52,11 @@ class ObjectMessage(NamedTuple):
         return cls(failed, data + seal.of(failed, data))
 
     def head(self) -> Array:
-        """uint32[2]: whether encoding failed, and the number of bytes of the body."""
+        """Returns uint32[2]: whether encoding failed, and the bytes of the body."""
         return np.array([self.failed, len(self.data)], np.uint32)
 
     def body(self, size: BodySize | None = None) -> Array:
-        """The bytes, padded with zeros to `size`, which is `padded_size` if None."""
+        """Returns the bytes, padded with zeros to `size` or, if None, `padded_size`."""
         body = np.zeros((size or padded_size)(self.head()), np.uint8)
         body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
         return body
@@ -70,7 +70,10 @@ def exact_size(head: Array) -> int:
 
 
 def padded_size(head: Array) -> int:
-    """`exact_size` up to a power of two: JAX compiles a program for each shape."""
+    """Returns `exact_size` rounded up to a power of two.
+
+    The padding keeps the number of shapes small: JAX compiles a program for each shape.
+    """
     return max(64, 1 << (exact_size(head) - 1).bit_length())
 
 
@@ -80,7 +83,7 @@ def open_message(
     """Returns the object of a message.
 
     Raises:
-      TypeError: the sender could not encode the object; with the sender's reason.
+      TypeError: the sender could not encode the object. The text has the reason.
       ValueError: the message is not genuine, or is no object.
     """
     data = seal.verify(bool(head[0]), body[: int(head[1])])
@@ -103,7 +106,7 @@ def broadcast(
     """Returns a copy of the root's object. Errors name the function `what`.
 
     Raises:
-      TypeError: the root's object cannot be sent; on every rank.
+      TypeError: the root's object cannot be sent. Every rank raises it.
       ValueError: the message is no object, or a pickle without `allow_pickle`.
     """
     seal = ObjectSeal(secret, what)
@@ -128,7 +131,7 @@ def allgather(
     secret: bytes,
     allow_pickle: bool,
 ) -> list[Any]:
-    """Returns the objects of all ranks. Raises as `broadcast`."""
+    """Returns the objects of all ranks. Raises the same errors as `broadcast`."""
     seal = ObjectSeal(secret, what)
     message = ObjectMessage.of(obj, seal, allow_pickle=allow_pickle)
     heads = np.asarray(move(message.head()[None], "head"))

@@ -39,7 +39,7 @@ _ALLOWED = (
 )
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
-Node = Any  # a value that JSON can hold, see the layout above
+Node = Any  # a node of the layout above: a value that JSON can represent
 
 
 def encode(value: object, *, allow_pickle: bool = False) -> bytes:
@@ -101,12 +101,13 @@ def comparison_text(value: object) -> str:
 
 
 def dtype_name(dtype: np.dtype[Any], kinds: str) -> str:
-    """Names a dtype for the layout; empty if its bytes mean nothing to other processes.
+    """Returns the name of a dtype in the layout; "" if other processes cannot use it.
 
     Args:
         kinds: the characters of numpy's own dtypes (`numpy.dtype.kind`) to accept.
     """
-    if _ML_DTYPE.fullmatch(dtype.name) and dtype.isbuiltin == 2:  # 2: user-defined
+    # numpy sets `isbuiltin` to 2 for user-defined dtypes, such as those of ml_dtypes.
+    if _ML_DTYPE.fullmatch(dtype.name) and dtype.isbuiltin == 2:
         return dtype.name
     return dtype.str if dtype.kind in kinds else ""
 
@@ -206,7 +207,8 @@ class ObjectEncoder:
     def _array(self, value: object, where: str) -> Node:
         try:
             array = np.asarray(value)
-        except TypeError as e:  # a tracer, or a typed key of jax.random
+        # numpy cannot read a tracer, nor a typed key of jax.random.
+        except TypeError as e:
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
         dtype = array.dtype
         if dtype.isbuiltin == 1 or dtype.byteorder == ">":
@@ -236,7 +238,10 @@ def _unicode(value: str, where: str) -> str:
 
 
 class Template:
-    """The object of this process in the place of a node. Builtin types ignore it."""
+    """The object that this process has where the sender has the object to decode.
+
+    Decoders of builtin types ignore templates.
+    """
 
     def child(self, kind: type[Any], key: Any) -> Self:
         """Returns the template of an item in a container of this kind."""
@@ -254,7 +259,7 @@ class ObjectDecoder:
     def __init__(self, data: bytes) -> None:
         self._blobs: list[memoryview] = []
         self._root = self._parse(memoryview(data))
-        # Decoders by tag, of (content, template, depth).
+        # For each tag, the decoder: a function of (content, template, depth).
         self._tags: dict[str, Callable[[Node, Any, int], Any]] = {
             "tuple": lambda v, t, d: tuple(self._items(v, t, d, tuple)),
             "set": lambda v, _, d: set(self._items(v, _NO_TEMPLATE, d)),

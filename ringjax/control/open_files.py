@@ -14,7 +14,7 @@ import resource
 
 from ringjax.errors import OutOfDescriptors
 
-_SPARE = 1024  # descriptors for the program itself
+_SPARE = 1024  # descriptors that are left for the program itself
 
 
 def raise_limit(more: int) -> int:
@@ -55,7 +55,7 @@ def require(more: int, what: str) -> None:
 
 
 def limit_text() -> str:
-    """The limit, its use, and how to raise it, for an error."""
+    """Returns the limit, its use, and how to raise it, as text for an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"this process may have {soft} (RLIMIT_NOFILE, at most {hard}) and has "
@@ -65,7 +65,7 @@ def limit_text() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error means that no descriptor is free.
+    """Returns whether an error means that no descriptor is free.
 
     EMFILE is the limit of this process, ENFILE the limit of the system, and
     ETOOMANYREFS the limit of descriptors that are in flight on unix sockets.

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def wait_readable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Whether `fd` becomes readable within `seconds`; None waits without a limit."""
+    """Returns whether `fd` becomes readable within `seconds`; None sets no limit."""
     return _wait(fd, select.POLLIN, seconds)
 
 
 def wait_writable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Whether `fd` becomes writable within `seconds`; None waits without a limit."""
+    """Returns whether `fd` becomes writable within `seconds`; None sets no limit."""
     return _wait(fd, select.POLLOUT, seconds)
 
 

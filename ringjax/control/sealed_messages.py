@@ -1,8 +1,8 @@
 """Sealed messages: JSON messages with an HMAC and a counter, inside TLS if possible.
 
-These messages flow on the connections to a server after the handshake (handshake.py),
-which supplies the keys. The seal protects against messages that are altered, dropped,
-replayed or forged, with and without TLS. TLS (tls.py) keeps them secret, too.
+A rank and a server exchange these messages after the handshake (handshake.py), which
+supplies the keys. The seal protects against messages that are altered, dropped,
+replayed or forged, with and without TLS. TLS (tls.py) also keeps the messages secret.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SessionKeys:
         send: seals the messages that this end sends.
         receive: seals the messages that this end receives.
         tls: this end of the TLS connection; None if the session is not encrypted.
-        link: encrypts a link between ranks in the native core; empty: the link is not
-            encrypted.
+        link: the key with which the native core encrypts a link between ranks; empty if
+            the link is not encrypted.
     """
 
     send: bytes = field(default=b"", repr=False)
@@ -41,16 +41,16 @@ class SessionKeys:
     link: bytes = field(default=b"", repr=False)
 
     def sealer(self) -> MessageSealer:
-        """Makes the sealer of this session. A second one would repeat the counter."""
+        """Makes the session's only sealer. A second would repeat the counter."""
         return MessageSealer(self.send, self.tls)
 
     def opener(self, max_bytes: int = MAX_BYTES) -> MessageOpener:
-        """Makes the opener of this session. A second one would repeat the counter."""
+        """Makes the session's only opener. A second would repeat the counter."""
         return MessageOpener(self.receive, max_bytes, self.tls)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message once that is sent to many peers."""
+    """Encodes a message, so that a message to many peers is encoded only once."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -119,7 +119,7 @@ class MessageOpener:
 
 
 class ObjectSeal:
-    """Proves that a rank of this job has sent an object, by a certain function.
+    """A proof that a rank of this job has sent an object by a certain function.
 
     Links between hosts may be plain TCP, and to load a pickle runs code. The seal is an
     HMAC (RFC 2104, SHA-256) under a key that only the ranks of the job have. It does

@@ -1,6 +1,6 @@
 """Job server: listening sockets, authenticated sessions, and one thread that serves.
 
-The coordinator of a job and the registry of a data service derive from it and define
+The coordinator of a job and the registry of a data service are subclasses, which define
 the messages. A session is a stream of sealed JSON messages (sealed_messages.py). When a
 session ends, the subclass is notified by a method; no exception leaves the server.
 """
@@ -50,7 +50,7 @@ class ServerSession:
         self._opener = keys.opener(server.max_message_bytes)
         self.caller, self.seen = caller, seen
         self._output = bytearray()
-        self._ending = False  # close once the output is written
+        self._ending = False  # whether to close the session once the output is written
 
     def send(self, message: JsonMessage, *, last: bool = False) -> None:
         """Queues a message and writes as much as the socket takes now.
@@ -93,23 +93,23 @@ class ServerSession:
 
 
 class JobServer(abc.ABC):
-    """Serves one job. A subclass decides who may connect and answers the messages.
+    """Serves one job. A subclass decides who may connect and replies to the messages.
 
     Args:
         job: the id of the job, 16 hexadecimal digits.
         hosts: the addresses to listen on; None for the loopback address only.
         port: the same port on each address; 0 takes a free one for each.
-        log: takes sentences about refused connections.
+        log: called with a sentence about each refused connection.
         listeners: sockets that listen already, in addition to `hosts`.
         tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
-        name: of the server, in log lines and of its thread.
-        addresses: where it listens, "host:port" each.
+        name: the name of the server in log lines, and of its thread.
+        addresses: the addresses where the server listens, "host:port" each.
 
     Raises:
-        StartupError: it cannot listen on an address, or TLS is required and this Python
-            does not support it.
+        StartupError: the server cannot listen on an address, or TLS is required and
+            this Python does not support TLS.
     """
 
     name = "service"
@@ -153,25 +153,25 @@ class JobServer(abc.ABC):
             log or self._print,
         )
 
-    # --- a subclass overrides these ---
+    # -- methods that a subclass overrides ---------------------------------------------
 
     @abc.abstractmethod
     def refusal_of(self, caller: int) -> str:
         """Returns why a peer with this number is refused; "" admits the peer."""
 
     def on_connected(self, session: ServerSession) -> None:  # noqa: B027  (optional)
-        """Called once a peer has authenticated."""
+        """Handles a new session, whose peer has authenticated."""
 
     @abc.abstractmethod
     def on_message(self, session: ServerSession, message: JsonObject) -> None:
-        """Serves one message, which has been authenticated."""
+        """Handles one message, which has been authenticated."""
 
     @abc.abstractmethod
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """Called when a session has ended. Its socket is closed already."""
+        """Handles the end of a session, whose socket is closed already."""
 
     def after_round(self) -> None:  # noqa: B027  (optional)
-        """Called after each round of the event loop."""
+        """Does what is due after each round of the event loop."""
 
     def on_session_error(self, session: ServerSession, error: Exception) -> None:
         """Ends a session whose message made `on_message` raise an exception."""
@@ -180,14 +180,14 @@ class JobServer(abc.ABC):
         self.drop(session, why)
 
     def on_crash(self, error: Exception) -> None:
-        """Called when the thread ends because of an exception."""
+        """Handles an exception that ends the thread."""
         stderr.line("".join(traceback.format_exception(error)).rstrip())
 
     def max_wait(self) -> float:
-        """Seconds after which `after_round` must be called again at the latest."""
+        """Returns the most seconds until `after_round` must be called again."""
         return 0.25
 
-    # --- the server itself ---
+    # -- the server itself -------------------------------------------------------------
 
     def start(self) -> None:
         """Starts a daemon thread, which serves until `close`."""
@@ -199,11 +199,11 @@ class JobServer(abc.ABC):
     def wake(self) -> None:
         """Makes the event loop do a round now. May be called from any thread."""
         with self._wakeup_lock:
-            if self._wakeup >= 0:  # else the thread has ended by itself
+            if self._wakeup >= 0:  # -1 if the thread has ended because of an error
                 os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Ends the thread and closes every connection. May be called twice."""
+        """Ends the thread and closes every connection. Further calls do nothing."""
         if self._closing:
             return
         self._closing = True
@@ -278,7 +278,7 @@ class JobServer(abc.ABC):
     ) -> None:
         """Sends a message. If that fails, the session ends after this round.
 
-        It does not end at once, because the caller may be in the middle of a loop over
+        The session does not end immediately, because the caller may be in a loop over
         sessions, for example to report the end of another session.
         """
         try:

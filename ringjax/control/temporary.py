@@ -18,7 +18,7 @@ def folder() -> str:
         >>> folder() == "" or os.path.isdir(folder())
         True
     """
-    import tempfile  # slow to import, and ringrun should start at once
+    import tempfile  # slow to import, and ringrun should start quickly
 
     try:
         return tempfile.gettempdir()

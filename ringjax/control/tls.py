@@ -1,8 +1,8 @@
 """TLS 1.3 with a pre-shared key on the connections of a job.
 
 Python's ssl supports pre-shared keys without certificate files from Python 3.13 on. The
-key is derived from the handshake before (handshake.py), so each connection has a new
-one. It only authenticates. The encryption keys come from a Diffie-Hellman exchange
+key is derived from the handshake before TLS (handshake.py), so each connection has a
+new key. The key only authenticates: encryption keys come from a Diffie-Hellman exchange
 (*forward secrecy*): an attacker who records a connection and learns the secret of the
 job later still cannot read the recording. This module opens no socket: it turns bytes
 into bytes.
@@ -28,10 +28,10 @@ from typing import Any
 from ringjax.errors import AuthenticationError, StartupError
 
 _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name in ssl
-_HEADER_BYTES = 5  # bytes 3 and 4 of a record's header are the length of the rest
-_MAX_RECORD_BYTES = 16384 + 256  # the longest rest of a record
+_HEADER_BYTES = 5  # a record's header; its bytes 3 and 4 are the length of the body
+_MAX_RECORD_BYTES = 16384 + 256  # the longest body of a record
 _READ_BYTES = 1 << 16
-_RANDOM_BYTES = 32  # each end contributes so many to the keys of a link
+_RANDOM_BYTES = 32  # random bytes of each end, for deriving the keys of a link
 _RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16  # content type and tag
 
 # Yields the bytes to send and the number of bytes that it needs next, and is sent these
@@ -49,12 +49,12 @@ class TlsOffer(enum.IntEnum):
 
 
 def supported() -> bool:
-    """Whether this Python supports TLS 1.3 with pre-shared keys."""
+    """Returns whether this Python supports TLS 1.3 with pre-shared keys."""
     return bool(getattr(ssl, "HAS_PSK", False) and ssl.HAS_TLSv1_3)
 
 
 def offer_for(setting: str) -> TlsOffer:
-    """The offer of a process with this value of RINGJAX_TLS.
+    """Returns the TLS offer of a process with this value of RINGJAX_TLS.
 
     Raises:
         StartupError: TLS is required and this Python does not support it.
@@ -128,12 +128,12 @@ class TlsEndpoint:
     def handshake(self, root: bytes = b"", first: bytes = b"") -> Steps:
         """Runs this end of the TLS handshake.
 
-        The steps read whole records, and no byte beyond the handshake: bytes of the
-        native core may follow at once.
+        The steps read whole records, and no byte beyond the handshake, because bytes of
+        the native core may follow immediately.
 
         Args:
-            root: 32 bytes that only the two ends know, to agree on keys of a link;
-                empty for a connection that is no link.
+            root: 32 bytes that only the two ends know, from which the keys of a link
+                are derived; empty for a connection that is no link.
             first: bytes to send before the first record.
 
         Raises:
@@ -183,7 +183,7 @@ class TlsEndpoint:
 
     @property
     def cipher(self) -> str:
-        """Version and cipher suite: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256"."""
+        """Returns version and cipher suite: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256"."""
         suite = self._tls.cipher()
         return f"{self._tls.version()} {suite[0] if suite else '-'}"
 

@@ -7,12 +7,12 @@ import struct
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a unix socket."""
+    """Returns the user id of the process at the other end of a unix socket."""
     return _credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process id, or 0 if its PID namespace is not visible to this process."""
+    """Returns the process id, or 0 if this process cannot see its PID namespace."""
     return _credentials(sock)[0]
 
 

@@ -394,7 +394,8 @@ class _MeshBuilder:
                     raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            receive_early(self.pairs)  # see there: every rank that cannot send does so
+            # Every rank that cannot send reads here, or maybe no rank could ever send.
+            receive_early(self.pairs)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
         assert pair.control is not None

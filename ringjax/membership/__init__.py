@@ -1,20 +1,20 @@
 """Membership: who belongs to a job, and the outcome of calls that a loss breaks off.
 
 The rules have neither I/O nor clocks, so that a simulation can run them:
-    membership        what each message and each moment changes
-    epochs            forms one epoch after another
-    assembly          how a job comes together, first or under a new coordinator
-    epoch_state       one epoch: members, losses, accusations, reports
-    commit_decision   what reports and accusations decide
+    membership        handles the events and messages of workers, and timeouts
+    epochs            decides which workers get a rank, and forms each new epoch
+    assembly          decides when a job begins, or continues under a new coordinator
+    epoch_state       records members, losses, accusations and reports of one epoch
+    commit_decision   decides from reports which calls are complete
     exchanges         small values that all ranks of an epoch exchange
     outbox            messages that wait to be sent
-Around them:
-    coordinator       the server of a job
-    client            a worker's end of the coordinator
-    directives        what the coordinator tells a worker to do
-    connection        between the two; it may outlive the server
+Sockets, threads and files around the rules:
+    coordinator       the server of a job, which runs the rules
+    client            a worker's end of its connection to the coordinator
+    directives        the orders that a worker receives from the coordinator
+    connection        the socket of a client, which may reconnect after a loss
     joined_job        connects a worker and waits until its job starts
-    job_credentials   what a rank must know to join
+    job_credentials   the addresses, secret and job id that a rank needs to join
     init_warning      the line about a rank that waits long to join
     rendezvous_discovery  how ranks find the coordinator
 

@@ -1,8 +1,8 @@
-"""Assembly: how a job comes together, for the first time or under a new coordinator.
+"""Assembly: collects workers until a job can begin, or continue after a new start.
 
-The coordinator keeps nothing on disk. After it was restarted, each member sends the
-newest epoch that it knows, and the job goes on with the newest of all. This module does
-the bookkeeping; membership.py carries the result out.
+The coordinator keeps nothing on disk. After the coordinator was restarted, each member
+sends the newest epoch that it has received, and the job continues with the newest of
+these epochs. This module decides when the job does so; membership.py begins the epoch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ringjax.membership.commit_decision import CommitReport
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """The numbers of a job.
+    """The limits and timeouts of a job's membership.
 
     Attributes:
         np: the number of workers that start the job.
-        min_np: with fewer members the job waits for newcomers.
+        min_np: the least number of members; with fewer, the job waits for newcomers.
         max_np: the largest number of members.
         start_timeout: seconds to wait for the workers at the start.
         elastic_timeout: seconds to wait for newcomers if there are too few members.
@@ -35,11 +35,11 @@ class MembershipConfig:
         rejoin_timeout: seconds for the members to come back to a new coordinator.
         exit_grace: seconds to wait for the end of a connection whose process has ended.
         departure_interval: seconds between two messages about members that have left.
-        group: the number of workers that are lost and join together: those with the
-            same w // group.
-        on_loss: "repair": the job goes on as the next epoch. "stop": the other ranks
-            learn who is lost, and the launcher ends the job. Then worker n is rank n,
-            and ranks that have left may come together again, as the next epoch.
+        group: the number of workers that are lost and join together: worker w belongs
+            to group w // group.
+        on_loss: with "repair", the job continues in a new epoch. With "stop", the other
+            ranks receive the lost ranks, and the launcher ends the job. Then worker n
+            is rank n, and ranks that have left may form another epoch.
     """
 
     np: int
@@ -62,12 +62,12 @@ class MembershipConfig:
         return self.on_loss == "stop"
 
     def group_of(self, worker: int) -> range:
-        """The workers of the group of `worker`, in order, itself among them."""
+        """Returns the workers of a group, in order, including `worker`."""
         first = worker - worker % self.group
         return range(first, first + self.group)
 
     def complete_groups(self, workers: Iterable[int]) -> list[int]:
-        """The workers whose groups are complete, in order.
+        """Returns the workers whose groups are complete, in order.
 
         Example:
             >>> config = MembershipConfig(np=4, min_np=2, max_np=4, group=2)
@@ -80,7 +80,7 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True)
 class RejoinState:
-    """The knowledge of a worker that was connected to an earlier coordinator.
+    """The message of a worker that was connected to an earlier coordinator.
 
     Attributes:
         term: the term of that coordinator. Each restart of the coordinator increases
@@ -101,7 +101,7 @@ class RejoinState:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Increases with each epoch, across restarts of the coordinator, too."""
+        """A value that grows with each epoch, also across coordinator restarts."""
         return self.decided, self.epoch
 
 
@@ -137,7 +137,7 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class ResumeJob:
-    """The job goes on with an epoch that its members know.
+    """The job continues with an epoch that its members know.
 
     Attributes:
         state: the newest epoch that a worker has sent.
@@ -167,12 +167,12 @@ class Assembly:
     """Collects the workers that have come, and decides when the job begins.
 
     Args:
-        resuming: the job had begun under an earlier coordinator. If this is not known
-            beforehand, the first worker that sends an older epoch shows it.
+        resuming: whether the job had begun under an earlier coordinator. Otherwise the
+            first worker that sends an older epoch shows it.
 
     Attributes:
         deadline: when `outcome` may change although no worker comes or leaves.
-        resuming: the job is known to have begun earlier.
+        resuming: whether the job is known to have begun earlier.
 
     Example:
         >>> assembly = Assembly(MembershipConfig(np=3, min_np=2, max_np=3))
@@ -189,8 +189,8 @@ class Assembly:
         self._expected: set[int] = set()  # processes that have not sent a hello
         self._new: set[int] = set()
         self._rejoining: dict[int, RejoinState] = {}
-        self._excluded: dict[int, str] = {}  # workers that cannot come (back) -> why
-        self._rejoin_expired = False  # `rejoin_timeout` is over
+        self._excluded: dict[int, str] = {}  # workers that cannot come (back), and why
+        self._rejoin_expired = False  # whether `rejoin_timeout` is over
 
     def expect(self, worker: int) -> None:
         """Records that a process was started as this worker."""
@@ -225,7 +225,7 @@ class Assembly:
         self.leave(worker)
 
     def missing(self) -> str:
-        """Names the workers that have not come, as text."""
+        """Returns the workers that have not come, as text."""
         if self._config.stops_on_loss:
             size = self._config.np
             absent = [rank for rank in range(size) if rank not in self._new]
@@ -233,7 +233,7 @@ class Assembly:
         return workers_text(self._expected) if self._expected else "more ranks"
 
     def outcome(self, now: float) -> StartJob | ResumeJob | FailJob | None:
-        """Decides how the job goes on; None while more workers are waited for."""
+        """Decides how the job continues; returns None while it waits for workers."""
         late = self.deadline is not None and now >= self.deadline
         return self._resume(now, late) if self.resuming else self._start(late)
 
@@ -266,7 +266,7 @@ class Assembly:
                 finished |= state.finished
         absent = self._excluded.keys() | finished.keys()
         missing = len(order) - len(present) - len(absent.intersection(order))
-        # Without a majority the missing members may be together elsewhere and go on
+        # Without a majority the missing members may be together elsewhere and continue
         # (split brain), or come later with a newer epoch.
         enough = bool(present) and (
             not missing or (self._rejoin_expired and len(present) > missing)

@@ -32,9 +32,9 @@ from ringjax.membership.directives import (
 )
 from ringjax.membership.init_warning import InitWarning
 
-# (returned, done, repeatable) of a communicator, see commit_decision.py.
+# The tuple (returned, done, repeatable) of a communicator, see commit_decision.py.
 CallProgress = tuple[int, int, bool]
-# Seconds to wait longer than the coordinator does. Its answer names the missing ranks.
+# Seconds to wait longer than the coordinator, whose reply names the missing ranks.
 GRACE = 2.0
 _LEAVE_TIMEOUT = 5.0  # seconds to wait until the coordinator acknowledges a leave
 
@@ -54,8 +54,8 @@ class CoordinatorClient:
         name: this worker, as text for errors.
         members: the members of the newest epoch, by rank; empty before the first one.
         epoch: the number of the newest epoch, -1 before the first one.
-        rank: the rank of this worker in it; provisional for a newcomer.
-        size: the number of its members; provisional for a newcomer.
+        rank: the rank of this worker in this epoch; provisional for a newcomer.
+        size: the number of members in this epoch; provisional for a newcomer.
     """
 
     def __init__(self, worker: int, connection: Connection, hello: JsonObject) -> None:
@@ -67,34 +67,34 @@ class CoordinatorClient:
         self._connection, self._hello = connection, hello
         self._changed = threading.Condition()
         self._reading = threading.Lock()  # held while a caller reads the connection
-        self._connected = False  # the coordinator has answered on this connection
+        self._connected = False  # whether this connection has had a reply
         self._closing = False
         self._leave_acknowledged = False
         self._end: Dismiss | Fence | Stop | None = None
         self._refusal = ""
         self._term = 0  # the newest term of a coordinator
-        self._newest: JsonObject = {}  # the message with the newest epoch
+        self._newest: JsonObject = {}  # the message that announced the newest epoch
         self._resendable: dict[Hashable, JsonObject] = {}
         self._directives: list[Directive] = []
         self._revoked: Revoke | None = None
         self._departed: dict[int, str] = {}
-        self._finished: JsonObject = {}  # ranks that have left -> their last lines
+        self._finished: JsonObject = {}  # last progress of each rank that has left
         self._exchanging, self._exchanges = threading.Lock(), 0
         self._replies: dict[int, JsonObject] = {}
-        self._missing: str | None = None  # names ranks that have not joined
-        self._wakeup_fd = -1  # readable while there are directives, in an elastic job
+        self._missing: str | None = None  # the ranks that have not joined, as text
+        self._wakeup_fd = -1  # an eventfd that is readable while there are directives
 
     def enter(self, deadline: float, warning: InitWarning) -> None:
         """Connects and waits for the first directive. Only `join` calls it.
 
         Args:
-            deadline: of `time.monotonic`.
+            deadline: the `time.monotonic` at which waiting ends.
             warning: shows a line if the wait is long.
 
         Raises:
-            OSError: no coordinator answers.
+            OSError: no coordinator replies.
             StartupError: the coordinator refuses this worker, or too few workers came.
-            AuthenticationError: the coordinator does not know the secret.
+            AuthenticationError: the coordinator does not have the secret.
             Fenced: this worker has been declared lost.
         """
         try:
@@ -111,11 +111,11 @@ class CoordinatorClient:
             self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._connection.start_thread()
 
-    # --- directives ---
+    # -- directives --------------------------------------------------------------------
 
     @property
     def first(self) -> EpochDirective | Welcome | Dismiss:
-        """The first directive. `poll` returns only later ones."""
+        """Returns the first directive. `poll` returns only later directives."""
         assert self._first is not None
         return self._first
 
@@ -125,7 +125,7 @@ class CoordinatorClient:
 
         self._read_until(answered, min(deadline, warning.due))
         if not answered() and warning.due < deadline:
-            with self._changed:  # the coordinator names them to the first asker only
+            with self._changed:  # only the first rank that asks gets the missing ranks
                 self._connection.send({"type": "missing"})
             self._read_until(lambda: answered() or self._missing is not None, deadline)
             warning.missing_ranks(self._missing or "")
@@ -143,7 +143,7 @@ class CoordinatorClient:
             pass
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `poll` has something to return."""
+        """Returns a descriptor that is readable while `poll` has directives."""
         return self._wakeup_fd
 
     def poll(self, seconds: float = 0.0) -> list[Directive]:
@@ -160,7 +160,7 @@ class CoordinatorClient:
         return found
 
     def departed_ranks(self) -> dict[int, str]:
-        """Ranks of the newest epoch that are lost or have left, and why."""
+        """Returns the ranks of the newest epoch that are lost or have left, and why."""
         if not self._connection.reconnects and self._reading.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError, AuthenticationError):
@@ -170,7 +170,7 @@ class CoordinatorClient:
         with self._changed:
             return dict(self._departed)
 
-    # --- reports and requests ---
+    # -- reports and requests ----------------------------------------------------------
 
     def report(
         self,
@@ -187,12 +187,12 @@ class CoordinatorClient:
         Args:
             epoch: the newest that an `EpochDirective` announced. For a communicator
                 that was never installed in it the entry is (0, 0, True) or missing.
-            lines: number of the communicator -> (returned, done, repeatable).
-            sets: the process sets that this worker knows -> their ranks in `epoch`.
+            lines: for each communicator number, (returned, done, repeatable).
+            sets: for each process set that this worker has, its ranks in `epoch`.
             next_set: the least number that no process set had on this worker.
             restart: the worker can only restart from a commit: its device memory is
                 lost.
-            text: for the log.
+            text: the reason, for the log.
         """
         message = directives.progress_message("report", epoch, sets, next_set)
         message["lines"] = {str(number): list(line) for number, line in lines.items()}
@@ -229,7 +229,7 @@ class CoordinatorClient:
         self._send("pause", message | {"number": number}, epoch)
 
     def request_leave(self) -> None:
-        """Asks to leave the job at the next pause."""
+        """Requests that this worker leaves the job at the next pause."""
         self._send("leaving", {"type": "leaving"})
 
     def restart(self, epoch: int, text: str) -> None:
@@ -249,8 +249,8 @@ class CoordinatorClient:
         All ranks of an epoch make the same exchanges in the same directive.
 
         Args:
-            value: of this rank.
-            seconds: to wait for the other ranks.
+            value: the value of this rank.
+            seconds: how long to wait for the other ranks.
             what: the name of the exchange in errors.
             epoch: the epoch of the caller; None for the newest.
 
@@ -279,7 +279,7 @@ class CoordinatorClient:
     def _await_reply(
         self, number: int, seconds: float, epoch: int, what: str
     ) -> JsonObject:
-        """Waits for the coordinator's answer to an exchange."""
+        """Waits for the coordinator's reply to an exchange."""
         deadline = time.monotonic() + seconds
         if not self._connection.reconnects:
             try:
@@ -314,7 +314,7 @@ class CoordinatorClient:
             )
 
     def report_failure(self, text: str) -> None:
-        """Tells the launcher why this worker fails. Never raises, never waits."""
+        """Sends the launcher the reason of a failure. Never raises, never waits."""
         self._send("failure", {"type": "failure", "text": text[:4096]})
 
     def leave(
@@ -324,7 +324,7 @@ class CoordinatorClient:
 
         Args:
             lines: as in `report`. Ranks that are still inside the last call of a
-                communicator learn from it that the call is complete on this rank.
+                communicator find out from it that the call is complete on this rank.
             epoch: the newest epoch in which the program took part, if a later one of
                 kind "restart" or "resize" has come; None for the newest.
         """
@@ -345,7 +345,7 @@ class CoordinatorClient:
             if self._connected:
                 self._connection.send(message)
 
-    # --- events of the connection, see ConnectionHandler ---
+    # -- events of the connection, see ConnectionHandler -------------------------------
 
     def hello_message(self) -> JsonObject:
         """Makes the hello. It contains the newest epoch if the worker reconnects."""
@@ -424,10 +424,10 @@ class CoordinatorClient:
         if self._wakeup_fd >= 0:
             os.eventfd_write(self._wakeup_fd, 1)
 
-    # --- the end ---
+    # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Sends what is left and closes the connection. May be called twice.
+        """Sends what is left and closes the connection. Further calls do nothing.
 
         After `leave` it waits a few seconds for the acknowledgement, because the
         message may be lost with a coordinator that dies, and is then sent again.

@@ -1,8 +1,8 @@
 """Commit decision: which calls of an epoch that is over count as complete.
 
-Also which process sets go on, and which rank to give up if ranks cannot reach each
-other. All functions are pure, so every coordinator decides the same from the same
-reports. membership.py decides when to call them.
+The module also decides which process sets survive, and which rank to give up if ranks
+cannot reach each other. All functions are pure, so every coordinator decides the same
+from the same reports. epochs.py and epoch_state.py call these functions.
 
 A rank returns from a call only if it knows that all ranks have complete results of the
 call. So if one rank has returned from a call, all ranks can finish it. If all survivors
@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Number of the communicator, as text -> (calls that are complete, whether the call in
+# For each communicator number, as text: (calls that are complete, whether the call in
 # flight is repeated).
 CommitDecisions = dict[str, tuple[int, bool]]
 
@@ -25,12 +25,13 @@ class CommitReport:
     """The progress of a worker in an epoch that is over.
 
     Attributes:
-        lines: number of the communicator, as text -> (returned, done, repeatable):
+        lines: for each communicator number, as text, (returned, done, repeatable):
             calls that have returned on this worker, calls whose results are complete
-            on it, and whether it still has the inputs of the call in flight.
-        sets: the process sets that it knows, without the world -> ranks in that epoch.
+            on this worker, and whether it still has the inputs of the call in flight.
+        sets: for each process set of the worker, without the world, its ranks in the
+            epoch.
         next_set: the least number that no process set had on this worker.
-        restart: it can only start again from its last commit.
+        restart: whether the worker can only start again from its last commit.
     """
 
     lines: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
@@ -69,10 +70,11 @@ def decide(
     """Decides for each communicator of a survivor which calls are complete.
 
     Args:
-        survivors: the reports of the workers that go on.
-        departed: the reports of workers that do not go on. A call from which one of
-            them has returned stays complete.
-        restart: all workers go back to their last commit, so no call is repeated.
+        survivors: the reports of the workers that stay members.
+        departed: the reports of workers that do not stay. A call from which one of
+            these workers has returned stays complete.
+        restart: whether all workers go back to their last commit, so that no call is
+            repeated.
 
     Example:
         >>> quick = CommitReport({"0": (6, 6, True)})
@@ -112,8 +114,8 @@ def all_sets(
     survivor knows is valid, even if another survivor was interrupted before it knew.
 
     Args:
-        survivors: the reports of the workers that go on.
-        ranks: old rank -> new rank, of the survivors.
+        survivors: the reports of the workers that stay members.
+        ranks: the new rank of each old rank, of the survivors.
 
     Returns:
         The process sets with their new ranks, and the next free number.

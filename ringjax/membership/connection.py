@@ -1,4 +1,4 @@
-"""Connection of a worker to the coordinator; it may be re-established after a loss.
+"""Connection of a worker to the coordinator, which may reconnect after a loss.
 
 In an elastic job a thread reads the connection, and reconnects after the coordinator
 was restarted. In other jobs there is no thread: a caller that waits for a message reads
@@ -23,7 +23,7 @@ from ringjax.control.polling import wait_readable
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.errors import AuthenticationError, StartupError
 
-MAX_PAUSE = 0.25  # seconds between two attempts to connect, at most
+MAX_PAUSE = 0.25  # the most seconds between two attempts to connect
 
 
 class ConnectionHandler(Protocol):
@@ -39,10 +39,10 @@ class ConnectionHandler(Protocol):
         """Handles a loss. A thread then reconnects, unless `is_finished`."""
 
     def give_up(self, text: str) -> None:
-        """Handles a loss for good. The text says why."""
+        """Handles a loss after which nobody reconnects. The text has the reason."""
 
     def is_finished(self) -> bool:
-        """Whether the worker has left the job, so that no connection is needed."""
+        """Returns whether the worker has left the job and needs no connection."""
 
 
 class _Stream:
@@ -84,12 +84,12 @@ class Connection:
     """The connection to the coordinator, which a new connection may replace.
 
     Args:
-        addresses: of the coordinator: "host:port,...", tried in turn.
+        addresses: the addresses of the coordinator, "host:port,...", tried in turn.
         request: describes this worker in the handshake.
         failure_timeout: seconds of silence after which the kernel ends the connection;
-            0: never.
+            0 for no limit.
         reconnect_timeout: seconds in which the thread tries to reconnect after a loss;
-            0: there is no thread.
+            0 if there is no thread.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Connection:
             The coordinator and its address, for errors.
 
         Raises:
-            AuthenticationError: a server answers but does not know the secret.
+            AuthenticationError: a server replies but does not have the secret.
             StartupError: the loopback interface of this host is down.
-            OSError: no server answers.
+            OSError: no server replies.
         """
         sock, keys, where = connect_to_server(
             self._addresses, self._secret, self._request, deadline
@@ -218,10 +218,10 @@ class Connection:
     def _reconnect(
         self, handler: ConnectionHandler, lock: threading.Condition
     ) -> _Stream | None:
-        """Connects again; None if that failed for too long, or `close` was called."""
+        """Connects again; returns None after the time limit, or after `close`."""
         deadline, pause = time.monotonic() + self._reconnect_timeout, 0.02
         while not self._closing:
-            # Keep trying even if another program uses the port at present, or the
+            # Keep trying even if another program uses the port now, or the
             # loopback interface is down: the coordinator may come back later.
             with contextlib.suppress(OSError, StartupError):
                 self.open(handler, lock, deadline)
@@ -257,14 +257,14 @@ class Connection:
                 stream.write()
 
     def close(self) -> None:
-        """Ends the thread and closes the connection. May be called twice."""
+        """Ends the thread and closes the connection. Further calls do nothing."""
         if self._closing:
             return
         self._closing = True
         if self._thread is not None:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join(HANDSHAKE_TIMEOUT)
-        # `send` writes to the eventfd with the lock held: do not close it meanwhile.
+        # `send` writes to the eventfd with the lock held, so close it with the lock.
         with self._lock or contextlib.nullcontext():
             self.close_in_child()
 
@@ -280,7 +280,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Whether a message, room for output or a wakeup comes within `seconds`."""
+    """Returns whether a message, room for output or a wakeup comes within `seconds`."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:

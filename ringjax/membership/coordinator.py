@@ -1,10 +1,13 @@
-"""Coordinator: the server of a job, which runs `JobMembership` in one thread.
+"""Coordinator: the server of a job. It carries out the decisions of `JobMembership`.
 
-The coordinator runs in ringrun, in the driver of an engine, or, without either, in rank
-0. It handles control data only: who belongs to the job, reasons of failures, and small
-values that all ranks exchange. It is no key-value store and relays no tensors. Every
-connection is authenticated first (control/handshake.py). The workers' end is client.py,
-and membership.py has the rules.
+This file has the sockets and the thread. Which worker gets a rank, and when, is decided
+in membership.py (events of workers) and epochs.py (admission, losses, new epochs).
+
+The coordinator runs in ringrun, in the driver of an engine, or, without ringrun and
+engine, in rank 0. It handles only control data: the members of the job, reasons of
+failures, and small values that all ranks exchange. The coordinator is no key-value
+store and relays no tensors. Every connection is authenticated first
+(control/handshake.py). client.py is a worker's end of the connection.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from ringjax.membership.outbox import LauncherEvent
 
 
 class Coordinator(JobServer):
-    """Decides who belongs to a job.
+    """Serves the workers of a job. `JobMembership` decides who belongs to the job.
 
     Args:
         job: the id of the job, 16 hexadecimal digits.
         np: the number of workers that start the job.
-        min_np: with fewer members the job waits for newcomers.
+        min_np: the least number of members; with fewer, the job waits for newcomers.
         max_np: the largest number of members; None for `np`.
         hosts: the addresses to listen on; None for the loopback address only.
         port: the same port on each address; 0 takes a free one for each.
@@ -46,41 +49,41 @@ class Coordinator(JobServer):
             without the missing workers, if there are `min_np`.
         elastic_timeout: seconds to wait for newcomers if there are too few members.
         failure_timeout: seconds for a member to report after an epoch was revoked.
-        group: the number of workers that are lost and join together: those with the
-            same w // group.
-        on_loss: "repair": the job is elastic, and goes on without lost members. "stop":
-            the job has `np` ranks, workers are numbered by rank, and the launcher ends
-            the job at the first loss.
+        group: the number of workers that are lost and join together: worker w belongs
+            to group w // group.
+        on_loss: with "repair", the job is elastic, and continues without lost members.
+            With "stop", the job has `np` ranks, workers are numbered by rank, and the
+            launcher ends the job at the first loss.
         resume: the job had begun under an earlier coordinator, and its members come
             back. Call `finished` for each worker that has finished.
-        log: takes sentences about refused connections.
+        log: called with a sentence about each refused connection.
         listeners: sockets that listen already, instead of `hosts`. The launcher keeps
             them open, so that it can replace a coordinator that died.
         tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
-        addresses: where it listens, "host:port" each.
+        addresses: the addresses where the coordinator listens, "host:port" each.
         events: what happened, as tuples:
             ("members", epoch, kind, {worker: rank})  an epoch begins
             ("gone", worker, text)       a member was lost or has finished, and the
-                                         epoch goes on
+                                         epoch continues
             ("fenced", worker, text)     a member was declared lost: end its process
             ("failure", worker, text)    the last words of a worker before it failed; a
                                          member is fenced, too
             ("dismissed", worker, text)  a worker left in good order
             ("ready", worker)            a newcomer could be a member now
             ("finished", worker)         a member left because it has finished
-            ("ended", worker)            the answer to `ended`
+            ("ended", worker)            the reply to `ended`
             ("waiting", text)            too few members: newcomers are needed
             ("stop", text)               the job ends without success; or, if it stops
                                          at its first loss, it did not come together
-            ("pulse",)                   the answer to `pulse`
+            ("pulse",)                   the reply to `pulse`
         wakeup: a descriptor that is readable while there may be events. Do not read it;
             call `clear`.
 
     Raises:
-        StartupError: it cannot listen on an address, or TLS is required and this Python
-            does not support it.
+        StartupError: the coordinator cannot listen on an address, or TLS is required
+            and this Python does not support TLS.
 
     Example:
         >>> coordinator = Coordinator(bytes(32), "0123456789abcdef", np=2, min_np=1)
@@ -124,12 +127,13 @@ class Coordinator(JobServer):
         self._membership = JobMembership(config, resume)
         self._workers: dict[int, ServerSession] = {}  # workers that have sent a hello
         self._exchanges = Exchanges(0)
-        self._calls: deque[Callable[[float], None]] = deque()  # for the thread
+        # Calls of other threads, which the coordinator's thread makes.
+        self._calls: deque[Callable[[float], None]] = deque()
         self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
         # Each member needs a descriptor, and so does each newcomer that waits. The
         # acceptor reserves a quarter of the limit for connections that have not
-        # authenticated. `max_np` is often huge, because no limit was given.
+        # authenticated. `max_np` is often huge, if the user has given no limit.
         open_files.raise_limit(4 * min(config.max_np, 4096))
         super().__init__(
             secret,
@@ -143,7 +147,7 @@ class Coordinator(JobServer):
         self._wakeup_fd: int | None = None  # made when a launcher needs it
         self._wakeup_fd_lock = threading.Lock()
 
-    # --- the launcher's side ---
+    # -- methods for the launcher ------------------------------------------------------
 
     @property
     def wakeup(self) -> int:
@@ -196,7 +200,7 @@ class Coordinator(JobServer):
         self.wake()
 
     def close(self) -> None:
-        """Ends the thread, closes all sockets and `wakeup`. May be called twice."""
+        """Ends the thread, and closes all sockets. Further calls do nothing."""
         super().close()
         self._close_wakeup()
 
@@ -212,7 +216,7 @@ class Coordinator(JobServer):
                 os.close(self._wakeup_fd)
             self._wakeup_fd = -1
 
-    # --- the workers' side ---
+    # -- sessions of the workers -------------------------------------------------------
 
     def refusal_of(self, caller: int) -> str:
         """Refuses numbers that no launcher assigns."""
@@ -279,7 +283,7 @@ class Coordinator(JobServer):
                 self._send(epoch.order[rank], text, False)
 
     def on_lost(self, session: ServerSession, why: str) -> None:
-        """Tells the membership that a worker's connection has ended."""
+        """Reports the end of a worker's connection to the membership."""
         if self._workers.get(session.caller) is session:
             del self._workers[session.caller]
             self._membership.on_disconnected(session.caller, why, time.monotonic())
@@ -297,7 +301,7 @@ class Coordinator(JobServer):
         self._deliver()
 
     def max_wait(self) -> float:
-        """Seconds until the membership has a deadline."""
+        """Returns the seconds until the next deadline of the membership."""
         deadline = self._membership.deadline()
         if self._calls:
             return 0.0
@@ -311,7 +315,7 @@ class Coordinator(JobServer):
         formed = any(event[0] == "members" for event in events)
         if formed:
             failpoints.passing("coordinator.formed")
-        # The launcher first: a worker that is dismissed may end at once, and the
+        # Publish events first: a worker that is dismissed may end immediately, and the
         # launcher must not take its end for the end of the job.
         for event in events:
             self._publish(event)
@@ -320,8 +324,8 @@ class Coordinator(JobServer):
             if message is not encoded[0]:
                 encoded = message, encode(message)
             self._send(worker, encoded[1], last)
-        # After the messages: a rank that learns that an exchange has failed already
-        # knows which rank has left.
+        # Update exchanges after the messages: then a rank receives the news that a rank
+        # has left before the news that an exchange has failed.
         for event in events:
             self._update_exchanges(event)
         if formed:
@@ -338,7 +342,7 @@ class Coordinator(JobServer):
         raise error
 
     def on_crash(self, error: Exception) -> None:
-        """Tells the launcher, because the job cannot go on without a coordinator."""
+        """Notifies the launcher: the job cannot continue without a coordinator."""
         super().on_crash(error)
         self._publish(("stop", f"the coordinator failed: {error!r}"))
 

@@ -1,7 +1,7 @@
-"""Directives: what the coordinator tells a worker to do, as values.
+"""Directives: dataclasses for the orders that a worker receives from the coordinator.
 
-They are made from the JSON messages that arrive. client.py receives them, and
-membership.py, the other end, decides them.
+client.py makes directives from the JSON messages of the coordinator. membership.py and
+epochs.py decide which directives the coordinator sends.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ringjax.control.member import JsonObject, Member
 class EpochDirective:
     """A new epoch: its members, and the commit decisions about the epoch before.
 
-    It voids every earlier `ResizePending`; a change that still waits is announced
-    again. A worker applies the decisions of every `EpochDirective` that it gets, even
-    if it never installed the epoch.
+    The directive voids every earlier `ResizePending`; a change that still waits is
+    announced again. A worker applies the decisions of every `EpochDirective` that it
+    gets, even if the worker never installed the epoch.
 
     Attributes:
-        epoch: its number. Numbers increase, not always by one.
+        epoch: the number of the epoch. Numbers increase, not always by one.
         kind: "start", "repair", "restart" or "resize".
-        members: by rank.
+        members: the members by rank.
         rank: the rank of this worker.
         previous: for each rank its rank in the epoch before, -1 for a newcomer.
-        decisions: number of the communicator -> (calls that are complete, whether the
+        decisions: for each communicator number, (calls that are complete, whether the
             call in flight is repeated). A communicator that is missing here has no
             complete call, and repeats its call unless kind is "restart".
         sets: the process sets that any survivor knows, without the world: number ->
@@ -57,7 +57,7 @@ class EpochDirective:
 
     @property
     def new_ranks(self) -> tuple[int, ...]:
-        """By old rank: the new rank, -1 if it is lost; for `ResilientComm.install`."""
+        """The new rank of each old rank, -1 if lost; for `ResilientComm.install`."""
         size = 1 + max([*self.previous, *self.lost], default=-1)
         found = [-1] * size
         for new, old in enumerate(self.previous):
@@ -71,10 +71,10 @@ class Welcome:
     """This worker is a newcomer. It becomes a member only after it says `ready`.
 
     Attributes:
-        epoch: the present epoch of the members.
+        epoch: the current epoch of the members.
         rank: provisional, like `size`.
-        size: the number of members, with this worker's group.
-        why: why this worker has to wait, for the log.
+        size: the number of members, including this worker's group; provisional.
+        why: the reason why this worker has to wait, for the log.
         group_members: the newcomers of this worker's group, in order; empty without
             groups.
     """
@@ -114,7 +114,7 @@ class ResizePending:
     """Workers want to join or to leave: agree at a commit on `number`, then `pause`.
 
     Attributes:
-        number: of the change.
+        number: the number of the change.
         joining: the number of workers that want to join.
         leaving: the number of members that want to leave.
     """
@@ -126,14 +126,14 @@ class ResizePending:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """This worker leaves the job in good order: it has asked to, or is not needed."""
+    """This worker leaves the job without an error: on request, or it is not needed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """This worker was declared lost and must not go on."""
+    """This worker was declared lost and must not continue."""
 
     text: str
 
@@ -147,7 +147,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class UserNotice:
-    """A line for the user: why nothing happens at present."""
+    """A line for the user that explains why the job waits."""
 
     text: str
 

@@ -1,6 +1,6 @@
 """Epoch state: members, losses, accusations and reports of one epoch.
 
-This is the coordinator's bookkeeping. membership.py and epochs.py act on it.
+membership.py and epochs.py decide with this record of the coordinator.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
 
 class EpochState:
-    """The coordinator's knowledge about one epoch.
+    """The coordinator's record of one epoch.
 
     Args:
-        number: of the epoch, -1 before the first one.
-        order: its workers by rank.
-        joiners: its workers that were no members before.
+        number: the number of the epoch, -1 before the first epoch.
+        order: the workers of the epoch by rank.
+        joiners: the workers that were no members before.
 
     Attributes:
-        number: of the epoch.
-        order: its workers by rank, also those that have left since.
-        joiners: its workers that were no members before.
-        alive: its workers that are members now.
+        number: the number of the epoch.
+        order: the workers of the epoch by rank, including workers that have left since.
+        joiners: the workers that were no members before.
+        alive: the workers that are members now.
         lost: ranks that have left or are lost, and why.
         leavers: members that want to leave at the next pause.
-        reports: of members. As soon as there is one, the epoch is over.
+        reports: the reports of members. The first report ends the epoch.
         pauses: reports of members that wait at a step boundary.
-        restart: all members go back to their last commit.
+        restart: whether all members go back to their last commit.
         announced: the numbers of joining and leaving workers that were announced last.
-        unannounced: ranks that have left without the members knowing it yet, and their
-            last reports, if any.
-        announced_at: when the members were told last about ranks that have left.
+        unannounced: ranks that have left and whose departure was not sent to members
+            yet, and the last reports of these ranks, if any.
+        announced_at: the time of the last message to members about departed ranks.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class EpochState:
         self.unannounced: dict[int, CommitReport | None] = {}
         self.announced_at = -math.inf
         self._departed_reports: list[CommitReport] = []
-        self._accusations: dict[tuple[int, int], float] = {}  # by accuser and accused
+        # The time of each accusation, by accuser and accused.
+        self._accusations: dict[tuple[int, int], float] = {}
         self._reasons: dict[int, str] = {}  # accused -> the first accusation
 
     def remove(self, worker: int, why: str, last: CommitReport | None = None) -> None:
@@ -85,13 +86,13 @@ class EpochState:
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
     def announce_at(self, interval: float) -> float | None:
-        """When to tell the members who has left; None if they know."""
+        """Returns when to tell members which ranks left; None if nothing is to tell."""
         return self.announced_at + interval if self.unannounced else None
 
     def accusation_deadline(
         self, report_timeout: float, arbitration_delay: float
     ) -> float | None:
-        """When the accusations have to be examined again, see `MembershipConfig`."""
+        """Returns when to examine the accusations again, see `MembershipConfig`."""
         if not self._accusations:
             return None
         if not self.unreported():
@@ -104,7 +105,7 @@ class EpochState:
         return min(limits, default=None)
 
     def silent(self, now: float, report_timeout: float) -> dict[int, str]:
-        """Accused members that did not report in time, and why they count as lost."""
+        """Returns accused members that did not report in time, each with a reason."""
         return {
             accused: self._reasons[accused]
             for (_, accused), since in self._accusations.items()
@@ -112,13 +113,13 @@ class EpochState:
         }
 
     def revocation(self) -> JsonObject:
-        """The message that ends this epoch."""
+        """Returns the message that ends this epoch."""
         lost = {str(rank): why for rank, why in self.lost.items()}
         message = {"type": "revoke", "epoch": self.number, "lost": lost}
         return message | {"restart": self.restart}
 
     def unreported(self) -> list[int]:
-        """The members that have not sent a report yet."""
+        """Returns the members that have not sent a report yet."""
         return [w for w in self.order if w in self.alive and w not in self.reports]
 
     def arbitrate(self, now: float, delay: float) -> dict[int, str] | None:
@@ -143,11 +144,11 @@ class EpochState:
         return {worker: why or "it says that it cannot reach the others"}
 
     def survivors(self) -> list[int]:
-        """The members, in the order of their ranks."""
+        """Returns the members, in the order of their ranks."""
         return [worker for worker in self.order if worker in self.alive]
 
     def outcome(self, kind: str) -> JsonObject:
-        """The entries about this epoch in the message that announces the next one."""
+        """Returns the entries about this epoch in the message about the next epoch."""
         if kind == "start":
             return {"verdicts": {}, "sets": {}, "next_set": 1}
         survivors = self.survivors()

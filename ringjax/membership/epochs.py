@@ -1,7 +1,9 @@
-"""Epochs: how one epoch of a job follows another, through losses, changes and the end.
+"""Epochs: admits workers, removes members, and forms one epoch of a job after another.
 
-This half of the coordinator's rules acts. The other half, membership.py, receives the
-events and calls it. Neither has a clock or I/O.
+Here the coordinator's rules decide which workers get a rank, and when: `_admissible`
+and `_admit` choose newcomers, `_lose` removes members, `_form_epoch` assigns ranks.
+membership.py, whose class derives from `Epochs`, receives the events of workers and
+calls these methods. No method reads a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class WorkerInfo:
     """A connected worker.
 
     Attributes:
-        seen: the address from which it reached the coordinator.
-        hello: its description of itself.
-        ready: a newcomer is warmed up and may become a member.
+        seen: the address from which the worker reached the coordinator.
+        hello: the worker's description of itself.
+        ready: whether a newcomer is warmed up and may become a member.
     """
 
     seen: str
@@ -35,11 +37,11 @@ class WorkerInfo:
 
 
 class Epochs:
-    """Holds the present epoch and forms the next one.
+    """Holds the current epoch and forms the next one.
 
     Attributes:
         phase: "assembly", "run", "revoked", "waiting" or "stopped".
-        epoch: the present epoch.
+        epoch: the current epoch.
     """
 
     def __init__(self, config: MembershipConfig) -> None:
@@ -48,23 +50,24 @@ class Epochs:
         self.epoch = EpochState()
         self._term = 0  # restarts of the coordinator so far
         self._members: dict[int, WorkerInfo] = {}
-        self._newcomers: dict[int, WorkerInfo] = {}  # connected, but no members
+        self._newcomers: dict[int, WorkerInfo] = {}  # connected workers without a rank
         self._finished: set[int] = set()  # members that have finished
-        self._stateless: set[int] = set()  # joined after other members had finished
+        # Members that have joined after other members had finished.
+        self._stateless: set[int] = set()
         self._outbox = Outbox()
         self._next_kind = "restart"  # the kind of the epoch after "waiting"
-        self._replaceable: set[int] = set()  # newcomers may begin the job without them
+        self._replaceable: set[int] = set()  # members that newcomers need not wait for
         self._failed: set[int] = set()  # workers that have reported an error
         self._change_number = 0  # the number of the last announcement
-        self._deadline: float | None = None  # when the phase ends
+        self._deadline: float | None = None  # the time at which the phase ends
         self._stop_reason = ""
 
     def rank_of(self, worker: int) -> int:
-        """The rank of a worker, -1 if it is no member."""
+        """Returns the rank of a worker, -1 if it is no member."""
         epoch = self.epoch
         return epoch.order.index(worker) if worker in epoch.alive else -1
 
-    # --- losses ---
+    # -- losses ------------------------------------------------------------------------
 
     def _lose_if_member(self, worker: int, why: str, now: float) -> None:
         if worker in self.epoch.alive and self.phase != "stopped":
@@ -88,7 +91,7 @@ class Epochs:
             self._admit(now)
 
     def _with_groups(self, workers: Mapping[int, str]) -> dict[int, str]:
-        """Adds the other members of their groups, and the reason why these are lost."""
+        """Returns `workers` with all other members of their groups, and the reasons."""
         found, epoch = dict(workers), self.epoch
         for worker, why in workers.items():
             rank = epoch.order.index(worker)
@@ -158,10 +161,10 @@ class Epochs:
     def _shortage(self) -> str:
         return f"{len(self.epoch.alive)} of at least {self._config.min_np} ranks"
 
-    # --- workers that join or leave ---
+    # -- workers that join or leave ----------------------------------------------------
 
     def _admissible(self) -> list[int]:
-        """The newcomers that may become members now."""
+        """Returns the newcomers that may become members now."""
         if self._finished:
             return []
         config = self._config
@@ -170,11 +173,11 @@ class Epochs:
         return config.complete_groups(ready)[: max(free - free % config.group, 0)]
 
     def _admit(self, now: float) -> None:
-        """Admits newcomers, at once or at the next pause of the members."""
+        """Admits newcomers, immediately or at the next pause of the members."""
         if self.phase == "waiting":
             ready, alive = self._admissible(), len(self.epoch.alive)
             # Prevent split brain: members that cannot be reached may still be training.
-            # Newcomers must not begin the same job before these are known to be dead.
+            # Newcomers must not begin the job before such members are known to be dead.
             safe = alive or self._replaceable.issuperset(self.epoch.order)
             enough = alive + len(ready) >= self._config.min_np
             if safe and enough and (ready or alive):
@@ -238,16 +241,17 @@ class Epochs:
         """Removes a member that has finished. The other members are about to finish.
 
         Args:
-            last: its report about this epoch. None if it had finished before it learnt
-                about this epoch. Then no member may have sent its state to the workers
-                that joined in this epoch, so the job does not need them any more.
+            last: the member's report about this epoch; None if it had finished before
+                it received this epoch. Then perhaps no member has sent its state to the
+                workers that joined in this epoch, so the job does not need these
+                workers.
         """
         if last is None:
             self._stateless |= self.epoch.joiners
         self._remove_member(worker, FINISHED, now, last)
         self._outbox.publish("finished", worker)
         if self._config.stops_on_loss:
-            return  # the worker waits for no answer, and may join again
+            return  # the worker waits for no reply, and may join again
         self._outbox.send(worker, {"type": "farewell"}, last=True)
         self._finished.add(worker)
         if self._stop_if_finished():
@@ -270,7 +274,7 @@ class Epochs:
         self._announce_departures(now)
 
     def _announce_departures(self, now: float) -> None:
-        """Tells the members who has left, at most once per `departure_interval`.
+        """Tells the members which ranks left, at most once per `departure_interval`.
 
         At the end of a job all ranks leave at about the same time. Without the interval
         there would be a message for each pair of ranks.
@@ -301,7 +305,7 @@ class Epochs:
         self._newcomers.clear()
         return True
 
-    # --- a new epoch, or the end ---
+    # -- a new epoch, or the end -------------------------------------------------------
 
     def _form_epoch(self, kind: str, joiners: Sequence[int]) -> None:
         """Begins the next epoch. The members keep their order; joiners come last."""
@@ -337,7 +341,7 @@ class Epochs:
         self._announce()
 
     def _welcome(self, worker: int) -> None:
-        """Welcomes a newcomer, together with its group, once all of the group came."""
+        """Welcomes a newcomer and its group as soon as the whole group has come."""
         mates = self._config.group_of(worker)
         if not self._newcomers.keys() >= set(mates):
             return

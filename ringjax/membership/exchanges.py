@@ -31,7 +31,8 @@ class Exchanges:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._values: dict[int, dict[int, Any]] = {}  # number -> rank -> value
+        # The values that have arrived: for each exchange number, rank -> value.
+        self._values: dict[int, dict[int, Any]] = {}
         self._deadlines: dict[int, float] = {}
         self._departed: dict[int, str] = {}
 

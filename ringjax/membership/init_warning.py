@@ -1,4 +1,4 @@
-"""The one warning about a long wait in ringjax.init(), while a job comes together."""
+"""The warning that ringjax.init() prints once if it waits long for other ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class InitWarning:
-    """Prints one line if a rank waits long for its job to come together.
+    """Prints one line if a rank waits long until all ranks of its job have joined.
 
     Args:
         warn: shows the line.
-        seconds: how long the rank waits before the line is shown; 0: it is never shown.
+        seconds: how long the rank waits before the line is shown; 0 never shows it.
         limit: seconds after which the rank stops waiting. Only the line contains it.
 
     Example:
@@ -41,7 +41,7 @@ class InitWarning:
         self.due = math.inf
 
     def no_rendezvous(self, why: str) -> None:
-        """Says that the coordinator cannot be reached, if the line is due."""
+        """Prints, if the line is due, that the coordinator cannot be reached."""
         if time.monotonic() >= self.due:
             self._print(f"for the coordinator of its job ({why})")
 

@@ -21,7 +21,7 @@ class JobCredentials:
     """The addresses, the secret and the job id that a rank needs to join a job.
 
     Attributes:
-        addresses: of the coordinator, "host:port,[v6]:port,...".
+        addresses: the coordinator's addresses, "host:port,[v6]:port,...".
         secret: authenticates the ranks and the coordinator to each other.
         job: the id of the job, 16 hexadecimal digits.
     """
@@ -47,8 +47,8 @@ class CredentialsFile:
     identity it is derived from the parent process, which the ranks of one job share.
 
     Attributes:
-        hint: appended to errors if the name depends on the parent process.
-        path: of the file.
+        hint: a text for errors, if the file name depends on the parent process.
+        path: the path of the file.
     """
 
     def __init__(self, info: LaunchInfo) -> None:
@@ -127,7 +127,7 @@ class CredentialsFile:
             return None
 
     def remove(self) -> None:
-        """Removes the file, so that no later job takes the credentials for its own."""
+        """Removes the file, so that no later job uses these credentials."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
@@ -164,7 +164,7 @@ def private_folder() -> str:
 
 
 def _runtime_folder() -> str:
-    """XDG_RUNTIME_DIR if this user can write to it, else the temporary folder.
+    """Returns XDG_RUNTIME_DIR if this user can write to it, else the temporary folder.
 
     The variable may name a folder that does not exist here or belongs to another user,
     after su or sudo and on a node whose job inherits the login node's environment.
@@ -178,7 +178,7 @@ def _runtime_folder() -> str:
 
 
 def _parent_identity() -> str:
-    """Number and start time of the parent process, as the kernel reuses numbers."""
+    """Returns id and start time of the parent process: the kernel reuses ids."""
     pid = os.getppid()
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -42,7 +42,7 @@ class JoinedJob:
             self.coordinator.close_in_child()
 
     def close(self) -> None:
-        """Leaves for good, and ends the coordinator if it runs in this process."""
+        """Leaves the job, and ends the coordinator if it runs in this process."""
         self.client.close()
         if self.coordinator is not None:
             self.coordinator.close()
@@ -64,20 +64,20 @@ def join(
     """Joins a job and waits until it has started, or this worker is a newcomer.
 
     Args:
-        credentials: of the job; or a function that is called before each attempt and
-            raises OSError as long as the credentials are not known.
+        credentials: the credentials of the job, or a function that is called before
+            each attempt and raises OSError as long as there are no credentials.
         worker: the number of this worker; its rank if the job is not elastic.
-        hello: what the other ranks must know about this one, as JSON; or a function
-            that makes the hello for these credentials.
+        hello: the description of this rank for the other ranks, as JSON; or a function
+            that makes the hello for given credentials.
         timeout: seconds for all attempts.
         elastic_timeout: seconds in which the client tries to reconnect after it has
-            lost the coordinator; afterwards the directive is `Stop`. 0: the job is not
-            elastic, and the client does not reconnect.
+            lost the coordinator; afterwards the directive is `Stop`. With 0, the job is
+            not elastic, and the client does not reconnect.
         failure_timeout: in an elastic job, seconds of silence after which the
             connection counts as lost.
         retry_unauthenticated: keep trying if the server cannot authenticate. It may be
             another program on the port that the right server will use soon.
-        hint: appended to the error if nobody could be reached.
+        hint: a text that is appended to the error if no server could be reached.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
         warning: shows one line if joining takes long.
 
@@ -85,9 +85,9 @@ def join(
         The client. `CoordinatorClient.first` is its first directive.
 
     Raises:
-        StartupError: nobody answered, too few workers came, or the coordinator refuses
-            this worker.
-        AuthenticationError: the coordinator does not know the secret.
+        StartupError: no server replied, too few workers came, or the coordinator
+            refuses this worker.
+        AuthenticationError: the coordinator does not have the secret.
         Fenced: this worker has been declared lost.
 
     Example:

@@ -1,9 +1,11 @@
-"""Job membership: the rules that decide who belongs to a job, as a state machine.
+"""Job membership: receives the events of all workers and decides who belongs to a job.
 
-It has neither a clock nor I/O. Events arrive as method calls with the time, and
-messages to send and events for the launcher are collected until `drain`. There is one
-authority: members can go on only through it. A worker that was declared lost is fenced
-and never comes back under its number.
+This file handles the events: hello, message, loss, end of a process, timeout. Its base
+class in epochs.py admits newcomers and assigns ranks. The state machine has no clock
+and no I/O: events arrive as method calls with the time, and messages to send and events
+for the launcher are collected until `drain`. No member can begin an epoch without the
+coordinator. A worker that was declared lost is fenced and never comes back under its
+number.
 
     assembly -- all workers came --> run -- loss, or a restart is wanted --> revoked
     revoked -- all have reported --> run (repair or restart), or with too few: waiting
@@ -11,11 +13,10 @@ and never comes back under its number.
     waiting -- newcomers are ready --> run
 
 A job that stops at its first loss (`on_loss`) is always in assembly: the other ranks
-are told about losses, and ranks that have left may come together again as another
-epoch.
+receive each loss, and ranks that have left may form another epoch.
 
-client.py describes the messages. assembly.py brings a job together, epoch_state.py does
-the bookkeeping of an epoch, commit_decision.py evaluates reports, and coordinator.py
+client.py describes the messages. assembly.py decides when a job begins, epoch_state.py
+records the state of an epoch, commit_decision.py evaluates reports, and coordinator.py
 has the sockets.
 """
 
@@ -36,11 +37,11 @@ class JobMembership(Epochs):
     """Decides who belongs to a job.
 
     Args:
-        resume: the job had begun under an earlier coordinator.
+        resume: whether the job had begun under an earlier coordinator.
 
     Attributes:
         phase: "assembly", "run", "revoked", "waiting" or "stopped".
-        epoch: the present epoch.
+        epoch: the current epoch.
 
     Example:
         >>> job = JobMembership(MembershipConfig(np=2, min_np=1, max_np=2))
@@ -55,9 +56,9 @@ class JobMembership(Epochs):
     def __init__(self, config: MembershipConfig, resume: bool = False) -> None:
         super().__init__(config)
         self._connected: set[int] = set()
-        self._missing_was_asked = False  # a rank has got the list
-        # Workers whose process has ended while their connection is still open: why, and
-        # until when to wait for the end of the connection.
+        self._missing_was_asked = False  # whether a rank has received the missing ranks
+        # Workers whose process has ended while the connection is still open, each with
+        # the reason and the time until which to wait for the end of the connection.
         self._exited: dict[int, tuple[str, float]] = {}
         self._assembly = Assembly(config, resume)
 
@@ -66,7 +67,7 @@ class JobMembership(Epochs):
         return self._outbox.drain()
 
     def deadline(self) -> float | None:
-        """When `tick` must be called if nothing else happens before; None: never."""
+        """Returns when `tick` must be called at the latest; None for never."""
         limits: list[float | None] = [limit for _, limit in self._exited.values()]
         limits.append(self.epoch.announce_at(self._config.departure_interval))
         if self.phase == "assembly":
@@ -82,7 +83,7 @@ class JobMembership(Epochs):
             )
         return min((limit for limit in limits if limit is not None), default=None)
 
-    # --- events ---
+    # -- events ------------------------------------------------------------------------
 
     def expect(self, worker: int) -> None:
         """Records that a process was started as this worker."""
@@ -99,10 +100,10 @@ class JobMembership(Epochs):
         """Handles the hello of a worker that has no other connection.
 
         Args:
-            seen: the address from which it has connected.
-            hello: its description of itself.
-            rejoin: its knowledge from an earlier connection, see `RejoinState`; None on
-                its first connection.
+            seen: the address from which the worker has connected.
+            hello: the worker's description of itself.
+            rejoin: the state from an earlier connection, see `RejoinState`; None on the
+                first connection of the worker.
 
         Raises:
             ValueError: `rejoin` is malformed.
@@ -149,7 +150,7 @@ class JobMembership(Epochs):
         self._assemble(now)
 
     def duplicate_refusal(self, worker: int) -> str:
-        """Why a second connection is refused; "" if it replaces the first one."""
+        """Returns why a second connection is refused; "" if it replaces the first."""
         if not self._config.stops_on_loss or worker not in self._newcomers:
             return ""
         return f"rank {worker} has joined already, from {self._newcomers[worker].seen}"
@@ -214,7 +215,7 @@ class JobMembership(Epochs):
                 raise ValueError(f"suspects rank {rank!r} of {len(epoch.order)}")
             accused, text = epoch.order[rank], str(message.get("text", ""))
             if accused in self._finished:
-                self._revoke(now)  # the next epoch goes on without this rank
+                self._revoke(now)  # the next epoch continues without this rank
             elif accused in epoch.alive and accused != worker:
                 epoch.accuse(worker, accused, text, now)
                 if self.phase == "run":
@@ -258,10 +259,10 @@ class JobMembership(Epochs):
         """Handles the end of a worker's process. Its number is not used again.
 
         Its last messages may still be on their way, for example that it has finished.
-        So the end of its connection is waited for, `exit_grace` at most.
+        So the method waits for the end of the connection, `exit_grace` at most.
 
         Args:
-            text: why it has ended.
+            text: the reason why the process has ended.
             heirs: whether newcomers may begin the job again if all members have ended
                 in this way. False if the host of the process cannot be reached, because
                 the process may still run there, and after an error of the program,
@@ -291,7 +292,7 @@ class JobMembership(Epochs):
         self._admit(now)
 
     def tick(self, now: float) -> None:
-        """Does what is due at this time, see `deadline`."""
+        """Runs the timeouts that are due at this time, see `deadline`."""
         for worker, (text, limit) in list(self._exited.items()):
             if now >= limit:
                 self.on_disconnected(worker, text, now)
@@ -315,10 +316,10 @@ class JobMembership(Epochs):
             limit = config.elastic_timeout
             self._stop(f"{self._shortage()}, and no more came within {limit:g} s")
 
-    # --- assembly ---
+    # -- assembly ----------------------------------------------------------------------
 
     def _reference(self) -> JsonObject:
-        """The hello of any member: version and settings of all members are equal."""
+        """Returns the hello of any member: all have equal versions and settings."""
         return next((info.hello for info in self._members.values()), {})
 
     def _assemble(self, now: float) -> None:
@@ -342,7 +343,7 @@ class JobMembership(Epochs):
             self._missing_was_asked = False
 
     def _resume(self, found: assembly.ResumeJob, now: float) -> None:
-        """Goes on with the newest epoch that a member knows."""
+        """Continues with the newest epoch that a member has sent."""
         state = found.state
         self.phase, self._deadline = "run", None
         self._term = found.term

@@ -1,6 +1,6 @@
-"""Outbox: messages that wait to be sent, and the workers that may never come back.
+"""Outbox: messages and events that wait to be sent, and workers that are gone forever.
 
-membership.py decides what to send, coordinator.py sends it.
+membership.py and epochs.py add the messages, coordinator.py sends them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Outbox:
     """Collects messages for workers and events for the launcher, in order.
 
     Attributes:
-        fenced: workers that are lost for good, and why.
-        dismissed: workers that have left in good order.
+        fenced: workers that were declared lost, and why.
+        dismissed: workers that have left without an error.
 
     Example:
         >>> outbox = Outbox()
@@ -51,12 +51,12 @@ class Outbox:
         self._events.append(event)
 
     def fence(self, worker: int, why: str) -> None:
-        """Excludes a worker for good. Its process must not go on."""
+        """Excludes a worker forever. The process of this worker must not continue."""
         self.fenced[worker] = why
         self.send(worker, {"type": "fenced", "text": why}, last=True)
 
     def dismiss(self, worker: int, text: str) -> None:
-        """Sends a worker away in good order, because the job does not need it."""
+        """Makes a worker leave without an error, because the job does not need it."""
         self.dismissed.add(worker)
         self.publish("dismissed", worker, text)
         self.send(worker, {"type": "dismissed", "text": text}, last=True)

@@ -8,8 +8,8 @@ Ranks are           Addresses and job id                      Secret
 ==================  ========================================  =======================
 started by ringrun  RINGJAX_RENDEZVOUS, RINGJAX_JOB           RINGJAX_SECRET[_FILE]
 on one host         credentials file, written by rank 0       credentials file, random
-on several hosts    computed alike by every rank from what    RINGJAX_SECRET[_FILE]
-                    the launcher set (host, port, job id)
+on several hosts    every rank computes the same from host,   RINGJAX_SECRET[_FILE]
+                    port and job id, which the launcher set
 ==================  ========================================  =======================
 """
 
@@ -36,10 +36,10 @@ from ringjax.membership.joined_job import JoinedJob, join
 # Linux hands out ports up to 60999 by itself (net.ipv4.ip_local_port_range). Above them
 # a port that every rank computes is rarely taken by accident.
 _FIRST_PORT, _PORT_COUNT = 61000, 4500
-_PORT_ATTEMPTS = 4  # neighbouring ports, in case another job uses the first one
-# Appended to the error about a missing secret, by launcher.
+_PORT_ATTEMPTS = 4  # neighbouring ports to try, because another job may use the first
+# For each launcher, the text that is appended to the error about a missing secret.
 _SECRET_HINTS = {"Slurm": "; or run ringrun in the batch script, which needs none"}
-# Takes the secret and the job id, returns entries for the hello of this rank.
+# A function of the secret and the job id that returns hello entries of this rank.
 OpenListener = Callable[[bytes, str], JsonObject]
 
 
@@ -80,8 +80,8 @@ def start_coordinator(
             failure = error
             continue
         credentials = JobCredentials(",".join(coordinator.addresses), secret, job)
-        # The coordinator listens already, so ranks that read the file at once can
-        # connect.
+        # The coordinator listens already, so ranks can connect as soon as they read the
+        # file.
         try:
             if file is not None:
                 file.write(credentials)
@@ -104,8 +104,8 @@ def join_job(
     """Finds the coordinator of this process's job, joins and waits for all ranks.
 
     Args:
-        hello: what the other ranks must know about this one.
-        open_listener: opens the socket on which other ranks will connect to this one.
+        hello: the description of this rank for the other ranks.
+        open_listener: opens the socket on which other ranks will connect to this rank.
             It is called before this rank joins, because the hello contains the address
             of the socket, and again if the credentials change.
         warn: shows one line if joining takes longer than RINGJAX_STALL_WARNING.
@@ -122,9 +122,9 @@ def join_job(
     coordinator: Coordinator | None = None
     credentials: JobCredentials | Callable[[], JobCredentials]
     if file is not None and info.rank != 0:
-        # The file may be left over from a job that was killed. It looks valid, and only
-        # the attempt to join shows that nobody listens at its address, or that another
-        # job does. So `join` reads the file again before every attempt.
+        # The file may be left over from a job that was killed. Such a file looks valid,
+        # and only the attempt to join shows that nobody listens at the address, or that
+        # another job listens there. So `join` reads the file before every attempt.
         credentials = file.credentials
     elif config.rendezvous or info.rank != 0:
         credentials = derive_credentials(info, config)
@@ -158,7 +158,7 @@ def join_job(
             coordinator.close()
         raise
     finally:
-        # All ranks have joined, or never will: no later job may find this file.
+        # All ranks have joined, or the start failed: no later job may find this file.
         if coordinator is not None and file is not None:
             # An error of `join` must not be replaced by an error of this removal.
             with contextlib.suppress(OSError, StartupError):
@@ -212,7 +212,7 @@ def _job_id(info: LaunchInfo, config: Config) -> str:
 
 
 def _candidate_ports(info: LaunchInfo) -> list[int]:
-    """The ports on which rank 0 tries to listen and the other ranks try to connect."""
+    """Returns the ports where rank 0 tries to listen and other ranks try to connect."""
     first = info.port
     if not first:
         number = int(derive_job_id(info.identity, info.size), 16)

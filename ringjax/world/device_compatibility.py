@@ -1,7 +1,7 @@
 """Device compatibility: checks that NCCL can connect the CUDA devices of all ranks.
 
 The checks run before the first call of NCCL, which would report such problems less
-clearly and in its own log only, or wait for ever. `devices.py` exchanges the reports of
+clearly and in its own log only, or wait forever. `devices.py` exchanges the reports of
 all ranks, so all ranks check the same data and raise the same error.
 """
 
@@ -43,7 +43,7 @@ def check_compatible(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> N
     Raises:
         StartupError: the ranks do not fit together. Its `rank` is the first rank that
             differs from rank 0. In an elastic job that rank is a newcomer, and the
-            other ranks go on without it.
+            other ranks continue without it.
     """
     _check_versions(reports)
     _check_settings(reports)

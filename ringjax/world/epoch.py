@@ -234,7 +234,7 @@ class Epoch:
         return str(self.members[rank].hello.get("hostname") or "")
 
     def lost(self) -> list[tuple[int, str]]:
-        """Returns the ranks that the heartbeat has lost, in this order, and why."""
+        """Returns the lost ranks, in the order of the losses, each with the reason."""
         return [] if self._heartbeat is None else self._heartbeat.lost()
 
     def fail(self, text: str) -> None:

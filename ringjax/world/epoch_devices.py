@@ -39,7 +39,7 @@ class EpochControlPlane:
             return client.exchange(value, seconds, what, number)
         except Stalled as error:
             # A program that hangs must not end the job: suspect its rank, so that the
-            # other ranks go on without it.
+            # other ranks continue without it.
             for rank in error.ranks:
                 client.suspect(number, rank, f"did not take part within {seconds:g} s")
             raise
@@ -49,7 +49,7 @@ class EpochControlPlane:
     ) -> _native.Communicator:
         world, epoch = self._world, self._epoch
         try:
-            small = epoch.link_small(number, ranks, name, world.fabric_of(epoch))
+            small = epoch.link_small(number, ranks, name, world.mesh_factory_of(epoch))
             # Under the lock: after `check_epoch` the recovery cannot stop the epoch
             # before this communicator is in it, and so it stops this one, too.
             with world.changed:
@@ -86,7 +86,7 @@ def reconnect_devices(world: EpochSequence) -> bool:
         pending.
 
     Raises:
-        StartupError: see `Devices.open`. The epoch goes on.
+        StartupError: see `Devices.open`. The epoch continues.
     """
     world.devices.close()
     if world.local_devices is None:

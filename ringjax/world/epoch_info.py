@@ -19,7 +19,7 @@ class EpochInfo:
 
     Attributes:
         epoch: the number of the epoch. Numbers only grow.
-        kind: "start", "repair" (ranks were lost, calls went on), "restart" (all ranks
+        kind: "start", "repair" (ranks were lost, calls continued), "restart" (all ranks
             go back to the last commit) or "resize" (ranks joined or left at a pause).
         newcomers: the ranks that had no rank in the previous epoch.
         previous: for each rank, its rank in the previous epoch; -1 for a newcomer.

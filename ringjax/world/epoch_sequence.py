@@ -161,7 +161,7 @@ class EpochSequence:
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
-    def fabric_of(self, epoch: Epoch) -> MeshFactory | None:
+    def mesh_factory_of(self, epoch: Epoch) -> MeshFactory | None:
         """Returns a mesh factory that connects ranks only while `epoch` is in force."""
         mesh_factory = epoch.mesh_factory
         if mesh_factory is None:

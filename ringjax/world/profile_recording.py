@@ -23,9 +23,9 @@ from ringjax.world.step_counter import StepCounter
 
 FORMAT = 1
 PARTS = "parts"  # the folder of the part files, in the folder of the profile
-_POLL_INTERVAL = 0.2  # seconds
+_POLL_INTERVAL = 0.2  # seconds between two reads of the recorder
 _CAPACITY = 1 << 14  # calls that the recorder keeps between two polls
-_CLOCK_REQUESTS = 16  # at the start of each epoch and at the end
+_CLOCK_REQUESTS = 16  # clock requests at the start of each epoch and at the end
 _CLOCK_INTERVAL = 1.0  # seconds between two clock readings
 _CLOCK_TIMEOUT = 0.03  # seconds to wait for the last readings
 _JAX_SECONDS = 5.0  # the length of JAX's trace, which is kept in memory

@@ -60,8 +60,11 @@ class Recovery:
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._connecting = -1  # the epoch that is being connected
-        self._directives: list[EpochDirective] = []  # since the current epoch
-        self._next: EpochDirective | None = None  # the newest, unless it was revoked
+        # The epoch directives that have arrived since the current epoch.
+        self._directives: list[EpochDirective] = []
+        self._next: EpochDirective | None = (
+            None  # the directive to connect next, if any
+        )
         self._timer = _PhaseTimer()
         self._thread = threading.Thread(
             target=self._run, name="ringjax-recovery", daemon=True
@@ -74,7 +77,7 @@ class Recovery:
         self._thread.start()
 
     def leave(self) -> None:
-        """Asks to leave at the next pause. Signal handlers call it: takes no lock."""
+        """Requests to leave at the next pause. For signal handlers: takes no lock."""
         self._leaving = True
         os.eventfd_write(self._wakeup_fd, 1)
 
@@ -220,7 +223,7 @@ class Recovery:
             pass
         except OutOfDescriptors:
             # The next epoch would fail for the same reason. This rank ends, so that
-            # the others can go on.
+            # the others can continue.
             raise
         except (PeerLost, StartupError) as error:
             self._suspect_unreachable(members, error)
@@ -231,11 +234,15 @@ class Recovery:
         os.eventfd_write(self.notify_fd, 1)
 
     def departed_ranks(self) -> dict[int, str]:
-        """Raises EpochRevoked if the epoch that is being connected is over.
+        """Returns no ranks, because a loss revokes the whole epoch, but may raise.
 
-        `MeshFactory.build` calls it again and again. Returns no ranks: a loss revokes
-        the whole epoch.
+        `MeshFactory.build` calls this method of a `LossMonitor` again and again.
         """
+        self._check_connecting()
+        return {}
+
+    def _check_connecting(self) -> None:
+        """Raises EpochRevoked if the epoch that is being connected is over."""
         self._receive_directives()
         self._check_heartbeat()
         if self._closing:
@@ -243,7 +250,6 @@ class Recovery:
         newest = self._directives[-1].epoch if self._directives else -1
         if self._reported >= self._connecting or newest > self._connecting:
             raise EpochRevoked(f"epoch {self._connecting} is over")
-        return {}
 
     def _suspect_unreachable(
         self, members: EpochDirective, error: PeerLost | StartupError
@@ -258,7 +264,7 @@ class Recovery:
         with contextlib.suppress(EpochRevoked):
             deadline = time.monotonic() + _SUSPECT_DELAY
             while time.monotonic() < deadline:
-                self.departed_ranks()
+                self._check_connecting()
                 left = max(0.0, deadline - time.monotonic())
                 wait_readable(self._client, left)
             for rank in ranks:
@@ -291,7 +297,7 @@ class _PhaseTimer:
         self._last = now
 
     def end(self) -> str:
-        """Ends the recovery and returns its total time and that of each phase."""
+        """Ends the recovery and returns its total time and the time of each phase."""
         self._running = False
         phases = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._phases.items())
         return f"in {1000 * (self._last - self._began):.0f} ms: {phases}"

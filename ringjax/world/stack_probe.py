@@ -60,7 +60,7 @@ class ProbeRequests(Protocol):
 
 
 class StackProbe:
-    """Replies to the stack requests of this process's heartbeats from its own thread.
+    """A thread that replies to stack requests which this process's heartbeats received.
 
     An elastic job replaces its heartbeat in every epoch, so heartbeats are registered
     and unregistered while the probe runs.

@@ -45,10 +45,9 @@ from ringjax.world.solo_mode import SoloMode
 from ringjax.world.stack_probe import StackProbe
 from ringjax.world.telemetry_client import TelemetryClient
 
-_logged_warnings: set[str] = set()  # log each once, also after a second `init`
-_left_jobs: set[tuple[str, int]] = (
-    set()
-)  # (job, worker) of elastic jobs that ended here
+_logged_warnings: set[str] = set()  # warnings to log only once, even over two `init`
+# The elastic jobs that have ended in this process, as (job, worker).
+_left_jobs: set[tuple[str, int]] = set()
 _Value = TypeVar("_Value")
 
 
@@ -364,7 +363,7 @@ class World(EpochSequence):
         try:
             for each in both:
                 name = f"process set {number}"
-                epoch.link(each, ranks, name, self.fabric_of(epoch))
+                epoch.link(each, ranks, name, self.mesh_factory_of(epoch))
             self.install_process_set(epoch, number, ranks)
         except BaseException:
             for each in both:
