@@ -22,7 +22,7 @@
 struct LimitJob {
   char* const* inputs;
   char* const* outputs;  // the inputs themselves: in place
-  const size_t* ends;    // in bytes, of all tensors one behind the other
+  const size_t* ends;    // ends of the tensors, in bytes, one tensor after another
   size_t tensors;        // one at least
   size_t tile;
   float scale;
@@ -50,7 +50,7 @@ class Allreduce {
   static constexpr size_t kAtOnce = 16 << 10;
 
   // Calls visit(tensor, place in it, place in the range, bytes) for [begin, end) of all
-  // tensors one behind the other.
+  // tensors one after the other.
   template <typename Visit>
   void ForEach(size_t begin, size_t end, Visit visit) const {
     const size_t* ends = job_.ends;

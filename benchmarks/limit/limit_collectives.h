@@ -33,7 +33,7 @@ struct LimitMove {
   size_t bytes;  // size of the whole vector, a multiple of the number of ranks
   size_t piece;  // bytes of the whole vector that are moved at a time
   int which, way;
-  int copying;  // in tiles; see Copying
+  int copying;  // how tiles are copied, see Copying
 };
 
 class Collective {

@@ -21,7 +21,7 @@ inline float Wide(float x) { return x; }
 inline float Wide(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
 
 inline void Narrow(float x, float* out) { *out = x; }
-inline void Narrow(float x, uint16_t* out) {  // to the nearest, ties to even
+inline void Narrow(float x, uint16_t* out) {  // rounds to the nearest, ties to even
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   *out = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }

@@ -26,7 +26,7 @@ constexpr size_t kLine = 64;
 constexpr size_t kMaxTile = 2 << 20;
 // Slots must not start at the same place of a cache.
 constexpr size_t kStride = kMaxTile + 4096 + 4 * kLine;
-constexpr int kPatience = 60;  // seconds
+constexpr int kPatience = 60;  // seconds until a wait fails
 
 struct alignas(kLine) Flag {
   std::atomic<uint64_t> value;
@@ -141,8 +141,8 @@ class Rank {
   bool Flow() { return Use(true); }
   bool TakeTurns() { return Use(false); }
 
-  size_t tiles = 0;   // that took turns so far: which set of slots is next
-  size_t flowed = 0;  // that were broadcast
+  size_t tiles = 0;   // tiles that took turns so far: selects the next set of slots
+  size_t flowed = 0;  // tiles that were broadcast
 
  private:
   static constexpr size_t kControl = 8192;

@@ -16,7 +16,7 @@ namespace ringjax {
 enum class Code : uint8_t {
   kOk = 0,
   kInvalidArgument,     // this rank passed something impossible; nothing was sent
-  kFailedPrecondition,  // not possible now: not initialised, shut down, forked ...
+  kFailedPrecondition,  // impossible now: not initialised, shut down, forked ...
   kMismatch,            // ranks disagree about the operation; all ranks get this error
   kDeadlineExceeded,    // a live peer made no call or no progress for too long
   kUnavailable,         // a peer is gone, or the communicator was aborted

@@ -152,7 +152,7 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
     try {
       return RunNow(self, std::move(request), held);
     } catch (...) {
-      // After an interrupt the operation goes on, so `out` must not be resized, as a
+      // After an interrupt the operation continues, so `out` must not be resized, as a
       // bytearray could be. A memoryview of `out` prevents that until the end.
       if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
         held.append(nb::steal(view));

@@ -37,7 +37,7 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
       Py_DECREF(static_cast<PyObject*>(kept));
   }
 
-  std::shared_ptr<EagerCuda> cuda() const {  // backend of the present epoch, or null
+  std::shared_ptr<EagerCuda> cuda() const {  // backend of the current epoch, or null
     return std::static_pointer_cast<EagerCuda>(lane.cuda());
   }
 

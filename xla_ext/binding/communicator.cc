@@ -193,7 +193,7 @@ using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
 // Registers the communicator in place of `now`, the entry of its id.
 void Admit(const std::shared_ptr<Communicator>& c, Registered now) {
-  // A training step that is under way goes on with the Overlap that began it.
+  // A training step that is under way continues with the Overlap that began it.
   if (now.communicator && now.communicator->resilient() == c->resilient())
     now.overlap->Follow(c);
   else

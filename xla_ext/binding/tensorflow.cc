@@ -22,7 +22,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-using Address = uintptr_t;  // a TF_Tensor or TF_OpKernelContext; 0: none
+using Address = uintptr_t;  // a TF_Tensor or TF_OpKernelContext; 0 if none
 
 class TensorInterface {
  public:

@@ -1,9 +1,9 @@
 // Recursive halving and doubling: ranks at distance 1, 2, 4, ... exchange data in
-// pairs, and each exchange halves the range that a rank goes on to reduce. An allgather
-// then makes the same exchanges in reverse order. Few steps and few bytes make it the
-// choice for middle sizes. Any number of ranks is possible: let p be the largest power
-// of two up to that number. Then each rank in excess of p sends its vector to a
-// neighbour first and receives the result at the end.
+// pairs, and each exchange halves the range that a rank continues to reduce. An
+// allgather then makes the same exchanges in reverse order. Few steps and few bytes
+// make it the choice for middle sizes. Any number of ranks is possible: let p be the
+// largest power of two up to that number. Then each rank in excess of p sends its
+// vector to a neighbour first and receives the result at the end.
 //
 //                 steps                sent by each rank, n elements
 //   allreduce     2 log2 p [+ 2]       2 (p - 1) / p n [+ n]

@@ -34,8 +34,8 @@ enum class Region : uint8_t { kIn, kOut, kScratch };
 
 struct Slice {
   Region region = Region::kOut;
-  uint64_t offset = 0;  // elements
-  uint64_t count = 0;   // elements
+  uint64_t offset = 0;  // start of the range, in elements
+  uint64_t count = 0;   // length of the range, in elements
 };
 
 enum class StepKind : uint8_t {
@@ -55,7 +55,7 @@ struct Step {
 
 struct Schedule {
   std::vector<Step> steps;
-  uint64_t scratch = 0;  // elements
+  uint64_t scratch = 0;  // size of the scratch memory, in elements
 };
 
 // Ranks and their hosts. Hosts are numbered from 0 in the order of their lowest ranks.

@@ -34,7 +34,7 @@ struct Algorithm {
   std::string_view name;
   Generator generate;
   bool (*applies)(const Topology&);  // e.g. hierarchical needs several hosts
-  std::string_view needs;            // condition of `applies` in words; empty: none
+  std::string_view needs;  // condition of `applies` in words; empty if there is none
   // Predicted seconds for a whole vector of `bytes` bytes.
   double (*cost)(uint64_t bytes, const Topology&, const CostModel&);
 };

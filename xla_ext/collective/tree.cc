@@ -123,7 +123,7 @@ Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   ScheduleBuilder builder;
   for (int tree = 0; tree < 2; ++tree) {
     const Node& node = nodes[static_cast<size_t>(tree)];
-    const bool last = node.parent < 0;  // at the root, which has only one child
+    const bool last = node.parent < 0;  // the root has only one child
     for (const int child : node.children)
       builder.RecvReduce(child, halves.At(tree), last);
     if (!last) builder.Send(node.parent, halves.At(tree));

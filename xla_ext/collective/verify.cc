@@ -104,7 +104,7 @@ class Run {
   const int size_;
   Ranks all_;
   std::vector<Promise> promises_;
-  std::vector<std::vector<Memory>> memory_;  // by rank and region
+  std::vector<std::vector<Memory>> memory_;  // memory by rank and region
   Memory finished_;                          // a reduction's finished elements
   std::vector<std::vector<Node>> nodes_;
 };

@@ -45,7 +45,8 @@ void ConsistencyChecker::Work() {
     lock.unlock();
     bool refused = false;
     const Status same = control_->Compare(next->call, next->fits, &refused);
-    // If all ranks have refused the call, none has enqueued it, and the epoch goes on.
+    // If all ranks have refused the call, none has enqueued it, and the epoch
+    // continues.
     const bool over = !same.ok() && !refused;
     if (over) on_failure_(same);
     lock.lock();

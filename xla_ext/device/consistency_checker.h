@@ -1,7 +1,7 @@
 // The consistency checker: a thread that compares the CUDA calls of all ranks.
 //
 // A call on a device is only enqueued, and ranks that enqueue different calls would
-// wait for each other for ever, without an error. An agreement before each call would
+// wait for each other forever, without an error. An agreement before each call would
 // make every host wait for the slowest one. So the calls are compared while the devices
 // work: over the control communicator, in the order of the calls, some microseconds
 // after they were enqueued. The comparison also finds late ranks, as on the CPU.

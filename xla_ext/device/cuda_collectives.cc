@@ -255,7 +255,7 @@ struct CudaCollectives::Scattered {
   uint64_t row;                   // the elements of one row
   std::span<const int64_t> rows;  // the number of rows that each rank receives
   bool converts;
-  cuda::Patch in, out;  // for Pack and Unpack if `converts`
+  cuda::Patch in, out;  // patches of Pack and Unpack if `converts`
 };
 
 Status CudaCollectives::Reducescatter(Work* work) {

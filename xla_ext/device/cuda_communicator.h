@@ -15,7 +15,8 @@
 // The first failure aborts the epoch. From then on calls are refused. The watchdog sets
 // a word in device memory that turns later floating-point results into NaN, and only
 // then aborts NCCL. The order matters: an abort ends NCCL's kernels early, after which
-// the stream goes on with garbage and reports success. A new epoch needs a new object.
+// the stream continues with garbage and reports success. A new epoch needs a new
+// object.
 #pragma once
 
 #include <atomic>

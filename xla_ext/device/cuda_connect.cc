@@ -125,7 +125,7 @@ Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) 
       size_t none = all.size();
       if (!found[i].ok()) {
         first.compare_exchange_strong(none, i);
-        interrupted = true;  // without this device the other ones are of no use
+        interrupted = true;  // the other devices are useless without this device
       }
       ++over;
     });

@@ -36,7 +36,7 @@ class DeviceEpoch {
 
   // Aborts the epoch on all devices of this process. The first reason counts.
   void Abort(const Status& status);
-  void AbortThis(const Status& status);  // on this device only
+  void AbortThis(const Status& status);  // aborts the epoch on this device only
   // Aborts the epoch on all ranks, because this rank cannot do its part of `call`.
   // Returns the error for the caller.
   Status FailHere(const Call& call, const Status& status);
@@ -47,7 +47,7 @@ class DeviceEpoch {
   // Waits for an abort, at most for `tick`. Does not wait if the epoch is aborted and
   // its teardown has not begun. Returns false after Stop.
   bool AwaitAbort(std::chrono::milliseconds tick);
-  // Makes AwaitAbort return false. `finished`: NCCL has ended in good order after all
+  // Makes AwaitAbort return false. `finished`: NCCL has ended cleanly after all
   // calls, so their results are valid and there is nothing to tear down.
   void Stop(bool finished);
 

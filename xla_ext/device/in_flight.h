@@ -40,7 +40,7 @@ class InFlight {
 
   struct Oldest {
     std::string title;
-    double seconds;  // since Look first found that the operation had begun
+    double seconds;  // time since Look first found that the operation had begun
   };
   // Removes operations that have ended. Returns the oldest remaining one if it has
   // begun on the device.

@@ -38,7 +38,7 @@ class Kernels {
   struct Target {
     Stream stream;
     Pointer fused;       // the fused buffer, 16-byte aligned
-    Pointer poison;      // the poison word on the device; 0: there is none
+    Pointer poison;      // the poison word on the device; 0 if there is none
     uint64_t* launches;  // incremented for each kernel; may be null
   };
 

@@ -23,7 +23,8 @@ class Watchdog {
   Watchdog(std::shared_ptr<Communicator> control, const DeviceResources& device,
            DeviceEpoch& epoch, NcclComm& comm);
 
-  // `checker` must live until Stop; null: the caller compares the calls.
+  // `checker` compares the calls of all ranks, and must live until Stop. With null, the
+  // caller of Start compares the calls itself.
   void Start(ConsistencyChecker* checker);
   void LookAround(ConsistencyChecker* checker);
   // Ends the thread, after DeviceEpoch::Stop, and aborts NCCL if nothing else has ended

@@ -83,7 +83,7 @@ class AdaptiveCopier {
   static size_t Kind(size_t bytes);
   void CopyLong(void* to, const void* from, size_t bytes);
 
-  std::array<State, 9> states_;  // for 4 KiB, 8 KiB, ..., 1 MiB and more
+  std::array<State, 9> states_;  // states for 4 KiB, 8 KiB, ..., 1 MiB and more
   bool non_temporal_ = false;
 };
 

@@ -78,7 +78,7 @@ class Channel {
   // bytes, still encrypted, in [begin_, end_).
   size_t begin_ = 0, end_ = 0;
   size_t plain_begin_ = 0, plain_end_ = 0;
-  int broken_ = 0;  // errno for all calls of Receive after a bad record; 0: none yet
+  int broken_ = 0;  // errno for all calls of Receive after a bad record; else 0
 };
 
 }  // namespace ringjax

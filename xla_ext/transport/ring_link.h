@@ -16,7 +16,7 @@ namespace ringjax {
 
 // One side's flags. The side that owns them writes them, but the peer clears `wants`.
 struct RingSide {
-  alignas(kLineBytes) uint32_t wants;  // events that end the owner's sleep; 0: awake
+  alignas(kLineBytes) uint32_t wants;  // events that end the owner's sleep; 0 if awake
   uint32_t closed;
   CmaState cma;
 };

@@ -26,7 +26,7 @@ class SharedSegment : public Waitable {
   // count tiles that have passed a phase (engine/call/tiles.h).
   enum Counter { kAgreed, kCopiedIn, kReduced, kFinished, kEnded, kCounters };
 
-  static constexpr size_t kHeaderBytes = 64;  // in front of inline data
+  static constexpr size_t kHeaderBytes = 64;  // header in front of inline data
   static constexpr size_t kTiles = 3;         // tiles in an area
 
   int rank() const { return rank_; }

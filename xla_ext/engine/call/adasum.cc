@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kTileBytes = 1 << 20;
 
 struct Extent {
-  uint64_t offset = 0, count = 0;  // elements
+  uint64_t offset = 0, count = 0;  // start and length, in elements
 
   uint64_t end() const { return offset + count; }
   // At most `most` elements, from element `done` on.
@@ -230,9 +230,9 @@ class AdasumRun {
   const int size_;
   const uint64_t width_;
   const Spans* own_;              // values of this rank: first in, later out
-  Arithmetic moving_, adding_;    // to move elements, and to sum moments
+  Arithmetic moving_, adding_;    // arithmetic of elements and of moments
   std::vector<uint64_t> ends_;    // ends of the tensors, in elements
-  std::vector<Moments> moments_;  // by tensor, at this level
+  std::vector<Moments> moments_;  // moments of each tensor, at this level
 };
 
 }  // namespace

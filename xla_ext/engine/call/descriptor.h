@@ -31,7 +31,7 @@ struct Tensor {
 struct Call {
   Collective op = Collective::kAllreduce;
   ReduceOp reduce_op = ReduceOp::kSum;
-  int wire = -1;  // number of the wire dtype; -1: the dtype of the tensor
+  int wire = -1;  // number of the wire dtype; -1 means the dtype of the tensor
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
   int64_t step = -1;   // the caller's training step (optimizer state), -1 if none

@@ -442,8 +442,8 @@ class PlanRun {
   // to 0.9 of the time of a single copy by the peer.
   const bool uses_cma_;
   std::vector<Message> progress_;
-  std::vector<size_t> next_send_, next_receive_;  // by peer
-  std::vector<bool> flushed_;                     // by peer
+  std::vector<size_t> next_send_, next_receive_;  // next messages by peer
+  std::vector<bool> flushed_;                     // whether each peer's link is flushed
   std::vector<iovec> pieces_;
 };
 

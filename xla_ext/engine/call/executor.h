@@ -21,10 +21,10 @@ namespace ringjax {
 // All links of a communicator, its shared segment if it has one, and its timeouts, as
 // one call uses them.
 struct Endpoints {
-  std::vector<std::unique_ptr<Link>> links;  // by rank; null for this rank
+  std::vector<std::unique_ptr<Link>> links;  // link to each rank; null for this rank
   std::unique_ptr<SharedSegment> segment;    // null if the communicator has none
   int rank = 0;
-  double timeout = 0;  // seconds without any progress; 0: wait forever
+  double timeout = 0;  // seconds without any progress; 0 means to wait forever
   double look = 1;     // seconds without progress until on_stall is called
   // Called after each wait once nothing has moved for `look` seconds, with the seconds
   // without progress and the peers that the call waits for. `*end` is true on entry

@@ -25,7 +25,7 @@ class Table {
     std::memcpy(words_.data(), at, Bytes(size));
   }
 
-  // Makes the table of this rank anew: a peer could have changed the one in the slot.
+  // Makes the table of this rank again: a peer could have changed the one in the slot.
   Table(const Problem& problem, uint64_t room) : words_(1 + problem.counts.size()) {
     const size_t size = problem.counts.size() / 2;
     words_[0] = Sum(std::span(problem.counts).first(size)) <= room;

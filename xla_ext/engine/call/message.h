@@ -22,7 +22,7 @@ struct Message {
   uint64_t head = 0;            // bytes of the header, and of the list, that have moved
   uint64_t bytes = 0;           // bytes of the payload that have moved
   Frame frame;                  // receiver: the header that has arrived
-  std::vector<iovec> remote;    // pieces of the sender's memory; empty: not read by CMA
+  std::vector<iovec> remote;    // pieces of the sender's memory; empty without CMA
   uint64_t exposed_before = 0;  // bytes that the sender had exposed before this message
 
   uint64_t heads() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }

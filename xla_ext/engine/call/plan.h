@@ -36,7 +36,7 @@ struct Plan {
   std::vector<std::vector<int>> sends, receives;
   std::vector<int> copies;
   std::vector<int> peers;  // ranks that this rank sends to or receives from
-  uint64_t scratch = 0;    // elements
+  uint64_t scratch = 0;    // size of the scratch memory, in elements
   uint64_t sent = 0;       // elements that this rank sends
   // Whether messages may be read by CMA. A send by CMA ends only when the peer has read
   // the message. The verifier proves that the schedules of the table do not deadlock

@@ -39,7 +39,8 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs) {
   if (arithmetic.op == ReduceOp::kAdasum) return Route{Route::Kind::kAdasum};
   if (IsInline(problem, arithmetic, inputs)) return Route{Route::Kind::kInline};
-  uint64_t bytes = uint64_t{1} << 30;  // for an alltoall, whose size no rank knows
+  // No rank knows the size of an alltoall, so assume 1 GiB.
+  uint64_t bytes = uint64_t{1} << 30;
   if (problem.op != Collective::kAlltoall)
     bytes = std::accumulate(problem.counts.begin(), problem.counts.end(), uint64_t{0}) *
             Width(arithmetic.dtype);

@@ -47,9 +47,10 @@ struct Route {
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
-  std::string_view algorithm = {};  // name of the forced algorithm; empty: the cheapest
-  uint64_t inline_bytes = 0;        // size of an inline slot; 0: without inline data
-  bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
+  std::string_view algorithm =
+      {};                     // name of the forced algorithm; the cheapest if empty
+  uint64_t inline_bytes = 0;  // size of an inline slot; 0 disables inline data
+  bool repairs = false;       // whether another epoch may follow (resilient_comm.h)
 };
 
 // Whether the route is kInline. Cheap, because it computes no costs of algorithms.

@@ -341,10 +341,10 @@ class AllreducePipeline : public TilePipeline {
                              uint64_t offset, uint64_t n, bool non_temporal) {
     const bool far = segment_.copier().non_temporal();
     std::byte* const slot = Slot(k, size_) + offset;
-    std::byte* result = far ? scratch : slot;  // in the wire's element type
+    std::byte* result = far ? scratch : slot;  // sums in the wire's element type
     ReduceStrip(non_temporal ? result : out, own, k, offset, n);
     if (non_temporal)
-      CopyNonTemporal(out, result, n * width_);  // not compressed: the types are equal
+      CopyNonTemporal(out, result, n * width_);  // uncompressed, so types are equal
     else if (arithmetic_.compressed())
       Encode(result, out, n, arithmetic_, false);
     else

@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 // Returns whether the user has interrupted this process (Ctrl-C).
 using InterruptCheck = bool (*)();
-// The check of this process; null: no check.
+// The check of this process; null if there is none.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
 // Runs the check. May run Python's signal handlers, so no lock may be held.
 inline bool Interrupted() {
@@ -131,7 +131,7 @@ class Waiter {
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
     // An abort after the check in Idle has rung the doorbell. No other thread drains
-    // the doorbell, so poll returns at once.
+    // the doorbell, so poll returns immediately.
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();

@@ -39,20 +39,20 @@ class AbortState {
   // Waits until some thread aborts the communicator, at most `limit`.
   void Await(std::chrono::milliseconds limit) const;
 
-  // Records that a member has shut down in good order after `finished` calls.
+  // Records that a member has shut down cleanly after `finished` calls.
   void OnPeerShutdown(int world_rank, uint64_t finished);
   // Fails if a member has shut down before it finished call `sequence`. The rank of
   // the error is a rank of the communicator.
   Status CheckShutdowns(uint64_t sequence) const;
 
  private:
-  const std::vector<int>& world_ranks_;  // by rank
+  const std::vector<int>& world_ranks_;  // world rank of each rank
   Doorbell* const doorbell_;
   ResilientComm* const own_;
   std::atomic<bool> aborted_{false};
   std::atomic<bool> any_shut_down_{false};
   mutable std::mutex mutex_;           // guards all below
-  std::map<int, uint64_t> shut_down_;  // by world rank: number of finished calls
+  std::map<int, uint64_t> shut_down_;  // finished calls by world rank
 };
 
 }  // namespace ringjax

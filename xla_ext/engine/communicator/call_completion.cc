@@ -17,7 +17,7 @@ Status CallCompletion::Close(const Call& call, const Status& outcome, Barrier ba
   attempt->outcome = outcome;
   attempt->locally_complete = true;
   // In a static job a rank may return before other ranks have their results: they
-  // cannot lose this rank and go on without it.
+  // cannot lose this rank and continue without it.
   if (state_.repairs) {
     state_.progress->Done(state_.sequence());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok())

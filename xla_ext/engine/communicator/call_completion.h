@@ -21,7 +21,7 @@ struct CallAttempt {
   // This rank has the results in place, or the error that all ranks have.
   bool locally_complete = false;
   Status outcome;         // valid if locally_complete
-  uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0: not known
+  uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0 if unknown
 
   // The source of the results if this rank completes a committed call alone.
   enum class Source {
@@ -32,8 +32,9 @@ struct CallAttempt {
   } source = Source::kNone;
   // Counter values that prove that the source is complete. A rank may rely on the
   // source once the counter of every rank has reached the value.
-  uint64_t agreed = 0;   // kAgreed, for kInlineData and kNotNeeded; 0: no such proof
-  uint64_t reduced = 0;  // kReduced, for kTileResults; 0: no such proof
+  uint64_t agreed =
+      0;  // kAgreed, for kInlineData and kNotNeeded; 0 if there is no such proof
+  uint64_t reduced = 0;  // kReduced, for kTileResults; 0 if there is no such proof
 };
 
 // Ends the calls of one communicator. In an elastic job, a call returns only when every
@@ -72,7 +73,7 @@ class CallCompletion {
   // Waits until the call has ended in all replica sets. Returns `outcome`, or the
   // failure of another set.
   Status EndEverywhere(const Call& call, const Status& outcome);
-  int Sealed(const CallAttempt& attempt) const;  // a rank that has stopped; -1: none
+  int Sealed(const CallAttempt& attempt) const;  // a rank that has stopped, or -1
   bool Shown(const CallAttempt& attempt) const;  // whether the source is complete
 
   CommState& state_;

@@ -1,4 +1,4 @@
-// The log of the calls of one communicator: totals, the last call, the present wait,
+// The log of the calls of one communicator: totals, the last call, the current wait,
 // and an event of each call for the recorder.
 #pragma once
 
@@ -32,7 +32,7 @@ class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}
 
-  // -- the present call ---------------------------------------------------------------
+  // -- the current call ---------------------------------------------------------------
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
@@ -77,7 +77,7 @@ class CallLog {
   void SetLast(const Call& call, Event::Clock::time_point end);
 
   const CommState& state_;
-  Event event_;               // the present call, as far as it got
+  Event event_;               // the current call, as far as it got
   bool trial_ = false;        // see Restart
   mutable std::mutex mutex_;  // guards all below
   struct Last {               // the last call that has ended
@@ -88,7 +88,7 @@ class CallLog {
   } last_;
   std::string waiting_;  // the call that has stalled, and a rank it waits for; or ""
   std::function<std::string()> missing_;
-  std::array<OpStats, kCollectiveCount> stats_;  // by collective
+  std::array<OpStats, kCollectiveCount> stats_;  // totals by collective
 };
 
 }  // namespace ringjax

@@ -44,8 +44,8 @@ class CallRunner {
   Status Validate(const Call& call) const;
   // Gives the call its sequence number and fills in the frame of its messages.
   Status Begin(const Call& call, Frame* frame);
-  // Runs a call. `local_check` comes from Communicator::RunInThisEpoch and is null
-  // otherwise; `negotiated` is true only from Communicator::RunNegotiated.
+  // Runs a call. `local_check` and `negotiated` are the arguments of
+  // Communicator::RunInThisEpoch. Other callers pass null and false.
   Status Run(const Call& call, CallAttempt* attempt,
              const Status* local_check = nullptr, bool negotiated = false);
   // Implements Communicator::Compare.
@@ -54,7 +54,7 @@ class CallRunner {
  private:
   // The result of the agreement about a call.
   struct Agreement {
-    Status outcome;            // not ok: no rank moves data
+    Status outcome;            // if this is an error, no rank moves data
     bool refused = false;      // every rank has refused the call
     bool told_splits = false;  // an input: inline data contain the splits
   };

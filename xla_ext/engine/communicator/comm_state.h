@@ -30,10 +30,10 @@ struct CommunicatorOptions {
   uint64_t job = 0;
   uint32_t epoch = 0;  // number of the epoch of the job; not epoch_index()
   Topology topology;
-  std::vector<int> world_ranks;     // by rank in this communicator
+  std::vector<int> world_ranks;     // world rank of each rank of this communicator
   double spin_seconds = 50e-6;      // longest spin before a waiting thread sleeps
-  double stall_warning = 30;        // seconds
-  double collective_timeout = 300;  // seconds; 0: never
+  double stall_warning = 30;        // seconds of waiting until a warning
+  double collective_timeout = 300;  // seconds until a call fails; 0 disables the limit
   // Forces algorithms: "" for none, a name, or "allreduce:ring,broadcast:binomial".
   std::string algorithm;
   CostModel cost;

@@ -122,7 +122,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return failures_.WithContext(call, status);
   }
 
-  Rounds& rounds() { return rounds_; }  // for the thread of an eager lane
+  Rounds& rounds() { return rounds_; }  // used by the thread of an eager lane
 
   // -- as an epoch of a ResilientComm -------------------------------------------------
 
@@ -167,7 +167,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit = -1) {
     failures_.AbortAndNotifyPeers(code, what, culprit);
   }
-  // Records that a member has shut down in good order after `finished` calls. Those
+  // Records that a member has shut down cleanly after `finished` calls. Those
   // calls may still complete here. A later call fails: at once if it has not begun,
   // otherwise at the latest after a second in which no data move.
   void OnPeerShutdown(int world_rank, uint64_t finished = 0) {

@@ -11,8 +11,8 @@
 namespace ringjax {
 namespace {
 
-// A thread pool without a limit: each task gets a thread at once, because a task may
-// block until other tasks have run. The pool is never destroyed, because its tasks
+// A thread pool without a limit: each task gets a thread immediately, because a task
+// may block until other tasks have run. The pool is never destroyed, because its tasks
 // continue programs, which may outlive static objects at exit.
 class Carriers {
  public:

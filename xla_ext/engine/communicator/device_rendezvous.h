@@ -43,11 +43,12 @@ struct Part {
   // shards[t * devices.size() + d] is the number, from 0, of the shard of tensor t that
   // devices[d] holds. Devices with the same number hold equal data.
   std::vector<int64_t> shards;
-  std::function<void(const Status&)> done;  // called once; ok: results are in place
-  // Called once, after all devices have come, with the call of all of them. Empty: the
-  // communicator runs that call. If `wants_turn` is set, `ticket` is a ticket of the
-  // communicator, and `body` passes it to RunInTurn for its first call; otherwise it is
-  // 0.
+  std::function<void(const Status&)>
+      done;  // called once; if ok, the results are in place
+  // Runs the combined call, once, after the parts of all devices have arrived. If
+  // `body` is empty, the communicator runs the call itself. If `wants_turn` is set,
+  // `ticket` is a ticket that `body` must pass to RunInTurn with its first call.
+  // Otherwise `ticket` is 0.
   std::function<Status(uint64_t ticket, const Call& call)> body;
   bool wants_turn = true;
 };

@@ -41,17 +41,17 @@ class HeartbeatClient {
   // Calls HeartbeatHooks::on_failure.
   void NotifyPeers(const Status& blame) const;
 
-  // Sends a straggler probe about the present call, which `what` describes, to at most
+  // Sends a straggler probe about the current call, which `what` describes, to at most
   // kMostAsked members: first to ranks that are known to be late, then to the members
-  // `peers`, then to all others. Returns at once.
+  // `peers`, then to all others. Returns immediately.
   void ProbeCall(const std::vector<int>& peers, const std::string& what) const;
   // Sends a straggler probe to members, by world rank, about an operation of the eager
-  // lane, which `what` describes. Returns at once.
+  // lane, which `what` describes. Returns immediately.
   void ProbeOperation(uint64_t operation, const std::vector<int>& world_ranks,
                       const std::string& what) const;
   // The replies to the last probe, which arrive a moment later.
   std::vector<ProbeReply> ProbeReplies(const std::vector<int>& world_ranks) const;
-  // World ranks that have not made the present call, as far as this rank can find out.
+  // World ranks that have not made the current call, as far as this rank can find out.
   std::vector<int> Late() const;
   std::vector<int> Others() const;  // world ranks of all other members
 

@@ -64,18 +64,21 @@ class Overlap {
   double exposed() const;
 
  private:
+  // One bucket between its START and its DONE. This struct has nothing to do with the
+  // job that ringrun starts, which comments call an elastic or a static job.
   struct Job {
     Call call;                            // its tensors lie in `block` or `beyond`
     std::string name, names, partition;   // the texts of `call`
     std::byte* block = nullptr;           // memory in the arena, or null
     std::unique_ptr<std::byte[]> beyond;  // memory if the arena had no room, or null
-    // Equal for jobs that must complete in one epoch: in an elastic job the chain. In a
-    // static job each bucket is a unit, and its number is negative.
+    // Buckets with equal units must complete in one epoch. If the ranks can change, the
+    // unit is the number of the chain. Otherwise each bucket has its own unit, which is
+    // negative.
     int64_t unit = 0;
     uint64_t ticket = 0;
     uint32_t epoch = 0;  // the epoch in which the call completed
     // Guarded by mutex_. pending: started and not collected; finished: served by the
-    // engine thread; copied: being copied in or out at present, without the lock.
+    // engine thread; copied: a thread copies it in or out now, without the lock.
     bool pending = false, finished = false, copied = false;
     Status status;
   };
@@ -103,7 +106,7 @@ class Overlap {
   std::set<int64_t> failed_;  // units of which a bucket has failed on all ranks
   double exposed_ = 0;
   Arena arena_;
-  std::map<int64_t, std::unique_ptr<Job>> jobs_;  // by site
+  std::map<int64_t, std::unique_ptr<Job>> jobs_;  // buckets by site
   std::deque<Job*> queue_;
   bool stopping_ = false;
   std::thread worker_;  // started with the first job

@@ -24,7 +24,7 @@ struct Request {
   Arithmetic arithmetic;
   Buffers buffers;
   Spans in, out;
-  std::vector<uint64_t> sizes;  // with Adasum: elements of each tensor
+  std::vector<uint64_t> sizes;  // elements of each tensor, for Adasum
   uint64_t bytes = 0;
 
   // Bytes that one rank contributes to a reduction, in the element type of the wire.

@@ -52,7 +52,7 @@ Status ResilientComm::Install(std::shared_ptr<Communicator> next,
   }
   changed_.notify_all();
   if (end.ok()) return end;
-  // This rank takes no part in the new epoch, so its peers must not wait for it.
+  // This rank does not take part in the new epoch, so its peers must not wait for it.
   if (next)
     next->AbortAndNotifyPeers(Code::kUnavailable, "does not go on: " + end.message());
   return Status(Code::kFailedPrecondition,
@@ -145,7 +145,7 @@ Status ResilientComm::RunLastOfChain(Communicator& caller, uint64_t ticket,
   });
 }
 
-// Aborts the present epoch and ends this ResilientComm after an interrupt. No call can
+// Aborts the current epoch and ends this ResilientComm after an interrupt. No call can
 // follow: an unused ticket, or a call that is not completed, blocks all calls behind
 // it.
 void ResilientComm::Interrupt(const FailureReport& caller, const std::string& how) {
@@ -277,7 +277,8 @@ Status ResilientComm::Follow(uint64_t since, std::shared_ptr<Communicator>* next
     RJ_TRY(Park(number, &decision));
     std::lock_guard lock(mutex_);
     *next = current_.lock();
-    if (*next) return OkStatus();  // otherwise this rank takes no part in that epoch
+    if (*next)
+      return OkStatus();  // otherwise this rank does not take part in that epoch
   }
 }
 

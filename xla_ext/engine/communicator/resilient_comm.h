@@ -12,7 +12,7 @@
 // The steps are those of ULFM: revoke, agree, shrink (Bland et al., "Post-failure
 // recovery of MPI communication capability", IJHPCA 27(3), 2013). The Python code makes
 // the commit decision and connects the next epoch (ringjax/membership,
-// ringjax/recovery).
+// ringjax/world/recovery.py).
 #pragma once
 
 #include <atomic>
@@ -35,8 +35,8 @@ namespace ringjax {
 struct CommitDecision {
   uint64_t finished = 0;   // number of calls, from the first, that are committed
   bool repeats = true;     // the next call runs again; else it fails on all ranks
-  std::vector<int> ranks;  // by old rank: new rank, -1 if lost; empty: unchanged
-  std::string reason;      // why the epoch ended; empty: the reason of its abort
+  std::vector<int> ranks;  // new rank of each old rank, -1 if lost; empty if unchanged
+  std::string reason;      // why the epoch ended; if empty, the abort's reason
   int culprit = -1;        // the world rank that was lost, if known; set by Install
 };
 
@@ -51,7 +51,7 @@ struct CommitDecision {
 class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
  public:
   // `epoch_timeout` is the time in seconds that a parked call waits for the next epoch;
-  // 0 means for ever.
+  // 0 means forever.
   explicit ResilientComm(double epoch_timeout)
       : repairs_(true), epoch_timeout_(epoch_timeout) {}
   // Makes a ResilientComm of one epoch, which is not installed: the communicator that
@@ -119,14 +119,15 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // The changes of the ranks and of running calls from epoch `from` (0: the first) to
   // epoch `to`.
   struct Change {
-    std::vector<int> ranks;  // by old rank: new rank, -1 if lost; empty: unchanged
-    bool repeats = true;     // false: calls that were running fail on all ranks
-    std::string reason;      // why the last epoch before `to` ended
+    std::vector<int>
+        ranks;            // new rank of each old rank, -1 if lost; empty if unchanged
+    bool repeats = true;  // false: calls that were running fail on all ranks
+    std::string reason;   // why the last epoch before `to` ended
   };
   Change Changes(uint64_t from, uint64_t to) const;
-  // Parks until the commit decision about epoch `index` is there. ok: call `sequence`
-  // of that epoch is committed. kUnavailable: it is not ("revoked: <reason>").
-  // Otherwise fails as Follow does.
+  // Parks until the commit decision about epoch `index` has arrived. Returns ok if call
+  // `sequence` of that epoch is committed, and kUnavailable ("revoked: <reason>") if
+  // the call is not committed. Otherwise fails as Follow does.
   Status Judge(uint64_t index, uint64_t sequence);
 
   // The current epoch; null before the first one, after End, or if this rank does not
@@ -143,7 +144,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
     std::shared_ptr<Communicator> communicator;
     uint64_t begun = 0;   // calls begun in this epoch, also if communicator is null
     uint64_t number = 0;  // index of the epoch
-    Status end;           // not ok: the error of the call, which must not run
+    Status end;  // if this is an error, the call fails with it and must not run
   };
   // Reads the current epoch. If Install has scheduled a failure, sets `end` to it and
   // decrements failing_.

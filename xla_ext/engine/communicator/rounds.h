@@ -43,7 +43,7 @@ class Rounds {
                   Piggyback* piggyback = nullptr);
 
   // Whether a finished round is as final as a finished call, because no epoch can
-  // follow. Otherwise some ranks may go on without having received its messages.
+  // follow. Otherwise some ranks may continue without having received its messages.
   bool final() const { return !state_.repairs; }
   // Whether the data of an operation may be piggybacked on a round. That requires final
   // rounds, a shared segment and no forced algorithm.
@@ -61,7 +61,7 @@ class Rounds {
   // the deadline passes. Aborts the communicator if a peer is gone and the next round
   // is `required`; otherwise the next call reports that peer.
   Status AwaitNext(Clock::time_point deadline, bool required, bool* called);
-  void Wake();  // from any thread
+  void Wake();  // any thread may call this function
 
  private:
   Status LookForCall(bool* called);
@@ -75,7 +75,7 @@ class Rounds {
   const Planner& planner_;
   // The waiter is kept because it adapts to the length of the waits.
   std::unique_ptr<Waiter> resting_;
-  std::vector<bool> closed_;  // by rank: links that AwaitNext found closed
+  std::vector<bool> closed_;  // whether AwaitNext found each rank's link closed
   std::atomic<bool> asleep_{false}, woken_{false};  // see AwaitNext and Wake
 };
 

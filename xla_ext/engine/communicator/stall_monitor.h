@@ -36,8 +36,8 @@ class StallMonitor {
   const HeartbeatClient& heartbeat_;
   const FailureReport& failures_;
   CallLog& log_;
-  StallPolicy policy_;             // for the present call
-  bool waiting_recorded_ = false;  // the log has the wait of the present call
+  StallPolicy policy_;             // decisions about the current call
+  bool waiting_recorded_ = false;  // the log has the wait of the current call
 };
 
 }  // namespace ringjax

@@ -1,6 +1,6 @@
 // Straggler probes: questions to late ranks about where their programs are.
 //
-// A rank that waits for long probes the late ranks and goes on waiting. The replies
+// A rank that waits for long probes the late ranks and continues to wait. The replies
 // arrive a moment later and become part of the warning or the error. The heartbeat
 // carries probes and replies, because its thread replies however busy the rank is.
 // Compiled programs and the eager lane share one policy: StallPolicy.
@@ -32,7 +32,7 @@ struct ProbeReply {
   std::string text;      // "its last call was ...; it is at train.py:41 in load_batch"
 };
 
-// The reply of this rank to a straggler probe: its present wait, or its last call.
+// The reply of this rank to a straggler probe: its current wait, or its last call.
 struct ProbeAnswer {
   bool has_text = false;  // false: this communicator has nothing to report
   bool waits = false;     // the rank is in a call and waits for other ranks
@@ -69,7 +69,7 @@ bool AllAnswered(const std::vector<ProbeReply>& replies);
 std::string Printable(std::string_view text, size_t limit);
 
 // Decides when a rank that waits probes, warns, and stops waiting for replies. Times
-// are seconds of the present wait; a `warning` or `limit` of 0 never comes.
+// are seconds of the current wait; a `warning` or `limit` of 0 never comes.
 class StallPolicy {
  public:
   // Whether to probe now, and if so, remembers that. True once for each warning, and
@@ -86,7 +86,7 @@ class StallPolicy {
   void Warned(double seconds) { warned_ = seconds; }
 
  private:
-  static constexpr double kForAnswers = 0.7, kEarly = 1.0;  // seconds
+  static constexpr double kForAnswers = 0.7, kEarly = 1.0;  // durations in seconds
   // Seconds of the wait at the last probe (-1: none), the last warning (0: none) and
   // the last MustAsk.
   double asked_ = -1, warned_ = 0, last_ = 0;

@@ -11,7 +11,7 @@
 namespace ringjax {
 namespace {
 
-constexpr int64_t kMostRows = int64_t{1} << 40;  // per rank, so that no sum overflows
+constexpr int64_t kMostRows = int64_t{1} << 40;  // rows of a rank; no sum overflows
 
 template <typename T>
 void Put(std::vector<std::byte>* pattern, T value) {
@@ -59,7 +59,7 @@ void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
       return PutExtreme<double>(pattern, highest);
     case DType::kC64:
     case DType::kC128:
-      pattern->assign(Width(dtype), std::byte{0});  // not reached: see CheckReduction
+      pattern->assign(Width(dtype), std::byte{0});  // unreachable, see CheckReduction
   }
 }
 

@@ -56,7 +56,7 @@ class BatchBuilder {
                                          std::span<const std::byte> pattern) const;
 
   const LaneState& state_;
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
 };
 
 }  // namespace ringjax

@@ -13,7 +13,7 @@ namespace ringjax {
 
 class Batches {
  public:
-  // A Call of several operations has at most `threshold` bytes; 0: nothing is fused.
+  // A Call of several operations has at most `threshold` bytes; 0 disables fusion.
   // The Calls are appended to `*decisions`, which must outlive this object.
   Batches(uint64_t threshold, std::vector<Decision>* decisions)
       : threshold_(threshold), decisions_(decisions) {}

@@ -45,11 +45,11 @@ class DecisionRunner {
   Status Seal();
 
   LaneState& state_;
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   TaskQueue& tasks_;
   const LaneRecord& record_;
   const BatchBuilder builder_;
-  Scratch scratch_;      // for MoveAside
+  Scratch scratch_;      // memory that MoveAside uses
   bool sealed_ = false;  // all ranks are known to have received this round
 };
 

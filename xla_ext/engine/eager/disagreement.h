@@ -11,11 +11,11 @@
 
 namespace ringjax {
 
-// Compares the submissions of all ranks for one operation; null entries take no part.
-// If two do not fit, returns kMismatch with the first difference: "Mismatched shapes of
-// allreduce 'grad': rank 0 sent f32[17,2], rank 1 sent f32[17,3]". Status::rank() is
-// the first rank of the second largest group of ranks that sent the same; of equal
-// groups, the one with the lower first rank counts as the larger.
+// Compares the submissions of all ranks for one operation; null entries do not take
+// part. If two do not fit, returns kMismatch with the first difference: "Mismatched
+// shapes of allreduce 'grad': rank 0 sent f32[17,2], rank 1 sent f32[17,3]".
+// Status::rank() is the first rank of the second largest group of ranks that sent the
+// same; of equal groups, the one with the lower first rank counts as the larger.
 Status Compare(const std::vector<SubmissionPtr>& by_rank,
                const std::vector<int>& members);
 

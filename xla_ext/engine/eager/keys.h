@@ -41,10 +41,10 @@ struct KeyEqual {
 // The state of one key. A key is pending from the first submission of any rank until
 // the decision.
 struct Key {
-  SubmissionPtr any;  // the submission received first; null: not pending
+  SubmissionPtr any;  // the first submission; null if the key is not pending
   std::vector<SubmissionPtr> by_rank;
   int submitted = 0;
-  int submitted_and_joined = 0;  // ranks that have done both; IsReady counts them once
+  int submitted_and_joined = 0;  // ranks that did both, which IsReady counts once
   bool alike = true;             // all submissions so far are one object, `any`
   uint64_t id = 0;
   Key *older = nullptr, *newer = nullptr;  // neighbours in the list of pending keys

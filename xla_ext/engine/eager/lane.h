@@ -49,7 +49,7 @@ class EagerLane {
   EagerLane(std::shared_ptr<Communicator> communicator, EagerOptions options);
   ~EagerLane();
 
-  // Submits an operation. Fails at once with kInvalidArgument if the operation is
+  // Submits an operation. Fails immediately with kInvalidArgument if the operation is
   // impossible or another one with its op and name has not ended on this rank, and with
   // the reason of the failure if the lane has failed. Takes `keep` only on success.
   Result<std::shared_ptr<Work>> Submit(EagerRequest request);
@@ -75,7 +75,7 @@ class EagerLane {
   // Sets the backend for CUDA tensors. To be called before the first submission.
   void set_cuda(EagerBackendMaker make);
   std::shared_ptr<EagerBackend> cuda() const;  // null: there is none
-  // The communicator of the present epoch.
+  // The communicator of the current epoch.
   std::shared_ptr<Communicator> communicator() const;
   // Whether all operations fail from now on. The end of one epoch alone does not count.
   bool aborted() const;

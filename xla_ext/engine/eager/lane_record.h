@@ -43,7 +43,7 @@ class LaneRecord {
   Timeline::Row RowOf(const Submission& s) const;
 
   LaneState& state_;
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   std::shared_ptr<Timeline> recording_;                // timeline_ at BeginRound
   std::shared_ptr<Timeline> timeline_;                 // guarded by LaneState::mutex
 };

@@ -20,14 +20,15 @@ struct EagerOptions {
   uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; equal on all ranks
   size_t cache_capacity = 65536;                    // entries; equal on all ranks
   double cycle_seconds = 0;                         // seconds to wait for more to fuse
-  // Seconds of waiting for other ranks until a warning and until an error; 0: never.
+  // Seconds of waiting for other ranks until a warning and until an error; 0 means
+  // never.
   double stall_warning = 30;
   double timeout = 300;
 };
 
 struct EagerStats {
-  uint64_t rounds = 0, message_bytes = 0;       // message_bytes: sent by this rank
-  uint64_t submissions = 0, cached = 0;         // cached: sent as a number
+  uint64_t rounds = 0, message_bytes = 0;  // bytes of the messages that this rank sent
+  uint64_t submissions = 0, cached = 0;    // cached: sent as a number
   uint64_t calls = 0, fused = 0, failures = 0;  // fused: submissions in the calls
   // driven: submissions whose callers did the work of the lane while they waited.
   // piggybacked: calls that were left out, because their data came with the round.
@@ -53,7 +54,7 @@ struct LaneState {
     return Shown(communicator->Prefix(), what, cause);
   }
 
-  const std::shared_ptr<ResilientComm> resilient;  // that of all epochs of the lane
+  const std::shared_ptr<ResilientComm> resilient;  // shared by all epochs of the lane
   const EagerOptions options;
 
   // Guards the rest of this struct, and those members of the parts whose comments say
@@ -63,7 +64,7 @@ struct LaneState {
   mutable std::mutex mutex;
   // Written by the holder with `mutex` held (EagerLane::set_cuda writes before any
   // submission), so the holder may read them without `mutex`.
-  std::shared_ptr<Communicator> communicator;  // the lane's present epoch
+  std::shared_ptr<Communicator> communicator;  // the lane's current epoch
   std::shared_ptr<EagerBackend> cuda;          // null: there is none
   EagerBackendMaker make_cuda;
   EagerStats stats;

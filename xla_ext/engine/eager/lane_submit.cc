@@ -7,7 +7,7 @@
 namespace ringjax {
 
 Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
-  if (!owner_.IsHere())  // a forked child takes no lock: it may be held for ever
+  if (!owner_.IsHere())  // a forked child takes no lock: it may be held forever
     return Shown(origin_, request.what.Title(),
                  {Code::kFailedPrecondition, "this process was forked after init()"});
   const auto present = communicator();

@@ -86,7 +86,7 @@ struct Negotiation::State {
   size_t pending = 0;
 
   SubmissionCache cache;
-  std::vector<Key*> numbered;            // by number in the cache
+  std::vector<Key*> numbered;            // keys by their number in the cache
   std::vector<SubmissionPtr> described;  // submissions received in full in this round
   std::vector<Expired> expired;          // expiries received in this round
 

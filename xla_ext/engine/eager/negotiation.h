@@ -55,10 +55,10 @@ struct Decision {
 bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id);
 
 struct NegotiationOptions {
-  int rank = 0, size = 1;         // in the set
+  int rank = 0, size = 1;         // rank in the set, and size of the set
   std::vector<int> members = {};  // world ranks, for texts and Status::rank()
-  uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; 0: nothing is fused
-  size_t cache_capacity = 65536;                    // submissions; 0: no cache
+  uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; 0 disables fusion
+  size_t cache_capacity = 65536;                    // submissions; 0 disables the cache
   std::string prefix = {};  // starts every text: "RINGJAX[world, epoch 0]: "
   // Called within Receive for each submission that a message contains, with the rank in
   // the set. May be empty.
@@ -105,12 +105,12 @@ class Negotiation {
     SubmissionPtr any;
     // Ranks in the set; `missing` without the ranks that have joined.
     std::vector<int> submitted, missing;
-    SubmissionPtr own;  // the pointer given to Submit; null: not submitted
+    SubmissionPtr own;  // the pointer given to Submit; null if not submitted
     // A text about missing ranks that have submitted the name under another op, or
     // empty: "rank 1 has submitted allgather 'x'".
     std::string hint;
   };
-  std::vector<Waiting> waiting() const;  // by id
+  std::vector<Waiting> waiting() const;  // sorted by id
   size_t pending() const;                // waiting().size(), in constant time
   uint64_t next_id() const;              // greater than every id so far
 

@@ -16,7 +16,7 @@
 
 namespace ringjax {
 
-inline constexpr size_t kMostExpiryText = 1024;  // bytes
+inline constexpr size_t kMostExpiryText = 1024;  // bytes of an expiry's text
 
 struct NegotiationItem {
   enum class Kind : uint8_t {

@@ -53,14 +53,14 @@ class ProgressEngine {
   void BeginAnew(const Inheritance& all, int culprit);
 
   LaneState& state_;
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   TaskQueue& tasks_;
   LaneRecord& record_;
   DecisionRunner runner_;
   StallInspector stalls_;
   std::unique_ptr<Negotiation> negotiation_;
   uint64_t hits_before_ = 0;    // cache hits in earlier epochs
-  std::vector<TaskPtr> taken_;  // from the queue; empty between turns
+  std::vector<TaskPtr> taken_;  // tasks from the queue; empty between turns
 };
 
 }  // namespace ringjax

@@ -13,8 +13,9 @@ namespace {
 
 // Limits in bytes. Beyond them, a copy in vain costs too much, and a call is faster.
 constexpr uint64_t kMost = 8 << 10;
-constexpr uint64_t kMostIfWaits = 64 << 10;  // for a caller that waits: the other ranks
-                                             // are then likely to submit the same
+// The limit if the caller waits: the other ranks then probably submit the same
+// operation.
+constexpr uint64_t kMostIfWaits = 64 << 10;
 
 // Whether each rank can compute, from the inputs of all ranks, the same bits as a call.
 bool Qualifies(const Submission& s, bool waits) {

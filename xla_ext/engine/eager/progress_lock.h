@@ -43,7 +43,7 @@ class ProgressLock {
 
  private:
   LaneState& state_;
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   const TaskQueue& tasks_;
 
   std::mutex mutex_;  // the progress lock itself

@@ -45,7 +45,7 @@ void StallInspector::Watch(Negotiation* negotiation) {
                                        std::chrono::duration<double>(pause));
 }
 
-// The timeout of this rank's own submission in seconds; 0: there is none.
+// The timeout of this rank's own submission in seconds; 0 if there is none.
 double StallInspector::LimitOf(const Negotiation::Waiting& waiting) const {
   if (!waiting.own) return 0;
   const double own = static_cast<const Task&>(*waiting.own).timeout;

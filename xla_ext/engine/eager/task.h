@@ -36,7 +36,7 @@ using TaskPtr = std::shared_ptr<Task>;
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 
-// The task of rank `rank`, this rank; null: this rank has not submitted it.
+// The task of rank `rank`, this rank; null if this rank has not submitted it.
 inline TaskPtr Mine(const Ready& ready, int rank) {
   // For this rank the negotiation returns the pointer given to Submit, which is a Task.
   return std::const_pointer_cast<Task>(

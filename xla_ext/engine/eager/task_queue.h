@@ -64,7 +64,7 @@ class TaskQueue {
 
  private:
   LaneState& state_;                                   // its mutex guards all below
-  const std::shared_ptr<Communicator>& communicator_;  // the lane's present epoch
+  const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   EndedTasks& ended_tasks_;
   const std::shared_ptr<Gate> gate_;
 

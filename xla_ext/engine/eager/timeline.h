@@ -4,9 +4,9 @@
 // The format is Horovod's. Each operation name has one row (a "process" of the trace).
 // On the row, NEGOTIATE_ALLREDUCE lasts from the first rank that submits the operation
 // until all ranks have, with a mark for each rank; ALLREDUCE follows while the
-// operation runs. The eager lanes report their operations while these go on. The
-// recorder reports calls of compiled programs when they have ended; for those only the
-// mark of this rank is known. A thread of its own writes the file, so a thread that
+// operation runs. The eager lanes report their operations while these operations run.
+// The recorder reports calls of compiled programs when they have ended; for those only
+// the mark of this rank is known. A thread of its own writes the file, so a thread that
 // reports only takes a lock. Times are microseconds since the timeline was opened.
 //
 // The newest part is always kept: a full file is renamed to end in ".1", in place of
@@ -98,8 +98,8 @@ class Timeline final : public Listener {
   std::mutex mutex_;        // guards all below
   std::condition_variable changed_;
   std::unordered_map<std::string, Place> places_;
-  std::vector<std::string> events_;  // not yet written
-  uint64_t bytes_ = 0;               // bytes reported for the present file
+  std::vector<std::string> events_;  // events that are not written yet
+  uint64_t bytes_ = 0;               // bytes reported for the current file
   bool stopping_ = false;
   std::thread writer_;
 };

@@ -66,8 +66,9 @@ class Work {
       : gate_(std::move(gate)), stream_(stream) {}
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Waits for the outcome. kCancelled if this process was interrupted; the work goes on
-  // then. kFailedPrecondition in a signal handler whose thread holds the progress lock.
+  // Waits for the outcome. kCancelled if this process was interrupted; the work
+  // continues then. kFailedPrecondition in a signal handler whose thread holds the
+  // progress lock.
   Status Wait();
 
   // Whether the work has ended, on the device as well if there is one.

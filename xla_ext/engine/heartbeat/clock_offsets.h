@@ -40,7 +40,7 @@ class ClockOffsets {
   void OnClock(PeerState* state, const std::string& bytes);
 
  private:
-  void SendClock(PeerState* state);  // with the mutex held
+  void SendClock(PeerState* state);  // the caller holds the mutex
 
   ControlConnections* const connections_;
   const double timeout_;

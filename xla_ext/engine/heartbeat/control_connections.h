@@ -25,10 +25,10 @@ double SecondsNow();
 // members that change.
 struct PeerState {
   struct Peer {
-    int rank;               // in the world
+    int rank;               // rank in the world
     int fd;                 // connected stream socket; the channel owns it
     std::string host = {};  // name of its host, for texts
-    std::string key = {};   // for the channel; empty: not encrypted
+    std::string key = {};   // key of the channel; no encryption if empty
   };
   PeerState(const Peer& p, size_t i) : peer(p), index(i), channel(p.fd, KeyOf(p.key)) {
     peer.key.clear();

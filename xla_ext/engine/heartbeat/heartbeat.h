@@ -66,11 +66,11 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   // to blame and `message` what it did. -1 blames this rank; if it has lost another
   // rank before, peers receive that rank and its reason instead.
   void Fail(const std::string& message, int culprit = -1);
-  // Announces to all peers that this rank shuts down in good order.
+  // Announces to all peers that this rank shuts down cleanly.
   void Leave();
 
   std::vector<std::pair<int, std::string>> lost() const;  // world ranks and reasons
-  std::vector<int> left() const;  // world ranks that have shut down in good order
+  std::vector<int> left() const;  // world ranks that have shut down cleanly
 
   // The parts for the other protocols. The references are valid as long as this object.
   ClockOffsets& clock_offsets() { return clock_offsets_; }

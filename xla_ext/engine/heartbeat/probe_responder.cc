@@ -12,7 +12,8 @@ namespace {
 
 constexpr double kForInterpreter = 0.5;  // seconds that a probe waits for Answer
 constexpr ptrdiff_t kMostOpen = 16;      // probes of one peer that wait for Answer
-constexpr size_t kMostStalls = 16;       // stalls kept, so that asked() repeats none
+// The number of stalled calls that are stored, so that asked() reports each only once.
+constexpr size_t kMostStalls = 16;
 
 }  // namespace
 

@@ -1,7 +1,7 @@
 // ProbeResponder: the replies of this rank to straggler probes over the sockets of the
 // heartbeat. See straggler_probe.h.
 //
-// A rank replies at once if it has made the call in question, or has no `inquire`.
+// A rank replies immediately if it has made the call in question, or has no `inquire`.
 // Otherwise it rings `inquire`, which wakes a Python thread, and waits until that
 // thread calls Answer with the position of the program, for half a second at most.
 // After that time the rank replies that the interpreter is busy: a thread holds the
@@ -36,7 +36,7 @@ class ProbeResponder {
 
   // The probes from peers that wait for Answer, for the thread that `inquire` wakes.
   struct Asked {
-    uint64_t newest = 0;  // number of the newest probe; 0: there is none
+    uint64_t newest = 0;  // number of the newest probe; 0 if there is none
     // "rank 0 waits for this rank to call allreduce 'x' (...)"; each stall only once.
     std::vector<std::string> stalls;
   };

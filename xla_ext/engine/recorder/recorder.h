@@ -84,7 +84,7 @@ class Recorder {
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
 
   // Keeps the latest `capacity` events. `who`: the process in texts, such as "rank 3".
-  // `path`: the file that Dump writes; empty: no file.
+  // `path` is the file that Dump writes. If it is empty, Dump writes no file.
   Recorder(size_t capacity, std::string who, std::string path);
 
   void Add(const Event& event);
@@ -98,7 +98,8 @@ class Recorder {
   // Returns the events after the first `*seen` as lines of JSON, with the seconds of
   // Event::Clock, and sets `*seen` to count(). `*lost`: how many are no longer kept.
   std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
-  void Tell(std::shared_ptr<Listener> listener);  // replaces the listener; null: none
+  void Tell(
+      std::shared_ptr<Listener> listener);  // replaces the listener; null removes it
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // number of all events ever added
@@ -106,7 +107,7 @@ class Recorder {
   // For the end of a job: writes the events kept to the file, as lines of JSON, and the
   // path to standard error. Only the first call writes, if there are events and a path.
   void Dump(const std::string& reason);
-  // The path of the file that Dump has written; empty: there is none.
+  // The path of the file that Dump has written; empty if there is none.
   std::string dumped() const;
 
  private:
