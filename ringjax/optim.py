@@ -304,7 +304,7 @@ def weighted_loss(
         >>> ringjax.init()
         >>> x = jnp.arange(4.0)
         >>> loss = lambda p: ringjax.weighted_loss(jnp.mean(p * x), len(x))
-        >>> gradient = jax.grad(loss)(2.0)  # for allreduce_grads().update
+        >>> gradient = jax.grad(loss)(2.0)  # argument of allreduce_grads().update
         >>> float(gradient)
         1.5
     """

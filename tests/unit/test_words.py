@@ -55,6 +55,10 @@ CORE = "xla_ext ringjax/eager tests/native"
 
 # A comment or a docstring that begins so has no subject.
 HEADLESS = re.compile(r"(?i)(?:who|whoever|whose|what|whatever|of|the same)\b")
+# Nor has a comment behind a line that begins with one of these.
+FRAGMENT = re.compile(
+    r"(?i)(?:by|in|on|for(?! example)|to|since|until|without|because|per|at|with)\b"
+)
 
 CLASS = {".py": r"(?m)^class (\w+)", ".h": r"(?m)^(?:class|struct) (\w+)[^;{]*\{"}
 CLASS_END = {".py": r"(?m)^[^\s#)]", ".h": r"(?m)^\}"}
@@ -120,7 +124,9 @@ def _headless(tree: Tree, path: str) -> Iterator[str]:
         code, found, comment = line.partition(f"{mark} ")
         whole = found and not code.strip()
         trailing = found and code.endswith("  ") and code.strip()
-        if ((whole and not before) or trailing) and HEADLESS.match(comment):
+        begins = (whole and not before) or trailing
+        fragment = trailing and FRAGMENT.match(comment)
+        if begins and (HEADLESS.match(comment) or fragment):
             yield f"{path}:{number}: a comment without a subject: {comment}"
         before = bool(whole)
         if path.endswith(".py") and HEADLESS.match(line.partition('"""')[2]):
@@ -155,6 +161,7 @@ class Depot: # !! Depot is a class of one, two
 """,
         "ringjax/eager/lane.py": """'''D.'''
 x = 1  # Who waits. !! a comment without a subject
+z = 1  # by rank !! a comment without a subject
 # The rank that waits. What it
 # what it waits for
 y = lent_memory # !! lent is a retired word

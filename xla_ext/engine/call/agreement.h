@@ -55,7 +55,7 @@ inline constexpr uint64_t kMostMessage = uint64_t{64} << 20;  // bytes of a mess
 struct Piggyback {
   // In: whether this rank gives data. Out: whether all ranks have given data.
   bool given = false, whole = false;
-  std::span<const std::byte> own = {};  // in: the data of this rank, if `given`
+  std::span<const std::byte> own = {};  // input: the data of this rank, if `given`
   // In: the range of `own` that only this rank needs, and which is not copied.
   size_t kept_begin = 0, kept_end = 0;
   // Out, if `whole`: the data of all ranks, by rank. They stay in the segment until
