@@ -57,8 +57,8 @@ class LinkListener:
     """Accepts the connections of higher ranks.
 
     Args:
-        rank: this rank, which a caller must name, and below the rank of the caller. If
-            `rank` is -1, the rank changes from epoch to epoch, and nothing is checked.
+        rank: this rank. A caller must name this rank, and must have a higher rank. If
+            `rank` is -1, ranks change from epoch to epoch, so no rank is checked.
         size: the size of the job, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: called with a sentence about each refused connection.

@@ -166,7 +166,7 @@ class _CalibrationProbe:
 
 
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """How often each constant counts in a short call that `time_call` measures.
+    """Returns how often each constant counts in a short call of `time_call`.
 
     Each call begins with a barrier, in whose rounds every rank sends a message and
     waits for one. One more barrier follows the last call.
@@ -203,7 +203,7 @@ def _rounded(name: str, value: float) -> float:
 
 
 def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
-    """The seconds of a short call of each algorithm, and of a barrier."""
+    """Returns the seconds of a short call of each algorithm, and of a barrier."""
     values = array.array("d", [0.0] * _SHORT)
     names = list(probe.coefficients)
     warm = sum(probe.time_call(name, values, 1) for name in names)
@@ -218,7 +218,7 @@ def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
 
 
 def _time_byte(probe: _CalibrationProbe, name: str) -> float:
-    """The seconds of one byte, measured by a ring, which uses one link of each host."""
+    """Measures the seconds of one byte in a ring, which uses one link of each host."""
     hosts = list(probe.communicator.hosts)
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
     [crossing] = (

@@ -23,7 +23,7 @@ _KIND = "network"
 
 
 def is_valid(cost: object) -> bool:
-    """Whether `cost` contains all constants with possible values."""
+    """Returns whether `cost` contains all constants with possible values."""
     if not isinstance(cost, dict) or cost.keys() != set(NAMES):
         return False
     return all(_is_possible(name, value) for name, value in cost.items())

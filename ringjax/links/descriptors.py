@@ -41,7 +41,7 @@ class LinkDescriptors:
         return found + [fd for _, fd in self.control]
 
     def sockets(self) -> list[tuple[int, int]]:
-        """The sockets among the descriptors, each with its inode."""
+        """Returns the sockets among the descriptors, each with its inode."""
         fds = [fd for _, fd in self.control]
         fds += [fd for link in self.links if link[0] == "tcp" for fd in link[2]]
         return [(fd, os.fstat(fd).st_ino) for fd in fds]

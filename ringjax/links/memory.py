@@ -14,7 +14,7 @@ _NO_LIMIT = 1 << 62
 
 
 def available(root: Path = Path("/")) -> int:
-    """The bytes that this process can still use.
+    """Returns the bytes that this process can still use.
 
     Args:
         root: the folder with /proc and the control groups; another one in tests.
@@ -32,7 +32,7 @@ def available(root: Path = Path("/")) -> int:
 
 
 def _available_2(group: Path) -> int:
-    """The available bytes of a group of version 2; ValueError if it has no limit."""
+    """Returns the available bytes of a version 2 group; ValueError without a limit."""
     limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
     stat = _table(group / "memory.stat")
     slab = stat.get("slab_reclaimable", 0) // 2
@@ -46,7 +46,7 @@ def _available_1(group: Path) -> int:
 
 
 def _reclaimable(stat: dict[str, int], prefix: str) -> int:
-    """The bytes of the page cache that can be freed without slowing the job down much.
+    """Returns the bytes of the page cache that the kernel can free at little cost.
 
     Half of the active pages count, as in the kernel's MemAvailable. Pages that must be
     written to disk first do not count. Their names have no prefix in version 2.
@@ -89,7 +89,7 @@ def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _own_groups(text: str, controller: str) -> dict[int, str]:
-    """The path of this process's group by version, from /proc/self/cgroup."""
+    """Returns this process's group path by version, from /proc/self/cgroup."""
     found = {}
     for line in text.splitlines():
         number, controllers, path = line.split(":", 2)

@@ -149,7 +149,7 @@ class _MeshBuilder:
         self.tile = 0
 
     def _descriptors(self) -> int:
-        """The largest number of descriptors that are open at the same time."""
+        """Returns the largest number of descriptors that are open at the same time."""
         # For a pair with shared memory: the connection, the memory, and the doorbell of
         # the peer twice (once for the shared segment).
         tcp = 1 + self.factory.config.tcp_streams
@@ -243,7 +243,7 @@ class _MeshBuilder:
     def _addresses_of(
         self, pair: PairSetup, purpose: Purpose
     ) -> list[str | tuple[str, int]]:
-        """The addresses of a peer, the best first."""
+        """Returns the addresses of a peer, the best first."""
         member = self.factory.members[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
             return ["\0" + str(member.hello["door"])]
@@ -394,7 +394,7 @@ class _MeshBuilder:
                     raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            # Every rank that cannot send reads here, or maybe no rank could ever send.
+            # A rank that cannot send must read here: see `receive_early`.
             receive_early(self.pairs)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:

@@ -50,7 +50,7 @@ def create(size: int, free: int | None = None) -> int:
 
 
 def is_valid(fd: int, size: int) -> bool:
-    """Whether a descriptor is a memfd of this size that no process can shrink.
+    """Returns whether a descriptor is a memfd of this size that nobody can shrink.
 
     An access behind the end of a memfd that was shrunk kills the process (SIGBUS).
     """

@@ -62,9 +62,8 @@ class Recovery:
         self._connecting = -1  # the epoch that is being connected
         # The epoch directives that have arrived since the current epoch.
         self._directives: list[EpochDirective] = []
-        self._next: EpochDirective | None = (
-            None  # the directive to connect next, if any
-        )
+        # The directive to connect next; None if there is none, or it was revoked.
+        self._next: EpochDirective | None = None
         self._timer = _PhaseTimer()
         self._thread = threading.Thread(
             target=self._run, name="ringjax-recovery", daemon=True
