@@ -15,7 +15,7 @@ namespace ringjax::symbolic {
 struct Promise {
   struct Part {
     uint64_t count;
-    int source;         // the rank of the elements; -1 if all ranks are reduced
+    int source;         // the rank of the elements; -1 if reduced over all ranks
     uint64_t position;  // offset of the first element in the kIn of the source
   };
   uint64_t in = 0, out = 0;

@@ -48,8 +48,8 @@ class EagerCuda::StreamPoint : public DevicePoint {
  private:
   const std::shared_ptr<cuda::DeviceEvent> device_event_;
   const std::shared_ptr<CudaCommunicator> communicator_;  // null on a caller's stream
-  std::atomic<uint64_t> last_{
-      0};  // the stream that last waited; 0 is the default stream
+  // The stream that last waited; 0 is the default stream.
+  std::atomic<uint64_t> last_{0};
 };
 
 // Memory for one tensor of the call that ends at `end`.

@@ -24,7 +24,8 @@ class Watchdog {
            DeviceEpoch& epoch, NcclComm& comm);
 
   // `checker` compares the calls of all ranks, and must live until Stop. With null, the
-  // caller of Start compares the calls itself.
+  // watchdog waits for no comparison: there is only one rank, or the caller compares
+  // each call before it makes the call (CudaOptions::checks_consistency).
   void Start(ConsistencyChecker* checker);
   void LookAround(ConsistencyChecker* checker);
   // Ends the thread, after DeviceEpoch::Stop, and aborts NCCL if nothing else has ended

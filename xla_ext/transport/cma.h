@@ -43,8 +43,8 @@ struct CmaState {
   uint32_t invalidated;  // 1: exposed bytes that are not acknowledged may have changed
   // Bytes that the owner, as a receiver, has acknowledged.
   alignas(kLineBytes) uint64_t acknowledged;
-  // Whether the owner can read the peer's memory: kCanRead or kCannotRead; 0 if
-  // unknown.
+  // Whether the owner can read the peer's memory: kCanRead, kCannotRead, or 0
+  // if that is unknown.
   uint32_t can_read;
 };
 inline constexpr uint32_t kCanRead = 1;

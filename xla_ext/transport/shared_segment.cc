@@ -22,8 +22,8 @@ constexpr size_t kStagger = 2 * kLineBytes;
 // A call of 64 KiB with its header fits an inline slot, unless there are so many ranks
 // that their slots would take too much memory.
 constexpr size_t kMostInline = 65 << 10, kLeastInline = 16 << 10;
-constexpr size_t kMostInlineOfAll = 1
-                                    << 20;  // bytes of the slots of all ranks in a turn
+// The bytes of the slots of all ranks in one turn.
+constexpr size_t kMostInlineOfAll = 1 << 20;
 constexpr size_t InlineBytes(int size) {
   const size_t share = kMostInlineOfAll / static_cast<size_t>(size) / kPage * kPage;
   return std::clamp(share, kLeastInline, kMostInline);

@@ -47,10 +47,9 @@ struct Route {
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
-  std::string_view algorithm =
-      {};                     // name of the forced algorithm; the cheapest if empty
-  uint64_t inline_bytes = 0;  // size of an inline slot; 0 disables inline data
-  bool repairs = false;       // whether another epoch may follow (resilient_comm.h)
+  std::string_view algorithm = {};  // name of the forced algorithm; else the cheapest
+  uint64_t inline_bytes = 0;        // size of an inline slot; 0 disables inline data
+  bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
 };
 
 // Whether the route is kInline. Cheap, because it computes no costs of algorithms.

@@ -32,9 +32,8 @@ struct CallAttempt {
   } source = Source::kNone;
   // Counter values that prove that the source is complete. A rank may rely on the
   // source once the counter of every rank has reached the value.
-  uint64_t agreed =
-      0;  // kAgreed, for kInlineData and kNotNeeded; 0 if there is no such proof
-  uint64_t reduced = 0;  // kReduced, for kTileResults; 0 if there is no such proof
+  uint64_t agreed = 0;   // kAgreed, for kInlineData and kNotNeeded; 0 without proof
+  uint64_t reduced = 0;  // kReduced, for kTileResults; 0 without proof
 };
 
 // Ends the calls of one communicator. In an elastic job, a call returns only when every

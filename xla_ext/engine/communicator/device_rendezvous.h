@@ -43,8 +43,8 @@ struct Part {
   // shards[t * devices.size() + d] is the number, from 0, of the shard of tensor t that
   // devices[d] holds. Devices with the same number hold equal data.
   std::vector<int64_t> shards;
-  std::function<void(const Status&)>
-      done;  // called once; if ok, the results are in place
+  // Called once. If the status is ok, the results are in place.
+  std::function<void(const Status&)> done;
   // Runs the combined call, once, after the parts of all devices have arrived. If
   // `body` is empty, the communicator runs the call itself. If `wants_turn` is set,
   // `ticket` is a ticket that `body` must pass to RunInTurn with its first call.

@@ -277,8 +277,8 @@ Status ResilientComm::Follow(uint64_t since, std::shared_ptr<Communicator>* next
     RJ_TRY(Park(number, &decision));
     std::lock_guard lock(mutex_);
     *next = current_.lock();
-    if (*next)
-      return OkStatus();  // otherwise this rank does not take part in that epoch
+    // Without a communicator, this rank does not take part in that epoch.
+    if (*next) return OkStatus();
   }
 }
 

@@ -119,8 +119,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // The changes of the ranks and of running calls from epoch `from` (0: the first) to
   // epoch `to`.
   struct Change {
-    std::vector<int>
-        ranks;            // new rank of each old rank, -1 if lost; empty if unchanged
+    // The new rank of each old rank, -1 if lost; empty if no rank has changed.
+    std::vector<int> ranks;
     bool repeats = true;  // false: calls that were running fail on all ranks
     std::string reason;   // why the last epoch before `to` ended
   };

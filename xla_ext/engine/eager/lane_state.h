@@ -20,15 +20,16 @@ struct EagerOptions {
   uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; equal on all ranks
   size_t cache_capacity = 65536;                    // entries; equal on all ranks
   double cycle_seconds = 0;                         // seconds to wait for more to fuse
-  // Seconds of waiting for other ranks until a warning and until an error; 0 means
-  // never.
+  // Seconds of waiting for other ranks until a warning and until an error. 0
+  // means never.
   double stall_warning = 30;
   double timeout = 300;
 };
 
 struct EagerStats {
-  uint64_t rounds = 0, message_bytes = 0;  // bytes of the messages that this rank sent
-  uint64_t submissions = 0, cached = 0;    // cached: sent as a number
+  // `message_bytes` counts the bytes of all messages that this rank has sent.
+  uint64_t rounds = 0, message_bytes = 0;
+  uint64_t submissions = 0, cached = 0;         // cached: sent as a number
   uint64_t calls = 0, fused = 0, failures = 0;  // fused: submissions in the calls
   // driven: submissions whose callers did the work of the lane while they waited.
   // piggybacked: calls that were left out, because their data came with the round.

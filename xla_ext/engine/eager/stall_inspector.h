@@ -66,8 +66,8 @@ class StallInspector {
   const EagerOptions& options_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   bool hurries_ = false;  // a task taken in since EndRound has its own timeout
-  std::unordered_map<uint64_t, Watched>
-      watched_;  // watched keys by Negotiation::Waiting::id
+  // The watched keys, by Negotiation::Waiting::id.
+  std::unordered_map<uint64_t, Watched> watched_;
   Clock::time_point next_look_ = Clock::time_point::max();
 };
 

@@ -98,8 +98,8 @@ class Recorder {
   // Returns the events after the first `*seen` as lines of JSON, with the seconds of
   // Event::Clock, and sets `*seen` to count(). `*lost`: how many are no longer kept.
   std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
-  void Tell(
-      std::shared_ptr<Listener> listener);  // replaces the listener; null removes it
+  // Replaces the listener; null removes it.
+  void Tell(std::shared_ptr<Listener> listener);
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // number of all events ever added
