@@ -9,6 +9,17 @@ from typing import Any
 from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
 
+def out_of_place(hvd: Any, tensor: Any, called: str) -> dict[str, Operation]:
+    """Every collective of Horovod's API on a tensor, with the result in new memory."""
+    return {
+        "allreduce": lambda: hvd.allreduce(tensor, op=hvd.Sum, name=called),
+        "broadcast": lambda: hvd.broadcast(tensor, 0, name=called),
+        "allgather": lambda: hvd.allgather(tensor, name=called),
+        "alltoall": lambda: hvd.alltoall(tensor, name=called),
+        "reducescatter": lambda: hvd.reducescatter(tensor, op=hvd.Sum, name=called),
+    }
+
+
 class Horovod(Peer):
     """horovod.torch, under its own launcher."""
 
@@ -58,13 +69,11 @@ class Horovod(Peer):
     def collective(self, name: str, given: Array, out: Array) -> Operation:
         hvd, tensor = self._hvd, self._torch.from_numpy(given)
         called = f"{name}/{given.size}"
-        return {
+        in_place = {
             "allreduce": lambda: hvd.allreduce_(tensor, op=hvd.Sum, name=called),
             "broadcast": lambda: hvd.broadcast_(tensor, 0, name=called),
-            "allgather": lambda: hvd.allgather(tensor, name=called),
-            "alltoall": lambda: hvd.alltoall(tensor, name=called),
-            "reducescatter": lambda: hvd.reducescatter(tensor, op=hvd.Sum, name=called),
-        }[name]
+        }
+        return (out_of_place(hvd, tensor, called) | in_place)[name]
 
     def training(self, variant: str, network: str) -> Operation:
         """Returns a step with a DistributedOptimizer, or without it."""

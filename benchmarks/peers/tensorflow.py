@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
+from benchmarks.peers.horovod import out_of_place
 
 
 class RingjaxTensorflow(Peer):
@@ -42,15 +43,8 @@ class RingjaxTensorflow(Peer):
         return lambda: step(*tensors)
 
     def collective(self, name: str, given: Array, out: Array) -> Operation:
-        hvd, tensor = self._hvd, self._tf.constant(given)
         called = f"{name}.{given.size}"
-        return {
-            "allreduce": lambda: hvd.allreduce(tensor, op=hvd.Sum, name=called),
-            "broadcast": lambda: hvd.broadcast(tensor, 0, name=called),
-            "allgather": lambda: hvd.allgather(tensor, name=called),
-            "alltoall": lambda: hvd.alltoall(tensor, name=called),
-            "reducescatter": lambda: hvd.reducescatter(tensor, op=hvd.Sum, name=called),
-        }[name]
+        return out_of_place(self._hvd, self._tf.constant(given), called)[name]
 
     def local(self, result: Any) -> Array:
         return np.asarray(result)
