@@ -252,7 +252,7 @@ class Connection:
         while (stream := self._stream) is not None and stream.output:
             if time.monotonic() > deadline:
                 return
-            time.sleep(0.005)
+            time.sleep(0.005)  # the socket may accept more bytes after a moment
             with self._lock or contextlib.nullcontext():
                 stream.write()
 

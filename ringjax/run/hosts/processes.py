@@ -242,6 +242,6 @@ def kill_descendants(limit: float) -> list[tuple[int, int]]:
         for pid in _descendants():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.005)  # a process needs a moment to die after SIGKILL
         ended += reap()
     return ended
