@@ -73,18 +73,22 @@ def options() -> Iterator[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """Returns `__all__`, or names that a module defines or imports as `x as x`."""
+    """Returns `__all__`, or the names that a module defines or reexports.
+
+    A module reexports names by `import x as x` and by `from module import *`.
+    """
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return list(loaded.__all__)
     tree = ast.parse(inspect.getsource(loaded))
-    handed = [
-        alias.asname
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname == alias.name
-    ]
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    aliases = [(str(node.module), alias) for node in imported for alias in node.names]
+    handed: list[str] = []
+    for source, alias in aliases:
+        if alias.name == "*":
+            handed += public_names(source)
+        elif alias.asname == alias.name:
+            handed.append(alias.name)
     own = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     names = [name for name in dict.fromkeys(handed + own) if name[0] != "_"]
     return [name for name in names if not inspect.ismodule(getattr(loaded, name))]

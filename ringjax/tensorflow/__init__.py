@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ringjax.horovod.api import *  # noqa: F403
 from ringjax.horovod.functions import gpu_available as gpu_available
 from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.tensorflow.compression import Compression as Compression
@@ -26,60 +27,26 @@ from ringjax.tensorflow.global_variables import (
 from ringjax.tensorflow.gradients import (
     _make_allreduce_grads_fn as _make_allreduce_grads_fn,
 )
-from ringjax.tensorflow.mpi_ops import Adasum as Adasum
-from ringjax.tensorflow.mpi_ops import Average as Average
-from ringjax.tensorflow.mpi_ops import HorovodInternalError as HorovodInternalError
-from ringjax.tensorflow.mpi_ops import Max as Max
-from ringjax.tensorflow.mpi_ops import Min as Min
-from ringjax.tensorflow.mpi_ops import ProcessSet as ProcessSet
-from ringjax.tensorflow.mpi_ops import Product as Product
-from ringjax.tensorflow.mpi_ops import Sum as Sum
-from ringjax.tensorflow.mpi_ops import add_process_set as add_process_set
 from ringjax.tensorflow.mpi_ops import allgather as allgather
 from ringjax.tensorflow.mpi_ops import alltoall as alltoall
 from ringjax.tensorflow.mpi_ops import barrier as barrier
 from ringjax.tensorflow.mpi_ops import broadcast as broadcast
 from ringjax.tensorflow.mpi_ops import broadcast_ as broadcast_
-from ringjax.tensorflow.mpi_ops import ccl_built as ccl_built
 from ringjax.tensorflow.mpi_ops import (
     check_num_rank_power_of_2 as check_num_rank_power_of_2,
 )
-from ringjax.tensorflow.mpi_ops import cross_rank as cross_rank
-from ringjax.tensorflow.mpi_ops import cross_size as cross_size
-from ringjax.tensorflow.mpi_ops import cuda_built as cuda_built
-from ringjax.tensorflow.mpi_ops import ddl_built as ddl_built
-from ringjax.tensorflow.mpi_ops import global_process_set as global_process_set
-from ringjax.tensorflow.mpi_ops import gloo_built as gloo_built
-from ringjax.tensorflow.mpi_ops import gloo_enabled as gloo_enabled
 from ringjax.tensorflow.mpi_ops import grouped_allgather as grouped_allgather
 from ringjax.tensorflow.mpi_ops import (
     handle_average_backwards_compatibility as handle_average_backwards_compatibility,
 )
-from ringjax.tensorflow.mpi_ops import init as init
-from ringjax.tensorflow.mpi_ops import is_homogeneous as is_homogeneous
-from ringjax.tensorflow.mpi_ops import is_initialized as is_initialized
 from ringjax.tensorflow.mpi_ops import join as join
-from ringjax.tensorflow.mpi_ops import local_rank as local_rank
 from ringjax.tensorflow.mpi_ops import local_rank_op as local_rank_op
-from ringjax.tensorflow.mpi_ops import local_size as local_size
 from ringjax.tensorflow.mpi_ops import local_size_op as local_size_op
-from ringjax.tensorflow.mpi_ops import mpi_built as mpi_built
-from ringjax.tensorflow.mpi_ops import mpi_enabled as mpi_enabled
-from ringjax.tensorflow.mpi_ops import mpi_threads_supported as mpi_threads_supported
-from ringjax.tensorflow.mpi_ops import nccl_built as nccl_built
 from ringjax.tensorflow.mpi_ops import (
     process_set_included_op as process_set_included_op,
 )
-from ringjax.tensorflow.mpi_ops import rank as rank
 from ringjax.tensorflow.mpi_ops import rank_op as rank_op
-from ringjax.tensorflow.mpi_ops import remove_process_set as remove_process_set
-from ringjax.tensorflow.mpi_ops import rocm_built as rocm_built
-from ringjax.tensorflow.mpi_ops import shutdown as shutdown
-from ringjax.tensorflow.mpi_ops import size as size
 from ringjax.tensorflow.mpi_ops import size_op as size_op
-from ringjax.tensorflow.mpi_ops import start_timeline as start_timeline
-from ringjax.tensorflow.mpi_ops import stop_timeline as stop_timeline
-from ringjax.tensorflow.mpi_ops import sycl_built as sycl_built
 from ringjax.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from ringjax.tensorflow.reductions import allreduce as allreduce
 from ringjax.tensorflow.reductions import grouped_allreduce as grouped_allreduce
@@ -89,7 +56,6 @@ from ringjax.tensorflow.tape import DistributedGradientTape as DistributedGradie
 from ringjax.tensorflow.tape import (
     PartialDistributedGradientTape as PartialDistributedGradientTape,
 )
-from ringjax.world.timeouts import collective_timeout as collective_timeout
 
 if TYPE_CHECKING:
     from ringjax.tensorflow import elastic as elastic
