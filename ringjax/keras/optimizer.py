@@ -13,16 +13,11 @@ from typing import Any, NamedTuple
 import keras
 
 from ringjax.horovod.functions import local_variables
+from ringjax.horovod.gradient_options import Groups, check_groups, check_reduction
 from ringjax.keras import keras_patches
 from ringjax.keras.backends import ReductionOptions, backend
 from ringjax.keras.keras_types import Compressor, Layer, Optimizer, Tensor, Variable
-from ringjax.keras.reducer import (
-    Groups,
-    OptimizerOptions,
-    OptimizerReducer,
-    check_groups,
-    check_reduction,
-)
+from ringjax.keras.reducer import OptimizerOptions, OptimizerReducer
 from ringjax.ops import Average, ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -329,7 +324,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if compression is None:
         compression = backend().compression.none
     options = OptimizerOptions(
-        groups=check_groups(groups, num_groups),
+        groups=check_groups(groups, num_groups, "variables", stacklevel=2),
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         scale_local=scale_local_gradients,

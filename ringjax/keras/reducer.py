@@ -1,25 +1,21 @@
 """OptimizerReducer: reduces the gradients of a Keras optimizer once in each step.
 
-It passes the gradients of all but local variables to the backend, which reduces them.
-optimizer.py calls it, and reads from it which gradients are reduced already.
+The reducer passes the gradients of all but local variables to the backend. The classes
+of optimizer.py call the reducer, and keep in it which gradients are reduced already.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
 
 from ringjax import runtime
-from ringjax.horovod.functions import split_list
+from ringjax.horovod.gradient_options import Groups, group_indices
 from ringjax.keras.backends import ReductionOptions, backend
 from ringjax.keras.keras_types import Tensor, Variable
-from ringjax.ops import Adasum, Average, Sum
-
-Groups = Sequence[Sequence[Variable]] | int | None
 
 
 class OptimizerOptions(NamedTuple):
@@ -40,51 +36,10 @@ class OptimizerOptions(NamedTuple):
     scale_local: bool
 
 
-def check_reduction(op: int, predivide: float, passes: int) -> None:
-    """Checks arguments of `DistributedOptimizer`.
-
-    Raises:
-        ValueError: a bad argument. Texts are Horovod's, if Horovod has a text.
-    """
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
-    if predivide != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not predivide > 0.0:
-        raise ValueError("gradient_predivide_factor must be > 0")
-    if isinstance(passes, bool) or not (isinstance(passes, int) and passes > 0):
-        raise ValueError("backward_passes_per_step must be > 0")
-
-
-def check_groups(groups: Groups, num_groups: int) -> Groups:
-    """Returns the groups, which Horovod's former argument `num_groups` may replace.
-
-    Raises:
-        ValueError: `groups` is neither a positive integer nor a list of lists.
-    """
-    if num_groups != 0:
-        text = "Parameter `num_groups` has been replaced by `groups`."
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    if isinstance(groups, list | tuple):
-        valid = all(isinstance(group, list | tuple) for group in groups)
-    elif isinstance(groups, int):
-        valid = not isinstance(groups, bool) and groups > 0
-    else:
-        valid = groups is None
-    if not valid:
-        raise ValueError(
-            "groups should be a non-negative integer or a list of list of variables."
-        )
-    return groups
-
-
 class OptimizerReducer:
     """Reduces the gradients of one optimizer.
 
-    Args:
-        options: the options of the optimizer's class.
-        key_of: returns the key by which the optimizer identifies a variable.
+    `key_of` returns the key by which the optimizer identifies a variable.
 
     Attributes:
         bypassed: whether the methods of the optimizer behave as Keras' own methods. The
@@ -153,13 +108,12 @@ class OptimizerReducer:
                 out[i] = tensors.to_dense(out[i])
         if not sent:
             return out
-        reduced = tensors.reduce(
-            [out[i] for i in sent],
-            sent,
-            [variables[i] for i in sent],
-            self._groups(sent, variables),
-            options,
+        own = [variables[i] for i in sent]
+        position_of = {self._key_of(variable): k for k, variable in enumerate(own)}
+        groups = group_indices(
+            self.options.groups, range(len(sent)), position_of, self._key_of
         )
+        reduced = tensors.reduce([out[i] for i in sent], sent, own, groups, options)
         for i, gradient in zip(sent, reduced, strict=True):
             out[i] = gradient
         return out
@@ -185,37 +139,14 @@ class OptimizerReducer:
         return backend().all_true(flag, self.options.reduction.process_set)
 
     def to_dense(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns gradients as dense tensors, which can be added up.
-
-        Raises:
-            ValueError: a gradient is sparse, and `sparse_as_dense` is not set.
-        """
+        """Returns gradients as dense tensors, which can be added up."""
         tensors = backend()
-        for gradient in gradients:
-            if gradient is None or not tensors.is_sparse(gradient):
-                continue
-            if not self.options.reduction.sparse_as_dense:
-                raise ValueError(
-                    "IndexedSlices are not supported when `backward_passes_per_step` > "
-                    "1 and `sparse_as_dense` is False."
-                )
+        if not self.options.reduction.sparse_as_dense and any(
+            gradient is not None and tensors.is_sparse(gradient)
+            for gradient in gradients
+        ):
+            raise ValueError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > "
+                "1 and `sparse_as_dense` is False."
+            )
         return [None if g is None else tensors.to_dense(g) for g in gradients]
-
-    def _groups(
-        self, sent: Sequence[int], variables: Sequence[Variable]
-    ) -> list[list[int]]:
-        """Returns lists of positions in `sent`, each for one operation."""
-        groups = self.options.groups
-        if groups is None:
-            return []
-        if isinstance(groups, int):
-            return [list(part) for part in split_list(range(len(sent)), groups)]
-        position = {self._key_of(variables[i]): k for k, i in enumerate(sent)}
-        units = [
-            [position[key] for key in map(self._key_of, group) if key in position]
-            for group in groups
-        ]
-        flat = [k for unit in units for k in unit]
-        if len(set(flat)) < len(flat):
-            raise ValueError("A variable can only appear once in groups.")
-        return units

@@ -38,9 +38,6 @@ class LocalAggregation:
 
     Attributes:
         counter: a variable, the number of calls since the last reduction.
-
-    Raises:
-        ValueError: `passes` is below 1.
     """
 
     def __init__(
@@ -51,8 +48,6 @@ class LocalAggregation:
         average: bool,
         name: str,
     ) -> None:
-        if passes <= 0:
-            raise ValueError("backward_passes_per_step must be > 0")
         self._passes = passes
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense

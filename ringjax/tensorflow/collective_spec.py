@@ -1,6 +1,6 @@
-"""The specification of a collective, and how a node of a graph carries it.
+"""The specification of a collective, which a node of a graph carries as text.
 
-A specification has no tensors: these come at run time, see pending_operations.py.
+A specification has no tensors: pending_operations.py receives them when the graph runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ class CollectiveSpec:
         op: the name of the collective.
         name: the name of the operation on all ranks; if it is empty, the operation
             gets a number.
-        process_set_id: the number of the process set.
         reduce_op: a number of `ringjax.ops.ReduceOp`.
-        prescale: multiplies each rank's tensor before the reduction.
-        postscale: multiplies the result.
         root: the sender's rank in the world.
-        timeout: the time limit of `ringjax.collective_timeout` here, in seconds; -1
-            without a limit.
+        timeout: the time limit that `ringjax.collective_timeout` sets at this place of
+            the program, in seconds; -1 without a limit.
         waits: True in a session, where RingjaxWait waits instead of a token queue.
-        bare: whether a graph uses `name` without the scope around it.
+        bare: whether a graph uses `name` without the name scope around it.
     """
 
     op: str
@@ -59,11 +56,7 @@ class CollectiveSpec:
         return CollectiveSpec(**json.loads(text))
 
     def process_set(self) -> ProcessSet:
-        """Returns the ranks that take part.
-
-        Raises:
-            ValueError: the process set has been removed.
-        """
+        """Returns the process set; raises a ValueError if it has been removed."""
         number = self.process_set_id
         found = _sets.get(number, global_process_set)
         if found.process_set_id == number:
@@ -88,12 +81,7 @@ class CollectiveSpec:
 
 
 def process_set_id_of(process_set: ProcessSet, op: str) -> int:
-    """Returns the number by which a specification finds a process set again.
-
-    Raises:
-        TypeError: `process_set` is not a ProcessSet.
-        ValueError: the process set is not registered.
-    """
+    """Returns the number under which `CollectiveSpec` finds a process set again."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
@@ -115,5 +103,5 @@ def process_set_id_of(process_set: ProcessSet, op: str) -> int:
 
 
 def finish_with_work(work: W) -> W:
-    """Makes the native work itself the result of a handle of the lane."""
+    """Finishes a handle of the eager lane with the native work itself as its result."""
     return work

@@ -1,7 +1,7 @@
 """Collectives outside of a `tf.function`: the calling thread submits and waits.
 
-The core reads the memory of an argument in place. A result is an array of NumPy, and is
-aligned so that TensorFlow takes it over without a copy.
+The core reads the memory of an argument in place. A result is an array of NumPy, which
+is aligned so that TensorFlow uses its memory without a copy.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ Results: TypeAlias = tuple[list[tf.Tensor], list[list[int]]]
 def run(
     call: CollectiveSpec, tensors: Sequence[tf.Tensor], splits: Sequence[int] = ()
 ) -> Results:
-    """Runs a collective on eager tensors.
-
-    Raises:
-        Exception: an exception that is both ringjax's and TensorFlow's, see
-            failures.py.
-    """
+    """Runs a collective on eager tensors; raises the exceptions of failures.py."""
     try:
         return _run(call, tensors, splits)
     except (RingjaxError, ValueError, TypeError) as error:
@@ -54,13 +49,9 @@ def _run(
     if op in ("allreduce", "broadcast"):
         outs = [_empty_aligned(array.shape, array.dtype) for array in arrays]
     elif op == "reducescatter":
-        shapes = [
-            lane.scattered_shape(op, name, piece, process_set) for piece in pieces
-        ]
-        outs = [
-            _empty_aligned(shape, array.dtype)
-            for shape, array in zip(shapes, arrays, strict=True)
-        ]
+        for piece, array in zip(pieces, arrays, strict=True):
+            shape = lane.scattered_shape(op, name, piece, process_set)
+            outs.append(_empty_aligned(shape, array.dtype))
     else:
         arguments["splits"] = splits
         for piece in pieces:
@@ -82,8 +73,9 @@ def _run(
             _rows_from_memory(work.output(i), sum(rows), array)
             for i, (rows, array) in enumerate(zip(received, arrays, strict=True))
         ]
+    # The tensors may share the memory of these arrays, so nothing writes to the arrays.
     results = [
-        _to_tensor(out, tensor._datatype_enum())
+        tf_private.wrap_array(out, _CPU, tensor._datatype_enum())
         for out, tensor in zip(outs, tensors, strict=True)
     ]
     return results, received
@@ -92,14 +84,10 @@ def _run(
 def describe_tensors(
     op: str, name: str | None, tensors: Sequence[tf.Tensor]
 ) -> tuple[list[lane.TensorRef], list[Array]]:
-    """Describes tensors for the lane.
+    """Returns address, dtype and shape of tensors, and the arrays at these addresses.
 
-    Returns:
-        The address, dtype and shape of each tensor, and the arrays at these addresses.
-        The caller keeps the arrays alive until the operation has ended.
-
-    Raises:
-        TypeError: a dtype cannot be sent.
+    The caller keeps the arrays alive until the operation has ended. A dtype that cannot
+    be sent causes a TypeError.
     """
     pieces: list[lane.TensorRef] = []
     arrays: list[Array] = []
@@ -125,7 +113,7 @@ def address_of(array: Array) -> int:
 
 
 def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    """Returns uninitialised memory that TensorFlow takes over without a copy."""
+    """Returns an uninitialised array whose memory TensorFlow can use without a copy."""
     size = math.prod(shape) * dtype.itemsize
     block = np.empty(size + _ALIGNMENT, np.uint8)
     start = -address_of(block) % _ALIGNMENT
@@ -133,13 +121,8 @@ def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     return array
 
 
-def _to_tensor(array: Array, dtype: int) -> tf.Tensor:
-    """Makes a tensor of an array; later code must not write to the array."""
-    return tf_private.wrap_array(array, _CPU, dtype)
-
-
 def _rows_from_memory(memory: memoryview, rows: int, like: Array) -> Array:
-    """Makes an array of `rows` rows in memory of the core, which it keeps alive."""
+    """Returns an array of `rows` rows in memory of the core, which it keeps alive."""
     shape = (rows, *like.shape[1:])
     if not math.prod(shape):
         return np.empty(shape, like.dtype)

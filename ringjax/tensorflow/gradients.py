@@ -1,21 +1,20 @@
 """Reduces the gradients of a step over all ranks, eagerly and in graphs.
 
-`DistributedGradientTape` and all `DistributedOptimizer`s use this module, which cuts
-gradients into buckets, reduces each bucket in one operation, and leaves local gradients
-alone.
+`DistributedGradientTape` and all `DistributedOptimizer`s use this module. It divides
+the gradients into buckets and reduces each bucket in one operation. It does not reduce
+the gradients of local variables.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from ringjax import runtime
-from ringjax.horovod.functions import split_list
-from ringjax.ops import Adasum, Average, Sum
+from ringjax.horovod import gradient_options
+from ringjax.ops import Adasum, Average
 from ringjax.tensorflow import parameter_check
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.collective_spec import process_set_id_of
@@ -28,26 +27,16 @@ from ringjax.tensorflow.variables import shape_and_dtype, variable_key
 from ringjax.world.process_set import ProcessSet, global_process_set
 from ringjax.xla import buckets
 
-_GROUPS = "groups should be a non-negative integer or a list of list of tf.Variable."
-
 
 @dataclass(frozen=True, eq=False)
 class GradientSettings:
-    """The arguments of Horovod's tapes and optimizers that say how gradients travel.
+    """The arguments of `DistributedGradientTape` that have an effect, and a name.
 
-    Attributes:
-        name: the prefix of the operations' names; the same on all ranks.
-        groups: as for `DistributedGradientTape`; None means buckets limited by bytes.
-
-    All other attributes: as the arguments of `DistributedGradientTape`.
-
-    Raises:
-        ValueError: an argument is wrong; the text is Horovod's if Horovod has one.
+    The name is the prefix of the names of operations, and is the same on all ranks. If
+    `groups` is None, all gradients travel in buckets that are limited by bytes.
     """
 
     name: str
-    device_dense: str = ""
-    device_sparse: str = ""
     compression: type[Compressor] = Compression.none
     sparse_as_dense: bool = False
     op: int = Average
@@ -58,35 +47,15 @@ class GradientSettings:
     scale_local_gradients: bool = True
 
     def __post_init__(self) -> None:
-        if self.op not in (Average, Sum, Adasum):
-            raise ValueError(f"op must be Average, Sum or Adasum, not {self.op!r}")
-        factor = self.gradient_predivide_factor
-        if factor != 1.0 and self.op != Average:
-            raise ValueError(
-                "gradient_predivide_factor not supported with op != Average"
-            )
-        if factor <= 0.0:
-            raise ValueError("gradient_predivide_factor must be > 0")
-        if self.num_groups != 0:
-            text = "Parameter `num_groups` has been replaced by `groups`."
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-            if self.groups is None:
-                object.__setattr__(self, "groups", self.num_groups)
-        _check_groups(self.groups)
-
-
-def _check_groups(groups: Groups) -> None:
-    if groups is None:
-        return
-    if isinstance(groups, list):
-        if not all(isinstance(group, list | tuple) for group in groups):
-            raise ValueError(_GROUPS)
-    elif isinstance(groups, bool) or not isinstance(groups, int) or groups <= 0:
-        raise ValueError(_GROUPS)
+        gradient_options.check_reduction(self.op, self.gradient_predivide_factor)
+        groups = gradient_options.check_groups(
+            self.groups, self.num_groups, "tf.Variable", stacklevel=4
+        )
+        object.__setattr__(self, "groups", groups)
 
 
 class GradientBucketReducer:
-    """Reduces gradients as `settings` say, except for gradients of local variables.
+    """Reduces gradients as its settings describe, except those of local variables.
 
     Example:
         >>> import ringjax.tensorflow as hvd, tensorflow as tf
@@ -117,29 +86,21 @@ class GradientBucketReducer:
         variables: Sequence[Variable] | None = None,
         use_generic_names: bool = True,
     ) -> list[Gradient]:
-        """Reduces gradients.
+        """Reduces gradients; with `scale_local_gradients`, divides local ones by size.
+
+        On a rank outside of the process set all gradients stay as they are.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` and None. A gradient that is None
-                must be None on all ranks.
+                must be None on all ranks, and stays None.
             variables: the variables of the gradients; needed for local variables and
                 for groups of variables.
             use_generic_names: an argument of Horovod without effect; names never
                 depend on the variables.
-
-        Returns:
-            The reduced gradients, in the same order. Gradients of local variables are
-            divided by the size if the settings say so. None stays None. On a rank
-            outside of the process set all gradients stay as they are.
-
-        Raises:
-            ValueError: `variables` is missing, or has another length than `gradients`.
-            NotImplementedError: Adasum of `tf.IndexedSlices`, as in Horovod.
-            RingjaxError, tf.errors.OpError: as the operations.
         """
         gradients = list(gradients)
         if variables is None and (
-            self._local or isinstance(self.settings.groups, list)
+            self._local or isinstance(self.settings.groups, list | tuple)
         ):
             raise ValueError("variables are needed where some are local or in groups")
         if variables is not None and len(variables) != len(gradients):
@@ -173,10 +134,9 @@ def _make_allreduce_grads_fn(
     process_set: ProcessSet = global_process_set,
 ) -> GradientBucketReducer:
     """Makes a reducer; Horovod's name, for programs that have tapes of their own."""
+    del device_dense, device_sparse
     settings = GradientSettings(
         name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         op=op,
@@ -196,24 +156,10 @@ def reduce_gradients(
 ) -> list[Gradient]:
     """Reduces all gradients; None stays None.
 
-    Args:
-        gradients: tensors, `tf.IndexedSlices` and None. A gradient that is None must be
-            None on all ranks.
-        groups: indices of gradients that travel in one operation each. Other gradients
-            share buckets that are limited by bytes. `settings.groups` is not read.
-        settings: how the gradients travel.
-        variables: the variables of the gradients. In some steps they are compared
-            between the ranks, and a warning names a difference.
-
-    Raises:
-        NotImplementedError, RingjaxError, tf.errors.OpError: as the reducer.
-
-    Example:
-        >>> import ringjax.tensorflow as hvd, tensorflow as tf
-        >>> hvd.init()
-        >>> settings = GradientSettings("example")
-        >>> len(reduce_gradients([tf.zeros(2), None], [], settings))
-        2
+    Each of the `groups`, which are indices of gradients, travels in one operation. All
+    other gradients share buckets that are limited by bytes. `settings.groups` is not
+    read. In some steps the `variables` are compared between the ranks, and a warning
+    names a difference.
     """
     found: list[Gradient] = list(gradients)
     if settings.sparse_as_dense:
@@ -275,8 +221,6 @@ def _reduce_buckets(
         for unit in units:
             results = grouped_allreduce(
                 [gradients[i] for i in unit],
-                device_dense=settings.device_dense,
-                device_sparse=settings.device_sparse,
                 compression=settings.compression,
                 op=settings.op,
                 prescale_factor=before,
@@ -294,14 +238,9 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Plans which gradients are reduced in one operation.
 
-    Args:
-        gradients: tensors, `tf.IndexedSlices` and None.
-        groups: indices of gradients that the program wants in one operation.
-        bucket_bytes: the limit of a bucket with other gradients.
-
-    Returns:
-        Lists of the indices of all gradients that are not None. The gradients of one
-        list have the same dtype, and are all dense or all sparse.
+    Each list of the result has the indices of gradients of one dtype, which are all
+    dense or all sparse. Gradients that are None are in no list. The program wants each
+    of the `groups` in one operation, and `bucket_bytes` limits all other buckets.
 
     Example:
         >>> import tensorflow as tf
@@ -336,29 +275,10 @@ def _split_by_kind(
 def group_indices(
     groups: Groups, gradients: Sequence[Gradient], variables: Sequence[Variable] | None
 ) -> list[list[int]]:
-    """Returns Horovod's argument `groups` as indices of gradients.
-
-    Raises:
-        ValueError: a variable is in two groups.
-
-    Example:
-        >>> group_indices(2, ["a", None, "b", "c"], None)
-        [[0, 2], [3]]
-    """
-    if groups is None:
-        return []
-    if isinstance(groups, int):
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        return [list(part) for part in split_list(present, groups)]
-    index = {variable_key(variable): i for i, variable in enumerate(variables or ())}
-    found = [
-        [index[key] for key in map(variable_key, group) if key in index]
-        for group in groups
-    ]
-    flat = [i for group in found for i in group]
-    if len(set(flat)) < len(flat):
-        raise ValueError("a variable is in groups more than once")
-    return found
+    """Returns Horovod's argument `groups` as indices of gradients."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    index_of = {variable_key(variable): i for i, variable in enumerate(variables or ())}
+    return gradient_options.group_indices(groups, present, index_of, variable_key)
 
 
 def divide_gradient(gradient: Gradient, divisor: int | tf.Tensor) -> Gradient:

@@ -1,8 +1,8 @@
 """Adds collectives to graphs: a few nodes of kernels.py for each operation.
 
-In the graph of a `tf.function` a token queue waits, so no thread has to wait. Sessions
-of TensorFlow 1 do not share queues with ringjax; in graphs of sessions an asynchronous
-kernel waits.
+In the graph of a `tf.function` the graph reads from a token queue, so no thread waits
+for the operation. A session of TensorFlow 1 cannot use ringjax's queues, so in its
+graph an asynchronous kernel waits.
 """
 
 from __future__ import annotations
@@ -40,13 +40,10 @@ def _node_name(call: CollectiveSpec, inputs: Sequence[tf.Tensor]) -> str:
 def run(
     call: CollectiveSpec, tensors: Sequence[tf.Tensor], splits: tf.Tensor | None = None
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Adds a collective to the current graph.
+    """Adds a collective to the current graph; the shapes of tensors may be unknown.
 
-    Args:
-        call: the collective. If it has no name, it gets a name derived from its
-            tensors. Ranks that build equal graphs derive equal names.
-        tensors: the arguments; their shapes may be unknown.
-        splits: for alltoall, the rows for each rank.
+    If `call` has no name, it gets a name derived from its tensors. Ranks that build
+    equal graphs derive equal names.
 
     Returns:
         The results, and for each result of alltoall and allgather an int32 tensor with
@@ -114,7 +111,7 @@ def _add_to_function(
 
 
 def _add_anchor() -> tf.Tensor:
-    """Adds a resource that no other node uses; kernels.py says why."""
+    """Adds a resource that no other node uses; kernels.py gives the reason."""
     name = f"ringjax/anchor/{os.getpid()}/{next(_anchors)}"
     graph = tf.compat.v1.get_default_graph()
     while graph.building_function:

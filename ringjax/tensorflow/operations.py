@@ -1,9 +1,9 @@
 """Runs collectives on tensors, eagerly or in a graph, and differentiates them.
 
-The public functions are in reductions.py and movement.py. A derivative is a collective
-again, so the rules that several operations share are in this file. In eager mode a rule
-is recorded directly in the tape, because `tf.custom_gradient` takes as long as the
-collective.
+The public functions are in reductions.py and movement.py. The derivative of a
+collective is another collective, so the derivatives are in this file, too. In eager
+mode a derivative is recorded directly in the tape, because `tf.custom_gradient` takes
+as much time as the collective itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from ringjax.world.process_set import ProcessSet
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
 RowCounts: TypeAlias = Sequence[list[int] | tf.Tensor]
-"""The rows that came from each rank, for each result of allgather and alltoall."""
+"""For each result of allgather or alltoall, the number of rows from each rank.
+
+The numbers are a list, or in a graph a tensor.
+"""
 
 Rule: TypeAlias = Callable[[Tensors, RowCounts], Tensors]
 """Computes gradients of the arguments from gradients of the results."""
@@ -53,15 +56,8 @@ def make_spec(
 ) -> CollectiveSpec:
     """Makes the specification of a collective from a user's arguments.
 
-    Args:
-        op: the name of the collective.
-        name: the name of the operation; None gives it a number.
-        process_set: the ranks that take part.
-        ignore_name_scope: whether a graph uses `name` without the scope around it.
-        **options: further attributes of `CollectiveSpec`.
-
-    Raises:
-        TypeError, ValueError: `name` or `process_set` is wrong.
+    The options are further attributes of `CollectiveSpec`. A wrong `name` or
+    `process_set` causes a TypeError or ValueError.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"ringjax.{op}: name must be a str, got {name!r}")
@@ -90,12 +86,7 @@ def reduction_options(
     prescale: float,
     postscale: float,
 ) -> OperationOptions:
-    """Makes the options of a reduction from a user's arguments.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or `average` and `reduce_op` are
-            both given.
-    """
+    """Makes the options of a reduction from a user's arguments."""
     reduce_op = lane.op_or_average(average, reduce_op, stacklevel=3)
     return {
         "reduce_op": lane.reduce_op(op, reduce_op),
@@ -110,17 +101,9 @@ def run(
     rule: Rule,
     splits: Splits = None,
 ) -> tuple[list[tf.Tensor], RowCounts]:
-    """Runs a collective, or adds it to the current graph; differentiable.
+    """Runs a collective eagerly, or adds it to the current graph.
 
-    Args:
-        call: the collective.
-        tensors: the arguments.
-        rule: computes the derivative.
-        splits: the rows for each rank, for alltoall.
-
-    Returns:
-        The results, and for each result of allgather and alltoall the rows that came
-        from each rank: a list, or in a graph a tensor.
+    `rule` computes the derivative. `splits` are the rows for each rank, for alltoall.
     """
     tensors = [
         tensor
@@ -208,8 +191,9 @@ def run_compressed(
     ]
 
 
-# A rule keeps the process set itself: its number alone would find the set that was used
-# last under that number, and this set may have another time limit.
+# A derivative keeps the process set itself, not its number, because `CollectiveSpec`
+# would find the process set that was used last under this number. That process set may
+# have another time limit.
 
 
 def average_gradients(
@@ -283,11 +267,9 @@ def _own_set_rank(process_set: ProcessSet) -> int | tf.Tensor:
 def read_rank_info(
     quantity: str, process_set_id: int = 0, name: str | None = None
 ) -> tf.Tensor:
-    """Reads rank, size or another number as an int32 tensor; graphs read when they run.
+    """Returns rank, size or another number of `rank_queries.query` as an int32 tensor.
 
-    Args:
-        quantity, process_set_id: as for `rank_queries.query`.
-        name: the name of the node in a graph.
+    A graph has a node `name` that reads the number whenever the graph runs.
     """
     if not (tf_private.executing_eagerly() or _in_xla_function()):
         return graph_collectives.add_query(quantity, process_set_id, name)

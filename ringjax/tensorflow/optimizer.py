@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ringjax.horovod.gradient_options import check_reduction
 from ringjax.ops import Adasum, Average
 from ringjax.tensorflow import legacy_optimizer
 from ringjax.tensorflow.compression import Compression, Compressor
@@ -48,9 +49,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: Average, Sum, or Adasum (not for optimizers of Keras).
         average_aggregated_gradients: whether the sums of several steps are divided by
             `backward_passes_per_step`.
-        device_dense: as for `DistributedGradientTape`. So are `device_sparse`,
-            `compression`, `sparse_as_dense`, `num_groups`, `groups`,
-            `gradient_predivide_factor`, `process_set` and `scale_local_gradients`.
+        device_dense, device_sparse, compression, sparse_as_dense, num_groups, groups,
+            gradient_predivide_factor, process_set, scale_local_gradients: as for
+            `DistributedGradientTape`.
 
     Raises:
         ValueError: an argument is wrong, or `optimizer` is no optimizer; the text is
@@ -68,11 +69,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("Adasum does not support average_aggregated_gradients == True")
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    check_reduction(op, gradient_predivide_factor, backward_passes_per_step)
+    del device_dense, device_sparse
     common: dict[str, Any] = {
-        "device_dense": device_dense,
-        "device_sparse": device_sparse,
         "compression": compression,
         "sparse_as_dense": sparse_as_dense,
         "op": op,

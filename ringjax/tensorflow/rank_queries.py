@@ -1,4 +1,4 @@
-"""Rank, size and similar numbers at the time of the call, also for a graph."""
+"""Rank, size and similar numbers at the time at which a graph or program reads them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ def query(quantity: str, process_set_id: int = 0) -> int:
         quantity: rank, local_rank, local_size, size, set_rank or process_set_included.
             The value of process_set_included may be negative, as in Horovod.
         process_set_id: the process set, for the last three quantities.
-
-    Raises:
-        NotInitialized: called before `init`.
-        ValueError: there is no such process set.
 
     Example:
         >>> import ringjax

@@ -17,17 +17,11 @@ from ringjax.tensorflow.gradients import GradientBucketReducer, GradientSettings
 from ringjax.tensorflow.tf_types import Gradient, Groups, Structure, Variable
 from ringjax.world.process_set import ProcessSet, global_process_set
 
-_NAME = "DistributedGradientTape"
 Pairs: TypeAlias = list[tuple[Variable, Gradient]]
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """The methods that a distributed tape has besides the methods of its own class.
-
-    Attributes:
-        process_set: the ranks that take part.
-        scale_local_gradients: whether local gradients are divided by the size.
-    """
+    """The methods that a distributed tape adds to the class of the plain tape."""
 
     _reducer: GradientBucketReducer
     _recorder: tf.GradientTape  # the tape from which the distributed tape was made
@@ -61,14 +55,8 @@ class _DistributedGradientTape(tf.GradientTape):
     ) -> Structure:
         """Returns the gradients of `target`, reduced over all ranks.
 
-        Args:
-            target, sources, output_gradients, unconnected_gradients: as for
-                `tf.GradientTape.gradient`.
-            use_generic_names: an argument of Horovod without effect; names never
-                depend on the sources.
-
-        Returns:
-            Gradients in the structure of `sources`.
+        `use_generic_names` is an argument of Horovod without effect, because names
+        never depend on the sources. All other arguments are TensorFlow's.
         """
         # The fourth argument of TensorFlow's method is `unconnected_gradients`.
         if isinstance(use_generic_names, tf.UnconnectedGradients | str):
@@ -88,13 +76,7 @@ class _DistributedGradientTape(tf.GradientTape):
         output_gradients: Structure = None,
         use_generic_names: bool = False,
     ) -> tuple[Pairs, Pairs]:
-        """Returns gradients of local sources, and reduced gradients of other sources.
-
-        Args: as `gradient`.
-
-        Returns:
-            Two lists of pairs of a source and its gradient.
-        """
+        """Returns pairs of local sources and gradients, and pairs of other sources."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(
             zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True)
@@ -128,8 +110,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 
     Args:
         gradtape: a tape, before, during or after its recording.
-        device_dense: where dense gradients are reduced.
-        device_sparse: where `tf.IndexedSlices` are reduced.
+        device_dense, device_sparse: arguments of Horovod without effect.
         compression: the representation on the wire, for instance `Compression.fp16`.
         sparse_as_dense: whether `tf.IndexedSlices` are sent as dense tensors.
         op: Average, Sum or Adasum.
@@ -164,10 +145,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise TypeError(f"gradtape must be a tf.GradientTape, not {gradtape!r}")
     if isinstance(gradtape, _DistributedGradientTape):
         raise TypeError("gradtape is a DistributedGradientTape already")
+    del device_dense, device_sparse
     settings = GradientSettings(
-        name=_NAME,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
+        name="DistributedGradientTape",
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         op=op,

@@ -117,7 +117,7 @@ def test_groups_are_found_by_their_variables(tf: Any) -> None:
     assert group_indices(groups, [1, 1, 1], variables) == [[2, 1], []]
     assert group_indices(None, [1, 1, 1], variables) == []
     assert group_indices(2, [1, None, 1], variables) == [[0], [2]]
-    with pytest.raises(ValueError, match="more than once"):
+    with pytest.raises(ValueError, match="can only appear once"):
         group_indices([[other], [other]], [1], [other])
 
 
