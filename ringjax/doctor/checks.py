@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ringjax.doctor import gpus, limits, network, software
+from ringjax.doctor import limits, network, software
 from ringjax.doctor.findings import Finding, HostContext, JobContext, warn
 
 OfHost = Callable[[HostContext], Iterator[Finding]]
@@ -53,8 +53,8 @@ CHECKS = (
     Check("CPUs", of_host=limits.cpus),
     Check("memory", of_host=limits.memory),
     Check("temporary files", of_host=limits.temporary_files),
-    Check("GPUs", of_host=gpus.devices),
-    Check("NCCL", of_host=gpus.nccl_variables),
+    Check("GPUs", of_host=software.devices),
+    Check("NCCL", of_host=software.nccl_variables),
     Check("clocks", of_job=network.clocks),
 )
 

@@ -96,22 +96,24 @@ class Facts(TypedDict, total=False):
     places: Sequence[tuple[str, int]]
 
 
-# The result of a connection to one address of another host. After an error there are
-# only the first two keys. The clock of that host is `offset` seconds ahead, with an
-# error of half of the shortest `round_trip`. `from` is the own address on the
-# connection. `large` says whether many consecutive full packets arrive.
-Call = TypedDict(
-    "Call",
-    {
-        "address": str,
-        "error": str,
-        "from": str,
-        "large": bool,
-        "offset": float,
-        "round_trip": float,
-    },
-    total=False,
-)
+class Call(TypedDict, total=False):
+    """The result of a connection to one address of another host.
+
+    After an error only the first two keys are set.
+
+    Attributes:
+        source: address of this host on the connection.
+        large: whether many consecutive full packets arrive.
+        offset: seconds by which the clock of the other host is ahead, with an error of
+            at most half of `round_trip`, the duration of the shortest round trip.
+    """
+
+    address: str
+    error: str
+    source: str
+    large: bool
+    offset: float
+    round_trip: float
 
 
 @dataclass(frozen=True, kw_only=True)

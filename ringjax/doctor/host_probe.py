@@ -96,7 +96,7 @@ def probe(place: tuple[str, int], token: str) -> Call:
             sock.settimeout(_REPLY_TIMEOUT)
             sock.sendall(token.encode())
             _receive(sock, 1)
-            found["from"] = sock.getsockname()[0]
+            found["source"] = sock.getsockname()[0]
             found["offset"], found["round_trip"] = _compare_clocks(sock)
             found["large"] = _passes_large(sock)
     except EOFError:

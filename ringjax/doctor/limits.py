@@ -6,6 +6,7 @@ and access to the memory of other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ringjax.control import open_files
@@ -29,6 +30,7 @@ _ADDRESSES = 32 << 30  # bytes of address space that XLA maps, most of them unus
 _LEAST_FILES = 64 << 20  # bytes that temporary files need, at least
 _THREADS = 64  # threads that a rank starts, at least
 _DESCRIPTORS = 10  # descriptors that a rank needs for each other rank
+_QUOTA = "cpu.cfs_quota_us"  # file of a control group of version 1
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 256 << 20  # bytes that /dev/shm should have; in Docker it has 64 MiB
 _PAIR = 4 << 20  # bytes that two ranks share
@@ -91,36 +93,52 @@ def processes(host: HostContext) -> Iterator[Finding]:
 
 
 def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
-    """Returns how many threads the strictest control group still allows.
+    """Returns how many threads the strictest control group still allows."""
 
-    Args:
-        root: folder with /proc and the control groups, for tests.
+    def left(folder: Path, version: int) -> float:
+        most = int((folder / "pids.max").read_text())
+        return most - int((folder / "pids.current").read_text())
 
-    Returns:
-        The number, which is infinity without a limit, and the folder of the control
-        group.
+    return _strictest(root, "pids", left)
+
+
+def quota(root: Path = Path("/")) -> tuple[float, Path]:
+    """Returns the number of CPUs that the strictest control group gives."""
+
+    def share(folder: Path, version: int) -> float:
+        if version == 2:
+            part, period = (folder / "cpu.max").read_text().split()
+        else:
+            part = (folder / _QUOTA).read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return float(part) / float(period) if float(part) > 0 else float("inf")
+
+    return _strictest(root, "cpu", share)
+
+
+def _strictest(
+    root: Path, controller: str, read: Callable[[Path, int], float]
+) -> tuple[float, Path]:
+    """Returns the least value of the control groups of this process, and its folder.
+
+    The value is infinity if no control group has a limit. Tests replace `root`, the
+    folder with /proc and the control groups.
     """
     least, where = float("inf"), root
-    for folder, _ in machine_memory.cgroups(root, "pids"):
-        try:
-            most = int((folder / "pids.max").read_text())
-            left = most - int((folder / "pids.current").read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if left < least:
-            least, where = left, folder
+    for folder, version in machine_memory.cgroups(root, controller):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            if (value := read(folder, version)) < least:
+                least, where = value, folder
     return least, where
 
 
 def _threads_of(user: int) -> int:
-    count = 0
+    found = 0
     for place in Path("/proc").glob("[0-9]*/task"):
-        try:
+        with contextlib.suppress(OSError):  # the process has ended
             if place.stat().st_uid == user:
-                count += len(list(place.iterdir()))
-        except OSError:  # the process has ended
-            continue
-    return count
+                found += len(list(place.iterdir()))
+    return found
 
 
 def cpus(host: HostContext) -> Iterator[Finding]:
@@ -143,35 +161,6 @@ def cpus(host: HostContext) -> Iterator[Finding]:
         yield warn(text, f"ringrun -np {here}", "without-an-error")
     else:
         yield ok(f"{here} for {ranks}")
-
-
-_QUOTA = "cpu.cfs_quota_us"
-
-
-def quota(root: Path = Path("/")) -> tuple[float, Path]:
-    """Returns the number of CPUs that the strictest control group gives.
-
-    Args:
-        root: folder with /proc and the control groups, for tests.
-
-    Returns:
-        The number, which is infinity without a quota, and the folder of the control
-        group.
-    """
-    least, where = float("inf"), root
-    for folder, version in machine_memory.cgroups(root, "cpu"):
-        try:
-            if version == 2:
-                part, period = (folder / "cpu.max").read_text().split()
-            else:
-                part = (folder / _QUOTA).read_text()
-                period = (folder / "cpu.cfs_period_us").read_text()
-            given = float(part) / float(period)
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if 0 < given < least:
-            least, where = given, folder
-    return least, where
 
 
 def memory(host: HostContext) -> Iterator[Finding]:

@@ -181,7 +181,7 @@ def _used(job: JobContext) -> dict[str, dict[str, str]]:
     """Returns the interface that connects a host to another host, for all pairs."""
     return {
         report.name: {
-            other: _interface_of(report, answered[0]["from"])
+            other: _interface_of(report, answered[0]["source"])
             for other, calls in report.calls.items()
             if (answered := [c for c in calls if not c["error"]])
         }
@@ -281,7 +281,7 @@ def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
         for other, calls in report.calls.items():
             for call in calls:
                 if not call["error"] and not call["large"]:
-                    name = _interface_of(report, call["from"]) or "eth0"
+                    name = _interface_of(report, call["source"]) or "eth0"
                     text = (
                         f"{other} at {call['address']} answers, but full packets get "
                         f"lost: something on the way takes only smaller ones"

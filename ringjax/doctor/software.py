@@ -1,4 +1,7 @@
-"""Checks of software: ssh, the native core, versions, settings."""
+"""Checks of software: ssh, the native core, versions, settings, GPUs, NCCL.
+
+No check loads a framework.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,29 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 from ringjax import config
+from ringjax.control import addresses
 from ringjax.doctor.findings import (
     Finding,
     HostContext,
     HostReport,
     JobContext,
+    count,
     differing_versions,
     fail,
     ok,
     warn,
 )
+from ringjax.run.check_build import cuda_info, installed_version, library
 from ringjax.settings.unknown_variables import unknown_variable_warnings
 
+# Variables that make NCCL slower, and variables that contain names of interfaces.
+_OFF = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_P2P_LEVEL")
+_IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Names of distributions by the title of their column.
 DISTRIBUTIONS = {
     "ringjax": ("ringjax",),
@@ -104,7 +113,7 @@ def _unreached(report: HostReport) -> Finding:
         "host": shlex.quote(report.name),
         "name": report.name.rpartition("@")[2],
         "python": sys.executable,
-        "version": _installed("ringjax") or "",
+        "version": installed_version("ringjax") or "",
     }
     for pattern, what, command in _REASONS:
         if re.search(pattern, report.trouble):
@@ -117,23 +126,12 @@ def versions() -> dict[str, str]:
     """Returns the versions of all software that must be equal on all hosts."""
     found = {"Python": platform.python_version()}
     for title, names in DISTRIBUTIONS.items():
-        for name in names:
-            try:
-                found[title] = metadata.version(name)
-                break
-            except metadata.PackageNotFoundError:
-                continue
+        if known := list(filter(None, map(installed_version, names))):
+            found[title] = known[0]
     for file in glob.glob("/proc/driver/nvidia/version"):
         words = Path(file).read_text().split()
         found["driver"] = next((w for w in words if w[:1].isdigit() and "." in w), "?")
     return found
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def core(host: HostContext) -> Iterator[Finding]:
@@ -156,7 +154,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 def fitting(host: HostContext) -> Iterator[Finding]:
     """Checks that ringjax supports this jax, and that jaxlib fits jax."""
-    jax, jaxlib = _installed("jax"), _installed("jaxlib")
+    jax, jaxlib = installed_version("jax"), installed_version("jaxlib")
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"
         yield warn(text, f"{sys.executable} -m pip install jax")
@@ -213,3 +211,104 @@ def settings(host: HostContext) -> Iterator[Finding]:
     for sentence in unknown_variable_warnings(host.environ):
         name = sentence.partition(" ")[0]
         yield warn(sentence, f"unset {name}; {sys.executable} -m ringjax.config")
+
+
+# -- GPUs ------------------------------------------------------------------------------
+
+
+def _has_gpu() -> bool:
+    """Returns whether the kernel reports a GPU; needs no library of the driver."""
+    return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _each(host: HostContext) -> int:
+    """Returns the number of GPUs of each rank; 0 means all GPUs."""
+    try:
+        return config.Config.from_env(host.environ).devices_per_rank
+    except ValueError:  # another check reports the setting
+        return 1
+
+
+def devices(host: HostContext) -> Iterator[Finding]:
+    """Checks the driver, the number of GPUs, the CUDA code of ringjax, and NCCL."""
+    about = cuda_info()
+    found = about["devices"]
+    visible = host.environ.get("CUDA_VISIBLE_DEVICES")
+    if _has_gpu() and not found:
+        if visible is not None and not visible.strip("-1, "):
+            text = f"CUDA_VISIBLE_DEVICES is {visible!r}, so there are none"
+            yield warn(text, "unset CUDA_VISIBLE_DEVICES", "startuperror")
+        else:
+            why = about["driver_error"]
+            text = f"the kernel has some, the driver shows none: {why} (Docker: "
+            yield fail(f"{text}--gpus all)", "nvidia-smi", "startuperror")
+    if not found:
+        return
+    names = ", ".join(dict.fromkeys(str(device["name"]) for device in found))
+    each = _each(host) or len(found)
+    if len(found) < host.ranks * each:
+        text = f"{count(host.ranks, 'rank')} and {count(len(found), 'GPU')} ({names})"
+        if each > 1:
+            text += f", of which each rank is to have {each}"
+        mend = f"ringrun -H {host.name}:{max(1, len(found) // each)}"
+        if len(found) < each:
+            mend += " --devices-per-rank all"
+        yield fail(text, mend, "startuperror")
+    else:
+        yield ok(f"{len(found)} x {names}")
+    if about["device_code"] == "none":
+        text = "this build of ringjax has no code for CUDA devices"
+        yield warn(text, "pip install --force-reinstall ringjax", "startuperror")
+    if not library("libnccl.so*", "nvidia/nccl/lib"):
+        text = "NCCL is not found"
+        yield fail(text, "pip install nvidia-nccl-cu12", "startuperror")
+
+
+def nccl_variables(host: HostContext) -> Iterator[Finding]:
+    """Checks for variables that slow NCCL down, or that name missing interfaces."""
+    for name in _OFF:
+        value = host.environ.get(name, "").strip()
+        if value not in ("", "0") and not (name.endswith("LEVEL") and value != "LOC"):
+            text = f"{name}={value} turns a fast way off"
+            yield warn(text, f"unset {name}", "doctor")
+    for name in _IFNAMES:
+        yield from _interfaces(host, name)
+
+
+def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
+    """Checks whether the interfaces in a variable exist."""
+    value = host.environ.get(name, "").strip()
+    known = addresses.by_interface()
+    if not value:
+        return
+    used = matching(value, known)
+    others = [n for n in known if n != "lo" and not n.startswith("docker")]
+    mend = f"export {name}={(others or ['lo'])[0]}"
+    if not used:
+        text = f"{name}={value} names no interface here; there is {', '.join(known)}"
+        say = fail if _has_gpu() else warn
+        yield say(text, mend, "startuperror")
+    elif used == ["lo"] and not host.alone:
+        yield fail(f"{name}={value}: other hosts are not reached by it", mend, "doctor")
+
+
+def matching(value: str, known: Mapping[str, object]) -> list[str]:
+    """Returns the interfaces that NCCL would use for a value of NCCL_SOCKET_IFNAME.
+
+    The value contains prefixes of names. After "=" it contains complete names, and
+    after "^" excluded prefixes.
+
+    Example:
+        >>> known = dict.fromkeys(["lo", "eth0", "eth1", "docker0"])
+        >>> [matching(text, known) for text in ("eth", "=eth1", "^docker,lo")]
+        [['eth0', 'eth1'], ['eth1'], ['eth0', 'eth1']]
+    """
+    without, exact = value.startswith("^"), "=" in value[:2]
+    names = [word.strip() for word in value.lstrip("^=").split(",")]
+
+    def is_named(interface: str) -> bool:
+        # A name may have a port, as in "eth0:1". The port is not checked.
+        words = (word.partition(":")[0] for word in names)
+        return any(interface == w if exact else interface.startswith(w) for w in words)
+
+    return [name for name in known if is_named(name) != without]

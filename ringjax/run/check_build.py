@@ -17,7 +17,7 @@ from ringjax.run import environ
 from ringjax.settings.version import version
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def _line(mark: bool, text: str) -> str:
 def _package(module: str, distribution: str, title: str) -> str:
     if not _found(module):
         return _line(False, title)
-    return _line(True, f"{title} {_version(distribution) or ''}".rstrip())
+    return _line(True, f"{title} {installed_version(distribution) or ''}".rstrip())
 
 
 def _adapter(module: str, title: str) -> str:
@@ -75,7 +75,7 @@ def _site_paths() -> list[str]:
     return [path for path in sys.path if path.endswith("-packages")]
 
 
-def _cuda() -> dict[str, Any]:
+def cuda_info() -> dict[str, Any]:
     try:
         from ringjax import _native
     except ImportError as error:
@@ -116,5 +116,5 @@ def report() -> str:
         + _line(nccl is not None, f"NCCL {nccl or '(not found)'}")
         + _line(driver is not None, f"CUDA driver {driver or '(not found)'}")
         + "\nCUDA Devices:\n"
-        + _devices(_cuda())
+        + _devices(cuda_info())
     )
