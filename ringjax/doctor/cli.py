@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ringjax import stderr, stdout
+from ringjax.config import Config
 from ringjax.doctor.checks import CHECKS
 from ringjax.doctor.findings import FAIL, JobContext, Row, as_dict, table, worst
 from ringjax.doctor.survey import HostSurvey
@@ -17,7 +18,7 @@ from ringjax.run import environ
 from ringjax.run.hosts import allocations, slots
 from ringjax.run.hosts.job_spec import JobSpec, check_agent_command
 from ringjax.run.job_setup import requested_hosts
-from ringjax.run.option_types import devices
+from ringjax.run.options import devices
 
 _EPILOG = """
 ringjax doctor starts checks on every host in the way in which ringrun would start ranks
@@ -98,7 +99,7 @@ def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
     spec = JobSpec(
         command=(),
         env=environ.for_ranks(variables, changes),
-        start_timeout=10.0,
+        config=Config(start_timeout=10.0),
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
         allocation=allocations.find_readable(variables),

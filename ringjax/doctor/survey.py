@@ -48,7 +48,7 @@ class HostSurvey:
 
     def run(self) -> Mapping[str, HostReport]:
         """Runs the probe twice; returns the reports by host."""
-        timeout = self._spec.start_timeout + _PROBE_TIMEOUT
+        timeout = self._spec.config.start_timeout + _PROBE_TIMEOUT
         try:
             self._agents.start()
             self._ask({h.name: self._look(h) for h in self._places}, 0)

@@ -7,6 +7,7 @@ Horovod has. The package does not import jax. job.py runs a job.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -90,13 +91,13 @@ def run(
     from ringjax.config import Config
     from ringjax.errors import LaunchError
     from ringjax.run import environ, task
+    from ringjax.run.console import Console
+    from ringjax.run.elastic.elastic_settings import SizeOptions
     from ringjax.run.hosts import allocations
     from ringjax.run.hosts.job_spec import JobSpec
     from ringjax.run.job_setup import make_job
 
-    if np is not None and num_proc is not None and np != num_proc:
-        raise ValueError(f"np={np} and num_proc={num_proc}: give only one of them")
-    size = np if np is not None else num_proc
+    size = only_one(np=np, num_proc=num_proc)
     if size is None and hosts is hostfile is host_discovery_script is None:
         size = 1
     base = environ.inherited() if env is None else env
@@ -107,43 +108,50 @@ def run(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     config = Config.from_env({**base, **changes})
-    interfaces = config.network_interfaces.split(",")
     python = executable or sys.executable
     path = environ.task_path(base, same_python=python == sys.executable)
     spec = JobSpec(
         command=[python, "-m", "ringjax.run.task"],
         env=environ.for_ranks(base, {**changes, "PYTHONPATH": path}),
-        start_timeout=config.start_timeout,
-        tls=config.tls,
+        config=config,
         payload=task.encode(fn, args, kwargs or {}),
-        interfaces=[name for name in interfaces if name],
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
         verbose=verbose,
         allocation=allocations.find_readable(base),
     )
-    job = make_job(
-        spec,
-        config,
+    options = SizeOptions(
         np=size,
         hosts=hosts,
         hostfile=hostfile,
+        script=host_discovery_script,
         min_np=min_np,
         max_np=max_np,
-        script=host_discovery_script,
         slots=slots,
         elastic_timeout=elastic_timeout,
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
-        directory=output_filename,
-        python=True,
     )
-    outcome = job.run()
+    console = functools.partial(Console, directory=output_filename, python=True)
+    outcome = make_job(spec, options, console).run()
     if outcome.exit_code:
         text = task.error_text(outcome.results.get(outcome.rank, b""))
         message = outcome.reason + (f"\n\n{text}" if text else "")
         raise LaunchError(message, outcome.rank, outcome.exit_code)
     return [_result(blob, rank) for rank, blob in outcome.results.items()]
+
+
+def only_one(**values: int | None) -> int | None:
+    """Returns the value of an argument that has two names.
+
+    Raises:
+        ValueError: the user has given two values.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if len(set(given.values())) > 1:
+        words = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"{words}: give only one of them")
+    return next(iter(given.values()), None)
 
 
 def _seconds(value: float | None) -> str | None:

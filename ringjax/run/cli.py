@@ -1,12 +1,13 @@
 """`ringrun`: starts the ranks of a job, shows their output, and ends with an exit code.
 
-Makes a `Job` from the command line, and job.py runs the job. No module of ringrun
-imports jax, so that ringrun starts quickly.
+This module makes a `Job` from the command line, and job.py runs the job. No module of
+ringrun imports jax, so that ringrun starts quickly.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from ringjax.config import Config
 from ringjax.control import addresses
 from ringjax.errors import RingjaxError
 from ringjax.run import environ, options
+from ringjax.run.console import Console
 from ringjax.run.hosts import allocations, profile_files, slots
 from ringjax.run.hosts.job_spec import JobSpec, ListenOptions, check_agent_command
 from ringjax.run.job_setup import make_job
@@ -41,9 +43,7 @@ def launch(args: argparse.Namespace) -> int:
     spec = JobSpec(
         command=args.command,
         env=environ.for_ranks(base, changes),
-        start_timeout=config.start_timeout,
-        tls=config.tls,
-        interfaces=[name for name in config.network_interfaces.split(",") if name],
+        config=config,
         ssh_port=args.ssh_port,
         ssh_identity_file=args.ssh_identity_file,
         verbose=args.verbose,
@@ -53,24 +53,12 @@ def launch(args: argparse.Namespace) -> int:
         agent_command=args.agent_command and check_agent_command(args.agent_command),
         listening=_listening(args.listen, config) if args.listen else None,
     )
-    job = make_job(
-        spec,
-        config,
-        np=args.np,
-        hosts=args.hosts,
-        hostfile=args.hostfile,
-        min_np=args.min_np,
-        max_np=args.max_np,
-        script=args.script,
-        slots=args.slots,
-        elastic_timeout=args.elastic_timeout,
-        reset_limit=args.reset_limit,
-        cooldown_range=args.cooldown_range,
+    make_console = functools.partial(
+        Console,
         directory=args.output_filename,
         timestamps=args.prefix_output_with_timestamp,
-        variables=base,
-        names=options.NAMES,
     )
+    job = make_job(spec, options.sizes(args), make_console, base)
     if args.ignored:
         job.console.note(
             "accepted for Horovod's sake, without effect here: "
@@ -86,7 +74,7 @@ def launch(args: argparse.Namespace) -> int:
     outcome = job.run()
     if config.profile and not outcome.left:
         profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
-    if outcome.reason:  # the last line, where users look first
+    if outcome.reason:  # show it last, because users read the last line first
         job.console.note(outcome.reason)
     signals.ignore_alarm()
     if outcome.left and (text := allocations.requeue(base)):
@@ -94,7 +82,7 @@ def launch(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-# The id of a job without RINGJAX_JOB. Such jobs differ by their secrets.
+# The id of every job of --listen without RINGJAX_JOB. Their secrets distinguish them.
 _JOB = b"ringrun!".hex()
 
 
@@ -109,11 +97,7 @@ def _secret(config: Config, option: str) -> bytes:
 
 
 def _listening(where: str, config: Config) -> ListenOptions:
-    """Parses the value of --listen.
-
-    Raises:
-        ValueError: the value is not valid, or there is no secret.
-    """
+    """Parses the value of --listen; raises ValueError if it is wrong."""
     host, colon, port = where.rpartition(":")
     number = int(port) if port.isdecimal() and len(port) <= 5 else 0
     if not 0 < number < 65535 or (colon and not host):
@@ -124,13 +108,11 @@ def _listening(where: str, config: Config) -> ListenOptions:
         port=number,
         secret=_secret(config, "--listen"),
         job=config.job or _JOB,
-        host_timeout=config.elastic_timeout,
-        failure_timeout=config.failure_timeout,
     )
 
 
 def join(args: argparse.Namespace) -> NoReturn:
-    """Joins the job at the address of --join as a host, until the job ends.
+    """Runs the agent of --join, and exits when the job ends.
 
     Raises:
         ValueError: an option is not valid, or cannot be used with --join.
@@ -149,22 +131,16 @@ def join(args: argparse.Namespace) -> NoReturn:
             job=config.job or _JOB,
             host=slots.check_host_name(config.hostname or socket.gethostname()),
             slots=args.slots or 1,
-            connect_timeout=config.elastic_timeout,
-            failure_timeout=config.failure_timeout,
-            tls=config.tls,
+            config=config,
         )
     )
-
-
-def version() -> str:
-    return f"ringrun {package.version()}"
 
 
 def _open_standard_streams() -> None:
     """Opens standard streams that were closed when this process was started.
 
-    Otherwise the next socket would get the number of a standard stream, and output of
-    the ranks would be written into it.
+    Otherwise the next socket would get the number of a standard stream, and ringrun
+    would write the output of ranks into the socket.
     """
     for fd in (0, 1, 2):
         try:
@@ -178,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     wants_version = any(word in ("-v", "--version") for word in arguments)
     try:
-        args = options.parse(arguments, version() if wants_version else "")
+        version = f"ringrun {package.version()}" if wants_version else ""
+        args = options.parse(arguments, version)
         if args.check_build:
             from ringjax.run.check_build import report
 

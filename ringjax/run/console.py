@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -23,7 +23,6 @@ from ringjax.run import environ
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _MAX_PARTIAL = 1 << 16  # most bytes of an unfinished line that are held back
 _BAR_INTERVAL = 10.0  # seconds between two states of a progress bar in a log
-_END = re.compile(rb"\r\n|\n|\r")
 # Lines that do not say why a rank has failed: progress bars, and the lines that JAX,
 # ringjax and C++ libraries print below the message of an error.
 _NO_REASON = re.compile(
@@ -136,7 +135,8 @@ class Console:
         if stream == "stderr":
             self._record_last_error(rank, data)
         if b"\r" in data:
-            lines, rest = _split_lines(data)
+            lines = data.splitlines(keepends=True)  # a carriage return ends a line, too
+            rest = b"" if data.endswith((b"\n", b"\r")) else lines.pop()
             pieces = self._drop_bar_states(key, lines)
         else:
             end = data.rfind(b"\n") + 1
@@ -195,7 +195,8 @@ class Console:
             self._last[rank] = line.decode(errors="replace").strip()
             return
         found = ""
-        for line in _reversed_lines(data.replace(b"\r\n", b"\n").rstrip(b"\n")):
+        lines = data.replace(b"\r\n", b"\n").rstrip(b"\n").split(b"\n")
+        for line in reversed(lines):
             text = line.decode(errors="replace")
             # Lines are read backwards. An indented line belongs to a line above it,
             # such as a location in the program. A line with \r is a progress bar.
@@ -333,23 +334,6 @@ def pipe_standard_input(source: int = 0) -> int:
     # A daemon thread, because a read of the terminal may never return.
     threading.Thread(target=pass_on, name="ringrun-keyboard", daemon=True).start()
     return reader
-
-
-def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """Splits data into complete lines (CR ends a line, too) and an unfinished rest."""
-    ends = [found.end() for found in _END.finditer(data)]
-    starts = [0, *ends]
-    lines = [data[a:b] for a, b in zip(starts, ends, strict=False)]
-    return lines, data[starts[-1] :]
-
-
-def _reversed_lines(data: bytes) -> Iterator[bytes]:
-    """Yields the lines of `data` without their ends, the last one first."""
-    end = len(data)
-    while end >= 0:
-        start = data.rfind(b"\n", 0, end) + 1
-        yield data[start:end]
-        end = start - 1
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

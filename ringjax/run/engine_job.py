@@ -1,8 +1,8 @@
 """A job whose processes an engine starts: Ray, Spark, or an engine of your own.
 
-An `EngineJob` runs in the driver of the engine. It has the coordinator, gives each
-worker a ticket (the variables with which the worker joins the job), and collects the
-results, or the one error. It starts and ends no process itself.
+An `EngineJob` runs in the driver of the engine. The `EngineJob` runs the coordinator,
+makes a ticket for each worker (the variables with which the worker joins the job), and
+collects the results, or the first error. Only the engine starts and ends processes.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class EngineJob:
     """A job on an engine, as the engine's driver sees it.
 
     A static job has `size` workers, and worker n is rank n. The loss of a worker ends
-    it. A job with `min_size` is elastic: workers may be lost, and others may join, with
-    numbers that were never used before.
+    the job. A job with `min_size` is elastic: workers may be lost, and new workers may
+    join with numbers that were never used before.
 
     Args:
         size: number of workers to start with.
-        min_size: with fewer members an elastic job waits for new workers.
-        max_size: the most members of an elastic job; `size` if it is None.
-        env: variables for all workers, such as settings of ringjax. The RINGJAX_* and
-            HOROVOD_* variables of this process are passed on anyway.
+        min_size: the least number of members. An elastic job with fewer members waits
+            for new workers.
+        max_size: the most members of an elastic job; None means `size`.
+        env: variables for all workers, such as settings of ringjax. Workers also get
+            the RINGJAX_* and HOROVOD_* variables of this process.
         hosts: the addresses to listen on; by default all addresses of this machine.
         port: the port to listen on. With 0, the system chooses a free port.
-        secret, job: secret and id of a job that another driver, which has ended, began.
-            The members of the job reconnect if that driver listened at the same
-            address.
+        secret, job: secret and id of a job that an earlier driver began. The members of
+            that job reconnect if the earlier driver listened at the same address.
         note: called with lines for the user.
 
     Raises:
         StartupError: listening is not possible.
-        ValueError: numbers or settings contradict each other.
+        ValueError: sizes or settings contradict each other.
 
     Example:
         >>> with EngineJob(2) as job:
@@ -84,7 +84,7 @@ class EngineJob:
         resume = secret is not None and job is not None
         self._secret = secret or secrets.token_bytes(32)
         self.job = job or secrets.token_hex(8)
-        names = [name for name in config.network_interfaces.split(",") if name]
+        names = config.network_interfaces
         self._coordinator = Coordinator(
             self._secret,
             self.job,
@@ -143,11 +143,11 @@ class EngineJob:
     # -- tickets for the workers that the engine starts --------------------------------
 
     def tickets(self, nodes: Sequence[str]) -> list[dict[str, str]]:
-        """Returns the variables of the first `size` workers.
+        """Returns a ticket, the variables of one worker, for each of `size` workers.
 
-        The variables contain the job's secret, so pass them only over trusted channels
-        of the engine. Workers on nodes with the same name share memory, so two machines
-        must have different names.
+        Tickets contain the job's secret, so send them only over trusted channels of the
+        engine. Workers on nodes with the same name share memory, so two machines must
+        have different names.
 
         Args:
             nodes: worker n runs on `nodes[n]`.
@@ -165,7 +165,7 @@ class EngineJob:
         return [{**self.common_ticket(), **place} for place in places(nodes)]
 
     def again(self) -> None:
-        """Lets the workers of a static job run another function with their tickets."""
+        """Prepares a static job for another function; the old tickets stay valid."""
         self.poll()
         self._stop = ""
         self._begin([worker.slot.host for worker in self.workers.values()])
@@ -176,13 +176,13 @@ class EngineJob:
             self._table.adopt(number, WorkerSlot(node, number, number, number))
 
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
-        """Returns the variables of one worker of an elastic job, see `tickets`.
+        """Returns the ticket of one worker of an elastic job, see `tickets`.
 
-        The rank in the variables is the rank that the worker is expected to get.
+        The rank in the ticket is the rank that the worker will probably get.
 
         Args:
             worker: the number of the worker.
-            node: the node on which it runs.
+            node: the node on which the worker runs.
 
         Raises:
             ValueError: the number was used before, or the job is not elastic.
@@ -223,8 +223,8 @@ class EngineJob:
 
     def finished(self, worker: int, result: Any = None) -> None:
         """Reports that the function of a worker has returned `result`."""
-        # Handle the events first, because a dismissed worker returns, too, and its end
-        # does not end the job.
+        # Handle the events first: a worker that was dismissed also returns from its
+        # function, but its return does not end the job.
         self._take_decisions()
         if self._ended(worker, 0, "it has ended without an error"):
             self._results[worker] = result
@@ -235,14 +235,14 @@ class EngineJob:
         Args:
             worker: the number of the worker.
             why: the explanation of the engine, such as a traceback.
-            certain: whether the process has ended. If the process is only out of reach,
-                new workers may not begin the job again after all other workers have
-                ended.
+            certain: whether the process has ended. A process that is only unreachable
+                may still train, so new workers must not begin the job again after all
+                other workers have ended.
         """
         self._ended(worker, 255, why, certain)
 
     def _ended(self, number: int, code: int, why: str, certain: bool = True) -> bool:
-        """Records an end; returns False if the worker had ended or was dismissed."""
+        """Records an end; returns False if the end was known or expected already."""
         worker = self._table.get_or_add(number)
         if worker.settled:
             return False
@@ -254,11 +254,11 @@ class EngineJob:
         return True
 
     def poll(self) -> list[int]:
-        """Handles reports of the workers. Call this method a few times a second.
+        """Handles events of the coordinator. Call this method a few times a second.
 
         Returns:
-            Numbers of running workers that were declared lost. The engine should end
-            their processes.
+            Numbers of running workers that the coordinator has declared lost. The
+            engine should end their processes.
         """
         self._take_decisions()
         fenced, self._fenced = self._fenced, []
@@ -296,13 +296,13 @@ class EngineJob:
 
     @property
     def closing(self) -> bool:
-        """Whether a worker has finished, so that no more workers should start."""
+        """Whether a worker has finished the work, so no more workers should start."""
         ended = [w for w in self.workers.values() if w.exit_code == 0]
         return not all(worker.dismissed for worker in ended)
 
     @property
     def over(self) -> bool:
-        """Whether the outcome is decided: all workers ended, or too many failed."""
+        """Whether the outcome is decided: all members have ended, or the job failed."""
         if self._stop or (self._table.failed() and not self.elastic):
             return True
         begun = self.members or len(self.workers) >= self.size
@@ -310,15 +310,15 @@ class EngineJob:
 
     @property
     def stopped(self) -> str:
-        """The reason why the job cannot continue; empty if it can."""
+        """The reason why the job cannot continue, or an empty text."""
         return self._stop
 
     def stop(self, why: str) -> None:
-        """Ends the job without success: `results` raises an error with this reason."""
+        """Makes the job fail: `results` raises an error with the reason `why`."""
         self._stop = self._stop or why
 
     def results(self) -> list[Any]:
-        """Returns the results in the order of the ranks at the end.
+        """Returns the results in the order of the last ranks.
 
         Raises:
             LaunchError: the job has failed. The error names the rank that failed first,
@@ -333,8 +333,8 @@ class EngineJob:
     def failure(self) -> LaunchError:
         """Returns an error with the rank that failed first, and with the reason."""
         table = self._table
-        # If the engine has replaced all failed workers, only their error reports are
-        # left.
+        # If no worker has ended with an error, a worker that has only reported an error
+        # explains the failure.
         worker = table.first_failure() or table.earliest(table.with_report())
         if worker is None:
             ended = "the workers ended without having finished"

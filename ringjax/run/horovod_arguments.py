@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from ringjax.run import only_one
 from ringjax.run import run as ringjax_run
 from ringjax.run.hosts.slots import ANY_HOST, reachable_addresses
 
@@ -29,7 +30,7 @@ def get_driver_ip(nics: Sequence[str] | None = None) -> str:
         >>> get_driver_ip(["lo"])
         '127.0.0.1'
     """
-    return reachable_addresses([ANY_HOST], list(nics or ()))[0]
+    return reachable_addresses([ANY_HOST], ",".join(nics or ()))[0]
 
 
 def run(
@@ -88,7 +89,6 @@ def run(
         >>> run(lambda: 2, np=2)  # doctest: +SKIP
         [2, 2]
     """
-    least, most = _one("min", min_np, min_num_proc), _one("max", max_np, max_num_proc)
     if network_interfaces is not None and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
     return ringjax_run(
@@ -97,8 +97,8 @@ def run(
         kwargs,
         np,
         num_proc=num_proc,
-        min_np=least,
-        max_np=most,
+        min_np=only_one(min_np=min_np, min_num_proc=min_num_proc),
+        max_np=only_one(max_np=max_np, max_num_proc=max_num_proc),
         hosts=hosts,
         hostfile=hostfile,
         host_discovery_script=host_discovery_script,
@@ -113,12 +113,3 @@ def run(
         executable=executable,
         verbose=bool(verbose),
     )
-
-
-def _one(which: str, np: int | None, num_proc: int | None) -> int | None:
-    """Returns the value of an argument that has two names."""
-    if np is not None and num_proc is not None and np != num_proc:
-        raise ValueError(
-            f"{which}_np={np} and {which}_num_proc={num_proc}: give only one of them"
-        )
-    return np if np is not None else num_proc

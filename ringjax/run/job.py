@@ -1,11 +1,10 @@
 """Runs one job: finds hosts, starts the coordinator and ranks, and handles losses.
 
-A single loop handles the reports of the agents and of the coordinator. Static and
-elastic jobs handle a loss in different ways. In a static job the first failed rank ends
-the job: the other ranks get one second to fail with a clear error of their own, then
-SIGTERM, then SIGKILL. In an elastic job the other ranks continue, and a
-`ReplacementPolicy` decides which workers are started. hosts/agent.py starts the
-processes of the ranks.
+One loop handles the messages of the agents and the events of the coordinator. In a
+static job the first failed rank ends the job: ringrun waits one second, in which the
+other ranks can fail with a clear error of their own, and then sends SIGTERM and later
+SIGKILL. In an elastic job the other ranks continue, and a `ReplacementPolicy` decides
+which workers ringrun starts. hosts/agent.py starts the processes of the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ringjax.run.outcome import JobOutcome
 from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, Shutdown
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
-# To start quickly, a job imports the modules below only if it needs them.
+# ringrun must start quickly, so it imports the modules below only if a job needs them.
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
     from ringjax.run.elastic.coordinator_process import CoordinatorProcess
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
     from ringjax.run.hosts.agent_listener import AgentListener
     from ringjax.run.hosts.discovery import ScriptDiscovery
 
-_NOTE_AFTER = 10.0  # seconds of waiting for hosts until a line for the user
-_TICK = 0.1  # most seconds of one round of the loop
+_NOTE_AFTER = 10.0  # seconds until the user reads that ringrun waits for hosts
+_TICK = 0.1  # the longest wait of one round of the loop, in seconds
 _HANG_TIMEOUT = 10.0  # seconds until a rank that has reported an error is killed
 _GATHER_TIME = 2.0  # seconds to wait for agents with ranks of an earlier ringrun
 
@@ -47,12 +46,9 @@ class Job:
     """A job: `run` starts the job, and returns when all processes have ended.
 
     Args:
-        spec: the specification, which contains the slots of a static job.
-        console: shows the output of the ranks.
-        size: number of ranks of a static job whose hosts join by themselves.
+        size: number of ranks of a static job whose hosts join by `ringrun --join`.
+            Otherwise `spec` contains the slots of a static job.
         elastic: limits of an elastic job; None for a static job.
-        elastic_timeout: seconds to wait for hosts, or for workers if there are too few.
-        failure_timeout: seconds of silence until a member is lost.
     """
 
     def __init__(
@@ -61,13 +57,11 @@ class Job:
         console: Console,
         size: int = 0,
         elastic: ElasticSettings | None = None,
-        *,
-        elastic_timeout: float = 600.0,
-        failure_timeout: float = 5.0,
     ) -> None:
         self._spec, self.console = spec, console
         self._size = size or len(spec.slots)
-        self._timeout, self._failure_timeout = elastic_timeout, failure_timeout
+        # Seconds to wait for hosts, and for workers if there are too few.
+        self._timeout = spec.config.elastic_timeout
         is_elastic = elastic is not None
         self._agents = AgentPool(spec, console, self)
         self._monitor = JobMonitor(self._agents, console, spec, elastic=is_elastic)
@@ -77,7 +71,8 @@ class Job:
         self._env: dict[str, str] = {}  # variables of all ranks
         self._results: dict[int, bytearray] = {}
         self._signals: list[int] = []  # signals that ringrun must forward to the ranks
-        self._stop = self._leave = ""  # why the job fails; why all ranks leave
+        self._stop = ""  # the reason why the job fails
+        self._leave = ""  # the reason why ringrun asks all ranks to leave
         self._detaching = False
         least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
         self._table = WorkerTable(least, console.last_error, group, elastic=is_elastic)
@@ -111,9 +106,9 @@ class Job:
         self._shutdown.interrupt(number)
 
     def forward_signal(self, number: int) -> None:
-        """Forwards a signal to the ranks of a static job. An elastic job leaves.
+        """Forwards a signal to the ranks; asks the ranks of an elastic job to leave.
 
-        The signal would end workers of an elastic job, so they are asked to leave.
+        The signal itself would end workers of an elastic job.
         """
         self._signals.append(number)
 
@@ -123,10 +118,10 @@ class Job:
     def detach(self) -> bool:
         """Handles SIGTERM; returns whether the job continues without this ringrun.
 
-        An elastic job continues if some hosts have joined by `ringrun --join`:
-        ringrun's own workers leave at their next commit, and the agents on the other
-        hosts wait for another ringrun. A second SIGTERM ends the job. In a static job,
-        the first SIGTERM ends the job.
+        An elastic job continues if some ranks run on hosts of `ringrun --join`. The
+        agents of these hosts wait for another ringrun, and all other workers leave at
+        their next commit. A second SIGTERM, or the first one in a static job, ends the
+        job.
         """
         started = self._policy is not None and self._coordinator is not None
         if not started or self._shutdown.started or self._detaching:
@@ -147,7 +142,7 @@ class Job:
     # -- the start ---------------------------------------------------------------------
 
     def _find_hosts(self) -> None:
-        """Uses the given hosts, or starts to look for hosts."""
+        """Uses the given hosts, or starts a script or a listener that finds hosts."""
         spec, policy = self._spec, self._policy
         script = policy.settings.script if policy is not None else ""
         if spec.listening is not None:
@@ -168,7 +163,7 @@ class Job:
             policy.slots.update(self._hosts)
 
     def _wait_for_hosts(self) -> None:
-        """Waits for enough slots, or for ranks of an earlier ringrun."""
+        """Waits until there are enough slots, or ranks of an earlier ringrun."""
         begun, noted, policy = time.monotonic(), False, self._policy
         listens = self._spec.listening is not None
         least = "" if policy is None else "at least "
@@ -180,7 +175,7 @@ class Job:
             if policy is not None:
                 # Wait for -np slots during the start timeout, then for --min-np.
                 limits = policy.settings
-                whole = listens and waited < self._spec.start_timeout
+                whole = listens and waited < self._spec.config.start_timeout
                 needed = (limits.np if whole else None) or limits.min_np
                 settled = not listens or waited > _GATHER_TIME
             count = sum(host.slots for host in self._discovery.hosts or ())
@@ -241,8 +236,8 @@ class Job:
                 job,
                 np=self._size,
                 on_loss="stop",
-                start_timeout=spec.start_timeout,
-                tls=spec.tls,
+                start_timeout=spec.config.start_timeout,
+                tls=spec.config.tls,
                 **listen,
             )
             return static, f"{self._size} ranks"
@@ -259,10 +254,10 @@ class Job:
             min_np=limits.min_np,
             max_np=limits.max_np,
             group=limits.group,
-            start_timeout=spec.start_timeout,
+            start_timeout=spec.config.start_timeout,
             elastic_timeout=self._timeout,
-            failure_timeout=self._failure_timeout,
-            tls=spec.tls,
+            failure_timeout=spec.config.failure_timeout,
+            tls=spec.config.tls,
         )
         return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
@@ -290,7 +285,7 @@ class Job:
     # -- the loop ----------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Runs one round: events, the coordinator's decisions, timeouts, signals."""
+        """Waits for events and handles them; then handles timeouts and signals."""
         timeout = self._shutdown.timeout(_TICK)
         if not self._agents.poll(timeout, self._take_decisions):
             self.console.idle()
@@ -309,7 +304,7 @@ class Job:
             self._signal(self._signals.pop(0), alone=True)
 
     def _stop_at_a_loss(self, now: float) -> None:
-        """Ends a static job once a rank has failed."""
+        """Ends a static job if a rank has failed."""
         if not self._shutdown.started:
             hung = self._table.hung(now - _HANG_TIMEOUT)
             if hung is not None:
@@ -333,14 +328,14 @@ class Job:
         forwarded = signal.Signals(self._signals[0]).name if self._signals else ""
         self._leave = self._leave or forwarded or self._agents.end_requested
         if self._leave and not (policy.slots.closed or self._shutdown.started):
-            policy.slots.closed = True  # do not start workers any more
+            policy.slots.closed = True  # start no more workers
             self.console.note(f"{self._leave}: all ranks leave at their next commit")
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: int, *, alone: bool = False) -> None:
-        """Signals the running ranks, with their process groups or `alone`.
+        """Sends a signal to the process groups of the running ranks, or to ranks alone.
 
-        SIGTERM as a request to leave goes to the rank alone, because the rank may need
+        The request to leave (SIGTERM) goes to the rank alone, because the rank may need
         its children until its next commit. A forwarded signal goes to the rank alone,
         because its children may not handle the signal.
         """
@@ -350,7 +345,7 @@ class Job:
         self._agents.signal(number, running, alone=alone)
 
     def _follow_hosts(self, policy: ReplacementPolicy, now: float) -> None:
-        """Asks workers to leave if their host or slot is not available any more."""
+        """Asks workers to leave whose host or slot has gone from the list of hosts."""
         if self._discovery is None:
             return
         if self._detaching:
@@ -364,7 +359,7 @@ class Job:
                 policy.dismiss(number, now)
 
     def _host_joined(self, host: str, hello: Message) -> None:
-        """Handles an agent of `ringrun --join`, which may have running ranks."""
+        """Takes over the ranks of an agent of `ringrun --join`, if it has some."""
         policy = self._policy
         assert policy is not None
         self._follow_hosts(policy, time.monotonic())
@@ -378,11 +373,12 @@ class Job:
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
-        # Ranks that were never connected report no error, so do not wait for one.
+        # Without members no rank has connected to the coordinator, so no rank can
+        # report an error, and waiting for reports is useless.
         self._shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
     def _take_decisions(self) -> None:
-        """Handles decisions of the coordinator, before the exits from the agents."""
+        """Handles events of the coordinator; called before agents report exits."""
         if self._coordinator is None:
             return
         for event in take_events(self._coordinator):
@@ -396,8 +392,7 @@ class Job:
                 if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
-                # In a static job, an error that a rank has reported is a better
-                # explanation.
+                # In a static job an error that a rank has reported explains more.
                 if self._policy is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:
@@ -443,7 +438,7 @@ class Job:
         if stream == "result":
             self._results.setdefault(number, bytearray()).extend(data)
             return
-        if not data and number >= 0:  # a negative number is a client and no worker
+        if not data and number >= 0:  # clients (ssh, srun) have negative numbers
             self._table.workers[number].streams.discard(stream)
         self.console.write(number, stream, data)
 
@@ -457,8 +452,8 @@ class Job:
             return
         self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
-            # Other ranks may wait for this rank. Without the report the other ranks
-            # would wait for the whole failure timeout.
+            # Other ranks may wait for this rank. If the coordinator did not know that
+            # the rank has ended, they would wait for the whole failure timeout.
             self._coordinator.process_ended(number, "ended without an error")
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
@@ -469,13 +464,13 @@ class Job:
     # -- the end of the job ------------------------------------------------------------
 
     def _end(self) -> None:
-        """Makes agents kill all processes, reads the last output, closes everything."""
+        """Makes agents kill all processes, reads the last output, closes all files."""
         limit = 2.0 if self._shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
         if self._detaching and not self._shutdown.started:
             self._agents.detach_joined()
-        self._table.stopping = True  # ringrun now ends the remaining processes
+        self._table.stopping = True
         self._agents.end(limit)
         self._take_decisions()
         if self._coordinator is not None:
@@ -487,7 +482,7 @@ class Job:
     def _outcome(self) -> JobOutcome:
         if (number := self._shutdown.signalled) is not None:
             name = signal.Signals(number).name
-            # After SIGPIPE nobody reads the output of ringrun, so show no text.
+            # After SIGPIPE nobody reads the output of ringrun.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return JobOutcome(128 + number, reason=why)
         if self._detaching:

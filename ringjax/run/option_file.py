@@ -10,27 +10,29 @@ from collections.abc import Mapping
 
 from ringjax.config import LOG_LEVELS
 
-# Horovod's keys of a configuration file, and the option for each key.
-_FILE_KEYS = {
-    "params.fusion_threshold_mb": "fusion_threshold_mb",
-    "params.cycle_time_ms": "cycle_time_ms",
-    "params.cache_capacity": "cache_capacity",
-    "autotune.enabled": "autotune",
-    "autotune.log_file": "autotune_log_file",
-    "autotune.warmup_samples": "autotune_warmup_samples",
-    "autotune.steps_per_sample": "autotune_steps_per_sample",
-    "timeline.filename": "timeline_filename",
-    "timeline.mark_cycles": "timeline_mark_cycles",
-    "stall_check.enabled": "stall_check",
-    "stall_check.warning_time_seconds": "stall_check_warning_time_seconds",
-    "stall_check.shutdown_time_seconds": "stall_check_shutdown_time_seconds",
-    "library_options.gloo_timeout_seconds": "gloo_timeout_seconds",
-    "logging.level": "log_level",
+# Horovod's keys of a configuration file, each with the option and its type.
+_OPTIONS: dict[str, tuple[str, type]] = {
+    "params.fusion_threshold_mb": ("fusion_threshold_mb", float),
+    "params.cycle_time_ms": ("cycle_time_ms", float),
+    "params.cache_capacity": ("cache_capacity", int),
+    "autotune.enabled": ("autotune", bool),
+    "autotune.log_file": ("autotune_log_file", str),
+    "autotune.warmup_samples": ("autotune_warmup_samples", int),
+    "autotune.steps_per_sample": ("autotune_steps_per_sample", int),
+    "timeline.filename": ("timeline_filename", str),
+    "timeline.mark_cycles": ("timeline_mark_cycles", bool),
+    "stall_check.enabled": ("stall_check", bool),
+    "stall_check.warning_time_seconds": ("stall_check_warning_time_seconds", float),
+    "stall_check.shutdown_time_seconds": ("stall_check_shutdown_time_seconds", float),
+    "library_options.gloo_timeout_seconds": ("gloo_timeout_seconds", float),
+    "logging.level": ("log_level", str),
 }
-_PATHS = ("timeline_filename", "autotune_log_file")
-_SWITCHES = ("stall_check", "timeline_mark_cycles", "autotune")
-# Options with whole numbers. All other options of ringrun here take any number.
-_WHOLE = ("cache_capacity", "autotune_warmup_samples", "autotune_steps_per_sample")
+_EXPECTED = {
+    str: "a path",
+    bool: "true or false",
+    int: "a whole number, at least 0",
+    float: "a number, at least 0",
+}
 
 
 class OptionError(ValueError):
@@ -44,11 +46,13 @@ def merge(args: argparse.Namespace, path: str) -> None:
         OptionError: the file or a key is not valid; the text names both.
     """
     for key, value in _flatten(_load(path)).items():
-        name = _FILE_KEYS.get(key)
-        if name is None:
+        if key not in _OPTIONS:
             args.ignored = [*args.ignored, f"{key} in {path}"]
-        elif getattr(args, name) is None:
-            setattr(args, name, _checked(key, name, value, path))
+            continue
+        name, kind = _OPTIONS[key]
+        if getattr(args, name) is None:
+            where = f"--config-file {path}: {key} is {value!r}"
+            setattr(args, name, _checked(name, kind, value, where))
 
 
 def _load(path: str) -> Mapping[str, object]:
@@ -99,23 +103,15 @@ def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]
     return flat
 
 
-def _checked(key: str, name: str, value: object, path: str) -> object:
-    where = f"--config-file {path}: {key}"
-    if name in _PATHS:
-        if not isinstance(value, str):
-            raise OptionError(f"{where} is {value!r}: expected a path")
-        return value
-    if name in _SWITCHES:
-        if not isinstance(value, bool):
-            raise OptionError(f"{where} is {value!r}: expected true or false")
-        return value
+def _checked(name: str, kind: type, value: object, where: str) -> object:
     if name == "log_level":
-        if str(value).lower() not in LOG_LEVELS:
-            expected = ", ".join(LOG_LEVELS)
-            raise OptionError(f"{where} is {value!r}: expected one of {expected}")
-        return str(value).lower()
-    kinds = (int,) if name in _WHOLE else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
-        kind = "a whole number" if name in _WHOLE else "a number"
-        raise OptionError(f"{where} is {value!r}: expected {kind}, at least 0")
+        level = str(value).lower()
+        if level not in LOG_LEVELS:
+            raise OptionError(f"{where}: expected one of {', '.join(LOG_LEVELS)}")
+        return level
+    right = isinstance(value, (int, float) if kind is float else kind)
+    if isinstance(value, (int, float)) and kind is not bool:
+        right = right and not isinstance(value, bool) and value >= 0
+    if not right:
+        raise OptionError(f"{where}: expected {_EXPECTED[kind]}")
     return value

@@ -8,13 +8,14 @@ file.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from ringjax.config import LOG_LEVELS
+from ringjax.config import LOG_LEVELS, Config
 from ringjax.run import option_file
-from ringjax.run.monitor import options as monitor_options
-from ringjax.run.option_types import devices
-from ringjax.run.option_types import number as _number
+from ringjax.run.elastic.elastic_settings import SizeOptions
+
+ValueT = TypeVar("ValueT", int, float)
 
 # Options that are accepted and have no effect, and whether each takes a value.
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
@@ -39,8 +40,8 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--mpi",), False),
     (("--jsrun",), False),
 )
-# Options of elastic jobs by the names of the arguments in Python, for error texts.
-NAMES = {
+# Options by the names of the arguments in Python, for error texts.
+_NAMES = {
     "np": "-np",
     "min_np": "--min-np",
     "max_np": "--max-np",
@@ -50,6 +51,34 @@ NAMES = {
     "cooldown_range": "--blacklist-cooldown-range",
     "script": "--host-discovery-script",
 }
+
+
+def _number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
+    """Returns an argparse type for numbers that are at least `low`.
+
+    Example:
+        >>> _number(int, 1)("3")
+        3
+    """
+
+    def parse(text: str) -> ValueT:
+        value = kind(text)
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
+        return value
+
+    # argparse puts the name into its error: "invalid whole number value: 'x'".
+    parse.__name__ = "whole number" if kind is int else "number"
+    return parse
+
+
+def devices(text: str) -> str:
+    """Checks a number of CUDA devices per rank, and returns the text of the setting."""
+    try:
+        Config.from_env({"RINGJAX_DEVICES_PER_RANK": text})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 class _IgnoredOption(argparse.Action):
@@ -84,9 +113,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_forwarding(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
-    monitor_options.add_options(
-        parser.add_argument_group("watching a job", monitor_options.ABOUT)
-    )
+    _add_monitoring(parser.add_argument_group("watching a job", _MONITORING))
     _add_limits(parser.add_argument_group("limits and logs"))
     group = parser.add_argument_group("accepted for Horovod's sake, without effect")
     for flags, value in _WITHOUT_EFFECT:
@@ -385,6 +412,47 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
     add("--tcp", action="store_true", help="make NCCL use TCP and not InfiniBand")
 
 
+_MONITORING = """
+Ranks send samples only if one of these options is given, or while `ringjax top` runs.
+"""
+
+
+def _add_monitoring(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--report",
+        type=_number(float, 0),
+        metavar="SECONDS",
+        help="print a report every SECONDS: for which rank all others wait, and where "
+        "that rank is (RINGJAX_REPORT)",
+    )
+    add(
+        "--quiet",
+        dest="report",
+        action="store_const",
+        const=0.0,
+        help="print no reports, even if RINGJAX_REPORT is set",
+    )
+    add(
+        "--metrics",
+        metavar="[ADDRESS:]PORT",
+        help="serve metrics to Prometheus at /metrics; without ADDRESS only this host "
+        "reaches them (RINGJAX_METRICS)",
+    )
+    add(
+        "--metrics-token-file",
+        metavar="FILE",
+        help="the file with the token that Prometheus must send; only its owner may "
+        "have access to it (RINGJAX_METRICS_TOKEN_FILE)",
+    )
+    add(
+        "--metrics-file",
+        metavar="FILE",
+        help="write the metrics to FILE, named NAME.prom, for node_exporter "
+        "(RINGJAX_METRICS_FILE)",
+    )
+
+
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     off = "wait for a live rank for ever, without a warning"
@@ -452,7 +520,10 @@ _VARIABLES = {
     "autotune_steps_per_sample": "RINGJAX_AUTOTUNE_STEPS_PER_SAMPLE",
     "group_size": "RINGJAX_GROUP_SIZE",
     "devices_per_rank": "RINGJAX_DEVICES_PER_RANK",
-    **monitor_options.VARIABLES,
+    "report": "RINGJAX_REPORT",
+    "metrics": "RINGJAX_METRICS",
+    "metrics_token_file": "RINGJAX_METRICS_TOKEN_FILE",
+    "metrics_file": "RINGJAX_METRICS_FILE",
     "timeline_filename": "RINGJAX_TIMELINE",
     "profile": "RINGJAX_PROFILE",
 }
@@ -478,6 +549,12 @@ def forwarded_variables(
         if given or name in base:
             found[name] = value if given else base[name]
     return found
+
+
+def sizes(args: argparse.Namespace) -> SizeOptions:
+    """Returns the options about hosts and numbers of ranks."""
+    given = {key: getattr(args, key) for key in (*_NAMES, "hosts", "hostfile")}
+    return SizeOptions(names=_NAMES, **given)
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

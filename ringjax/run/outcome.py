@@ -1,7 +1,4 @@
-"""The outcome of a job, and texts that describe how a rank has failed.
-
-workers.py decides which rank has failed first.
-"""
+"""The outcome of a job, and texts that describe how a rank has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Errors that only say that another rank has failed.
+# Patterns of errors that are a consequence of the failure of another rank.
 _CONSEQUENCE = re.compile(
     r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
     # JAX raises these errors in the other processes of a group if one process fails.
@@ -26,10 +23,9 @@ class JobOutcome:
 
     Attributes:
         rank: the rank that failed first; -1 if none failed.
-        reason: one line with the reason why the job has not succeeded.
-        results: pickled results of the ranks, by rank.
-        left: whether all ranks left without a failure, because other jobs need the
-            hosts.
+        reason: the reason why the job has failed, in one line.
+        results: pickled results by rank.
+        left: whether all ranks left at a commit because ringrun asked them to leave.
     """
 
     exit_code: int
@@ -49,7 +45,7 @@ def describe_failure(
         text: explanation from the agent, if the command could not run.
         report: error that the rank has sent to the coordinator.
         last_words: last line that the rank has written to standard error.
-        how: how the process has ended, if the exit code does not contain this.
+        how: replaces the words about the exit code.
 
     Example:
         >>> "rank 2" + describe_failure(137)
@@ -82,7 +78,7 @@ def blames_another_rank(words: str) -> bool:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of a report, at most 500 characters of it."""
+    """Returns at most 500 characters of the first line of an error report."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 500 else line[:497] + "..."
 

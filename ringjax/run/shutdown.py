@@ -1,4 +1,4 @@
-"""Shutdown of a job: ringrun's own signals, and the plan of signals for the ranks."""
+"""Shutdown of a job: the handlers of ringrun's signals, and the signals to ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-# Steps of (seconds to wait before the signal, signal). At None ringrun stops waiting.
+# Steps: seconds to wait, then the signal to send. At None ringrun stops waiting.
 Plan = tuple[tuple[float, int | None], ...]
 AFTER_FAILURE: Plan = ((1.0, signal.SIGTERM), (2.0, signal.SIGKILL), (1.0, None))
 AFTER_SIGINT: Plan = (
@@ -20,24 +20,21 @@ AFTER_SIGINT: Plan = (
     (0.3, None),
 )
 AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
-# Ranks get time to leave at a commit. Kubernetes and Slurm kill after 30 s by default.
+# Ranks have 25 s to reach a commit, because Kubernetes and Slurm send SIGKILL 30 s
+# after SIGTERM by default.
 TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
-_LOOP_TIMEOUT = 0.5  # seconds until the loop must have noticed a signal
+_LOOP_TIMEOUT = 0.5  # seconds until ringrun's loop must have handled a signal
 
 
 class Shutdown:
     """The state of a job's shutdown, which follows a `Plan`.
 
-    Args:
-        after_sigterm: the plan for an end by SIGTERM.
-
     Attributes:
-        signalled: the signal that ended ringrun; None if there was no signal.
-        stopping: whether the ranks have got a signal to end.
-        given_up: whether the last step of the plan has passed. Some ranks may still
-            run.
+        signalled: the first signal that told ringrun to end, if there was one.
+        stopping: whether ringrun has sent the first signal of the plan.
+        given_up: whether the last step of the plan has passed, even if ranks still run.
     """
 
     def __init__(self, after_sigterm: Plan = AFTER_SIGTERM) -> None:
@@ -53,12 +50,7 @@ class Shutdown:
         return bool(self._plan) or self.given_up
 
     def start(self, plan: Plan, wait: float | None = None) -> None:
-        """Starts to end the job.
-
-        Args:
-            plan: signals for the ranks.
-            wait: replaces the first pause of the plan.
-        """
+        """Starts to end the job. `wait` replaces the first pause of the plan."""
         self._plan = deque(plan)
         self._next = time.monotonic() + (plan[0][0] if wait is None else wait)
 
@@ -74,7 +66,7 @@ class Shutdown:
 
     @property
     def time_left(self) -> float | None:
-        """The seconds that the ranks have left to end; None before the first signal."""
+        """The seconds until ringrun gives up; None before the first signal."""
         left = sum(seconds for seconds, _ in self._plan)
         return left if self.stopping else None
 
@@ -112,9 +104,9 @@ class InterruptibleJob(Protocol):
 class ShutdownSignals:
     """Handlers of ringrun's own signals.
 
-    SIGINT, SIGTERM and SIGHUP end the job, and a second signal ends the job
-    immediately. After SIGTERM an elastic job whose hosts have joined by `ringrun
-    --join` may continue without ringrun. SIGUSR1 goes to the ranks.
+    SIGINT, SIGTERM and SIGHUP end the job, and a second signal kills the ranks. After
+    SIGTERM an elastic job may continue without ringrun: see `Job.detach`. SIGUSR1 goes
+    to the ranks.
     """
 
     def __init__(self, job: InterruptibleJob) -> None:
@@ -125,8 +117,8 @@ class ShutdownSignals:
     def install(self) -> None:
         """Installs the handlers and unblocks all signals."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP. A shell ignores SIGINT for a script's background
-            # jobs. Keep ignoring these signals.
+            # nohup makes ringrun ignore SIGHUP, and a shell makes background jobs of a
+            # script ignore SIGINT. Keep ignoring these signals.
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM or not ignored:
                 signal.signal(number, self._handle)
@@ -150,10 +142,9 @@ class ShutdownSignals:
         signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _LOOP_TIMEOUT)
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
-        """Ends ringrun if its loop does not react.
+        """Exits if ringrun's loop does not react; then the agents end the ranks.
 
-        The loop may block in a write to a terminal that is not read. Then ringrun just
-        exits. The agents notice the exit and end the ranks.
+        The loop may block in a write to a terminal that nobody reads.
         """
         time_left = self._job.time_left()
         if self._late or time_left is None:

@@ -1,10 +1,10 @@
-"""The table of workers: members, the ends of workers, and the first failure.
+"""The table of all workers of a job, and the rules that find the first failure.
 
-The number of a worker is never used again, and its rank is its place in one epoch. In a
-static job worker n is rank n. One failure makes other ranks fail within milliseconds,
-and the reports of these failures may arrive in another order. So the exits, the reports
-to the coordinator and the output of the ranks are considered together. This module
-sends nothing and never waits.
+Each worker has a number that no later worker gets, and a rank in each epoch of which it
+is a member. In a static job worker n is rank n. One failure makes other ranks fail
+within milliseconds, and the reports of these failures may arrive in another order.
+Therefore the table considers exits, errors that ranks have reported to the coordinator,
+and the output of ranks together. This module sends nothing and never waits.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class WorkerSlot:
     """A place for one worker on a host.
 
     Attributes:
-        host, index: the host, and the local rank of the worker there.
+        index: local rank of the worker on the host.
         number: rank of the worker until an epoch has given it another one.
         worker: number of the worker that has the slot.
-        free_at: time from which the slot may be taken again.
+        free_at: time from which another worker may start in the slot.
         failures: number of consecutive failures soon after the worker has joined.
         failed: whether a worker has ever failed in the slot.
-        released: whether another program than ringrun has asked the worker to leave.
-            That program may need the place itself.
-        removed: whether the slot is gone although its worker has not ended yet.
+        released: whether a program other than ringrun has asked the last worker to
+            leave. That program may need the slot itself.
+        removed: whether the host has lost the slot although its worker still runs.
     """
 
     host: str
@@ -54,29 +54,28 @@ class WorkerSlot:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A process of the job, or of an earlier ringrun.
+    """A process of the job, which this ringrun or an earlier one has started.
+
+    All times are those of `time.monotonic`.
 
     Attributes:
         rank: rank in the latest epoch of the worker; None if it never was a member.
         join_time: the time when the worker became a member.
-        exit_code, exit_text, end_time: how and when the process has ended.
         ended_while_stopping: whether the process ended after ringrun began to end the
             job.
         streams: output streams that are still open.
         coordinator_answered: whether the process ended without an error, and all
             earlier decisions of the coordinator about the worker have arrived.
-        settled: whether the end and the complete output of the process were handled.
+        settled: whether ringrun has handled the end and all output of the process.
         asked_to_leave: the time when ringrun asked the worker to leave its lost slot.
-        killed: whether ringrun has sent SIGKILL, because the process did not end by
-            itself.
-        fenced, fence_reason: the time when the worker was declared lost, and the
-            reason.
-        with_group: whether the worker was lost because another worker of its group was.
+        killed: whether ringrun sent SIGKILL because the process did not end by itself.
+        fenced: the time when the coordinator declared the worker lost.
+        with_group: whether the worker was lost because its group has lost a worker.
         finished: whether the worker has reported the end of its program.
         dismissed: whether the worker left without an error while the job continues.
-        report, report_time: the error that the worker has reported, and the time.
+        report: the error that the worker has reported.
         ready: whether the worker waits to become a member.
-        end_confirmed: whether the process has ended; False if its host is out of reach.
+        end_confirmed: whether the process has ended; False if its host is unreachable.
     """
 
     number: int
@@ -109,7 +108,6 @@ class Worker:
 
     @property
     def killed_by_ringrun(self) -> bool:
-        """Whether ringrun's own SIGKILL has ended the process."""
         return self.killed and self.exit_code == 128 + signal.SIGKILL
 
     @property
@@ -127,8 +125,8 @@ class Worker:
         """Whether new workers may begin the job again after the loss of this worker.
 
         True if the worker was killed or declared lost, and its process has ended. An
-        error of the program would only occur again. A worker that is out of reach may
-        still train, and two jobs must not run at the same time.
+        error of the program would occur again in new workers. A worker on an
+        unreachable host may still train, and two jobs must not run at the same time.
         """
         by_others = self.fenced is not None or (self.exit_code or 0) > 128
         own_way = self.report or self.finished or self.dismissed
@@ -143,10 +141,8 @@ class WorkerTable:
         last_words: returns the last line of error output of the worker with a number.
         group: number of workers that are lost and join together. Workers with the same
             number // group are in one group.
-        elastic: whether the job continues after a loss.
 
     Attributes:
-        workers: the workers by number.
         next: the lowest number that was never used.
         members: ranks in the latest epoch, by number.
         resets: the number of changes of the members.
@@ -245,11 +241,7 @@ class WorkerTable:
         return worker
 
     def record_end(self, worker: Worker, code: int, text: str, now: float) -> None:
-        """Records that the process of a worker has ended.
-
-        Args:
-            text: explanation of the exit code, if the exit code needs one.
-        """
+        """Records that a process has ended; `text` may explain the exit code."""
         worker.exit_code, worker.exit_text, worker.end_time = code, text, now
         worker.ended_while_stopping = self.stopping
 
@@ -259,7 +251,7 @@ class WorkerTable:
         return len({worker.slot.host for worker in self.workers.values()}) > 1
 
     def describe(self, worker: Worker, *, place: bool) -> str:
-        """Names a worker by rank and number, with its host if `place` is true."""
+        """Returns a worker's rank and number, with its host if `place` is true."""
         host = worker.slot.host if place else ""
         if not self._elastic:
             return f"rank {worker.number}" + (f" ({host})" if host else "")
@@ -276,7 +268,7 @@ class WorkerTable:
         return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
 
     def describe_remaining(self) -> str:
-        """Returns the number of remaining ranks, as the end of a sentence."""
+        """Returns the end of a sentence about a loss: how many ranks are left."""
         count, least = self.count_members(), self._least
         if count >= least:
             return f"; {_ranks(count)} {'goes' if count == 1 else 'go'} on"
@@ -313,14 +305,17 @@ class WorkerTable:
         """Returns whether a worker failed by itself, not because of another rank."""
         if worker.with_group:
             return False
-        # In an elastic job the last output may be about an earlier loss, after which
-        # the worker continued. So it does not explain an end by a signal.
+        # In an elastic job the last line of output may be about an earlier loss, after
+        # which the worker continued. Such a line does not explain an end by a signal.
         known = worker.report or worker.exit_text
         by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
         return by_signal or not blames_another_rank(self.failure_text(worker))
 
     def earliest(self, failed: Iterable[Worker]) -> Worker | None:
-        """Returns the worker that failed first. A report counts from its arrival."""
+        """Returns the worker that reported an error or ended first.
+
+        A worker that failed by itself comes before a worker that blames another rank.
+        """
 
         def order(worker: Worker) -> tuple[bool, float, int]:
             when = min(worker.end_time, worker.report_time)
@@ -331,7 +326,7 @@ class WorkerTable:
     def failed(self) -> list[Worker]:
         """Returns the workers that have ended with an error.
 
-        A worker that ringrun itself has ended counts only if it had reported an error.
+        A worker that ringrun has ended counts only if the worker had reported an error.
         """
         ended = (worker for worker in self.workers.values() if worker.exit_code)
         return [
@@ -347,7 +342,7 @@ class WorkerTable:
     def hung(self, since: float) -> Worker | None:
         """Returns a worker that reported an error before `since` and still runs.
 
-        A thread that is not a daemon, or an exit handler, may keep a process alive.
+        A non-daemon thread or an exit handler may keep the process alive.
         """
         hung = (w for w in self.with_report() if w.is_running and w.report_time < since)
         return next(hung, None)
@@ -370,9 +365,9 @@ class WorkerTable:
         return all(worker.settled for worker in matter) and not self.successors()
 
     def successors(self) -> int:
-        """Returns how many new workers may begin the job again after its last member.
+        """Returns how many newcomers may begin the job again without its last members.
 
-        Returns 0 if the new workers may not begin it again, or are too few.
+        Returns 0 if newcomers must not begin the job again, or if they are too few.
         """
         last = self._last
         if not all(worker.may_be_succeeded for worker in last):
@@ -407,8 +402,8 @@ class WorkerTable:
 
         Args:
             blobs: pickled results, by the number of the worker.
-            stop: why the job could not continue; empty if it could.
-            leave: whether all workers were asked to leave.
+            stop: the reason why the job could not continue, if there is one.
+            leave: whether ringrun has asked all workers to leave.
         """
         last = self._last
         if all(worker.dismissed for worker in last) and (last or leave):
@@ -426,8 +421,8 @@ class WorkerTable:
         why = self.describe(worker, place=self.several_hosts()) + self.describe_end(
             worker
         )
-        # Do not return 137 for ringrun's own SIGKILL: schedulers read it as a process
-        # that was killed because memory was short.
+        # Do not return 137 after ringrun's own SIGKILL, because schedulers conclude
+        # from 137 that the process was killed for lack of memory.
         ours = worker.ended_while_stopping or worker.killed_by_ringrun
         code = 1 if ours else worker.exit_code or 1
         results = {_rank(worker): blobs.get(worker.number, b"")}
@@ -435,7 +430,7 @@ class WorkerTable:
 
 
 class EventSource(Protocol):
-    """The methods of a coordinator, or of its process, that `take_events` needs."""
+    """The part of a `Coordinator` or a `CoordinatorProcess` that has its events."""
 
     events: queue.SimpleQueue[tuple[Any, ...]]
 

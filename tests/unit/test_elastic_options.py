@@ -23,11 +23,8 @@ def parsed(*words: str) -> Job:
     """Makes the job of a command line."""
     args = options.parse([*words, "true"], "")
     config = Config.from_env(options.environment(args))
-    spec = JobSpec(command=args.command, env={}, start_timeout=1.0)
-    names = ("np", "hosts", "hostfile", "script", "min_np", "max_np", "slots")
-    more = ("elastic_timeout", "reset_limit", "cooldown_range")
-    given = {name: getattr(args, name) for name in (*names, *more)}
-    return make_job(spec, config, names=options.NAMES, **given)
+    spec = JobSpec(command=args.command, env={}, config=config)
+    return make_job(spec, options.sizes(args))
 
 
 def elastic(*words: str) -> ElasticSettings:

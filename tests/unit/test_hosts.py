@@ -191,13 +191,13 @@ def test_local_names() -> None:
 
 
 def test_own_addresses() -> None:
-    assert reachable_addresses([], []) == ["127.0.0.1"]
-    assert reachable_addresses([], ["lo"]) in (["127.0.0.1"], ["127.0.0.1", "::1"])
-    assert reachable_addresses(["127.0.0.2"], []) == ["127.0.0.1"]
+    assert reachable_addresses([], "") == ["127.0.0.1"]
+    assert reachable_addresses([], "lo") in (["127.0.0.1"], ["127.0.0.1", "::1"])
+    assert reachable_addresses(["127.0.0.2"], "") == ["127.0.0.1"]
     # A name that only ssh can resolve may be on any interface, but never on "all".
-    found = reachable_addresses(["no-such-host.invalid"], [])
+    found = reachable_addresses(["no-such-host.invalid"], "")
     assert found
     assert "0.0.0.0" not in found
     text = "--network-interfaces: .*'nope0' does not exist .*this host has .*lo"
     with pytest.raises(ValueError, match=text):
-        reachable_addresses(["127.0.0.2"], ["nope0"])
+        reachable_addresses(["127.0.0.2"], "nope0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringjax.run.elastic.liveness import LivenessProbe
+from ringjax.run.elastic.coordinator_process import LivenessProbe
 
 
 def looks(

@@ -21,28 +21,25 @@ class Agent:
     ) -> None:
         self.folder, self.since, self.silent = folder, since, silent
         self.closed = False
+        self.waiting: list[dict[str, Any]] = []
 
-    def answers(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def send(self, request: dict[str, Any]) -> None:
         here = {**request, "folder": str(self.folder)}
-        return [] if self.silent else list(read_files(here, self.since))
+        self.waiting += [] if self.silent else read_files(here, self.since)
 
 
 def fetch(folder: Path, *agents: Agent) -> list[str]:
     """Fetches all files; returns the lines that were shown."""
     incoming, notes = FileReceiver(str(folder)), list[str]()
-    waiting: list[dict[str, Any]] = []
 
     def turn(seconds: float) -> None:
         assert seconds > 0
         for agent in agents:
             agent.closed = agent.silent  # the agent is gone
-        if waiting:
-            incoming.receive(waiting.pop(0))
+            if agent.waiting:
+                incoming.receive(agent.waiting.pop(0))
 
-    incoming.fetch(
-        agents, lambda agent, what: waiting.extend(agent.answers(what)), turn,
-        notes.append,
-    )  # fmt: skip
+    incoming.fetch(agents, turn, notes.append)  # type: ignore[arg-type]
     return notes
 
 

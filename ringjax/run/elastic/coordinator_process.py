@@ -1,17 +1,14 @@
 """Runs the coordinator of an elastic job in a process of its own, and restarts it.
 
-A coordinator that does not reply any more is killed and restarted, too. ringrun keeps
-the listening sockets, so workers find the next coordinator at the same address. Workers
-send the state of the job to this coordinator (membership/client.py), and ringrun sends
-the list of running workers. The secret goes through a pipe, never into argv.
-
-`python -m ringjax.run.elastic.coordinator_process` is the program of the process.
+If the process ends or does not reply, ringrun starts another process. ringrun keeps the
+listening sockets, so workers find the new coordinator at the old address. The workers
+send the state of the job to the new coordinator (membership/client.py), and ringrun
+sends the list of running workers. The secret goes through a pipe, never into argv.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import selectors
 import signal
@@ -26,21 +23,28 @@ from ringjax import failpoints
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.control.tls import offer_for
-from ringjax.run import environ
-from ringjax.run.elastic.liveness import LivenessProbe
-from ringjax.run.hosts.channel import Channel, Message, dispatch, standard_streams
+from ringjax.run.hosts.channel import (
+    Channel,
+    Message,
+    dispatch,
+    open_process,
+    standard_streams,
+)
 from ringjax.run.workers import take_events
 
 # More restarts than this within the window end the job.
 _MAX_RESTARTS = 5
 _RESTART_WINDOW = 10.0
-_MAX_ENDED = 1024  # most ended workers that are reported to a new coordinator
-_END_TIMEOUT = 2.0  # seconds until the process is killed, if it does not end
+_MAX_ENDED = 1024  # most ended workers that ringrun reports to a new coordinator
+_END_TIMEOUT = 2.0  # seconds until a process that should end is killed
 _MIN_HANG_TIMEOUT = 5.0  # least seconds without a reply until the process is killed
+_FIRST_REPLY_TIMEOUT = 60.0  # seconds to the first reply, while the process starts
+_PROBE_INTERVAL = 1.0  # seconds between a reply and the next question
+_MAX_STEP = 0.5  # the most seconds of silence that one call of `should_ask` adds
 
 
 class CoordinatorOptions(TypedDict, total=False):
-    """Arguments of `Coordinator` that its process gets as JSON."""
+    """Arguments of `Coordinator` that are sent to its process as JSON."""
 
     np: int
     min_np: int
@@ -52,19 +56,62 @@ class CoordinatorOptions(TypedDict, total=False):
     tls: str
 
 
+class LivenessProbe:
+    """Decides when to send a question to another process, and whether it is hung.
+
+    At most one question waits for its reply. The other process counts as hung after
+    `limit` seconds without a reply. Only time in which this process runs counts,
+    because while the machine is suspended the other process cannot reply either.
+
+    Example:
+        >>> probe = LivenessProbe(5.0)
+        >>> probe.should_ask(now=0.0), probe.should_ask(now=0.4)
+        (True, False)
+        >>> probe.record_answer(now=0.5)
+        >>> probe.hung
+        False
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        # Seconds since a question that has no reply yet; None if there is none.
+        self._silence: float | None = None
+        self._last_tick = self._next_question = float("-inf")
+        self._allowed = max(limit, _FIRST_REPLY_TIMEOUT)
+
+    def should_ask(self, now: float) -> bool:
+        """Adds the time since the last call; returns whether to send a question now."""
+        passed = min(now - self._last_tick, _MAX_STEP)
+        self._last_tick = now
+        if self._silence is not None:
+            self._silence += passed
+            return False
+        if now < self._next_question:
+            return False
+        self._silence = 0.0
+        return True
+
+    def record_answer(self, now: float) -> None:
+        self._silence, self._next_question = None, now + _PROBE_INTERVAL
+        self._allowed = self._limit
+
+    @property
+    def hung(self) -> bool:
+        """Whether the process has not replied for too long."""
+        return self._silence is not None and self._silence >= self._allowed
+
+
 class CoordinatorProcess:
-    """Runs a `Coordinator` in another process, and has the same methods.
+    """Runs a `Coordinator` in another process, and has its methods.
 
     Args:
-        secret: the job's secret.
-        job: the job's id.
+        secret, job: the secret and the id of the job.
         hosts, port: the addresses to listen on, and the port there.
         resume: whether an earlier ringrun, which has ended, began the job.
-        note: shows a line when the process was lost.
-        options: the other arguments of `Coordinator`.
+        note: shows a line to the user.
 
     Raises:
-        StartupError: it is not possible to listen there, or to encrypt as required.
+        StartupError: the port is taken, or TLS is required and not available.
     """
 
     def __init__(
@@ -78,12 +125,11 @@ class CoordinatorProcess:
         note: Callable[[str], None],
         **options: Unpack[CoordinatorOptions],
     ) -> None:
-        offer_for(
-            options.get("tls", "auto")
-        )  # errors in the options must occur before the process starts
+        # Raise errors about TLS here, because the process could not show them.
+        offer_for(options.get("tls", "auto"))
         self._note = note
         # A fixed port may still belong to an earlier ringrun that is about to end, so
-        # wait.
+        # wait for up to 5 s.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
         self._serve_message: Message = {
             "do": "serve",
@@ -95,12 +141,11 @@ class CoordinatorProcess:
         self._selector = selectors.EpollSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        # State for the next process: workers that run, workers that have ended without
-        # an error and wait for a reply, ends, and workers that have finished.
-        self._expected: set[int] = set()
-        self._unanswered: set[int] = set()
-        self._end_messages: dict[int, Message] = {}
-        self._finished: list[int] = []
+        # State that a new process must get.
+        self._expected: set[int] = set()  # running workers
+        self._unanswered: set[int] = set()  # arguments of `ended` without a reply
+        self._ends: dict[int, tuple[str, bool]] = {}  # arguments of `process_ended`
+        self._finished: list[int] = []  # workers at the end of their program
         self._job_begun = resume
         silence = options.get("failure_timeout", _MIN_HANG_TIMEOUT)
         self._hang_timeout = max(silence, _MIN_HANG_TIMEOUT)
@@ -112,38 +157,27 @@ class CoordinatorProcess:
         self.wakeup = self._selector.fileno()  # readable when the channel has data
 
     def start(self) -> None:
-        """Starts the process, and sends it the state of the workers."""
+        """Starts a process, and sends the state of the workers to it."""
         now = time.monotonic()
         recent = [then for then in self._start_times if now - then < _RESTART_WINDOW]
         self._start_times = [*recent, now]
         self._probe = LivenessProbe(self._hang_timeout)
-        self._process = subprocess.Popen(
+        self._process, self._channel = open_process(
             [sys.executable, "-P", "-m", "ringjax.run.elastic.coordinator_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
-            pass_fds=[sock.fileno() for sock in self._listeners],
-            start_new_session=True,  # only ringrun gets Ctrl-C from the terminal
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._channel = Channel(
+            [sock.fileno() for sock in self._listeners],
             self._selector,
-            os.dup(self._process.stdout.fileno()),
-            os.dup(self._process.stdin.fileno()),
             self._handle_event,
             self._process_lost,
         )
-        self._process.stdin.close()
-        self._process.stdout.close()
         self._channel.send({**self._serve_message, "resume": self._job_begun})
         for worker in self._finished:
-            self._channel.send({"do": "finished", "worker": worker})
+            self._call("finished", worker)
         for worker in sorted(self._expected):
-            self._channel.send({"do": "expected", "worker": worker})
-        for lost in self._end_messages.values():
-            self._channel.send(lost)
+            self._call("expected", worker)
+        for worker, end in self._ends.items():
+            self._call("process_ended", worker, *end)
         for worker in sorted(self._unanswered):
-            self._channel.send({"do": "ended", "worker": worker})
+            self._call("ended", worker)
 
     def _handle_event(self, message: Message) -> None:
         event, *details = message["event"]
@@ -151,7 +185,7 @@ class CoordinatorProcess:
             self._probe.record_answer(time.monotonic())
             return
         if event == "members":
-            # JSON has made texts of the worker numbers.
+            # JSON has converted the numbers of workers to texts.
             details[2] = {int(worker): rank for worker, rank in details[2].items()}
             self._job_begun = True
         elif event == "finished":
@@ -186,45 +220,44 @@ class CoordinatorProcess:
             return self._process.wait()
 
     def clear(self) -> None:
-        """Handles all messages that have arrived, so that `wakeup` is not readable."""
+        """Handles all messages that have arrived; `wakeup` is not readable any more."""
         dispatch(self._selector, self._selector.select(0))
 
     def tick(self, now: float) -> None:
         """Probes the process, and kills the process if it does not reply.
 
-        Call `clear` before, because a reply may be waiting in the pipe.
+        Call `clear` first, because a reply may be in the pipe already.
         """
         if self._probe.should_ask(now):
-            self._send({"do": "pulse"})
+            self._call("pulse")
         elif self._probe.hung and self._process is not None:
             silence = f"has not answered for {self._hang_timeout:g} s"
             self._note(f"the coordinator {silence}; it is ended")
             self._probe = LivenessProbe(self._hang_timeout)
-            self._process.kill()  # the end of its pipe calls `_process_lost`
+            self._process.kill()  # then the channel closes and calls `_process_lost`
 
     def expected(self, worker: int) -> None:
         """Reports that a worker's process was started."""
         self._expected.add(worker)
-        self._send({"do": "expected", "worker": worker})
+        self._call("expected", worker)
 
     def ended(self, worker: int) -> None:
-        """Reports an end without an error. The reply is an "ended" event."""
+        """Reports an end without an error; an event "ended" is the reply."""
         self._unanswered.add(worker)
-        self._send({"do": "ended", "worker": worker})
+        self._call("ended", worker)
 
     def process_ended(self, worker: int, text: str, heirs: bool = True) -> None:
         """Reports that a worker's process has ended; see `Coordinator`."""
         self._expected.discard(worker)
-        lost: Message = {"do": "lost", "worker": worker, "text": text}
-        lost["heirs"] = heirs
-        self._end_messages[worker] = lost
-        while len(self._end_messages) > _MAX_ENDED:
-            del self._end_messages[next(iter(self._end_messages))]
-        self._send(lost)
+        self._ends[worker] = text, heirs
+        while len(self._ends) > _MAX_ENDED:
+            del self._ends[next(iter(self._ends))]
+        self._call("process_ended", worker, text, heirs)
 
-    def _send(self, message: Message) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
+        """Makes the process call a method of its coordinator."""
         if self._channel is not None:
-            self._channel.send(message)
+            self._channel.send({"do": method, "arguments": arguments})
 
     def close(self) -> None:
         self._closing = True
@@ -258,25 +291,13 @@ class _CoordinatorServer:
             self._coordinator.close()
 
     def _handle_message(self, message: Message) -> None:
-        coordinator = self._coordinator
-        match message.get("do"):
-            case "serve":
-                self._serve(message)
-            case "expected" if coordinator is not None:
-                coordinator.expected(message["worker"])
-            case "ended" if coordinator is not None:
-                coordinator.ended(message["worker"])
-            case "finished" if coordinator is not None:
-                coordinator.finished(message["worker"])
-            case "pulse" if coordinator is not None:
-                coordinator.pulse()
-            case "lost" if coordinator is not None:
-                coordinator.process_ended(
-                    message["worker"], message["text"], message["heirs"]
-                )
+        if message["do"] == "serve":
+            self._serve(message)
+        else:
+            getattr(self._coordinator, message["do"])(*message["arguments"])
 
     def _serve(self, message: Message) -> None:
-        # A failpoint ends only the first process; else every restart would end, too.
+        # Arm failpoints only in the first process, so that a restarted process lives.
         if not message["resume"]:
             failpoints.arm(Config.from_env().failpoints, None)
         listeners = [socket.socket(fileno=number) for number in message["listeners"]]
@@ -301,7 +322,8 @@ class _CoordinatorServer:
 
 
 def main() -> None:
-    # A batch system may signal all processes of a job. This process ends with ringrun.
+    # A batch system may signal all processes of a job, but this process must live until
+    # ringrun closes its pipe.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     _CoordinatorServer(*standard_streams()).run()

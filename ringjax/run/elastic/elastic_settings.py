@@ -1,34 +1,54 @@
-"""Settings of an elastic job: checks the options, and puts them into one record."""
+"""Checks the options of an elastic job, and converts them to `ElasticSettings`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringjax.run.hosts.slots import HostSlots
 
 UNBOUNDED = 1 << 16  # stands for `max_np` if only the slots of the hosts are a limit
 # Arguments of `ringjax.run` that only elastic jobs have.
-ELASTIC_OPTIONS = (
-    "max_np",
-    "slots",
-    "elastic_timeout",
-    "reset_limit",
-    "cooldown_range",
-)
+_ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_range")
+# The names of the arguments of `ringjax.run`, for error texts.
+_NAMES = {
+    **{name: name for name in ("np", "min_np", *_ELASTIC)},
+    "script": "host_discovery_script",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """The options about hosts and numbers of ranks, which `ringjax.run` documents.
+
+    An option that the user has not given is None. `names` contains the names under
+    which the user knows the options, for error texts.
+    """
+
+    np: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    script: str | None = None
+    min_np: int | None = None
+    max_np: int | None = None
+    slots: int | None = None
+    elastic_timeout: float | None = None
+    reset_limit: int | None = None
+    cooldown_range: Sequence[float] | None = None
+    names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
+
+    @property
+    def elastic(self) -> bool:
+        return self.min_np is not None or self.script is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """The limits of an elastic job.
+    """The limits of an elastic job; see `ringjax.run` for fields with its names.
 
     Attributes:
-        np: number of workers to start with. If it is None, the number of slots counts.
-        min_np, max_np: least and most workers.
-        hosts: where workers run; None if a script or a listener finds the hosts.
-        script: the host discovery script.
-        slots: slots of a host that the script prints without a number.
-        reset_limit: how often the members may change. With None, there is no limit.
+        np: number of workers to start with. None means one worker for each slot.
+        hosts: the hosts of the workers; None if a script or a listener finds the hosts.
         cooldown: least and most seconds that a host stays on the blacklist.
         group: number of workers that are started, lost and admitted together.
     """
@@ -54,57 +74,47 @@ class ElasticSettings:
         return bool(self.script) or self.cooldown is not None
 
 
-def refuse_elastic_options(
-    given: Mapping[str, object], names: Mapping[str, str]
-) -> None:
+def refuse_elastic_options(options: SizeOptions, *, listens: bool) -> None:
     """Refuses options of elastic jobs in a static job.
 
-    Args:
-        given: the arguments by name; None if an argument was not given.
-        names: names of the arguments for the user, such as the options of ringrun.
+    If the job `listens` for hosts, the elastic timeout limits the wait for them.
 
     Raises:
-        ValueError: an argument was given; the text names all such arguments.
+        ValueError: an option was given; the text names all such options.
     """
-    found = [names[key] for key in ELASTIC_OPTIONS if given.get(key) is not None]
-    if found:
+    names = options.names
+    given = [key for key in _ELASTIC if getattr(options, key) is not None]
+    if listens and "elastic_timeout" in given:
+        given.remove("elastic_timeout")
+    if given:
         raise ValueError(
-            f"{', '.join(found)}: only for elastic jobs; add {names['min_np']} or "
-            f"{names['script']}"
+            f"{', '.join(names[key] for key in given)}: only for elastic jobs; add "
+            f"{names['min_np']} or {names['script']}"
         )
 
 
 def resolve_settings(
-    *,
-    np: int | None,
-    min_np: int | None = None,
-    max_np: int | None = None,
+    options: SizeOptions,
     hosts: Sequence[HostSlots] | None = None,
-    script: str | None = None,
+    *,
     listens: bool = False,
-    slots: int | None = None,
-    reset_limit: int | None = None,
-    cooldown_range: Sequence[float] | None = None,
     group: int = 1,
-    names: Mapping[str, str],
 ) -> ElasticSettings:
     """Checks the options of an elastic job and fills in the defaults.
 
     Args:
-        np, min_np, max_np, hosts, script, slots, reset_limit: see `ElasticSettings`.
-        listens: whether hosts join by themselves.
-        cooldown_range: see `ElasticSettings.cooldown`.
-        group: see `ElasticSettings`.
-        names: names of the arguments for the user, such as the options of ringrun.
+        hosts: the hosts that the user or a batch system has given, if any.
+        listens: whether hosts join by `ringrun --join`.
 
     Raises:
-        ValueError: some arguments contradict each other; the text names them.
+        ValueError: some options contradict each other; the text names them.
 
     Example:
-        >>> names = {"min_np": "--min-np", "max_np": "--max-np", "np": "-np"}
-        >>> resolve_settings(np=4, min_np=2, names=names).max_np
+        >>> resolve_settings(SizeOptions(np=4, min_np=2)).max_np
         4
     """
+    names, np, script, slots = options.names, options.np, options.script, options.slots
+    min_np, max_np = options.min_np, options.max_np
     if script is not None and not script.strip():
         raise ValueError(f"{names['script']}: no command given")
     if script is not None and hosts is not None:
@@ -141,25 +151,14 @@ def resolve_settings(
         hosts=hosts,
         script=script or "",
         slots=slots or 1,
-        reset_limit=reset_limit,
-        cooldown=_cooldown(cooldown_range, names),
+        reset_limit=options.reset_limit,
+        cooldown=_cooldown(options.cooldown_range, names),
         group=group,
     )
 
 
 def check_group_multiple(number: int | None, group: int, name: str) -> None:
-    """Checks that a number of processes is a multiple of the size of groups.
-
-    Args:
-        number: the number; None if it was not given.
-        name: name of the option for the user.
-
-    Raises:
-        ValueError: the number is not a multiple; the text contains `name`.
-
-    Example:
-        >>> check_group_multiple(6, 3, "-np")
-    """
+    """Raises ValueError unless the value of the option `name` fits the group size."""
     if number is not None and number % group:
         raise ValueError(
             f"{name} {number}: with groups of {group} (--group-size, "

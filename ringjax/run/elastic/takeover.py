@@ -1,10 +1,11 @@
 """Takes over ranks of an earlier ringrun when the agents of their hosts join.
 
-Agents keep a state for the next ringrun: the id of the job, the numbers that workers
-have had, and the host of each worker. Workers that the old ringrun started itself have
-ended with the old ringrun. A worker that the state places on a host, but whose agent
-does not have it, has ended with an earlier agent. The coordinator decides about
-members, and ranks reconnect to it by themselves.
+ringrun gives agents a state to keep for the next ringrun: the id of the job, the lowest
+number that no worker has had, and the host of each worker. Workers that the old ringrun
+started itself have ended with the old ringrun. If the state contains a worker on a
+host, and the agent of that host does not report the worker, the worker has ended with
+an earlier agent. The ranks reconnect to the coordinator by themselves, and the
+coordinator decides about members.
 """
 
 from __future__ import annotations
@@ -19,18 +20,14 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.channel import Message
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable
 
-_STATIC_HOST = ""  # host in the state, for workers that ringrun started itself
+_STATIC_HOST = ""  # stands in the state for hosts on which ringrun started the agent
 _LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
     """Registers the workers of an earlier ringrun when the agents of their hosts join.
 
-    Args:
-        inform: reports a worker that runs or has ended to the coordinator.
-
-    Attributes:
-        job: the id of the job, once it is known; an earlier ringrun may have chosen it.
+    `inform` reports a worker, which runs or has ended, to the coordinator.
     """
 
     def __init__(
@@ -44,8 +41,8 @@ class Takeover:
         self._table, self._slots = table, slots
         self._agents, self._console = agents, console
         self._inform = inform
-        self.job = ""
-        # Hosts of workers of earlier ringruns, by number.
+        self._job = ""  # the id of the job, which an earlier ringrun may have chosen
+        # Hosts of workers of earlier ringruns, by number of the worker.
         self._hosts: dict[int, str] = {}
 
     @property
@@ -60,15 +57,15 @@ class Takeover:
         return 0 in codes and None not in codes
 
     def resolve_job(self, state: Message) -> str:
-        """Returns the id of this job, which the state of the first agent decides.
+        """Returns the id of this job: the first id in the state of an agent.
 
         An agent whose state has another id ends its ranks.
         """
-        self.job = self.job or state.get("job", "")
-        return self.job
+        self._job = self._job or state.get("job", "")
+        return self._job
 
     def add_host(self, host: str, hello: Message) -> None:
-        """Registers the workers of a host that has joined. Its slots exist already."""
+        """Registers the workers that the hello of a host's agent reports."""
         state = hello["memory"] or {"next": 0, "places": []}
         self._table.reserve(state["next"])
         self._hosts |= dict(state["places"])
@@ -78,7 +75,7 @@ class Takeover:
             if worker is None or not worker.slot.host:
                 self._adopt_running(host, rank)
             elif not worker.is_running and "code" not in rank:
-                # The job counted the worker as lost while its host had no connection.
+                # The worker counts as lost since the connection to its host broke.
                 unwanted.append(worker.number)
         for number, place in self._hosts.items():
             here = place == _STATIC_HOST or self._agents.has_joined(place)
@@ -113,4 +110,4 @@ class Takeover:
             for worker in self._table.running()
             if (host := worker.slot.host)
         ]
-        return {"job": self.job, "next": self._table.next, "places": places}
+        return {"job": self._job, "next": self._table.next, "places": places}

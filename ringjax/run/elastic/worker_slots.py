@@ -1,9 +1,9 @@
 """Slots of the workers of an elastic job: decides when a free slot gets a worker.
 
-A slot whose worker has failed is taken again: immediately the first time, then after 1,
-2, 4 … 30 s if its workers keep failing soon after they have joined. With a blacklist
-the host of the slot goes on the list instead. The caller passes the time and starts the
-workers.
+After a failure another worker starts in the slot immediately. If the workers of a slot
+keep failing soon after they have joined, the next ones start after 1, 2, 4 … 30 s. With
+a blacklist the host of the slot is put on the list instead. The caller passes the time
+and starts the workers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import HostSlots, SlotInfo
 from ringjax.run.workers import WorkerSlot
 
-SOON = 3.0  # seconds as a member; a worker that failed earlier has failed soon
-LONGEST_PAUSE = 30.0  # most seconds until a slot is taken again
+SOON = 3.0  # a worker fails soon if it fails within these seconds as a member
+LONGEST_PAUSE = 30.0  # most seconds until another worker starts in a slot
 
 
 class WorkerSlots:
     """The slots of a job.
 
     Args:
-        hosts: the hosts and their numbers of slots.
         first: number of workers to start with.
         most: number of workers to have once the job runs.
-        least: with fewer workers, released slots are used, too.
-        blacklist: hosts on which workers have failed; None if there is no list.
+        least: the job uses released slots only if it has fewer workers.
         group: number of workers that start together, or not at all.
 
     Attributes:
@@ -55,15 +53,13 @@ class WorkerSlots:
 
     @property
     def slots(self) -> list[WorkerSlot]:
-        """All slots in the order of the hosts."""
         present = [slot for slot in self._slots.values() if not slot.removed]
         return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
 
     def update(self, hosts: Sequence[HostSlots]) -> list[int]:
-        """Replaces the hosts; known hosts keep their place in the order.
+        """Replaces the list of hosts; known hosts keep their place in the order.
 
-        Returns:
-            Numbers of the workers whose slots do not exist any more.
+        Returns the numbers of the workers whose slots do not exist any more.
         """
         slots = {host.name: host.slots for host in hosts}
         self._order = [name for name in self._order if name in slots]
@@ -103,17 +99,14 @@ class WorkerSlots:
             del self._slots[slot.host, slot.index]
 
     def grow(self) -> None:
-        """Allows the highest number of workers, because the job runs now."""
+        """Raises the number of wanted workers to `most`, because the job runs."""
         self._target = self._most
 
     def vacant(self, running: int, now: float) -> list[WorkerSlot]:
-        """Returns the slots in which workers must be started now.
+        """Returns the slots in which the caller must start workers now.
 
         Slots of one host follow each other, so that a group spreads over few hosts.
-
-        Args:
-            running: number of workers that run already.
-            now: the time.
+        `running` is the number of workers that run already.
         """
         if self.closed:
             return []
@@ -135,15 +128,12 @@ class WorkerSlots:
         """Releases the slot of a worker that has failed.
 
         Args:
-            slot: the slot.
-            member_for: seconds for which the worker was a member; None if it never was
-                one.
+            member_for: seconds for which the worker was a member, if it ever was one.
             own_fault: whether the worker failed by itself, and not because another
                 worker failed.
-            now: the time.
 
         Returns:
-            Seconds until the slot may be taken again.
+            Seconds until another worker may start in the slot.
         """
         self._release(slot)
         slot.failed = True
@@ -160,16 +150,14 @@ class WorkerSlots:
     def record_leave(self, slot: WorkerSlot, *, asked: bool) -> None:
         """Releases the slot of a worker that has left without an error.
 
-        Args:
-            asked: whether ringrun has asked the worker to leave. If another program has
-                asked, it may need the slot itself. So the slot is taken again only if
-                too few workers are left.
+        If another program than ringrun has `asked` the worker to leave, that program
+        may need the slot. Then the job uses the slot only if it has too few workers.
         """
         self._release(slot)
         slot.released = not asked
 
     def all_failed(self) -> bool:
-        """Returns whether a worker has failed in every slot that was ever taken."""
+        """Returns whether a worker has failed in every slot that ever had a worker."""
         used = [slot for slot in self.slots if slot.failed or slot.worker is not None]
         return bool(used) and all(slot.failed for slot in used)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ringjax.run.hosts.channel import Channel
+from ringjax.run.hosts.channel import Channel, Message
 
 
 @dataclass(slots=True)
@@ -42,6 +42,10 @@ class AgentHandle:
     orphaned_client: int | None = None
     numbers: set[int] = field(default_factory=set)
     pids: dict[int, int] = field(default_factory=dict)
+
+    def send(self, message: Message) -> None:
+        if self.channel is not None:
+            self.channel.send(message)
 
     def silence(self, now: float) -> float:
         """Returns the seconds since the start; 0 once a message has arrived."""

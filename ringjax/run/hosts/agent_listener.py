@@ -81,15 +81,16 @@ class AgentListener:
     ) -> None:
         assert spec.listening is not None
         listening = self._listening = spec.listening
+        self._failure_timeout = spec.config.failure_timeout
         self._agents, self._note, self._on_joined = agents, note, on_joined
         self._resolve_job = resolve_job or (lambda memory: "")
-        self._reconnect_timeout = listening.host_timeout if resolve_job else 0.0
+        self._reconnect_timeout = spec.config.elastic_timeout if resolve_job else 0.0
         self._static_hosts = list(listening.static_hosts)
         self._connections: dict[str, _Connection] = {}  # connections by host
         # Slots by host, without hosts that are leaving.
         self._slots: dict[str, int] = {}
         self._selector = selectors.EpollSelector()
-        offered = offer_for(spec.tls)
+        offered = offer_for(spec.config.tls)
         self._acceptor = Acceptor(
             addresses.listen_on(listening.addresses, listening.port, _PORT_TIMEOUT),
             self._selector,
@@ -112,7 +113,7 @@ class AgentListener:
     def tick(self, now: float) -> None:
         self._acceptor.expire()
         for connection in list(self._connections.values()):
-            if now - connection.lost_at > self._listening.failure_timeout:
+            if now - connection.lost_at > self._failure_timeout:
                 self._remove(connection)
 
     def drop_static_hosts(self) -> None:
@@ -141,7 +142,7 @@ class AgentListener:
         keys: SessionKeys,
     ) -> None:
         del introduction
-        enable_keepalive(sock, self._listening.failure_timeout)
+        enable_keepalive(sock, self._failure_timeout)
         connection = _Connection(peer)
         descriptor = sock.detach()
         connection.channel = Channel(

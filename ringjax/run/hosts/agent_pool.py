@@ -20,13 +20,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from ringjax.run import environ
 from ringjax.run.console import Console, pipe_standard_input
 from ringjax.run.hosts import name_lookup, processes
 from ringjax.run.hosts.agent_handle import AgentHandle
-from ringjax.run.hosts.channel import Channel, Message, dispatch
+from ringjax.run.hosts.channel import Channel, Message, dispatch, open_process
 from ringjax.run.hosts.job_spec import JobSpec, agent_command, client_command
 from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
@@ -92,27 +93,15 @@ class AgentPool:
         ours, theirs = socket.socketpair()
         self._descriptors = ours
         with theirs:
-            self._guardian = subprocess.Popen(
+            self._guardian, self._local.channel = open_process(
                 agent_command(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
-                pass_fds=[theirs.fileno()],
-                # Only ringrun must get Ctrl-C from the terminal.
-                start_new_session=True,
+                [theirs.fileno()],
+                self.selector,
+                *self._callbacks(self._local),
             )
-            assert self._guardian.stdin is not None
-            assert self._guardian.stdout is not None
-            self._local.channel = self._open(
-                self._local,
-                os.dup(self._guardian.stdout.fileno()),
-                os.dup(self._guardian.stdin.fileno()),
-            )
-            self._guardian.stdin.close()
-            self._guardian.stdout.close()
             watch = {"pid": os.getpid(), "descriptors": theirs.fileno()}
-            self._send(self._local, {"do": "watch", **watch})
-            self._send(self._local, self._monitor_order())
+            self._local.send({"do": "watch", **watch})
+            self._local.send(self._monitor_order())
 
     def is_local(self, host: str) -> bool:
         """Returns whether a host is this machine. Each name is looked up once."""
@@ -167,7 +156,7 @@ class AgentPool:
         self._console.labels[agent.client_number] = host
         stdin, ours = os.pipe()
         mine, stdout = os.pipe()
-        agent.channel = self._open(agent, mine, ours)
+        agent.channel = Channel(self.selector, mine, ours, *self._callbacks(agent))
         self._send_descriptors(stdin, stdout)
         order = {
             "id": agent.client_number,
@@ -177,7 +166,7 @@ class AgentPool:
             "outlives": True,
         }
         self._send_spawn(here, [order], env, None)
-        self._send(agent, self._monitor_order())
+        agent.send(self._monitor_order())
         return agent
 
     def add_joined(
@@ -198,7 +187,7 @@ class AgentPool:
             numbers=numbers,
         )
         self._remote[host] = agent
-        self._send(agent, self._monitor_order())
+        agent.send(self._monitor_order())
         return agent
 
     def connect_stdin(self) -> None:
@@ -224,14 +213,11 @@ class AgentPool:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _open(self, agent: AgentHandle, reader: int, writer: int) -> Channel:
-        return Channel(
-            self.selector,
-            reader,
-            writer,
-            lambda message: self.handle_message(agent, message),
-            lambda: self._closed(agent),
-        )
+    def _callbacks(
+        self, agent: AgentHandle
+    ) -> tuple[Callable[[Message], None], Callable[[], None]]:
+        """Returns the callbacks of the channel to an agent."""
+        return partial(self.handle_message, agent), partial(self._closed, agent)
 
     # -- orders to the agents ----------------------------------------------------------
 
@@ -299,7 +285,7 @@ class AgentPool:
         }
         if payload is not None:
             message["payload"] = base64.b64encode(payload).decode()
-        self._send(agent, message)
+        agent.send(message)
 
     def signal(
         self, number: int, numbers: Sequence[int] | None = None, *, alone: bool = False
@@ -320,13 +306,13 @@ class AgentPool:
             if agent is self._local:
                 own |= self._commands.numbers()
             if ids := sorted(own if numbers is None else own.intersection(numbers)):
-                self._send(agent, {**message, "ids": ids})
+                agent.send({**message, "ids": ids})
 
     def set_telemetry_interval(self, seconds: float) -> None:
         """Asks all ranks for a sample every `seconds`. With 0, no samples are sent."""
         self._telemetry_interval = seconds
         for agent in self._all_agents():
-            self._send(agent, self._monitor_order())
+            agent.send(self._monitor_order())
 
     def _monitor_order(self) -> Message:
         return {"do": "monitor", "every": self._telemetry_interval}
@@ -342,11 +328,7 @@ class AgentPool:
         """Sends `state` to the agents of `ringrun --join`, for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
-                self._send(agent, {"do": "remember", "memory": state})
-
-    def _send(self, agent: AgentHandle, message: Message) -> None:
-        if agent.channel is not None:
-            agent.channel.send(message)
+                agent.send({"do": "remember", "memory": state})
 
     # -- reports from the agents -------------------------------------------------------
 
@@ -370,11 +352,11 @@ class AgentPool:
     def _check_silence(self, now: float) -> None:
         """Counts hosts as lost if their agents are silent for the start timeout."""
         for agent in self._remote.values():
-            silence, limit = agent.silence(now), self._spec.start_timeout
+            silence, limit = agent.silence(now), self._spec.config.start_timeout
             why = f"no answer over {agent.client_name} in"
             if silence >= limit:
                 order = {"do": "signal", "signal": int(signal.SIGKILL)}
-                self._send(self._local, {**order, "ids": [agent.client_number]})
+                self._local.send({**order, "ids": [agent.client_number]})
                 self.lose_agent(agent, f"{why} {limit:g} s; {_SHELL}")
             elif silence >= _NOTE_SILENCE_AFTER and not agent.silence_noted:
                 agent.silence_noted = True
@@ -483,12 +465,12 @@ class AgentPool:
         if folder := self._spec.env.get("RINGJAX_PROFILE"):
             self._receiver = FileReceiver(folder)
             agents = list(self._remote.values())
-            self._receiver.fetch(agents, self._send, self.poll, self._console.note)
+            self._receiver.fetch(agents, self.poll, self._console.note)
         remote = list(self._remote.values())
         for agents in (remote, [self._local]):
             deadline = time.monotonic() + limit
             for agent in agents:
-                self._send(agent, {"do": "end"})
+                agent.send({"do": "end"})
             while time.monotonic() < deadline and not all(
                 agent.closed for agent in agents
             ):
@@ -508,7 +490,7 @@ class AgentPool:
         """
         joined = [agent for agent in self._remote.values() if agent.rendezvous]
         for agent in joined:
-            self._send(agent, {"do": "status", "code": code})
+            agent.send({"do": "status", "code": code})
         deadline = time.monotonic() + limit
         for agent in joined:
             if agent.channel is not None:

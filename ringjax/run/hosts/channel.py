@@ -14,13 +14,15 @@ import fcntl
 import json
 import os
 import selectors
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringjax.control.polling import wait_writable
 from ringjax.errors import AuthenticationError
+from ringjax.run import environ
 
 if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
@@ -202,6 +204,32 @@ class Channel:
             self._on_message(message)
             if self.closed:  # the callback may have closed the channel
                 return
+
+
+def open_process(
+    argv: Sequence[str],
+    inherited: Sequence[int],
+    selector: selectors.BaseSelector,
+    on_message: Callable[[Message], None],
+    on_close: Callable[[], None],
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Starts a program of ringjax; returns it and a channel to its standard streams.
+
+    Args:
+        inherited: descriptors of this process that the program inherits.
+    """
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environ.inherited(), "PYTHONPATH": environ.agent_path()},
+        pass_fds=inherited,
+        start_new_session=True,  # only ringrun must get Ctrl-C from the terminal
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        reader, writer = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
+    return process, Channel(selector, reader, writer, on_message, on_close)
 
 
 def standard_streams() -> tuple[int, int]:

@@ -10,29 +10,16 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ringjax.run.hosts.slots import HostSlots, merge_aliases, parse_discovered
 
+if TYPE_CHECKING:
+    from ringjax.run.hosts.agent_pool import AgentPool
+
 PERIOD = 1.0  # seconds from the end of one run to the next, as in Horovod
 LIMIT = 30.0  # seconds until a run of the script is killed
-
-
-class CommandRunner(Protocol):
-    """Runs commands on this machine; `AgentPool` is one."""
-
-    def run_command(
-        self, argv: Sequence[str], done: Callable[[int, str, str], None]
-    ) -> int:
-        """Starts a command and returns its number.
-
-        Args:
-            done: called with exit code, output and error output.
-        """
-
-    def signal(self, number: int, numbers: Sequence[int] | None = None) -> None:
-        """Sends a signal to the commands with these numbers."""
 
 
 class ScriptDiscovery:
@@ -50,12 +37,12 @@ class ScriptDiscovery:
         self,
         script: str,
         slots: int,
-        runner: CommandRunner,
+        agents: AgentPool,
         warn: Callable[[str], None],
     ) -> None:
         self._script = script
         self._slots = slots
-        self._runner = runner
+        self._agents = agents
         self._warn = warn
         self._now = self._next = -math.inf
         self._running: int | None = None
@@ -78,13 +65,13 @@ class ScriptDiscovery:
             # Run a file without a shell, which would split a path with spaces.
             path = os.path.abspath(self._script)
             words = [path] if os.path.isfile(path) else ["sh", "-c", self._script]
-            self._running = self._runner.run_command(
+            self._running = self._agents.run_command(
                 words, lambda code, out, err: self._finish_run(run, code, out, err)
             )
         elif not self._killed:
             self._killed = True
             self._next = now + PERIOD
-            self._runner.signal(signal.SIGKILL, [self._running])
+            self._agents.signal(signal.SIGKILL, [self._running])
         else:
             # The script is dead, but a process that the script has started keeps the
             # output open, so the agent would never report the end of the run.

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, NotRequired, TypedDict
 
+from ringjax.config import Config
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
 from ringjax.run.hosts.slots import HostSlots, SlotInfo, reachable_addresses
@@ -29,8 +30,6 @@ class ListenOptions:
         port: port for agents. Ranks connect to the next higher port.
         secret, job: the secret and the id of the job, which agents must have.
         static_hosts: hosts of -H, which ringrun reaches itself.
-        host_timeout: seconds to wait for hosts.
-        failure_timeout: seconds without a message until a host counts as lost.
     """
 
     addresses: Sequence[str]
@@ -38,8 +37,6 @@ class ListenOptions:
     secret: bytes = field(repr=False)
     job: str
     static_hosts: Sequence[HostSlots] = ()
-    host_timeout: float = 600.0
-    failure_timeout: float = 5.0
 
 
 class ListenArguments(TypedDict):
@@ -56,12 +53,9 @@ class JobSpec:
     Attributes:
         command: the command of every rank.
         env: the environment of the ranks.
-        start_timeout: seconds for all ranks to call `init`, and for agents to send a
-            message.
-        tls: whether connections are encrypted, as in RINGJAX_TLS.
+        config: the settings. The start timeout limits the wait for agents, too.
         slots: the places of the ranks of a static job.
         payload: standard input of every rank, if the ranks call a function.
-        interfaces: network interfaces that ranks may use.
         forwarded: names of variables in `env` that other hosts always get (-x).
         stdin: whether rank 0 reads the standard input of ringrun.
         allocation: the hosts that a batch system has given to this job.
@@ -72,11 +66,9 @@ class JobSpec:
 
     command: Sequence[str]
     env: Mapping[str, str]
-    start_timeout: float
-    tls: str = "auto"
+    config: Config
     slots: Sequence[SlotInfo] = ()
     payload: bytes | None = None
-    interfaces: Sequence[str] = ()
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     verbose: bool = False
@@ -92,11 +84,10 @@ class JobSpec:
     ) -> tuple[bytes, ListenArguments]:
         """Returns the job's secret, and the addresses for the coordinator to listen on.
 
-        Args:
-            remote: hosts of ranks, without this machine.
+        `remote` contains the hosts of ranks, without this machine.
         """
         if (listening := self.listening) is None:
-            where = reachable_addresses(remote, self.interfaces)
+            where = reachable_addresses(remote, self.config.network_interfaces)
             return secrets.token_bytes(32), {"hosts": where}
         port = listening.port + 1
         return listening.secret, {"hosts": listening.addresses, "port": port}
@@ -177,7 +168,7 @@ def _ssh(host: str, spec: JobSpec) -> list[str]:
         # ssh must not ask questions, because it has no terminal here.
         "BatchMode": "yes",
         "StrictHostKeyChecking": "accept-new",
-        "ConnectTimeout": str(max(1, round(spec.start_timeout))),
+        "ConnectTimeout": str(max(1, round(spec.config.start_timeout))),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ringjax import stderr
+from ringjax.config import Config
 from ringjax.control.connecting import SERVER_RANK, connect_to_server, enable_keepalive
 from ringjax.control.handshake import HandshakeRequest, Purpose
 from ringjax.control.polling import wait_writable
@@ -49,9 +50,8 @@ class JoinOptions:
         secret, job: the secret and the id of the job.
         host: name of this host.
         slots: number of ranks for which this host has room.
-        connect_timeout: seconds to look for ringrun the first time.
-        failure_timeout: seconds without a message until the connection counts as lost.
-        tls: whether the connection is encrypted, as in RINGJAX_TLS.
+        config: the settings. The agent looks for the first ringrun for
+            `elastic_timeout` seconds.
     """
 
     address: str
@@ -59,9 +59,7 @@ class JoinOptions:
     job: str
     host: str
     slots: int
-    connect_timeout: float
-    failure_timeout: float
-    tls: str = "auto"
+    config: Config
 
 
 class JoiningAgent(Agent):
@@ -92,7 +90,7 @@ class JoiningAgent(Agent):
         self._selector.register(
             self._connect_event, selectors.EVENT_READ, self._finish_connecting
         )
-        self._set_deadline(options.connect_timeout)
+        self._set_deadline(options.config.elastic_timeout)
         self._start_connecting(0.0)
 
     # -- connecting --------------------------------------------------------------------
@@ -118,7 +116,7 @@ class JoiningAgent(Agent):
 
     def _connect_loop(self, pause: float) -> None:
         options = self._options
-        tls = offer_for(options.tls)
+        tls = offer_for(options.config.tls)
         introduction = HandshakeRequest(
             options.job, Purpose.AGENT, 0, SERVER_RANK, tls=tls
         )
@@ -162,7 +160,7 @@ class JoiningAgent(Agent):
         if self._connection is None:
             self._give_up(self._failure)
         sock, keys, _ = self._connection
-        enable_keepalive(sock, self._options.failure_timeout)
+        enable_keepalive(sock, self._options.config.failure_timeout)
         descriptor = sock.detach()
         self.connect(descriptor, os.dup(descriptor), keys).send(self._hello())
 

@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from ringjax import stderr
 from ringjax.run import environ
 from ringjax.run.hosts.channel import Message
+
+if TYPE_CHECKING:
+    from ringjax.run.hosts.agent_handle import AgentHandle
 
 _CHUNK = 1 << 18
 _FETCH_TIMEOUT = 60.0  # seconds to wait for the files of all agents
@@ -62,16 +65,6 @@ def read_files(request: Message, since: float) -> Iterator[Message]:
     yield {"is": "files"}
 
 
-class FileSender(Protocol):
-    """The part of an agent that `FileReceiver` needs."""
-
-    @property
-    def closed(self) -> bool: ...
-
-
-SenderT = TypeVar("SenderT", bound=FileSender)
-
-
 class FileReceiver:
     """Writes the files that agents send into a folder on this machine."""
 
@@ -82,15 +75,13 @@ class FileReceiver:
 
     def fetch(
         self,
-        agents: Sequence[SenderT],
-        send: Callable[[SenderT, Message], None],
+        agents: Sequence[AgentHandle],
         poll: Callable[[float], object],
         note: Callable[[str], None],
     ) -> None:
         """Requests the files that are missing on this host, and waits for the files.
 
         Args:
-            send: sends a message to an agent.
             poll: waits up to some seconds for messages and passes them to `receive`.
             note: shows a line about files that could not be fetched or written.
         """
@@ -99,7 +90,7 @@ class FileReceiver:
         request = {"do": "fetch", "folder": str(self._folder), "have": names}
         asked = [agent for agent in agents if not agent.closed]
         for agent in asked:
-            send(agent, request)
+            agent.send(request)
         deadline = time.monotonic() + _FETCH_TIMEOUT
         while self._answered < sum(not agent.closed for agent in asked):
             if time.monotonic() > deadline:

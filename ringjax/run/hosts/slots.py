@@ -269,12 +269,12 @@ def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
     return merge_hosts(HostSlots(first_name(host.name), host.slots) for host in hosts)
 
 
-def reachable_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> list[str]:
+def reachable_addresses(remote: Sequence[str], interfaces: str) -> list[str]:
     """Returns addresses of this machine at which the `remote` hosts can reach it.
 
     The first rule that applies decides:
 
-    * If interfaces are given: the addresses of these interfaces.
+    * If `interfaces`, such as "eth0,eth1", names some: the addresses of these.
     * If there is no remote host: loopback.
     * If `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
     * Otherwise: the source addresses of packets to the remote hosts. If only ssh can
@@ -283,9 +283,9 @@ def reachable_addresses(remote: Sequence[str], interfaces: Sequence[str]) -> lis
     Raises:
         ValueError: an interface does not exist or has no address; the text names it.
     """
-    if interfaces:
+    if interfaces.strip(", "):
         try:
-            return addresses.of_interfaces(",".join(interfaces))
+            return addresses.of_interfaces(interfaces)
         except ValueError as error:
             raise ValueError(f"--network-interfaces: {error}") from None
     if not remote:

@@ -1,60 +1,11 @@
-"""Options of the monitor: adds them to the command line, and checks the values."""
+"""Options of the monitor: checks the settings of reports and metrics."""
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 from dataclasses import dataclass
 
 from ringjax.config import Config
-from ringjax.run.option_types import number
-
-ABOUT = """
-Ranks send samples only if one of these options is given, or while `ringjax top` runs.
-"""
-# The setting in ringjax.config for each option.
-VARIABLES = {
-    "report": "RINGJAX_REPORT",
-    "metrics": "RINGJAX_METRICS",
-    "metrics_token_file": "RINGJAX_METRICS_TOKEN_FILE",
-    "metrics_file": "RINGJAX_METRICS_FILE",
-}
-
-
-def add_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--report",
-        type=number(float, 0),
-        metavar="SECONDS",
-        help="print a report every SECONDS: for which rank all others wait, and where "
-        "that rank is (RINGJAX_REPORT)",
-    )
-    add(
-        "--quiet",
-        dest="report",
-        action="store_const",
-        const=0.0,
-        help="print no reports, even if RINGJAX_REPORT is set",
-    )
-    add(
-        "--metrics",
-        metavar="[ADDRESS:]PORT",
-        help="serve metrics to Prometheus at /metrics; without ADDRESS only this host "
-        "reaches them (RINGJAX_METRICS)",
-    )
-    add(
-        "--metrics-token-file",
-        metavar="FILE",
-        help="the file with the token that Prometheus must send; only its owner may "
-        "have access to it (RINGJAX_METRICS_TOKEN_FILE)",
-    )
-    add(
-        "--metrics-file",
-        metavar="FILE",
-        help="write the metrics to FILE, named NAME.prom, for node_exporter "
-        "(RINGJAX_METRICS_FILE)",
-    )
 
 
 @dataclass(frozen=True, slots=True)
