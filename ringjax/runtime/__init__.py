@@ -6,8 +6,6 @@ elastic_requests.py, functions for groups of processes in groups.py.
 
 from __future__ import annotations
 
-import warnings
-
 from ringjax.runtime.elastic_requests import check_updates as check_updates
 from ringjax.runtime.elastic_requests import confirm as confirm
 from ringjax.runtime.elastic_requests import elastic as elastic
@@ -50,21 +48,3 @@ from ringjax.runtime.lifecycle import remove_process_set as remove_process_set
 from ringjax.runtime.lifecycle import shutdown as shutdown
 from ringjax.runtime.lifecycle import size as size
 from ringjax.world.epoch_info import EpochInfo as EpochInfo
-
-# Names that are accepted, with a warning, until the next release.
-_FORMER_NAMES = {
-    "Generation": "EpochInfo",
-    "admit": "request_admission",
-    "generation": "epoch_info",
-    "has_called_alone": "has_run_solo",
-    "rehearsal": "solo_mode",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _FORMER_NAMES:
-        raise AttributeError(f"module 'ringjax.runtime' has no attribute {name!r}")
-    new = _FORMER_NAMES[name]
-    text = f"ringjax.runtime.{name} is ringjax.runtime.{new} now"
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return globals()[new]
