@@ -94,9 +94,6 @@ class PeerLost(RingjaxError):
         super().__init__(message)
         self.rank = rank
 
-    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int]]:
-        return type(self), (str(self), self.rank)
-
 
 class Fenced(PeerLost):
     """This rank was declared lost and must not continue. The other ranks do."""
@@ -118,9 +115,6 @@ class Stalled(RingjaxError):
         super().__init__(message)
         self.ranks = list(ranks)
         self.rank = self.ranks[0] if self.ranks else -1
-
-    def __reduce__(self) -> tuple[type[Stalled], tuple[str, list[int]]]:
-        return type(self), (str(self), self.ranks)
 
 
 class Cancelled(RingjaxError):
@@ -154,9 +148,6 @@ class Unreachable(StartupError):
         super().__init__(message)
         self.ranks = list(ranks)
 
-    def __reduce__(self) -> tuple[type[Unreachable], tuple[str, list[int]]]:
-        return type(self), (str(self), self.ranks)
-
 
 class AuthenticationError(StartupError):
     """The peer does not have this job's secret, or broke the protocol."""
@@ -174,9 +165,6 @@ class LaunchError(RingjaxError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
-
-    def __reduce__(self) -> tuple[type[LaunchError], tuple[str, int, int]]:
-        return type(self), (str(self), self.rank, self.exit_code)
 
 
 class HostsUpdatedInterrupt(RuntimeError):
