@@ -1,8 +1,9 @@
 """Converts JAX's own traces: to the common clock, and to process ids by rank.
 
 jax.profiler writes Chrome's trace events. Their times count from a moment that its
-protobuf contains (world/jax_trace.py). Its process ids are equal on all ranks. XLA
-names operations of ringjax `ringjax_allreduce.7`, and this module `ringjax.allreduce`.
+protobuf contains (world/profile_recording.py). Its process ids are equal on all ranks.
+XLA names operations of ringjax `ringjax_allreduce.7`, and this module
+`ringjax.allreduce`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
 """Records a profile on one rank: a thread writes the recorder's calls to a part file.
 
-The file also gets what is needed to put all ranks on one time base (clock readings
-against rank 0), and the bytes that the links have carried. profile/ merges and reads
-the files of all ranks.
+The file also contains readings of the clock of rank 0, which put all ranks on one time
+base, and the bytes that the links have carried. profile/ merges and reads the files of
+all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
+import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ringjax import _native
 from ringjax.world.epoch import Epoch
-from ringjax.world.jax_trace import JaxTrace, is_jax_loaded
 from ringjax.world.part_file import PartFile
 from ringjax.world.recorder import RECORDER_CAPACITY
 from ringjax.world.step_counter import StepCounter
@@ -29,6 +33,8 @@ _CLOCK_REQUESTS = 16  # clock requests at the start of each epoch and at the end
 _CLOCK_INTERVAL = 1.0  # seconds between two clock readings
 _CLOCK_TIMEOUT = 0.03  # seconds to wait for the last readings
 _JAX_SECONDS = 5.0  # the length of JAX's trace, which is kept in memory
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class ProfileSource(Protocol):
@@ -48,7 +54,7 @@ class ProfileSource(Protocol):
 
 
 def clock_id() -> str:
-    """Identifies the clock of `time.monotonic`: equal for processes that share it."""
+    """Identifies the clock of `time.monotonic`. Processes with equal ids share it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -57,17 +63,12 @@ def clock_id() -> str:
 
 
 class ProfileRecording:
-    """A recording, which begins at once and ends by `end` or after some steps.
+    """A recording, which begins at once and ends by `end` or after `steps` steps.
 
-    Args:
-        run: the id of this profile, equal on all ranks.
-        name: the name of this process, such as "rank 3".
-        steps: how many training steps to record; 0 for no limit.
-        jax_trace: whether to record a trace by JAX, too; None to start one when a
-            compiled program calls a collective.
-
-    Raises:
-        OSError: the folder cannot be written.
+    `run` is the id of the profile, equal on all ranks, and `name` the name of this
+    process, such as "rank 3". With `steps=0` there is no limit. `jax_trace` says
+    whether JAX records a trace, too; with None, JAX's trace begins when a compiled
+    program calls a collective. Raises OSError if the folder cannot be written.
     """
 
     def __init__(
@@ -131,11 +132,11 @@ class ProfileRecording:
             while not self._stop.wait(_POLL_INTERVAL) and not self._poll():
                 pass
             self._request_clock(_CLOCK_REQUESTS)
-            time.sleep(_CLOCK_TIMEOUT)  # the heartbeat's thread receives the readings
+            time.sleep(_CLOCK_TIMEOUT)  # the heartbeat's thread receives them meanwhile
             self._write_clock()
             if self._stop.is_set():
                 self._poll()
-        except Exception as error:  # the program must not depend on its profile
+        except Exception as error:  # a failing profile must not fail the program
             why = f"{type(error).__name__}: {error}"
             self._source.log("warning", f"the profile ends here: {why}")
         self._end_jax_trace()
@@ -160,7 +161,8 @@ class ProfileRecording:
                 return True
             lines = steps.cut(lines)
         self._part.write_lines(lines)
-        if self._wants_jax is None and is_jax_loaded() and b'"compiled"' in lines:
+        is_compiled = b'"compiled"' in lines
+        if self._wants_jax is None and is_compiled and "jax" in sys.modules:
             self._begin_jax_trace()
         if self._jax is not None and time.monotonic() > self._jax_until:
             self._end_jax_trace()
@@ -194,7 +196,7 @@ class ProfileRecording:
             return
         readings = self._heartbeat.take_clocks()
         if readings:
-            # The shortest round trip leaves least doubt about the offset.
+            # The shorter the round trip, the smaller the error of the offset.
             rank, when, ahead, trip = min(readings, key=lambda reading: reading[3])
             self._part.write_record(
                 clock=rank, epoch=self._epoch, when=when, ahead=ahead, trip=trip
@@ -214,7 +216,7 @@ class ProfileRecording:
 
     def _begin_jax_trace(self) -> None:
         self._wants_jax = False
-        if not is_jax_loaded():
+        if "jax" not in sys.modules:
             return
         try:
             self._jax = JaxTrace(self._part.path.with_suffix(".jax"))
@@ -231,3 +233,79 @@ class ProfileRecording:
             self._part.write_record(jax=name, began=began)
         except Exception as error:
             self._part.write_record(jax_absent=f"{type(error).__name__}: {error}")
+
+
+class JaxTrace:
+    """A trace by jax.profiler, which starts at once. JAX must be loaded.
+
+    JAX allows one trace in a process at a time, and the program's trace has precedence.
+    If the program is tracing already, the constructor raises RuntimeError. If the
+    program starts a trace later, this trace ends first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._written: tuple[str, int] | None = None
+        self._over = False
+        self._profiler: Any = sys.modules["jax"].profiler
+        start = self._profiler.start_trace
+        options = self._profiler.ProfileOptions()
+        options.python_tracer_level = 0  # no event for each call of a Python function
+        start(str(folder), profiler_options=options)
+        # Replace the functions with which the program may start a trace, in the public
+        # module and in the private module of jax.profiler. From jax 0.12 on, the method
+        # `ProfileSession.start` starts traces, too.
+        private = sys.modules[start.__module__]
+        self._originals: list[tuple[Any, str, Any]] = [
+            (module, "start_trace", start) for module in (self._profiler, private)
+        ]
+        if (session := getattr(private, "ProfileSession", None)) is not None:
+            self._originals.append((session, "start", session.start))
+        for owner, name, original in self._originals:
+            setattr(owner, name, self._end_before(original))
+
+    def _end_before(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Wraps a function that starts a trace, so that this trace ends first."""
+
+        @functools.wraps(function)
+        def start(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            # The recording thread calls `end`, too, and handles the error there.
+            with contextlib.suppress(Exception):
+                self.end()
+            return function(*args, **kwargs)
+
+        return start
+
+    def end(self) -> tuple[str, int]:
+        """Ends the trace and writes its files, once.
+
+        Returns the path of the JSON file below the folder, and the zero point of its
+        times, in nanoseconds since 1970. Raises RuntimeError or OSError if the trace
+        could not be written, or if the program has ended it.
+        """
+        with self._lock:
+            if not self._over:
+                # Set this first: after an error, a running trace is not this one.
+                self._over = True
+                for owner, name, original in self._originals:
+                    setattr(owner, name, original)
+                self._profiler.stop_trace()
+                self._written = self._find_files()
+        if self._written is None:
+            raise RuntimeError("it could not be ended")
+        return self._written
+
+    def _find_files(self) -> tuple[str, int]:
+        traces = sorted(self._folder.rglob("*.trace.json.gz"))
+        spaces = sorted(self._folder.rglob("*.xplane.pb"))
+        if not traces or not spaces:
+            raise RuntimeError("jax.profiler has written nothing")
+        began = 0
+        with warnings.catch_warnings():
+            # From Python 3.12 on the first access to `stats` warns about the type of
+            # the object. Where warnings are errors, that would abort the process.
+            warnings.simplefilter("ignore")
+            space = self._profiler.ProfileData.from_file(str(spaces[-1]))
+            for plane in space.planes:
+                began = int(dict(plane.stats).get("profile_start_time", began))
+        return str(traces[-1].relative_to(self._folder)), began
