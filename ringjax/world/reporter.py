@@ -2,8 +2,8 @@
 
 Every rank samples the stack of its main thread. Its heartbeat sends the samples and the
 wait records of its calls to rank 0, where a thread combines and prints them. In a job
-that ringrun started, the ranks send samples to ringrun instead (telemetry_client.py),
-and ringrun prints the same report.
+that ringrun started, telemetry_client.py sends samples to ringrun, which prints these
+reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.monitor.aggregator import Aggregator, Window
 from ringjax.monitor.sample import Sample
 from ringjax.monitor.stragglers import WaitRecord
 from ringjax.world.epoch import Epoch
-from ringjax.world.stack_sampler import SAMPLE_INTERVAL, StackSampler
+from ringjax.world.stack_probe import SAMPLE_INTERVAL, StackSampler
 from ringjax.world.telemetry_client import TelemetrySource
 
 
@@ -98,7 +98,7 @@ class Reporter:
                 self._aggregator.remove_worker(worker)
 
     def _worker(self, rank: int) -> int:
-        # In an elastic job ranks change from epoch to epoch, worker numbers do not.
+        # In an elastic job, a new epoch changes ranks, but no worker numbers.
         members = [] if self._epoch is None else self._epoch.members
         worker = members[rank].worker if rank < len(members) else -1
         return worker if worker >= 0 else rank

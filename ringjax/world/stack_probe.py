@@ -1,4 +1,7 @@
-"""Stack probe: reports where this rank's main thread is to ranks that wait for it.
+"""Stack probe and stack sampler: the line of code that the main thread is executing.
+
+The sampler takes periodic samples, for profiles and reports. The probe answers single
+requests of ranks that wait for this rank:
 
 A rank that waits long in a collective asks the late ranks, over the heartbeat's
 sockets, where they are. Two threads of the late rank work on the reply:
@@ -10,29 +13,34 @@ sockets, where they are. Two threads of the late rank work on the reply:
    thread is executing, and hands it to the heartbeat, which sends the reply.
 
 The heartbeat waits half a second for the probe. If the probe cannot get the GIL in that
-time, the reply is "its interpreter is busy". The full stack is printed by the late rank
-itself, once for each call that others wait for.
-
-The native part of the protocol: xla_ext/engine/heartbeat/probe_responder.h. Periodic
-samples for profiles, instead of answers to requests: stack_sampler.py.
+time, the reply is "its interpreter is busy". The late rank itself prints its full
+stack, once for each call that other ranks wait for. The native part of the protocol is
+xla_ext/engine/heartbeat/probe_responder.h.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import sys
 import sysconfig
 import threading
+import time
 import traceback
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
 
 from ringjax import config
-from ringjax.monitor.locations import IN_COLLECTIVE
+from ringjax.monitor import locations
 
+SAMPLE_INTERVAL = 0.05  # seconds between two samples
+_WINDOW = 10.0  # seconds of samples after which all weights are halved
+_MAX_WEIGHT = 2.0  # seconds; a sample stands for no more, for example after a pause
 _JAX_COMPILER_FILES = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
 _MAX_FRAMES, _MAX_STACK_CHARS = 40, 8 << 10
 # Code that is not the user's: ringjax, the standard library, installed packages.
@@ -50,9 +58,8 @@ class ProbeRequests(Protocol):
     def asked(self) -> tuple[int, list[str]]:
         """Returns the requests that wait for a reply.
 
-        Returns:
-            The number of the newest request, 0 if there is none, and one sentence for
-            each call that others have begun to wait for since the last time.
+        Returns the number of the newest request, 0 if there is none, and one sentence
+        for each call that other ranks have begun to wait for since the last `asked`.
         """
 
     def answer(self, newest: int, location: str) -> None:
@@ -64,17 +71,12 @@ class StackProbe:
 
     An elastic job replaces its heartbeat in every epoch, so heartbeats are registered
     and unregistered while the probe runs.
-
-    Args:
-        log: called with a level (``"warning"``) and a text.
-
-    Attributes:
-        wakeup_fd: the eventfd to which heartbeats write; -1 after `close`.
     """
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
+        # The eventfd to which heartbeats write; -1 after `close`.
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._log = log
+        self._log = log  # receives a level and a text
         self._heartbeats: list[ProbeRequests] = []
         self._lock = threading.Lock()  # guards _heartbeats
         self._closing = False
@@ -145,16 +147,11 @@ def _main_frame() -> FrameType | None:
 
 
 def describe_location(frame: FrameType | None) -> str:
-    """Describes the line of user code that a stack is executing, as a clause.
+    """Describes the line of user code that the main thread is executing, as a clause.
 
-    Chooses the innermost frame outside ringjax, the standard library and installed
-    packages. If the stack has no such frame, chooses the innermost one.
-
-    Args:
-        frame: the innermost frame of the main thread; None if that thread has ended.
-
-    Returns:
-        For example ``"it is at train.py:41 in load_batch"``.
+    The clause is, for example, ``"it is at train.py:41 in load_batch"``. It is about
+    the innermost frame outside ringjax, the standard library and installed packages. If
+    the stack has no such frame, it is about the innermost frame, which is `frame`.
 
     Examples:
         >>> import sys
@@ -172,27 +169,21 @@ def describe_location(frame: FrameType | None) -> str:
 
 
 def main_thread_activity() -> str:
-    """Describes what the main thread is doing now, for profiles and reports.
+    """Returns file, line and function of the innermost user code of the main thread.
 
-    Returns:
-        File, line and function of the innermost user code, followed by
-        ``" (compiling)"`` if JAX is compiling, or by ``" (exchanging)"`` if the
-        innermost frame is in ringjax.
-
-    Examples:
-        >>> ":" in main_thread_activity()
-        True
+    Adds ``" (compiling)"`` if JAX is compiling, or ``" (exchanging)"`` if the innermost
+    frame is in ringjax.
     """
     frame = _main_frame()
     if frame is not None and not any(map(_is_user_code, _outwards(frame))):
         # The main thread keeps running. If the frame returned before its callers were
-        # read, its f_back is None and the user's frames are missing: look once more.
+        # read, its f_back is None and the user's frames are missing. So read again.
         frame = _main_frame()
     location = describe_location(frame).removeprefix("it is at ")
     if frame is None:
         return location
     if frame.f_code.co_filename.startswith(_RINGJAX_DIR):
-        return location + IN_COLLECTIVE
+        return location + locations.IN_COLLECTIVE
     files = (f.f_code.co_filename for f in _outwards(frame))
     if any(file.endswith(_JAX_COMPILER_FILES) for file in files):
         return f"{location} (compiling)"
@@ -223,3 +214,65 @@ def _is_user_code(frame: FrameType) -> bool:
     # "<stdin>", "<string>" and "<ipython-input-1>" are the user's, and are no paths.
     path = os.path.abspath(path) if not path.startswith("<") else path
     return not path.startswith((_RINGJAX_DIR, *_LIBRARY_DIRS))
+
+
+class StackSampler:
+    """Attributes the time between samples to the line where the main thread is.
+
+    Each sample stands for the time since the previous sample: while the program holds
+    the interpreter's lock, no thread can take samples. All times are halved now and
+    then, so that recent samples count for more. Time in the garbage collector is
+    counted separately.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._sampled_at = time.monotonic()
+        self._collection_began = self._collection_seconds = 0.0
+        self._has_callback = False
+
+    def sample(self) -> None:
+        """Adds the time since the last sample to the line where the program is now."""
+        if not self._has_callback:
+            self._has_callback = True
+            gc.callbacks.append(_gc_callback(weakref.WeakMethod(self._on_collection)))
+        now = time.monotonic()
+        spent, self._sampled_at = min(now - self._sampled_at, _MAX_WEIGHT), now
+        collected = min(self._collection_seconds, spent)
+        self._collection_seconds = 0.0
+        self._seconds[main_thread_activity()] += spent - collected
+        self._seconds[locations.GARBAGE_COLLECTION] += collected
+        if sum(self._seconds.values()) >= _WINDOW:
+            for location in list(self._seconds):
+                self._seconds[location] /= 2
+                if self._seconds[location] < SAMPLE_INTERVAL / 4:
+                    del self._seconds[location]
+
+    @property
+    def shares(self) -> str:
+        """The lines with the largest shares, in the format of `monitor.locations`."""
+        return locations.pack_shares(self._seconds)
+
+    def _on_collection(self, phase: str) -> None:
+        now = time.monotonic()
+        if phase == "start":
+            self._collection_began = now
+        elif self._collection_began:
+            self._collection_seconds += now - self._collection_began
+            self._collection_began = 0.0
+
+
+def _gc_callback(
+    method: weakref.WeakMethod[Callable[[str], None]],
+) -> Callable[[str, dict[str, int]], None]:
+    """Returns a callback for `gc` that unregisters itself when its sampler is gone."""
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        del info
+        on_phase = method()
+        if on_phase is not None:
+            on_phase(phase)
+        elif on_collection in gc.callbacks:
+            gc.callbacks.remove(on_collection)
+
+    return on_collection

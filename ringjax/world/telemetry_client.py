@@ -34,7 +34,7 @@ from ringjax.monitor.stragglers import WaitRecord
 from ringjax.world.communicator_ids import EAGER_LANE
 from ringjax.world.epoch import Epoch
 from ringjax.world.recorder import RECORDER_CAPACITY
-from ringjax.world.stack_sampler import SAMPLE_INTERVAL, StackSampler
+from ringjax.world.stack_probe import SAMPLE_INTERVAL, StackSampler
 
 _MAX_WAITS = 256  # wait records in one sample
 _MIN_INTERVAL, _MAX_INTERVAL = 0.05, 3600.0  # seconds between two samples
@@ -54,15 +54,11 @@ class TelemetrySource(Protocol):
 
 
 class TelemetryClient:
-    """Sends samples of this rank to the ringrun agent of its host.
+    """Sends samples of this rank to the ringrun agent of its host, on a daemon thread.
 
-    The constructor starts a daemon thread and returns at once.
-
-    Args:
-        source: the world of this rank.
-        agent_socket: the name of the agent's abstract unix socket, without the NUL.
-        client_id: the number by which ringrun knows this process: the worker number in
-            an elastic job, otherwise the rank.
+    `agent_socket` is the name of the agent's abstract unix socket, without the NUL.
+    `client_id` is the number by which ringrun identifies this process: the worker
+    number in an elastic job, otherwise the rank.
     """
 
     def __init__(
@@ -130,12 +126,10 @@ class TelemetryClient:
             self._send_sample()
 
     def _wait_until_due(self) -> bool:
-        """Waits for the next stack sample, and receives new intervals meanwhile.
+        """Waits until a stack sample is due, and receives new intervals meanwhile.
 
-        Blocks without a timeout while nobody is watching.
-
-        Returns:
-            True when a stack sample is due, False when the connection has ended.
+        Blocks without a timeout while nobody is watching. Returns False when the
+        connection has ended.
         """
         while True:
             timeout = None
@@ -154,7 +148,7 @@ class TelemetryClient:
     def _set_interval(self, seconds: float) -> None:
         if not self._interval:
             # Nobody was watching. Begin as at the start of the job: wait for the next
-            # common moment, and do not send the calls of the pause.
+            # multiple of the interval, and do not send the calls of the pause.
             self._due, self._epoch = 0.0, None
         self._interval = 0.0
         if seconds > 0:
@@ -213,20 +207,14 @@ class TelemetryClient:
 def thin_waits(
     waits: list[WaitRecord], max_waits: int = _MAX_WAITS
 ) -> list[WaitRecord]:
-    """Drops wait records so that all ranks keep the same calls.
+    """Keeps at most `max_waits` wait records, about the same calls on all ranks.
 
     Ringrun finds stragglers by comparing one call across all ranks. Ranks may hold
     different numbers of records, so "every n-th record" would keep different calls on
     each rank. This function keeps the calls whose sequence number is a multiple of 1,
     2, 4, 8, ...: if two ranks end at different powers of two, the calls that the rank
-    with the larger power keeps are among the calls that the other rank keeps.
-
-    Args:
-        waits: records of ``(named, sequence number, microseconds waited)``.
-        max_waits: the largest number of records to keep.
-
-    Returns:
-        At most `max_waits` of the records, in their order.
+    with the larger power keeps are among the calls that the other rank keeps. A record
+    is ``(named, sequence number, microseconds waited)``.
 
     Examples:
         >>> thin_waits([(False, number, 0) for number in range(10)], 3)
@@ -242,20 +230,12 @@ def thin_waits(
 
 
 def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
-    """Estimates the seconds per training step from how often calls repeat.
+    """Estimates the seconds per training step from `Recorder.events`.
 
     A call is identified by its lane, process set, operation, name and size. A training
     step makes most of its calls exactly once, so the mean interval between repeats of a
-    call is the duration of a step.
-
-    Args:
-        events: recorded calls, as `ringjax._native.Recorder.events` returns them. The
-            keys in use are ``named``, ``set``, ``op``, ``name``, ``bytes`` and
-            ``entered`` (seconds).
-
-    Returns:
-        The median of the mean intervals, each weighted by the number of its calls, in
-        seconds. 0.0 if no call has been repeated.
+    call is the duration of a step. Returns the median of the mean intervals, each
+    weighted by the number of its calls; 0.0 if no call has been repeated.
 
     Examples:
         >>> call = {"named": True, "set": 0, "op": "allreduce", "bytes": 4}
@@ -272,14 +252,14 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
         for entered in times.values()
         if len(entered) > 1
     )
-    # Each call has one vote: a checkpoint or an evaluation repeats once in a hundred
-    # steps and must not count as much as the gradients.
+    # Every repetition has one vote. A checkpoint or an evaluation repeats once in a
+    # hundred steps, and so has fewer votes than the gradients.
     votes = [seconds for seconds, count in intervals for _ in range(count)]
     return votes[len(votes) // 2] if votes else 0.0
 
 
 def _exposed_seconds(epoch: Epoch) -> float:
-    """Seconds that compiled programs have waited for overlapped calls, this epoch."""
+    """Returns how long compiled programs waited for overlapped calls in this epoch."""
     exposed = 0.0
     # Iterate over a copy: the main thread may add a process set at the same time.
     for number, communicator in list(epoch.communicators.items()):
