@@ -1,16 +1,16 @@
-"""Communicator table: which communicator serves the program's calls, by id.
+"""Communicator table: the communicators that serve the program's calls, by id.
 
-In an elastic job a communicator lives for one epoch, and a resilient communicator for
+In an elastic job a communicator lives for one epoch. A resilient communicator lives for
 as long as its id exists: every epoch installs a new communicator into it. The native
 core parks the calls of a resilient communicator between two epochs, and repeats them if
-necessary. Eager lanes live as long as the resilient communicator that they use.
+necessary. An eager lane lives as long as the resilient communicator that it uses.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 
 from ringjax import _native
 from ringjax.world.communicator_ids import EAGER_LANE
@@ -19,21 +19,18 @@ from ringjax.world.epoch_info import Transition
 from ringjax.world.lanes import Lanes
 
 
+@dataclass
 class CommunicatorTable:
-    """The communicators of one world.
+    """The communicators of one world, by id."""
 
-    Attributes:
-        resilient: resilient communicators, by id; empty in a static job.
-        active: the communicators that serve calls of the program, by id.
-    """
-
-    def __init__(self, lanes: Lanes) -> None:
-        self.resilient: dict[int, _native.ResilientComm] = {}
-        self.active: dict[int, _native.Communicator] = {}
-        self._lanes = lanes
+    _lanes: Lanes
+    # The resilient communicators; none in a static job.
+    resilient: dict[int, _native.ResilientComm] = field(default_factory=dict)
+    # The communicators that serve calls of the program.
+    active: dict[int, _native.Communicator] = field(default_factory=dict)
 
     def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
-        """Keeps these resilient communicators. Returns the others, which must end."""
+        """Keeps these resilient communicators. Returns the rest, which must end."""
         kept, before = set(numbers), self.resilient
         self.resilient = {n: r for n, r in before.items() if n in kept}
         return {n: r for n, r in before.items() if n not in kept}
@@ -44,8 +41,8 @@ class CommunicatorTable:
         """Lets the program's calls use the communicators of a new epoch.
 
         Communicators with `transitions` survive; a communicator without transitions
-        begins with this epoch. A communicator that is not connected yet gets its
-        transitions already.
+        begins with this epoch. If a surviving communicator is not connected yet, its
+        transitions are installed already.
         """
         self.active = {n: c for n, c in self.active.items() if n in transitions}
         for number in {**transitions, **epoch.served}:
@@ -57,7 +54,7 @@ class CommunicatorTable:
     def install(
         self, epoch: Epoch, number: int, transitions: Sequence[Transition]
     ) -> None:
-        """Makes communicator `number` serve calls, if it is connected already."""
+        """Makes communicator `number` serve calls if the epoch has connected it."""
         communicator = epoch.communicators.get(number)
         resilient = self.resilient.get(number)
         is_new = resilient is None
@@ -84,7 +81,7 @@ class CommunicatorTable:
         *,
         drop_lanes: bool = False,
     ) -> None:
-        """Fails all calls of resilient communicators; may close their eager lanes."""
+        """Fails all calls of resilient communicators. May close their eager lanes."""
         for number, resilient in resilient_comms.items():
             resilient.end(text, -1)
             if drop_lanes and number & EAGER_LANE:

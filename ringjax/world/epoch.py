@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ringjax import _native
 from ringjax.config import Config
@@ -20,46 +21,39 @@ from ringjax.world.communicator_ids import EAGER_LANE, device_index_of, process_
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
-_CONTROL_RING_BYTES = 1 << 14  # the minimum of RING_BYTES
+_CONTROL_RING_BYTES = 1 << 14  # the minimum of RINGJAX_RING_BYTES
 
 
+@dataclass(eq=False)
 class Epoch:
-    """The native objects of one epoch.
+    """The native objects of one epoch. Its dictionaries have communicator ids as keys.
 
-    Args:
-        mesh_factory: connects the members; None if this rank is the only one.
-        notify: an eventfd that the heartbeat writes to when a peer is lost; -1 in a
-            static job.
-        stack_probe: replies to late-rank questions of peers.
-
-    Attributes:
-        number: the number of the epoch, from 0.
-        communicators: by id.
-        served: for each communicator that serves calls of the program, the resilient
-            communicator to which it belongs; None in a static job.
-        cost: constants of the cost model, for communicators that are opened later.
-        recorder: records the calls of communicators that are opened later.
+    `notify` is an eventfd that the heartbeat writes to when a peer is lost; -1 in a
+    static job. Communicators that are opened later use `cost`, the constants of the
+    cost model, and `recorder`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        rank_info: RankInfo,
-        mesh_factory: MeshFactory | None = None,
-        notify: int = -1,
-        stack_probe: StackProbe | None = None,
-    ) -> None:
-        self.config, self.rank_info, self.mesh_factory = config, rank_info, mesh_factory
-        self.number = mesh_factory.epoch if mesh_factory is not None else 0
-        self.communicators: dict[int, _native.Communicator] = {}
-        self.served: dict[int, _native.ResilientComm | None] = {}
-        self.cost: dict[str, float] = {}
-        self.recorder: _native.Recorder | None = None
-        self._notify, self._stack_probe = notify, stack_probe
-        # Sockets that the core owns, as (descriptor, inode), by communicator id.
-        self._sockets: dict[int, list[tuple[int, int]]] = {}
-        self._heartbeat: _native.Heartbeat | None = None
-        self._meshes: dict[int, LinkDescriptors] = {}  # linked, but not opened yet
+    config: Config
+    rank_info: RankInfo
+    mesh_factory: MeshFactory | None = None  # None if this rank is the only one
+    notify: int = -1
+    stack_probe: StackProbe | None = None
+    cost: dict[str, float] = field(default_factory=dict)
+    recorder: _native.Recorder | None = None
+    communicators: dict[int, _native.Communicator] = field(default_factory=dict)
+    # The communicators that serve calls of the program, each with its resilient
+    # communicator; None in a static job.
+    served: dict[int, _native.ResilientComm | None] = field(default_factory=dict)
+    heartbeat: _native.Heartbeat | None = None  # None without peers, and after `close`
+    # Sockets that the core owns, as (descriptor, inode).
+    _sockets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    # The links of communicators that were not opened yet.
+    _meshes: dict[int, LinkDescriptors] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The number of the epoch, from 0."""
+        return 0 if self.mesh_factory is None else self.mesh_factory.epoch
 
     def link(
         self,
@@ -83,23 +77,23 @@ class Epoch:
         self._meshes[number] = mesh
         self._sockets[number] = mesh.sockets()
         if mesh.control:
-            # The heartbeat must start before the other communicators are connected:
-            # peers that hear no heartbeat in the meantime would declare this rank lost.
+            # Start the heartbeat before the other communicators are connected: peers
+            # that receive no heartbeat in the meantime would declare this rank lost.
             control, mesh.control = mesh.control, []
-            self._heartbeat = self._make_heartbeat(control, mesh.control_keys)
+            self.heartbeat = self._make_heartbeat(control, mesh.control_keys)
 
     def _make_heartbeat(
         self, control: Sequence[tuple[int, int]], keys: list[bytes]
     ) -> _native.Heartbeat:
         assert self.mesh_factory is not None
         names = (member.hello.get("hostname") for member in self.mesh_factory.members)
-        probe = self._stack_probe
+        probe = self.stack_probe
         heartbeat = _native.Heartbeat(
             self.rank_info.rank,
             control,
             interval=self.config.heartbeat,
             timeout=self.config.failure_timeout,
-            notify=self._notify,
+            notify=self.notify,
             inquire=-1 if probe is None else probe.wakeup_fd,
             hosts=[str(name or "") for name in names],
             **({"keys": keys} if any(keys) else {}),
@@ -120,20 +114,18 @@ class Epoch:
         ending: _native.Communicator | None = None,
         served: bool = False,
     ) -> _native.Communicator:
-        """Makes a communicator from the links that `link` has connected.
+        """Makes communicator `number` from the links that `link` has connected.
 
         Args:
-            number: the id of the communicator.
             ranks: ranks of the world, in the order of the communicator.
             name: names the communicator in errors.
-            resilient: the resilient communicator to which it belongs; None in a static
-                job.
-            config: other settings than those of the epoch.
-            watched: whether the heartbeat aborts it when a peer is lost, and learns of
-                its failures.
-            ending: a communicator on which its calls wait for the calls of other
-                replica sets.
-            served: whether it serves calls of the program.
+            resilient: the resilient communicator to which the new communicator belongs;
+                None in a static job.
+            config: settings that replace those of the epoch.
+            watched: whether the heartbeat aborts the communicator when a peer is lost,
+                and reports a failure of the communicator to all peers.
+            ending: the communicator CALL_END, for the communicator of a replica set.
+            served: whether the communicator serves calls of the program.
         """
         config, mesh = config or self.config, self._meshes.pop(number)
         job = int(self.mesh_factory.job, 16) if self.mesh_factory is not None else 0
@@ -166,8 +158,8 @@ class Epoch:
         self.communicators[number] = communicator
         if served:
             self.served[number] = resilient
-        if watched and self._heartbeat is not None:
-            self._heartbeat.watch(communicator)
+        if watched and self.heartbeat is not None:
+            self.heartbeat.watch(communicator)
         return communicator
 
     def connect(
@@ -200,13 +192,13 @@ class Epoch:
         return small
 
     def disconnect(self, number: int) -> None:
-        """Closes a communicator, or the links of one that was not opened, if any."""
+        """Closes a communicator, or its links if it was not opened, if it exists."""
         if (mesh := self._meshes.pop(number, None)) is not None:
             mesh.close()
         communicator = self.communicators.pop(number, None)
         if communicator is not None:
-            if self._heartbeat is not None:
-                self._heartbeat.forget(communicator)
+            if self.heartbeat is not None:
+                self.heartbeat.forget(communicator)
             communicator.close()
         self.served.pop(number, None)
         self._sockets.pop(number, None)
@@ -216,11 +208,6 @@ class Epoch:
         communicator = self.communicators.get(number)
         every = communicator.stats().values() if communicator is not None else ()
         return sum(int(stats.get("calls", 0)) for stats in every)
-
-    @property
-    def heartbeat(self) -> _native.Heartbeat | None:
-        """The heartbeat; None if this rank is the only one, or after `close`."""
-        return self._heartbeat
 
     @property
     def members(self) -> Sequence[Member]:
@@ -235,17 +222,17 @@ class Epoch:
 
     def lost(self) -> list[tuple[int, str]]:
         """Returns the lost ranks, in the order of the losses, each with the reason."""
-        return [] if self._heartbeat is None else self._heartbeat.lost()
+        return [] if self.heartbeat is None else self.heartbeat.lost()
 
     def fail(self, text: str) -> None:
         """Sends all peers a message that this rank fails, with the reason."""
-        if self._heartbeat is not None:
-            self._heartbeat.fail(text)
+        if self.heartbeat is not None:
+            self.heartbeat.fail(text)
 
     def leave(self) -> None:
         """Sends all peers a message that this rank leaves in good order."""
-        if self._heartbeat is not None:
-            self._heartbeat.leave()
+        if self.heartbeat is not None:
+            self.heartbeat.leave()
 
     def abort(self, text: str, rank: int) -> None:
         """Fails all pending calls with an error that names `rank`."""
@@ -254,17 +241,17 @@ class Epoch:
 
     def close(self) -> None:
         """Closes all objects of the epoch, also if it is only partly connected."""
-        heartbeat, self._heartbeat = self._heartbeat, None
-        # Copies: the program's thread may be adding links at the same time, which fail
-        # because the epoch is over.
+        heartbeat, self.heartbeat = self.heartbeat, None
+        # Iterate over copies: the program's thread may be adding links at the same
+        # time. They fail, because the epoch is over.
         for communicator in list(self.communicators.values()):
             if heartbeat is not None:
                 heartbeat.forget(communicator)
             communicator.close()
         if heartbeat is not None:
             heartbeat.close()
-            if self._stack_probe is not None:
-                self._stack_probe.unregister(heartbeat)
+            if self.stack_probe is not None:
+                self.stack_probe.unregister(heartbeat)
         for mesh in list(self._meshes.values()):
             mesh.close()
         # The core closes its descriptors when the last reference to an object is gone.
@@ -279,6 +266,6 @@ class Epoch:
             for fd, inode in sockets:
                 with contextlib.suppress(OSError):
                     # The core may have closed the socket before the fork, and another
-                    # file may have got its number. The inode tells them apart.
+                    # file may have got the socket's number, but not its inode.
                     if os.fstat(fd).st_ino == inode:
                         os.close(fd)

@@ -6,7 +6,7 @@ epoch_sequence.py puts the epoch in force and closes the previous one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ringjax import _native
 from ringjax.config import Config
@@ -23,70 +23,58 @@ from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
 
+@dataclass(frozen=True, kw_only=True)
 class EpochBuilder:
-    """Builds the epochs of one rank.
+    """Builds the epochs of one rank."""
 
-    Args:
-        joined_job: the job and its secret; None in a job of one process.
-        listener: accepts the connections of other ranks, in all epochs.
-        notify: an eventfd that heartbeats write to when a peer is lost; -1 in a static
-            job.
-        log: called with a level and a text.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        joined_job: JoinedJob | None,
-        listener: LinkListener | None,
-        notify: int,
-        stack_probe: StackProbe | None,
-        log: Callable[[str, str], None],
-        recorder: _native.Recorder,
-    ) -> None:
-        self._config, self._joined_job, self._listener = config, joined_job, listener
-        self._notify, self._stack_probe, self._log = notify, stack_probe, log
-        self._recorder = recorder
+    config: Config
+    joined_job: JoinedJob | None  # None in a job of one process
+    listener: LinkListener | None  # accepts the links of other ranks, in all epochs
+    notify: int  # see `Epoch`
+    stack_probe: StackProbe | None
+    log: Callable[[str, str], None]  # receives a level and a text
+    recorder: _native.Recorder
 
     def build(
         self, members: EpochDirective, watch: LossMonitor | None, before: Epoch | None
     ) -> Epoch:
-        """Returns an epoch without communicators.
+        """Returns an epoch without communicators. `before` is the previous epoch.
 
-        Args:
-            members: the coordinator's directive.
-            watch: raises an error if the epoch is over before it is connected. None in
-                a job of one process.
-            before: the previous epoch of this rank, if any.
+        `watch` raises an error if the epoch is over before it is connected. It is None
+        in a job of one process.
         """
-        config = self._config
-        # The launcher's local rank is right in the first epoch only, so an elastic job
-        # does not use it.
+        config = self.config
+        # The launcher's local rank is correct in the first epoch only, so an elastic
+        # job does not use it.
         overrides = None if config.elastic else config
         hosts = host_keys(members.members)
         rank_info = RankInfo.from_hosts(members.rank, hosts, overrides)
         mesh_factory = None
-        if self._joined_job is not None and self._listener is not None:
+        if self.joined_job is not None and self.listener is not None:
             assert watch is not None
             mesh_factory = MeshFactory(
                 rank=members.rank,
                 members=members.members,
                 hosts=rank_info.hosts,
                 epoch=members.epoch,
-                job=self._joined_job.job,
-                secret=self._joined_job.secret,
+                job=self.joined_job.job,
+                secret=self.joined_job.secret,
                 config=self._with_short_timeout(members.kind),
-                listener=self._listener,
+                listener=self.listener,
                 loss_monitor=watch,
                 shm_bytes=_native.shm_bytes,
                 segment_bytes=_native.segment_bytes,
-                log=self._log,
+                log=self.log,
             )
-        epoch = Epoch(config, rank_info, mesh_factory, self._notify, self._stack_probe)
-        epoch.cost = {} if before is None else before.cost
-        epoch.recorder = self._recorder
-        return epoch
+        return Epoch(
+            config=config,
+            rank_info=rank_info,
+            mesh_factory=mesh_factory,
+            notify=self.notify,
+            stack_probe=self.stack_probe,
+            cost={} if before is None else before.cost,
+            recorder=self.recorder,
+        )
 
     def connect(
         self,
@@ -97,13 +85,14 @@ class EpochBuilder:
     ) -> None:
         """Connects the `wanted` communicators, which serve no calls yet.
 
-        Those of `known`, resilient communicators by id, survive.
+        A communicator whose id is in `known` belongs to that resilient communicator;
+        any other gets a new one.
 
         Raises:
             Unreachable, PeerLost, StartupError: some members could not be reached.
         """
-        everybody, small = range(len(members.members)), self._config
-        elastic = self._config.elastic
+        everybody, small = range(len(members.members)), self.config
+        elastic = self.config.elastic
         for number, ranks, name in wanted:
             epoch.link(number, ranks, name)
             if number == REPLICA_SET and elastic:
@@ -119,29 +108,28 @@ class EpochBuilder:
 
     def new_resilient_comm(self) -> _native.ResilientComm | None:
         """Returns a new resilient communicator; None in a static job."""
-        config = self._config
+        config = self.config
         if not config.elastic:
             return None
-        # The coordinator ends the job after ELASTIC_TIMEOUT. The longer timeout here
-        # is for a coordinator that is lost itself.
+        # The coordinator ends the job after RINGJAX_ELASTIC_TIMEOUT. The timeout here
+        # is longer, and only expires if the coordinator is lost, too.
         return _native.ResilientComm(config.elastic_timeout + config.start_timeout)
 
     def _with_short_timeout(self, kind: str) -> Config:
         # Only at the start of a job do processes appear late. In later epochs all
-        # members run already, and a member that does not connect soon holds up the
-        # others.
-        config = self._config
+        # members run already, and a member that does not connect soon delays the rest.
+        config = self.config
         if kind == "start":
             return config
         limit = min(config.start_timeout, 2 * config.failure_timeout + 5)
         return replace(config, start_timeout=limit)
 
     def _calibrate(self, epoch: Epoch, members: EpochDirective) -> None:
-        # All ranks must use equal constants, and newcomers have none: calibrate again
-        # only in epochs with newcomers.
+        # All ranks must use equal constants, and newcomers have none. So calibrate
+        # again in epochs with newcomers only.
         has_newcomers = -1 in members.previous
         if (
-            self._config.calibrate == "off"
+            self.config.calibrate == "off"
             or not has_newcomers
             or epoch.mesh_factory is None
         ):
@@ -150,9 +138,9 @@ class EpochBuilder:
         if network is not None:
             world = epoch.communicators[0]
             epoch.cost, how = calibration.calibrate(
-                world, self._config, network, epoch.cost
+                world, self.config, network, epoch.cost
             )
             costs = ", ".join(
                 f"{name} {value:.3g}" for name, value in epoch.cost.items()
             )
-            self._log("debug", f"the links, {how}: {costs}")
+            self.log("debug", f"the links, {how}: {costs}")

@@ -1,6 +1,6 @@
-"""Epoch information: what a new epoch means for the program and for its calls.
+"""Epoch information: the effects of a new epoch on the program and on its calls.
 
-Computed from the coordinator's directives. Nothing in this module touches a link.
+Pure functions compute these effects from the coordinator's directives, without I/O.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class EpochInfo:
     """An epoch of an elastic job, as a program sees it.
 
     Attributes:
-        epoch: the number of the epoch. Numbers only grow.
+        epoch: the number of the epoch, larger than those of earlier epochs.
         kind: "start", "repair" (ranks were lost, calls continued), "restart" (all ranks
-            go back to the last commit) or "resize" (ranks joined or left at a pause).
+            return to the last commit) or "resize" (ranks joined or left at a pause).
         newcomers: the ranks that had no rank in the previous epoch.
         previous: for each rank, its rank in the previous epoch; -1 for a newcomer.
         workers: for each rank, the number of its process, which is never used again.
@@ -36,7 +36,6 @@ class EpochInfo:
 
     @staticmethod
     def from_members(members: EpochDirective) -> EpochInfo:
-        """Takes the values from the coordinator's directive."""
         return EpochInfo(
             epoch=members.epoch,
             kind=members.kind,
@@ -56,13 +55,13 @@ class EpochInfo:
 
 @dataclass(frozen=True)
 class Transition:
-    """The fate of one communicator's calls at the transition to a new epoch.
+    """The outcome of one communicator's calls at the transition to a new epoch.
 
     Attributes:
-        finished: how many of its calls are complete on all ranks.
+        finished: how many calls are complete on all ranks.
         repeats: whether the next call runs again; if not, it fails.
-        ranks: for each rank of the communicator in the previous epoch, its rank now;
-            -1 if it was lost.
+        ranks: for each rank of the communicator in the previous epoch, its rank in the
+            new epoch; -1 if it was lost.
         reason: why the previous epoch has ended.
     """
 
@@ -70,11 +69,6 @@ class Transition:
     repeats: bool = True
     ranks: tuple[int, ...] = ()
     reason: str = ""
-
-    @staticmethod
-    def unchanged(size: int) -> list[Transition]:
-        """Returns the transition of a communicator that has had no calls."""
-        return [Transition(ranks=tuple(range(size)))]
 
 
 # The id, ranks and name of a communicator that is to be connected.
@@ -102,9 +96,10 @@ def surviving_transitions(
     before: Mapping[int, Sequence[int]],
     known: Set[int],
 ) -> dict[int, list[Transition]]:
-    """Returns the transitions of the communicators that survive, by id.
+    """Returns the transitions of all communicators that survive, by id.
 
-    Arguments as for `transitions`; `known` are the communicators that this rank has.
+    The arguments are those of `transitions`, and `known`, the ids of the resilient
+    communicators that this rank has.
     """
     wanted = {number for number, _, _ in communicators_of(directives[-1])}
     return {
@@ -117,13 +112,11 @@ def transitions(
     before: Mapping[int, Sequence[int]],
     directives: Sequence[EpochDirective],
 ) -> list[Transition]:
-    """Returns one transition of a communicator for each directive of the coordinator.
+    """Returns a transition of communicator `number` for each directive.
 
-    Args:
-        number: the id of the communicator.
-        before: the process sets of the current epoch; the world has id 0.
-        directives: those since the current epoch, the oldest first. An epoch that ended
-            before it was in force is a transition, too.
+    `before` are the process sets of the current epoch. `directives` are those that have
+    arrived since its beginning, the oldest first: an epoch that has ended before it was
+    in force is a transition, too.
     """
     found = []
     ranks = list(before.get(number & ~EAGER_LANE, ()))

@@ -1,9 +1,8 @@
 """The sequence of epochs of one job on this rank.
 
-A static job has one epoch. In an elastic job each communicator that serves the
-program's calls belongs to a resilient communicator of the native core, which lives as
-long as the communicator's id: each epoch installs a new communicator into it.
-recovery.py decides when that happens. The other state of a rank is in world.py.
+A static job has one epoch. In an elastic job, each new epoch installs a communicator
+into each resilient communicator (see communicator_table.py). recovery.py decides when
+the next epoch begins. world.py has the other state of a rank.
 """
 
 from __future__ import annotations
@@ -42,7 +41,11 @@ CLOSED = "ringjax.shutdown() was called on this rank"
 
 
 class EpochSequence:
-    """The epochs of one job, as this rank takes part in them."""
+    """The epochs of one job, as this rank takes part in them.
+
+    The recovery thread changes the state from one epoch to the next, and the program's
+    threads read it. `changed` is the lock of this state.
+    """
 
     rank_info: RankInfo
     devices: Devices
@@ -53,17 +56,15 @@ class EpochSequence:
         self.config, self.elastic = config, config.elastic
         self.failed = ""  # why this rank fails; "" unless it does
         self.epoch_info: EpochInfo | None = None  # None while this rank is a newcomer
-        # The lock of the state that the recovery's thread and the program share, and
-        # the condition that it has changed.
         self.changed = threading.Condition(threading.RLock())
-        self.pending_update = 0  # the number of a change that waits for a pause
+        self.pending_update = 0  # the number of a change of members; 0 for none
         self.resizes = 0  # how many pauses have ended
         self.dismissed = False  # whether this rank has left in good order
         # Whether all ranks restart in the current epoch, and the program has not
-        # accepted that yet.
+        # called `accept_restart` yet.
         self.restart_pending = False
         self.contributors: tuple[int, ...] = ()  # see `last_contributors`
-        self.sets: dict[int, list[int]] = {}  # all process sets, also without this rank
+        self.sets: dict[int, list[int]] = {}  # the ranks of all process sets, by id
         self.members: Sequence[Member] = ()  # the current members, by rank
         self.group = Group(config.group_size)
         # The numbers of this rank's CUDA devices, and why it has none; None until
@@ -96,16 +97,13 @@ class EpochSequence:
 
     @property
     def epoch(self) -> Epoch:
-        """The current epoch. The caller must know that there is one."""
+        """The current epoch. Fails if there is none; see `current_epoch`."""
         assert self._epoch is not None
         return self._epoch
 
     @property
     def current_epoch(self) -> Epoch | None:
-        """The epoch that is in force, or that waits for the program to restart.
-
-        None while this rank is a newcomer, and after it has left.
-        """
+        """The epoch that was installed last; None for a newcomer and after `close`."""
         return self._epoch
 
     @property
@@ -114,7 +112,7 @@ class EpochSequence:
         return -1 if self.epoch_info is None else self.epoch_info.epoch
 
     def log(self, level: str, text: str) -> None:
-        """Prints a line on standard error, if RINGJAX_LOG_LEVEL enables its level."""
+        """Prints a line on standard error if RINGJAX_LOG_LEVEL enables its level."""
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
             stderr.line(f"[{self._prefix}] {level}: {text}")
 
@@ -125,11 +123,7 @@ class EpochSequence:
     # -- waiting -----------------------------------------------------------------------
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Waits until the recovery has made `done` true.
-
-        Raises:
-            Fenced, RingjaxError: the job is over for this rank.
-        """
+        """Waits until `done` returns True. Raises if the job is over for this rank."""
         with self.changed:
             while not done():
                 self.check_end()
@@ -202,7 +196,7 @@ class EpochSequence:
         self.end(RingjaxError, f"this rank has left the job: {text}")
 
     def end(self, kind: type[RingjaxError], text: str) -> None:
-        """Ends the job for this rank: everything that waits fails with this error."""
+        """Ends the job for this rank: all calls and waits fail with this error."""
         with self.changed:
             if self._end is None:
                 self._end = kind, text
@@ -214,8 +208,7 @@ class EpochSequence:
     def halt(self, text: str, rank: int) -> dict[int, CallProgress]:
         """Stops all calls of the current epoch with an error that names `rank`.
 
-        Returns:
-            How far each communicator came, by id; see `Communicator.quiesce`.
+        Returns the progress of each communicator, by id; see `Communicator.quiesce`.
         """
         with self.changed:
             epoch = self.epoch
@@ -237,8 +230,8 @@ class EpochSequence:
             if self.epoch_info is None:
                 return {}, 0, False
             sets = {n: r for n, r in self.sets.items() if n and n not in self._removed}
-            # Calls that NCCL had begun are void, perhaps on some ranks only. So they
-            # cannot be repeated, and all ranks must restart.
+            # The results of calls that NCCL had begun are void on some ranks or on all
+            # of them. So these calls cannot be repeated, and all ranks must restart.
             lanes = list(self.lanes.lanes.values())
             restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
             return dict(sets), self._registry.next_id, restart
@@ -248,16 +241,11 @@ class EpochSequence:
     def link(
         self, directives: Sequence[EpochDirective], watch: LossMonitor | None
     ) -> Epoch:
-        """Connects the members of the newest directive.
+        """Connects the members of the newest of the `directives`, the oldest first.
 
         After a loss, connects the communicators of the world and the replica set only,
-        because most calls wait for these; `complete` connects the rest. A newcomer has
-        no calls that wait, so it connects all.
-
-        Args:
-            directives: those since the current epoch, the oldest first.
-            watch: raises an error if the new epoch is over before it is connected. None
-                in a job of one process.
+        because most parked calls wait for these; `complete` connects the rest. A
+        newcomer has no parked calls, so it connects all communicators.
 
         Raises:
             Unreachable, PeerLost, StartupError: see `MeshFactory.build`.
@@ -273,15 +261,15 @@ class EpochSequence:
         try:
             self._epoch_builder.connect(epoch, members, wanted, known)
         except BaseException:
-            # A member that has connected the whole epoch must not take the closed
-            # sockets for the death of this rank.
+            # Another member may have connected the whole epoch. Without this message,
+            # it would take the closed sockets for the death of this rank.
             epoch.leave()
             epoch.close()
             raise
         return epoch
 
     def install(self, epoch: Epoch, directives: Sequence[EpochDirective]) -> None:
-        """Puts an epoch in force that `link` has connected."""
+        """Puts an epoch that `link` has connected in force."""
         members, before = directives[-1], self._epoch
         restart = any(m.kind == "restart" for m in directives)
         with self.changed:
@@ -293,8 +281,8 @@ class EpochSequence:
             reason = end_reason(members)
             ended = self.comm_table.retain(surviving)
             self._set_current(epoch, members)
-            # Count all: a loss may follow a resize before the program wakes up, and
-            # its pause has ended all the same.
+            # Count the resizes among all directives: a loss may follow a resize before
+            # the program wakes up, and the pause has ended nevertheless.
             self.resizes += sum(each.kind == "resize" for each in directives)
             self.restart_pending = pending
             if not pending:
@@ -312,7 +300,7 @@ class EpochSequence:
             self.log("info", f"going on with {size} ranks: {reason}")
 
     def complete(self, members: EpochDirective) -> None:
-        """Connects the communicators that `link` has left out; raises as `link`."""
+        """Connects the communicators that `link` has omitted. Raises as `link` does."""
         assert self._epoch_builder is not None
         epoch = self.epoch
         rest = [w for w in communicators_of(members) if w[0] not in epoch.served]
@@ -321,8 +309,8 @@ class EpochSequence:
             if self.is_over(epoch):
                 raise PeerLost(f"epoch {epoch.number} is over")
             for number, ranks, _ in rest:
-                unchanged = Transition.unchanged(len(ranks))
-                self.comm_table.install(epoch, number, unchanged)
+                unchanged = Transition(ranks=tuple(range(len(ranks))))
+                self.comm_table.install(epoch, number, [unchanged])
             self.changed.notify_all()
 
     def _set_current(self, epoch: Epoch, members: EpochDirective) -> None:
@@ -339,7 +327,7 @@ class EpochSequence:
         self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
 
     def accept_restart(self) -> None:
-        """Lets the program's calls into an epoch in which all ranks restart."""
+        """Lets the program's calls use an epoch in which all ranks restart."""
         with self.changed:
             if self.restart_pending:
                 self.restart_pending = False
@@ -351,8 +339,7 @@ class EpochSequence:
     ) -> None:
         """Lets calls use a process set that was connected in `epoch`.
 
-        Raises:
-            PeerLost: the epoch has ended.
+        Raises PeerLost if the epoch has ended.
         """
         with self.changed:
             self.check_epoch(epoch)
@@ -367,14 +354,10 @@ class EpochSequence:
     def last_contributors(
         self, following: EpochDirective | None = None
     ) -> tuple[int, ...]:
-        """Returns the processes whose values are in the last collective of all ranks.
+        """Returns the workers whose values are in the last collective of all ranks.
 
-        Args:
-            following: the directive for the next epoch, if the current epoch has ended.
-                It contains how many of its calls count as finished.
-
-        Returns:
-            Worker numbers.
+        If the current epoch has ended, `following` is the directive for the next epoch.
+        The directive contains how many calls of the current epoch count as finished.
         """
         if self._epoch is None or self.epoch_info is None:
             return self.contributors
@@ -387,7 +370,7 @@ class EpochSequence:
 
 
 class _EpochWatch:
-    """Stops connecting ranks when their epoch ends."""
+    """The `LossMonitor` of one epoch: makes `MeshFactory.build` fail when it ends."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch

@@ -2,8 +2,8 @@
 
 A world joins the job with the settings and the environment, adds and removes process
 sets, and ends in good order, with a failure, or in a forked child. Users call runtime/.
-How a rank finds the other ranks is in membership/rendezvous_discovery.py, how epochs
-follow each other in epoch_sequence.py.
+membership/rendezvous_discovery.py finds the other ranks of the job, and
+epoch_sequence.py changes from one epoch to the next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ringjax.world.solo_mode import SoloMode
 from ringjax.world.stack_probe import StackProbe
 from ringjax.world.telemetry_client import TelemetryClient
 
-_logged_warnings: set[str] = set()  # warnings to log only once, even over two `init`
+_logged_warnings: set[str] = set()  # a second `init` does not log them again
 # The elastic jobs that have ended in this process, as (job, worker).
 _left_jobs: set[tuple[str, int]] = set()
 _Value = TypeVar("_Value")
@@ -54,8 +54,7 @@ _Value = TypeVar("_Value")
 class World(EpochSequence):
     """All ranks of the job, as this rank is connected with them.
 
-    Raises:
-        StartupError, PeerLost: this rank could not join the job.
+    The constructor raises StartupError or PeerLost if this rank could not join the job.
     """
 
     recorder: _native.Recorder  # records all calls since `init`
@@ -67,8 +66,8 @@ class World(EpochSequence):
         self.comm_table = CommunicatorTable(self.lanes)
         self.solo_mode = SoloMode(self)
         self.recovery: Recovery | None = None  # None in a static job
-        # How many private communicators each choice of ranks has had, by epoch and
-        # ranks; see runtime/elastic_requests.py.
+        # How many private communicators have existed, by epoch and ranks; see
+        # `runtime.private_communicator`.
         self.privates: dict[tuple[int, ...], int] = {}
         self.tuned = ""  # the result of autotune, for reports of rank 0
         self.secret = b""  # the job's secret; empty in a job of one process
@@ -114,7 +113,7 @@ class World(EpochSequence):
         if self.elastic and self.client is not None:
             self.recovery = Recovery(self, self.client)
         self._epoch_builder = EpochBuilder(
-            config,
+            config=config,
             joined_job=self._joined_job,
             listener=self._listener,
             notify=-1 if self.recovery is None else self.recovery.notify_fd,
@@ -165,7 +164,7 @@ class World(EpochSequence):
         self._open_records()
 
     def _open_records(self) -> None:
-        """Starts what needs the final rank: the timeline and the profile."""
+        """Starts the timeline and the profile, whose names contain the final rank."""
         self.lanes.open_timeline()
         if self.config.profile and self._recording is None:
             try:
@@ -184,7 +183,7 @@ class World(EpochSequence):
     # -- records of calls --------------------------------------------------------------
 
     def _begin_recording(self, name: str, job: str) -> None:
-        """Starts the recorder, and telemetry or reports as the settings ask."""
+        """Starts the recorder, and telemetry or reports if they are configured."""
         config = self.config
         self.recorder = create_recorder(config, name, job)
         if config.monitor:
@@ -230,7 +229,7 @@ class World(EpochSequence):
     ) -> None:
         def open_listener(secret: bytes, job: str) -> dict[str, str]:
             # Listen before the hello is sent: the other ranks may connect as soon as
-            # they have received it.
+            # they have received the hello.
             if self._listener is not None:
                 self._listener.close()
             self._listener = self._listen(launch, secret, job)
@@ -246,8 +245,8 @@ class World(EpochSequence):
         config = self.config
         rank, size, single_host = launch.rank, launch.size, launch.single_host
         if config.elastic:
-            # Ranks and hosts may change in the next epoch, so expect any rank, and
-            # listen on loopback only if the coordinator does so, too.
+            # Ranks and hosts may change in the next epoch. So accept any rank, and
+            # listen on loopback only if the coordinator listens on loopback, too.
             coordinator = address.parse(config.rendezvous)
             single_host = all(address.is_loopback(host) for host, _ in coordinator)
             rank, size = -1, 0
@@ -282,7 +281,7 @@ class World(EpochSequence):
     def device_share(self) -> tuple[int, ...] | None:
         """This rank's devices if the ranks of its host divide them, otherwise None.
 
-        The share stays when the rank changes.
+        The value is computed once, and stays when the rank changes.
         """
         if self._device_share is None:
             self._device_share = devices.share(
@@ -296,14 +295,8 @@ class World(EpochSequence):
     def open_devices(self, numbers: Sequence[int], why_not: str = "") -> None:
         """Connects the device communicators, once. All ranks of the world must call it.
 
-        The devices of a newcomer are connected when it is a member.
-
-        Args:
-            numbers: the CUDA devices that this rank computes on.
-            why_not: why this rank has no devices.
-
-        Raises:
-            StartupError: the ranks do not fit together, or NCCL failed.
+        A newcomer connects its devices when it becomes a member. `why_not` is the
+        reason if this rank has no CUDA devices. Raises as `Devices.open` does.
         """
         if self.local_devices is not None:
             return
@@ -327,17 +320,15 @@ class World(EpochSequence):
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Connects a process set. All ranks of the world must call it.
 
-        If ranks are lost meanwhile, the remaining ranks begin again. A rank that had
-        finished already has reported the set to the coordinator. Then the recovery
-        connects the set on all ranks.
-
-        Raises:
-            Mismatch: ranks disagree about the set, and nothing was connected.
+        If ranks are lost meanwhile, the remaining ranks try again in the next epoch.
+        But if a rank had already finished, it has reported the set to the coordinator,
+        and the recovery connects the set on all ranks. Raises Mismatch, and connects
+        nothing, if ranks disagree about the set.
         """
         while number not in self.sets:
             epoch_info, epoch = self.epoch_info, self.current_epoch
             if epoch_info is None or epoch is None:
-                # A newcomer gets the ranks of the set when it is a member.
+                # A newcomer receives the ranks of the set when it becomes a member.
                 self.sets[number] = list(ranks)
                 return
             try:
@@ -379,11 +370,9 @@ class World(EpochSequence):
     def remove(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Closes a process set. All ranks of the world must call it.
 
-        In an elastic job its communicators are closed at the end of the epoch, because
-        this rank cannot know whether all other ranks have made the same call.
-
-        Raises:
-            Mismatch: ranks disagree about the set, and nothing was closed.
+        An elastic job closes the communicators at the end of the epoch, because this
+        rank cannot know whether all other ranks remove the set, too. A static job
+        raises Mismatch, and closes nothing, if ranks disagree about the set.
         """
         if not self.elastic:
             self.check_same_call(f"{what} {number}", ranks)
@@ -433,7 +422,7 @@ class World(EpochSequence):
         self.end_profile()
 
     def close(self) -> None:
-        """Leaves the job, within a bounded time; also a world that has partly joined.
+        """Leaves the job within a bounded time, also if `_join` has failed halfway.
 
         The order matters. Telemetry and profile read the communicators, so they end
         first. Device communicators close before this rank leaves, because calls that
@@ -472,21 +461,21 @@ class World(EpochSequence):
         self._epoch = self._listener = self._joined_job = self.recovery = None
 
     def _last_lines(self) -> dict[int, CallProgress]:
-        """Returns how far this rank came; other ranks may still be in the last call."""
+        """Returns the progress of this rank. Others may still be in the last call."""
         if self.restart_pending or not self.elastic:
             return {}
         try:
             return self.halt(CLOSED, -1)
-        except _native.StatusError as error:  # a thread is still inside a call
+        except _native.StatusError as error:  # a thread is still executing a call
             self.log("info", f"leaving in the middle of a call: {error}")
             return {}
 
     def close_in_child(self) -> None:
         """Closes a forked child's copies of the sockets, and nothing else.
 
-        The copies would keep the connections open after the death of the parent, so its
-        peers would not notice it. The threads of the core do not exist in the child, so
-        the objects of the core must never be closed or destroyed there.
+        The copies would keep the connections open after the death of the parent, and
+        its peers would not detect the death. The threads of the core do not exist in
+        the child, so the objects of the core must never be closed or destroyed there.
         """
         _kept_in_child.append(self)
         if isinstance(self._telemetry, TelemetryClient):

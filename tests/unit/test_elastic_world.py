@@ -30,7 +30,7 @@ class EpochBuilder:
     def build(self, members: EpochDirective, watch: Any, before: Any) -> Epoch:
         factory: Any = SimpleNamespace(epoch=members.epoch, members=members.members)
         epoch = Epoch(Config(), RankInfo.from_hosts(0, ["here"] * 3), factory)
-        epoch._heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
+        epoch.heartbeat = epoch._make_heartbeat([(1, self._control.detach())], [])
         return epoch
 
     def connect(self, *_: Any) -> None:
