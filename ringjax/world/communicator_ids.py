@@ -1,13 +1,14 @@
 """Communicator ids: the numbers by which all ranks name one communicator of an epoch.
 
-The world has id 0, other process sets count from 1. All other communicators belong to a
-process set or a replica set; a bit or an offset for each purpose is added to its id:
+The world has the id 0, and other process sets have the ids from 1 on. Every other
+communicator belongs to a process set or a replica set, and its id is the id of that set
+plus a bit or an offset for its purpose:
 
     id                                       communicator
     0 ... REPLICA_SET - 1                    process set
     REPLICA_SET                              replica set of this rank
-    REPLICA_SET | EAGER_LANE                 ends of the calls of all replica sets
-    PRIVATE | hash                           some ranks, for a moment
+    REPLICA_SET | EAGER_LANE                 CALL_END, see below
+    PRIVATE | hash                           see runtime.private_communicator
     process set | EAGER_LANE                 eager lane of a process set
     set | DEVICE_CONTROL | index * _DEVICE   control mesh for one device of each rank
 """
@@ -20,17 +21,14 @@ EAGER_LANE = 1 << 29
 DEVICE_CONTROL = 1 << 30
 # In an elastic job, a call of a replica set ends only when the calls of all replica
 # sets have ended, so that all shards of a training step belong to one epoch. The ranks
-# exchange that here. The number is free, because replica sets have no eager lane.
+# agree on that over this communicator. Its number is free, because replica sets have no
+# eager lane.
 CALL_END = REPLICA_SET | EAGER_LANE
 _DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7  # above process sets, below replica sets
 
 
 def control_id(set_id: int, device_index: int) -> int:
-    """Returns the id of the control mesh for one device of each rank.
-
-    Args:
-        set_id: the id of a process set or a replica set.
-        device_index: 0 for the first device of each rank.
+    """Returns the id of the control mesh for the devices with one index on all ranks.
 
     Example:
         >>> number = control_id(3, device_index=2)

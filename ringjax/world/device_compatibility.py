@@ -1,8 +1,8 @@
 """Device compatibility: checks that NCCL can connect the CUDA devices of all ranks.
 
-The checks run before the first call of NCCL, which would report such problems less
-clearly and in its own log only, or wait forever. `devices.py` exchanges the reports of
-all ranks, so all ranks check the same data and raise the same error.
+The checks run before the first call of NCCL. NCCL would report ranks that do not fit
+together in its own log only, or wait forever. `devices.py` exchanges the reports of all
+ranks, so all ranks check equal data and raise equal errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceReport(TypedDict):
     packs: bool  # whether this build of ringjax contains device code
     tls: str  # RINGJAX_TLS
     gpu: list[str]  # the UUID of each device; "" if the driver does not report it
-    shares: bool  # whether NCCL was allowed to run several ranks on one GPU
+    shares: bool  # whether NCCL may run several ranks on one GPU
     what: str  # the operation for which the report was made
 
 
@@ -38,12 +38,11 @@ def version_text(version: int) -> str:
 
 
 def check_compatible(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
-    """Checks the reports of all ranks, on these hosts; all ranks must have devices.
+    """Raises StartupError if the devices of all ranks do not fit together.
 
-    Raises:
-        StartupError: the ranks do not fit together. Its `rank` is the first rank that
-            differs from rank 0. In an elastic job that rank is a newcomer, and the
-            other ranks continue without it.
+    The `rank` of the error is the first rank that differs from rank 0. In an elastic
+    job that rank is a newcomer, and the other ranks continue without it. `hosts` has
+    the host number of each rank.
     """
     _check_versions(reports)
     _check_settings(reports)

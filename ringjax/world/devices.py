@@ -1,10 +1,10 @@
 """CUDA devices of a world: the NCCL library, this rank's devices, their communicators.
 
-NCCL is loaded at run time. If JAX has loaded a copy, ringjax uses the same copy, so
-that both launch their kernels in one order. Each process set gets a device communicator
-in addition to its host communicator, and for each device a small control mesh of its
-own. This module imports no framework: `xla/jax_private.py` finds the devices on which
-this rank computes. The native core decides what is sent.
+NCCL is loaded at run time. If JAX has loaded a copy, ringjax uses that copy, so that
+JAX and ringjax launch their kernels in one order. Besides its host communicator, each
+process set has a device communicator for each device of a rank, and for each of these a
+small control mesh, over which the native core compares calls. This module imports no
+framework: `xla/jax_private.py` finds the devices on which this rank computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringjax.world.rank_info import RankInfo
 
 _Value = TypeVar("_Value")
 _Report = TypeVar("_Report", bound=Mapping[str, object])
-_LAUNCH_ORDER_DRIVER = 12030  # from CUDA 12.3 on, ordered kernels may overlap
+_LAUNCH_ORDER_DRIVER = 12030  # CUDA 12.3, the first whose ordered kernels may overlap
 _NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without device code
 
 
@@ -32,17 +32,14 @@ _NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without devic
 
 
 def information() -> dict[str, Any]:
-    """Returns the driver, its devices, the device code and the loaded NCCL.
-
-    Never raises; see `runtime.build_info` for the keys.
-    """
+    """Describes driver, devices and device code. Never raises; keys: `build_info`."""
     return _native.cuda_info()
 
 
 def wheel_library() -> str | None:
     """Returns the path of libnccl.so.2 in NVIDIA's wheel, None if it is missing."""
     try:
-        # A namespace package: it has folders, but no module to import.
+        # nvidia.nccl is a namespace package, which has folders but no module to import.
         spec = importlib.util.find_spec("nvidia.nccl")
     except (ImportError, ValueError):
         return None
@@ -56,11 +53,8 @@ def wheel_library() -> str | None:
 def open_library(setting: str) -> tuple[int, str]:
     """Loads NCCL: the copy in this process, `setting`, the wheel's or the system's.
 
-    Returns:
-        The version, 22809 for 2.28.9, and the path of the file.
-
-    Raises:
-        RingjaxError: no library was found, or its version is too old.
+    Returns the version, 22809 for 2.28.9, and the path of the file. Raises RingjaxError
+    if no library was found, or if its version is too old.
     """
     errors: list[RingjaxError] = []
     for path in _candidates(setting):
@@ -69,28 +63,28 @@ def open_library(setting: str) -> tuple[int, str]:
             return int(version), str(loaded_path)
         except _native.StatusError as error:
             errors.append(from_status(error))
-    # The first error is about a file that was found. The last candidate is the
-    # system's library, and its absence is of less interest.
+    # The first error is about a file that exists, if one does: the last candidate is
+    # the system's library, which may be missing.
     raise errors[0]
 
 
 def _candidates(setting: str) -> list[str]:
     """Returns the paths to try. The core tries a copy in this process before them."""
     # Without a common order, kernels of two communicators on one device may wait for
-    # each other. Before CUDA 12.3, ordered kernels run one after the other, as the host
-    # calls them. That order differs from rank to rank between compiled programs and the
-    # eager lane, so do not ask for it there.
+    # each other. Before CUDA 12.3, ordered kernels run one after the other, in the
+    # order of the host's calls. The host calls of compiled programs and of the eager
+    # lane interleave differently on each rank, so request no order from old drivers.
     has_old_driver = 0 < information().get("driver", 0) < _LAUNCH_ORDER_DRIVER
     implicit = "0" if has_old_driver else "1"
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", implicit)
-    # Otherwise the first operation of each communicator allocates memory and waits for
-    # its peers, in an order that may differ from rank to rank.
+    # With NCCL's default, the first operation of each communicator allocates memory and
+    # waits for its peers, in an order that may differ from rank to rank.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return [setting] if setting else [*filter(None, [wheel_library()]), ""]
 
 
 def shares_gpu() -> bool:
-    """Returns whether NCCL is set to allow several ranks on one GPU, as in tests."""
+    """Returns whether NCCL may run several ranks on one GPU, as in tests."""
     allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0")
     return allowed or bool(os.environ.get("NCCL_HOSTID"))
 
@@ -116,9 +110,9 @@ def _gpu_uuids(devices: Sequence[int]) -> list[str]:
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
-    """Returns options for a lane, which loads NCCL at the first CUDA tensor.
+    """Returns options for an eager lane, which loads NCCL at the first CUDA tensor.
 
-    A rank that joins (`ringjax.eager.join`) before it has submitted a tensor uses
+    A rank that calls `ringjax.eager.join` before it has submitted a tensor uses
     `device`; -1 for no device.
     """
     return {
@@ -149,14 +143,8 @@ def share(
 ) -> tuple[int, ...] | None:
     """Returns the devices of this rank if the ranks of a host divide the devices.
 
-    Args:
-        local_rank: the number of this rank on its host.
-        local_size: how many ranks the host has.
-        devices: how many devices the rank sees.
-        per_rank: how many devices a rank is to have; `ALL` for all.
-
-    Returns:
-        Device numbers; None if there is nothing to divide.
+    `devices` is how many devices the rank sees, and `per_rank` how many of them a rank
+    computes on. Returns None if there is nothing to divide.
 
     Example:
         >>> share(local_rank=5, local_size=8, devices=4), share(1, 2, 8, per_rank=4)
@@ -199,11 +187,8 @@ class ControlPlane(Protocol):
 class Devices:
     """The device communicators of one world: of all its process sets, or of none.
 
-    Args:
-        counts: how many devices the driver of each rank shows.
-        control_plane: connects the ranks; None before the first epoch.
-
     Attributes:
+        counts: how many devices the driver of each rank shows.
         communicators: for each process set, one communicator for each of `numbers`.
         numbers: this rank's device numbers. The i-th devices of all ranks are in one
             communicator.
@@ -213,13 +198,13 @@ class Devices:
         self,
         config: Config,
         counts: Sequence[int],
-        control_plane: ControlPlane | None = None,
+        control_plane: ControlPlane | None = None,  # None before the first epoch
     ) -> None:
         self.counts = list(counts)
         self.communicators: dict[int, list[_native.CudaCommunicator]] = {}
         self.numbers: tuple[int, ...] = ()
         self._config, self._plane = config, control_plane
-        self._opened, self._reason = False, ""
+        self._opened, self._reason = False, ""  # why there are no communicators
 
     @property
     def _control_plane(self) -> ControlPlane:
@@ -236,11 +221,8 @@ class Devices:
     ) -> None:
         """Connects the communicators of all `sets`, once. All ranks must call it.
 
-        Args:
-            numbers: this rank's devices. If a rank has none, no rank gets
-                communicators.
-            why_not: why this rank has no devices.
-            sets: the ranks of each process set, equal on all ranks.
+        If any rank has no devices (`numbers`), no rank gets communicators. `why_not` is
+        the reason on this rank. `sets` has the ranks of each process set.
 
         Raises:
             StartupError: the ranks do not fit together, or NCCL failed.
@@ -266,9 +248,8 @@ class Devices:
     def _check_ranks(self, numbers: tuple[int, ...], why_not: str) -> str:
         """Loads NCCL and compares the device reports of all ranks.
 
-        Returns:
-            Why there will be no device communicators, equal on all ranks; "" if there
-            will be.
+        Returns the reason if there can be no device communicators, and otherwise "".
+        All ranks return equal texts.
         """
         config, plane, version, path = self._config, self._control_plane, 0, ""
         if numbers:
@@ -323,10 +304,9 @@ class Devices:
         return ""
 
     def add(self, number: int, ranks: Sequence[int]) -> None:
-        """Connects the communicator of a process set. All ranks of the world call it.
+        """Connects the communicators of a process set. All ranks of the world call it.
 
-        Raises:
-            StartupError: NCCL or a rank failed.
+        Raises StartupError if NCCL or a rank failed.
         """
         if not self.numbers:
             return
@@ -422,7 +402,8 @@ class Devices:
 
     def all_communicators(self) -> list[_native.CudaCommunicator]:
         """Returns the communicators of all process sets and devices."""
-        # A copy: the recovery's thread calls it while the program adds process sets.
+        # Iterate over a copy: the recovery thread calls this method while the program
+        # adds process sets.
         return [one for each in list(self.communicators.values()) for one in each]
 
     def close(self) -> None:
@@ -439,7 +420,7 @@ class Devices:
 
 
 def absence(config: Config) -> str:
-    """Returns why this rank's driver shows no device; "" if it shows any."""
+    """Returns why this rank's driver shows no device; "" if it shows devices."""
     if not config.gpu:
         return "RINGJAX_GPU is 0"
     found = information()

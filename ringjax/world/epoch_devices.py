@@ -1,9 +1,9 @@
 """Device communicators of an elastic job: connected again whenever all ranks restart.
 
 The program's thread connects the devices, while the recovery thread may end the epoch
-at any time. So each set of device communicators has an `EpochControlPlane`, which is
-tied to one epoch: an operation that comes too late fails and cannot become a part of
-the next epoch.
+at any time. So each `Devices` has an `EpochControlPlane`, which belongs to one epoch:
+an operation that begins after the end of that epoch fails, and does not become a part
+of the next epoch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class EpochControlPlane:
         try:
             return client.exchange(value, seconds, what, number)
         except Stalled as error:
-            # A program that hangs must not end the job: suspect its rank, so that the
-            # other ranks continue without it.
+            # If the program of one rank hangs, the job must not end: suspect that rank,
+            # so that the other ranks continue without it.
             for rank in error.ranks:
                 client.suspect(number, rank, f"did not take part within {seconds:g} s")
             raise
@@ -50,8 +50,8 @@ class EpochControlPlane:
         world, epoch = self._world, self._epoch
         try:
             small = epoch.link_small(number, ranks, name, world.mesh_factory_of(epoch))
-            # Under the lock: after `check_epoch` the recovery cannot stop the epoch
-            # before this communicator is in it, and so it stops this one, too.
+            # Hold the lock, so that the recovery cannot stop the epoch between
+            # `check_epoch` and `open`, and miss this communicator.
             with world.changed:
                 world.check_epoch(epoch)
                 return epoch.open(number, ranks, name, config=small)
@@ -81,12 +81,8 @@ class SoloControlPlane(EpochControlPlane):
 def reconnect_devices(world: EpochSequence) -> bool:
     """Connects the devices of all ranks in the current epoch. All ranks call it.
 
-    Returns:
-        False if nothing was connected, because the epoch is over or a restart is
-        pending.
-
-    Raises:
-        StartupError: see `Devices.open`. The epoch continues.
+    Returns False if nothing was connected, because the epoch is over or a restart is
+    pending. If `Devices.open` raises a StartupError, the epoch continues.
     """
     world.devices.close()
     if world.local_devices is None:
@@ -94,7 +90,7 @@ def reconnect_devices(world: EpochSequence) -> bool:
     with world.changed:
         if world.restart_pending:
             return False
-        # Leave out process sets that have lost all their ranks.
+        # Omit process sets that have lost all their ranks.
         sets = {n: list(ranks) for n, ranks in world.sets.items() if ranks}
         epoch = world.epoch
         control_plane = EpochControlPlane(world, epoch)
@@ -113,7 +109,7 @@ def reconnect_devices(world: EpochSequence) -> bool:
 def restart_epoch(world: EpochSequence, text: str) -> None:
     """Waits for an epoch in which all ranks restart, and connects devices in it.
 
-    `text` says why this rank asks for a restart, for the log.
+    `text` says why this rank requests a restart, for the log.
 
     Raises:
         Fenced, RingjaxError: the job is over for this rank.
@@ -140,9 +136,9 @@ def _seconds_until_over(
 ) -> float:
     """Returns how long to wait for the end of an epoch in which NCCL has failed.
 
-    A rank whose device fails, or does not fit the others, ends with that error, and so
-    it is lost to the other ranks. They must not fail themselves before they learn of
-    the loss. This takes up to the failure timeout if another rank caused the error.
+    A rank whose device fails, or does not fit the devices of the other ranks, ends with
+    that error, and the other ranks must detect the loss before they fail themselves. If
+    another rank caused the error, the detection takes up to the failure timeout.
     """
     cause = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
     is_other = cause not in (-1, epoch.rank_info.rank)

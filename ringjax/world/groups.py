@@ -1,10 +1,11 @@
 """Groups of processes: JAX joins the processes of a group, ringjax averages between.
 
-Worker w belongs to group w // k, where k is the size of a group, and has index w % k in
-it. In a static job, worker numbers are ranks. The processes with one index form a
-*replica set*, with one process of each group. All replica sets share one communicator
-id, so that the compiled programs of a group are equal. How JAX joins a group is in
-`xla/jax_distributed.py`. `membership/` decides which ranks are lost together.
+Worker w belongs to group w // k, where k is the size of a group, and its index in that
+group is w % k. In a static job, worker numbers are ranks. The processes with one index
+form a *replica set*, with one process of each group. All replica sets share one
+communicator id, so that the compiled programs of a group are equal.
+`xla/jax_distributed.py` makes JAX join a group. `membership/` decides which ranks are
+lost together.
 """
 
 from __future__ import annotations
@@ -31,13 +32,10 @@ def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
 
 
 class ReservedPort:
-    """A TCP port that no other program gets, for JAX's coordinator.
+    """A TCP port, its `number`, that no other program gets, for JAX's coordinator.
 
-    JAX's coordinator must be given a port before it listens. A bound socket that does
+    The port must be known before JAX's coordinator listens. A bound socket that does
     not listen reserves the port, and SO_REUSEPORT lets the coordinator bind it, too.
-
-    Attributes:
-        number: the port.
 
     Example:
         >>> port = ReservedPort()
@@ -61,14 +59,7 @@ class ReservedPort:
 
 
 class Group:
-    """The group of this process, and its replica set.
-
-    Args:
-        size: processes in each group.
-
-    Attributes:
-        members: the members of the group, by index; empty in a job without groups.
-        replicas: the ranks of this process's replica set; empty without groups.
+    """The group of this process, and its replica set; both are empty without groups.
 
     Example:
         >>> group = Group(1)
@@ -78,9 +69,9 @@ class Group:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.members: Sequence[Member] = ()
-        self.replicas: list[int] = []
+        self.size = size  # the number of processes in each group
+        self.members: Sequence[Member] = ()  # a member's place is its index
+        self.replicas: list[int] = []  # the ranks of the replica set
         self._port: ReservedPort | None = None
 
     def check_job_size(self, size: int) -> None:
@@ -99,10 +90,10 @@ class Group:
         return {"group_port": self._port.number}
 
     def join(self, members: Sequence[Member], job_group_size: int) -> None:
-        """Takes over the members of this group, by index.
+        """Sets the members of this group, by index.
 
-        Raises:
-            StartupError: ranks of the job are lost and join in groups of another size.
+        Raises StartupError if ranks of the job are lost and join in groups of another
+        size.
         """
         if job_group_size != self.size:
             raise StartupError(

@@ -1,7 +1,7 @@
-"""Hello: the description of a rank that all ranks get when it joins the job.
+"""Hello: the description of a rank that all ranks receive when it joins the job.
 
-Every rank compares the hellos of all ranks. So every rank raises the same error if they
-do not fit together.
+Every rank compares the hellos of all ranks. So all ranks raise equal errors if settings
+or versions differ.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
 def _machine_id() -> str:
     """Identifies the host: ranks with equal ids share memory and unix sockets.
 
-    Ranks of two users, or of two user or network namespaces, have different ids, so TCP
-    connects them.
+    Ranks of different users, user namespaces or network namespaces have different ids,
+    so that TCP connects them.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -56,11 +56,7 @@ def _machine_id() -> str:
 
 
 def listening_hosts(config: Config, *, single_host: bool) -> list[str]:
-    """Returns the addresses on which this rank listens for other ranks.
-
-    Raises:
-        StartupError: RINGJAX_NETWORK_INTERFACES names an interface that does not exist.
-    """
+    """Returns the addresses on which this rank listens for other ranks."""
     if single_host:
         return [address.loopback()]
     try:
@@ -75,11 +71,7 @@ def host_keys(members: Sequence[Member]) -> list[str]:
 
 
 def check_hellos(members: Sequence[Member]) -> None:
-    """Checks that all ranks have the same version and the same common settings.
-
-    Raises:
-        StartupError: a rank differs from rank 0.
-    """
+    """Raises StartupError if a rank has another version or setting than rank 0."""
     first = members[0].hello
     for member in members[1:]:
         if member.hello.get("version") != first.get("version"):

@@ -1,7 +1,7 @@
 """The eager lanes of a world: each has its own communicator and its own native thread.
 
-A lane is made when its process set is made, on all ranks of the set: a rank may submit
-a named operation at any time, and then all other ranks must take part in the round of
+All ranks of a process set make its lane together with the set: any rank may submit a
+named operation at any time, and then all other ranks must take part in the round of
 negotiation. The native core negotiates and runs the operations that eager/ submits.
 """
 
@@ -29,23 +29,18 @@ class LaneOwner(Protocol):
 
 
 class Lanes:
-    """The eager lanes of one world.
-
-    Attributes:
-        owner: the world.
-        lanes: by id of the process set.
-    """
+    """The eager lanes of one world."""
 
     def __init__(self, owner: LaneOwner) -> None:
-        self.lanes: dict[int, _native.EagerLane] = {}
+        self.lanes: dict[int, _native.EagerLane] = {}  # keys: ids of process sets
         self.owner = owner
         self._timeline: _native.Timeline | None = None
 
     def attach(self, number: int, communicator: _native.Communicator) -> None:
         """Makes the lane of process set `number`.
 
-        In later epochs of an elastic job, the resilient communicator behind
-        `communicator` replaces it.
+        In an elastic job, the resilient communicator to which `communicator` belongs
+        gives the lane another communicator in every later epoch.
         """
         config = self.owner.config
         self.lanes[number] = _native.EagerLane(
@@ -60,11 +55,7 @@ class Lanes:
         self.lanes[number].set_timeline(self._timeline)
 
     def open_timeline(self) -> None:
-        """Starts the timeline of RINGJAX_TIMELINE, on rank 0 of the world only.
-
-        Raises:
-            StartupError: the file cannot be written.
-        """
+        """Starts the timeline of RINGJAX_TIMELINE, on rank 0 of the world only."""
         config = self.owner.config
         if self.owner.rank != 0 or config.timeline in ("", "DYNAMIC"):
             return
@@ -87,7 +78,7 @@ class Lanes:
     def drop(self, number: int) -> None:
         """Closes the lane of a process set, if it has one; pending operations fail.
 
-        The caller closes its communicator.
+        The caller closes the communicator of the lane.
         """
         if (lane := self.lanes.pop(number, None)) is not None:
             lane.close()

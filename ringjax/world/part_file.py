@@ -1,8 +1,8 @@
 """Part file: the lines of JSON that one process adds to a profile, bounded in size.
 
-The newest lines are kept in two files: when a file is full, it is renamed to NAME.1,
-and a new file begins with the same header lines. An error ends the recording, but never
-the program. profile/parts.py reads the files.
+Two files keep the newest lines: a full file is renamed to NAME.1, and a new file begins
+with the header lines of the full file. An error ends the recording, but never the
+program. profile/parts.py reads the files.
 """
 
 from __future__ import annotations
@@ -14,20 +14,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-_MAX_BYTES = 64 << 20  # bytes of both files together; about 300,000 calls
+_MAX_BYTES = 64 << 20  # both files together; room for about 300,000 calls
 
 
 class PartFile:
-    r"""A part file that is open for writing.
+    r"""A part file that is open for writing. An existing file is replaced.
 
-    Args:
-        path: the file, which is replaced.
-        on_error: called once with a text when writing fails, for example because the
-            disk is full.
-        max_bytes: the largest size of both files together.
-
-    Raises:
-        OSError: the file cannot be created.
+    `on_error` is called once with a text when writing fails, for example because the
+    disk is full. `max_bytes` is the largest size of both files together.
 
     Example:
         >>> import tempfile

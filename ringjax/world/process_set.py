@@ -1,7 +1,7 @@
 """ProcessSet: some ranks of the job that run collectives of their own. Horovod's class.
 
-A `ProcessSet` is only the name of a group of ranks. Its communicators are in world.py,
-the registration of sets is in runtime/.
+A `ProcessSet` only lists ranks. world.py has the communicators of a set, and runtime/
+registers sets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def _not_set(what: str) -> int:
     raise AssertionError(f"{what}: ringjax.runtime has not been imported")
 
 
-# Returns the rank of this process; the argument names the caller, for errors.
-# `runtime.lifecycle` sets it, because this module must not import runtime/.
+# A function that returns the rank of this process; its argument names the caller, for
+# errors. `runtime.lifecycle` sets it, because this module must not import runtime/.
 rank_of_process: Callable[[str], int] = _not_set
 
 
@@ -71,7 +71,7 @@ class ProcessSet:
         )
 
     def limit(self) -> float:
-        """Returns the limit of a call that is made now, in seconds.
+        """Returns the limit in seconds of a call that is made now.
 
         Returns:
             0 for no limit, -1 for the job's limit.

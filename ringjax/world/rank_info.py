@@ -1,7 +1,7 @@
 """Rank information: a rank's numbers in the job, on its host and across hosts.
 
-The numbers are computed from the host names of all ranks. How this process learns its
-rank from its launcher is in control/launch_environment.py.
+The numbers are computed from the host names of all ranks.
+control/launch_environment.py reads the rank of this process from its launcher.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from ringjax.config import Config
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The numbers of one rank, as Horovod defines them.
-
-    Attributes:
-        hosts: for each rank of the world, the number of its host.
-    """
+    """The numbers of one rank, as Horovod defines them."""
 
     rank: int
     size: int
@@ -26,7 +22,7 @@ class RankInfo:
     local_size: int
     cross_rank: int
     cross_size: int
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # the host number of each rank of the world
 
     @property
     def homogeneous(self) -> bool:
@@ -39,13 +35,13 @@ class RankInfo:
     ) -> RankInfo:
         """Computes the numbers of `rank` from the host name of each rank.
 
-        Numbers that are set in `config` override the computed ones.
+        Numbers that are set in `config` override computed numbers.
         """
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         hosts = tuple(numbers[name] for name in names)
         own_host = hosts[rank]
         local_rank = hosts[:rank].count(own_host)
-        # Hosts that have a rank with this local rank, in the order of the ranks.
+        # The hosts that have a rank with this local rank, in the order of the ranks.
         cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
         computed = {
             "local_rank": local_rank,

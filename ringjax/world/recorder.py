@@ -1,6 +1,6 @@
 """Flight recorder of this process: its last calls, and sums over all calls.
 
-The native core adds every call. observe/ shows the recorder to users.
+The native core records every call. observe/ shows the records to users.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Recovery: the thread that takes this rank of an elastic job from epoch to epoch.
 
-The thread waits for losses from the heartbeat and for the coordinator's directives. It
-stops an epoch that is over, reports how far this rank came, connects the members of the
-next epoch and puts that epoch in force. Calls of the program that are under way are
-parked in the native core meanwhile. epoch_sequence.py does the steps; which ranks are
-members is decided in ringjax/membership/.
+The thread waits for losses, which the heartbeat detects, and for directives of the
+coordinator. It stops an epoch that is over, reports the progress of this rank to the
+coordinator, connects the members of the next epoch and puts that epoch in force.
+Meanwhile the native core parks unfinished calls of the program. epoch_sequence.py
+implements these steps, and ringjax/membership/ decides which ranks are members.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ringjax.membership.directives import (
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
 
-_SUSPECT_DELAY = 0.5  # seconds for the coordinator to report a loss before we do
+_SUSPECT_DELAY = 0.5  # seconds to wait for a revocation before this rank suspects ranks
 
 
 class EpochRevoked(PeerLost):
@@ -47,14 +47,12 @@ class EpochRevoked(PeerLost):
 
 
 class Recovery:
-    """Runs the recovery in its own thread. Only this thread polls `client`.
-
-    Attributes:
-        notify_fd: the eventfd to which heartbeats write when a peer is lost.
-    """
+    """Runs the recovery in its own thread. Only this thread polls `client`."""
 
     def __init__(self, world: EpochSequence, client: CoordinatorClient) -> None:
         self._world, self._client = world, client
+        # The eventfds to which heartbeats write when a peer is lost, and other threads
+        # when they call `leave` or `close`.
         self.notify_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = self._leaving = False
@@ -70,13 +68,13 @@ class Recovery:
         )
 
     def start(self, first: Directive | None) -> None:
-        """Starts the thread with the first directive, if there is one already."""
+        """Starts the thread with the first directive, if that has arrived already."""
         if first is not None:
             self._handle(first)
         self._thread.start()
 
     def leave(self) -> None:
-        """Requests to leave at the next pause. For signal handlers: takes no lock."""
+        """Requests to leave at the next pause. Takes no lock, for signal handlers."""
         self._leaving = True
         os.eventfd_write(self._wakeup_fd, 1)
 
@@ -103,7 +101,7 @@ class Recovery:
             for fd in (self._client.fileno(), self.notify_fd, self._wakeup_fd):
                 poll.register(fd, select.POLLIN)
             while not self._closing:
-                if self._next is None:  # otherwise an epoch is still to be connected
+                if self._next is None:  # else connect that epoch without waiting
                     poll.poll()
                 self._serve()
         except Exception as error:  # no other thread could report the error
@@ -173,7 +171,7 @@ class Recovery:
         if epoch is None or epoch.number <= self._reported:
             return
         if self._directives and self._directives[-1].epoch > epoch.number:
-            return  # the peers close this epoch, because they begin the next one
+            return  # peers close their links when they begin the next epoch
         lost = epoch.lost()
         if not lost:
             return
@@ -183,12 +181,12 @@ class Recovery:
     def _suspect_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
         """Reports the ranks that the heartbeat has lost, except the `known` ones."""
         for rank, why in epoch.lost():
-            # A heartbeat may have lost its own rank. Then the other ranks report it.
+            # The list may contain this rank itself, which the other ranks report.
             if rank != epoch.rank_info.rank and rank not in known:
                 self._client.suspect(epoch.number, rank, why)
 
     def _stop(self, number: int, text: str, rank: int) -> None:
-        """Stops all calls of an epoch, and reports how far each communicator came."""
+        """Stops all calls of an epoch, and reports each communicator's progress."""
         self._timer.start()
         lines: Mapping[int, CallProgress] = {}
         epoch = self._world.current_epoch
@@ -221,8 +219,8 @@ class Recovery:
         except EpochRevoked:
             pass
         except OutOfDescriptors:
-            # The next epoch would fail for the same reason. This rank ends, so that
-            # the others can continue.
+            # The next epoch would need as many descriptors. End this rank, so that the
+            # other ranks can continue.
             raise
         except (PeerLost, StartupError) as error:
             self._suspect_unreachable(members, error)
@@ -233,9 +231,9 @@ class Recovery:
         os.eventfd_write(self.notify_fd, 1)
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns no ranks, because a loss revokes the whole epoch, but may raise.
+        """Returns no ranks, but raises EpochRevoked if the connecting epoch is over.
 
-        `MeshFactory.build` calls this method of a `LossMonitor` again and again.
+        `MeshFactory.build` calls this method of its `LossMonitor` again and again.
         """
         self._check_connecting()
         return {}
@@ -255,8 +253,8 @@ class Recovery:
     ) -> None:
         """Suspects members that cannot be reached, unless the coordinator reacts first.
 
-        A broken link says little about which rank is lost. The coordinator may learn
-        it from the other ranks, and revoke the epoch.
+        From a broken link, this rank cannot conclude which rank is lost. The other
+        ranks may report the loss to the coordinator, which then revokes the epoch.
         """
         ranks = error.ranks if isinstance(error, Unreachable) else []
         ranks = [error.rank] if isinstance(error, PeerLost) else ranks
@@ -274,7 +272,7 @@ class Recovery:
 
 
 class _PhaseTimer:
-    """Measures the phases of a recovery, for the log."""
+    """The durations of the phases of a recovery, for the log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

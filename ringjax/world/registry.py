@@ -1,12 +1,13 @@
 """Registry of the process sets that a program has added: `ProcessSet` objects by id.
 
-Equal sets share an id, where Horovod refuses the second set. The objects belong to the
+Equal sets share an id; Horovod refuses the second set. The objects belong to the
 program and must always show the current ranks and id; the communicators of a set belong
 to the world.
 
-In an elastic job, a newcomer runs the same program as the members. So a set that the
-job has, and that this program has not added yet, waits as *unclaimed*: the program's
-next `add_process_set` claims the unclaimed set with the lowest id.
+In an elastic job, a newcomer runs the program of the members, so it adds the sets that
+they have added, in their order. A set that the job has and that the newcomer has not
+added yet is *unclaimed*: the next `add_process_set` claims the unclaimed set with the
+lowest id.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ class ProcessSetBackend(Protocol):
 class Registry:
     """The process sets of one process.
 
-    Args:
-        everybody: the set of all ranks, which has id 0.
-        replicas: the replica set of this process, which has an id in a job of groups.
+    Two of them always exist: `everybody`, the set of all ranks, and `replicas`, the
+    replica set of this process, which has an id only in a job of groups.
     """
 
     def __init__(self, everybody: ProcessSet, replicas: ProcessSet) -> None:
@@ -87,13 +87,11 @@ class Registry:
         next_id: int,
         replicas: Sequence[int] = (),
     ) -> None:
-        """Gives all sets the ranks that they have in a new epoch.
+        """Sets the ranks of all sets, whose numbers change in a new epoch.
 
-        Args:
-            size: the number of ranks.
-            sets: the ranks of all sets of the job except the world, by id.
-            next_id: the lowest id that no set of the job has ever had.
-            replicas: the ranks of this process's replica set.
+        `sets` has the ranks of all sets of the job except the world, by id, `next_id`
+        is the lowest id that no set has ever had, and `replicas` has the ranks of this
+        process's replica set.
         """
         with self._lock:
             self._everybody.ranks = list(range(size))
@@ -143,7 +141,7 @@ class Registry:
         return self._assign(number, process_set)
 
     def remove(self, process_set: ProcessSet, world: ProcessSetBackend) -> bool:
-        """Removes a set and all equal sets. False for a set that cannot be removed."""
+        """Removes a set and all equal sets. Returns False if it cannot be removed."""
         number = process_set.process_set_id
         if not number or number not in self._by_id:
             return False

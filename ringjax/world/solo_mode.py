@@ -1,7 +1,7 @@
 """Solo mode: a newcomer's collectives run on this rank alone until it is a member.
 
-The members are in the middle of their training and admit newcomers at a pause only. A
-newcomer compiles its programs meanwhile. All its process sets have one rank.
+The members are in the middle of their training and admit newcomers at a pause only.
+Until then, a newcomer compiles its programs. All its process sets have one rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from ringjax.world.rank_info import RankInfo
 
 
 class SoloMode:
-    """The solo mode of one world.
-
-    Attributes:
-        first_call: the first collective that the program has called outside of
-            `active`; "" if there was none.
-    """
+    """The solo mode of one world."""
 
     def __init__(self, world: EpochSequence) -> None:
+        # The first collective that the program has called outside of `active`; or "".
         self.first_call = ""
         self._world = world
         self._lock = threading.Lock()
@@ -36,11 +32,7 @@ class SoloMode:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager for `runtime.solo_mode`.
-
-        Raises:
-            RingjaxError: this rank is a member.
-        """
+        """Context manager for `runtime.solo_mode`. Raises if this rank is a member."""
         if self._world.epoch_info is not None:
             raise RingjaxError(
                 "ringjax.solo_mode: this rank is a member of its job already, so its "

@@ -13,13 +13,10 @@ MAX_KINDS = 4096  # a program may put numbers into its names, so kinds are unbou
 
 
 def find_step_marker(counts: Counter[CallKind]) -> CallKind | None:
-    """Returns the kind of call that ends a training step, None without calls.
+    """Returns the kind of call that ends a training step; None if there are no calls.
 
-    That is the kind that has moved most bytes among all ranks of the world. As a rule,
-    these are the gradients.
-
-    Args:
-        counts: how often each kind was called by all ranks of its process set.
+    A step ends with the kind that has moved most bytes among all ranks of the world,
+    as a rule the gradients. `counts` has the number of calls of each kind.
     """
     total = {kind: n * (kind[3] + 1) for kind, n in counts.items() if kind[4] == 0}
     return max(total, key=lambda kind: total[kind], default=None)
@@ -28,8 +25,7 @@ def find_step_marker(counts: Counter[CallKind]) -> CallKind | None:
 class StepCounter:
     """Cuts the lines of a recorder after a number of training steps.
 
-    Attributes:
-        over: whether that many steps have ended.
+    The attribute `over` is true if that many steps have ended.
 
     Example:
         >>> call = b'{"lane": "named", "op": "allreduce", "name": "x", "bytes": 4,'
@@ -57,10 +53,10 @@ class StepCounter:
             self._drop_rare_kinds()
             return lines
         self.over = True
-        missing = self._steps + 1 - before[marker]  # N steps have N + 1 ends
+        missing = self._steps + 1 - before[marker]  # N + 1 markers enclose N steps
         ends = [end for end, kind in enumerate(kinds, 1) if kind == marker]
-        # `missing` is not positive if another kind was the marker until now, and this
-        # one has come often enough before these lines.
+        # `missing` is not positive if these lines have changed which kind is the
+        # marker, and earlier lines contain enough calls of the new marker.
         return b"".join(split[: ends[missing - 1] if missing > 0 else 0])
 
     def _drop_rare_kinds(self) -> None:
@@ -69,6 +65,6 @@ class StepCounter:
 
 
 def _kind(call: Mapping[str, Any]) -> CallKind | None:
-    if call["agreed"] is None:  # not all ranks have made this call
+    if call["agreed"] is None:  # some ranks have not made this call
         return None
     return (call["lane"], call["op"], call["name"], call["bytes"], call["set"])

@@ -30,11 +30,11 @@ def collective_timeout(seconds: float) -> Iterator[None]:
     The limit applies to collectives of JAX arrays, `ringjax.eager` and `ringjax.torch`
     that are called by this thread or asyncio task. Operations that are submitted inside
     keep the limit until they end. The limit does not apply to hooks that PyTorch runs
-    in its own threads, as it does for CUDA tensors.
+    in threads of its own, such as hooks of CUDA tensors.
 
     A compiled program keeps the limit of the moment when it was *traced*. Use this
-    context manager inside of a jitted function: around a call of the function it works
-    only for the call that compiles it, because limits are no part of JAX's cache key.
+    context manager inside of a jitted function. Around a call of the function it only
+    has an effect on the call that compiles, because JAX's cache ignores limits.
 
     Args:
         seconds: the longest wait of this rank; 0 or infinity for no limit. The core
@@ -60,20 +60,13 @@ def collective_timeout(seconds: float) -> Iterator[None]:
 def checked_limit(seconds: object, what: str) -> float:
     """Returns `seconds` as a valid limit; infinity becomes 0, which is no limit.
 
-    Args:
-        seconds: any object.
-        what: names the value in the error.
-
-    Raises:
-        ValueError: `seconds` is negative, NaN, or not a number.
+    Raises ValueError if `seconds` is negative, NaN or not a number. `what` names the
+    value in the error.
     """
-    if isinstance(seconds, bool | str | bytes):
-        number = math.nan
-    else:
-        try:
+    number = math.nan
+    if not isinstance(seconds, bool | str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(seconds)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
     if not number >= 0:
         raise ValueError(
             f"{what} must be a number of seconds from 0 on, 0 for no limit, not "
@@ -83,13 +76,10 @@ def checked_limit(seconds: object, what: str) -> float:
 
 
 def current_limit(set_limit: float | None) -> float:
-    """Returns the limit of a call that is made now.
+    """Returns the limit in seconds of a call that is made now.
 
-    Args:
-        set_limit: the limit of its process set; None if the set has none.
-
-    Returns:
-        Seconds, 0 for no limit, `JOB_LIMIT` for the job's limit.
+    `set_limit` is the limit of the call's process set; None if the set has no limit.
+    Returns 0 for no limit, and `JOB_LIMIT` for RINGJAX_COLLECTIVE_TIMEOUT.
     """
     context_limit = _context_limit.get()
     limit = set_limit if context_limit is None else context_limit
