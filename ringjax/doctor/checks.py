@@ -1,14 +1,14 @@
-"""The table of all checks. The most frequent causes of trouble come first.
+"""The table of all checks, with the most frequent causes of problems first.
 
-To add a check, write a function and put it into a row. There are two kinds:
+To add a check, write a function and a row of the table. There are two kinds:
 
 * A host check takes a `HostContext`, runs on each host in the environment of the ranks
   there, and yields findings.
 * A job check takes the `JobContext`, runs once, in the process of `ringjax doctor`, and
   yields pairs of a host's name ("" means all hosts) and a finding.
 
-A check that yields nothing is not shown. tests/unit/test_doctor.py plants a fault for
-each check.
+If a check yields nothing, the output does not contain the check.
+tests/unit/test_doctor.py plants a fault for each check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OfJob = Callable[[JobContext], Iterator[tuple[str, Finding]]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table: a name, and a function of one or both kinds."""
+    """A row of the table: a name, and functions of one or both kinds."""
 
     name: str
     of_host: OfHost | None = None

@@ -57,7 +57,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
     variables = environ.inherited()
     found = requested_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
-        # A first job probably has two ranks, if there are two CPUs.
+        # The first job of a user probably has two ranks, if there are two CPUs.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
         return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
@@ -69,7 +69,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
 
 
 def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[str]:
-    """Returns the options of ringrun for the trial, which is the last check."""
+    """Returns the options with which ringrun starts the trial."""
     words = ["-np", str(sum(host.slots for host in places))]
     if args.hosts or args.hostfile:
         each = (f"[{h.name}]" if ":" in h.name else h.name for h in places)
@@ -89,7 +89,7 @@ def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[
 
 
 def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
-    """Runs the checks of all hosts and of the job, and a trial if none has failed."""
+    """Runs the checks of all hosts and of the job; if none has failed, a trial."""
     variables, places = environ.inherited(), _places(args)
     changes = {}
     if args.network_interfaces:

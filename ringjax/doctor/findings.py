@@ -1,6 +1,6 @@
 """Findings of checks, the inputs of checks, and the output for the user.
 
-All records here but `HostContext.environ` are sent between hosts as JSON.
+Hosts exchange these records, without `HostContext.environ`, as JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class Finding:
     Attributes:
         status: "ok", "warn" if a job runs but not well, or "FAIL" if a job would not
             run.
-        text: the facts, in words.
-        mend: a command that repairs the problem, or avoids it.
-        help: the paragraph of docs/troubleshooting.md that explains the problem.
+        mend: a command that repairs or avoids the problem.
+        help: the section of docs/troubleshooting.md that explains the problem.
     """
 
     status: str
@@ -37,7 +36,7 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """The command that prints the paragraph; empty if there is no problem."""
+        """The command that prints the section `help`, if there is one."""
         return f"{HELP} {self.help}" if self.help else ""
 
     def as_json(self) -> dict[str, str]:
@@ -52,12 +51,12 @@ def ok(text: str) -> Finding:
 
 
 def warn(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Makes a warning: a job runs, but is slow, or other libraries would fail."""
+    """Returns a warning: a job runs, but is slow, or other libraries would fail."""
     return Finding(WARN, text, mend, help_)
 
 
 def fail(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Makes a failure: a job would not start, or would start at the wrong place."""
+    """Returns a failure: a job would not start, or would run on the wrong hosts."""
     return Finding(FAIL, text, mend, help_)
 
 
@@ -83,9 +82,9 @@ class Facts(TypedDict, total=False):
     """Facts about a host, for checks that compare hosts.
 
     Attributes:
-        machine: an id, equal for two hosts that are the same machine.
+        machine: an id of the machine, to detect one machine under two names.
         versions: versions of Python, packages and the GPU driver, by title.
-        places: address and port of each server of `host_probe`, as JSON lists.
+        places: address and port of each server of `host_probe`.
     """
 
     hostname: str
@@ -125,7 +124,7 @@ class HostContext:
         ranks: number of ranks on the host.
         size: number of ranks of the whole job.
         hosts: names of all hosts.
-        environ: environment of this process; ranks would get the same environment.
+        environ: environment of this process, which ranks would get, too.
     """
 
     name: str
@@ -145,10 +144,10 @@ class HostReport:
     """The report of one host.
 
     Attributes:
-        facts: facts about the host; empty if the host could not be reached.
+        facts: facts about the host; empty if the survey did not reach the host.
         findings: findings of the host checks, by the name of the check.
         calls: results of connections to other hosts, by the name of the other host.
-        trouble: the reason why there are no facts, in the words of ssh or Python.
+        trouble: the reason why there are no facts: a message of ssh or Python.
         code: the exit code that belongs to `trouble`.
     """
 
@@ -175,7 +174,7 @@ class JobContext:
 
     @property
     def reached(self) -> list[HostReport]:
-        """The reports of hosts that could be reached."""
+        """The reports of hosts that the survey has reached."""
         return [report for report in self.reports.values() if report.facts]
 
 
@@ -187,7 +186,7 @@ def worst(rows: Iterable[Row]) -> str:
 
 
 def _merge_hosts(rows: Iterable[Row], hosts: int) -> list[Row]:
-    """Merges equal findings of several hosts into one row."""
+    """Merges rows with equal findings; the new row names their hosts."""
     found: dict[tuple[str, Finding], list[str]] = {}
     for check, host, finding in rows:
         found.setdefault((check, finding), []).append(host)
@@ -200,7 +199,7 @@ def _merge_hosts(rows: Iterable[Row], hosts: int) -> list[Row]:
 
 
 def table(rows: list[Row], job: JobContext, *, colour: bool) -> str:
-    """Returns the output as text: a line for each finding, and a table of versions."""
+    """Returns the output: a line for each finding, and a table of versions."""
     merged = _merge_hosts(rows, len(job.reports))
     width = max((len(check) for check, *_ in merged), default=0)
     place = max((len(host) for _, host, _ in merged), default=0)
@@ -228,7 +227,7 @@ def differing_versions(hosts: Sequence[HostReport]) -> list[str]:
 
 
 def _version_lines(job: JobContext) -> list[str]:
-    """Makes a line for each host. A star marks a version that the first host lacks."""
+    """Returns a table of versions, with a star at versions unlike the first host's."""
     hosts = job.reached
     if len(hosts) < 2:
         return []

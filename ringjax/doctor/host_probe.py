@@ -1,12 +1,12 @@
 """The probe of one host: `python -m ringjax.doctor.host_probe FD`, started by an agent.
 
-The order arrives on standard input, and the reply goes to descriptor FD as a line of
-JSON. The order "look" runs the checks of one host, and then replies to connections from
-the other hosts until the process is ended. The order "call" connects to all other
-hosts.
+The probe reads an order from standard input, and writes a reply to descriptor FD, each
+as a line of JSON. After the order "look" the probe runs the checks of its host, and
+serves connections of other hosts until it is killed. After the order "call" the probe
+connects to all other hosts.
 
 The server listens on a free port of every address, as ranks do, and replies only to
-peers that send the token of this survey. No data of the user is sent.
+peers that send the token of this survey. Nobody sends data of the user.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ _TUNNELS = ("tun", "wg", "tailscale", "ppp", "zt", "utun")
 
 
 class ProbeServer:
-    """Replies to probes of other hosts, in threads, until the process ends."""
+    """A server that replies to probes of other hosts, in daemon threads."""
 
     def __init__(self, token: str, interfaces: str = "") -> None:
         self._token = token.encode()
         self.places: list[tuple[str, int]] = []
         for host in addresses.of_interfaces(interfaces):
-            # An address may have been removed since the list was made.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the address may have gone meanwhile
                 sock = addresses.listen(host)
                 self.places.append((host, sock.getsockname()[1]))
                 threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
@@ -130,7 +129,7 @@ def _passes_large(sock: socket.socket) -> bool:
 def probe_all(
     others: Mapping[str, Sequence[tuple[str, int]]], token: str
 ) -> dict[str, list[Call]]:
-    """Probes every address of every other host, many at the same time."""
+    """Probes every address of every other host, up to 32 addresses at a time."""
     with ThreadPoolExecutor(32) as pool:
         running = {
             name: [pool.submit(probe, (place[0], place[1]), token) for place in places]
@@ -140,7 +139,7 @@ def probe_all(
 
 
 def _machine() -> str:
-    """Returns an id, which is equal for two processes that can share memory."""
+    """Returns an id of the running kernel and of its network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -160,7 +159,7 @@ def _interfaces() -> dict[str, InterfaceFacts]:
 
 
 def _mtu(name: str) -> int:
-    """Returns the most bytes of a packet; 0 if the number is unknown."""
+    """Returns the largest size of a packet in bytes, or 0 if it is unknown."""
     try:
         return int((_NET / name / "mtu").read_text())
     except (OSError, ValueError):
@@ -201,7 +200,7 @@ def main() -> None:
         answer = {"calls": probe_all(order["others"], order["token"])}
     with open(result, "w", encoding="utf-8") as pipe:
         pipe.write(json.dumps(answer) + "\n")
-    while looks:  # keep the process, whose threads are the server
+    while looks:  # the threads of the server end with this process
         signal.pause()
 
 

@@ -1,8 +1,4 @@
-"""Checks of the limits of a host, and of memory that ranks of a host share.
-
-The checks cover limits of descriptors, processes, CPUs and memory; /dev/shm; memfds;
-and access to the memory of other ranks.
-"""
+"""Checks of the limits of a host, and of memory that ranks of a host share."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ _SHM = Path("/dev/shm")
 _LEAST_SHM = 256 << 20  # bytes that /dev/shm should have; in Docker it has 64 MiB
 _PAIR = 4 << 20  # bytes that two ranks share
 _SET_PTRACER = 0x59616D61  # PR_SET_PTRACER, see Documentation/admin-guide/LSM/Yama.rst
-# A program that reads the memory of its parent, as a rank reads the memory of a rank.
+# A program that reads the memory of its parent, as a rank reads that of another rank.
 _READ = """
 import ctypes, os, sys
 fields = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
@@ -65,7 +61,7 @@ def descriptors(host: HostContext) -> Iterator[Finding]:
 
 
 def address_space(host: HostContext) -> Iterator[Finding]:
-    """Checks that the address space is not limited, because XLA and CUDA map much."""
+    """Checks for a limit of the address space, of which XLA and CUDA map much."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < _ADDRESSES:
         text = f"limited to {limit >> 20} MiB (ulimit -v), which XLA and CUDA exceed"
@@ -164,7 +160,7 @@ def cpus(host: HostContext) -> Iterator[Finding]:
 
 
 def memory(host: HostContext) -> Iterator[Finding]:
-    """Checks that there is enough memory for all ranks, without their models."""
+    """Checks that the free memory suffices for all ranks, without their models."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
     mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
@@ -182,7 +178,7 @@ _PLACES = ("/dev/shm", "$HOME")  # folders to suggest for temporary files
 
 
 def temporary_files(host: HostContext) -> Iterator[Finding]:
-    """Checks that temporary files can be made, which XLA, Triton and others need."""
+    """Checks that programs can make temporary files, as XLA and Triton do."""
     try:
         with tempfile.NamedTemporaryFile() as file:
             free = shutil.disk_usage(file.name).free
@@ -229,7 +225,7 @@ def dev_shm(host: HostContext) -> Iterator[Finding]:
 
 
 def memfd(host: HostContext) -> Iterator[Finding]:
-    """Checks that ranks of a host can share memory and need not use TCP."""
+    """Checks that ranks of a host can share memory. Otherwise they would use TCP."""
     try:
         os.close(shared_memory.create(_PAIR))
     except OSError as error:
@@ -244,10 +240,10 @@ def memfd(host: HostContext) -> Iterator[Finding]:
 
 
 def reading(host: HostContext) -> Iterator[Finding]:
-    """Checks that ranks may read each other's memory, as they do for long messages."""
+    """Checks that ranks may read each other's memory, as in CMA of long messages."""
     number = ctypes.create_string_buffer(b"ringjax")
-    # Allow descendants of this process to read its memory, as ranks allow each other.
-    # Kernels without Yama do not have the option, and do not need it.
+    # Allow descendants of this process to read its memory, as a rank allows its peers.
+    # A kernel without Yama ignores this option and does not need it.
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
     words = [sys.executable, "-S", "-c", _READ, str(os.getpid())]
     done = subprocess.run(

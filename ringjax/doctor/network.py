@@ -1,6 +1,6 @@
 """Checks of the network: names, loopback, interfaces, ports, packets, clocks.
 
-ringjax passes addresses to ranks, but other libraries of a job look up names. The job
+ringjax sends addresses to ranks, but other libraries of a job look up names. The job
 checks use the results of the connections between all hosts (`host_probe.probe_all`).
 """
 
@@ -23,7 +23,7 @@ from ringjax.doctor.findings import (
     warn,
 )
 
-_SLOW_LOOKUP = 1.0  # seconds from which on the lookup of a name is slow
+_SLOW_LOOKUP = 1.0  # seconds; a longer lookup of a name is slow
 _MAX_OFFSET = 0.5  # most seconds between two clocks
 _PORTS = 8  # most ports that a rank uses for each other rank
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -41,13 +41,9 @@ def _look_up(name: str) -> list[str]:
 def _edit_hosts(name: str, address: str = "") -> str:
     """Returns a command that edits /etc/hosts, so that a name is not loopback.
 
-    The command removes only the name, because localhost may be in the same line. The
-    command writes into the existing file, because the file cannot be replaced in a
-    container.
-
-    Args:
-        address: the new address of the name. If `address` is given, the name is removed
-            from all other lines, too.
+    The command removes only the name from a line, which may contain localhost, too. It
+    writes into the existing file, because a container cannot replace the file. If the
+    name gets a new `address`, the command removes the name from all other lines.
     """
     lines = f' "{address} {name}"' if address else ""
     where = "" if address else "/^127\\./"
@@ -66,7 +62,7 @@ def _hosts_line(name: str) -> str:
 
 
 def is_ours(address: str) -> bool:
-    """Returns whether this host has an address, so that it can listen there."""
+    """Returns whether an address belongs to this host, which can listen there."""
     try:
         addresses.listen(address).close()
     except OSError:
@@ -103,7 +99,7 @@ def own_name(host: HostContext) -> Iterator[Finding]:
 
 
 def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that no other host looks like this host, and no two hosts are equal."""
+    """Checks for names of other hosts that mean this machine, or one machine twice."""
     machines: dict[str, str] = {}
     for report in job.reports.values():
         name = report.name.rpartition("@")[2]
@@ -152,7 +148,7 @@ def port_range(host: HostContext) -> Iterator[Finding]:
 
 
 def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
-    """Checks that chosen interfaces exist, and not only loopback is chosen."""
+    """Checks that chosen interfaces exist, and that there are more than loopback."""
     asked = host.environ.get("RINGJAX_NETWORK_INTERFACES", "")
     asked = asked or host.environ.get("HOROVOD_GLOO_IFACE", "")
     known = addresses.by_interface()
@@ -170,7 +166,7 @@ def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
 
 
 def _interface_of(report: HostReport, address: str) -> str:
-    """Returns the interface of a host that has this address, or ""."""
+    """Returns the interface of a host with this address, or an empty text."""
     for name, about in report.facts["interfaces"].items():
         if address in about["addresses"]:
             return str(name)
@@ -178,7 +174,7 @@ def _interface_of(report: HostReport, address: str) -> str:
 
 
 def _used(job: JobContext) -> dict[str, dict[str, str]]:
-    """Returns the interface that connects a host to another host, for all pairs."""
+    """Returns, by host and other host, the interface that connects the two."""
     return {
         report.name: {
             other: _interface_of(report, answered[0]["source"])
@@ -197,7 +193,7 @@ def _best(job: JobContext) -> str:
 
 
 def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks for addresses that two hosts have, tunnels, and unequal packet sizes."""
+    """Checks for tunnels, unequal packet sizes, and an address on several hosts."""
     owners: dict[tuple[str, str], list[str]] = {}
     for report in job.reached:
         for name, about in report.facts["interfaces"].items():
@@ -253,7 +249,7 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
                 pairs += 1
                 continue
             tried = "; ".join(f"{call['address']}: {call['error']}" for call in calls)
-            if tried:  # if no address was tried, another check has failed
+            if tried:  # otherwise another check has failed
                 mend = _opened(report, other, calls)
                 text = f"does not reach {other} ({tried})"
                 yield report.name, fail(text, mend, "unreachable")
@@ -276,7 +272,7 @@ def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
 
 
 def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that full packets pass between hosts that small packets reach."""
+    """Checks that full packets arrive at hosts where small packets arrive."""
     for report in job.reached:
         for other, calls in report.calls.items():
             for call in calls:

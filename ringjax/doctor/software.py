@@ -44,8 +44,7 @@ DISTRIBUTIONS = {
     "keras": ("keras",),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-# Patterns of messages of ssh, a shell or Python, each with an explanation and a
-# command.
+# Patterns of messages of ssh, a shell or Python, with an explanation and a command.
 _REASONS = (
     (
         r"Permission denied( \(|, please)",
@@ -123,7 +122,7 @@ def _unreached(report: HostReport) -> Finding:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of all software that must be equal on all hosts."""
+    """Returns the versions of software that should be equal on all hosts."""
     found = {"Python": platform.python_version()}
     for title, names in DISTRIBUTIONS.items():
         if known := list(filter(None, map(installed_version, names))):
@@ -153,7 +152,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def fitting(host: HostContext) -> Iterator[Finding]:
-    """Checks that ringjax supports this jax, and that jaxlib fits jax."""
+    """Checks that ringjax supports this jax, and that jaxlib has jax's version."""
     jax, jaxlib = installed_version("jax"), installed_version("jaxlib")
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"

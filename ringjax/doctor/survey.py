@@ -1,8 +1,8 @@
 """Survey of all hosts: ringrun's agents run host_probe.py on each host, twice.
 
 In the first run every host checks itself and listens for connections. In the second run
-each host connects to all others. The survey collects the reports, and the checks of the
-job judge them.
+each host connects to all other hosts. The survey returns one report for each host, and
+the checks of the job judge the reports.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots
 
 _PROBE_TIMEOUT = 30.0  # seconds until a probe ends, in addition to the timeout of ssh
-_OUTPUT_DELAY = 0.3  # seconds to wait for the last output of ssh, after its end
+_OUTPUT_DELAY = 0.3  # seconds to wait for the last output of ssh after its exit
 _MAX_ERROR = 2000  # most characters of error output of a host
 
 
 class HostSurvey:
-    """A survey of some hosts. No process is left after `run`.
-
-    Args:
-        places: the hosts, with the number of ranks on each.
-        spec: the way to reach hosts, and the environment of the ranks.
-    """
+    """A survey of hosts, with the number of ranks on each. `run` ends its probes."""
 
     def __init__(self, places: Sequence[HostSlots], spec: JobSpec) -> None:
         self._places = places
@@ -47,7 +42,7 @@ class HostSurvey:
         self.reports = {h.name: HostReport(name=h.name, ranks=h.slots) for h in places}
 
     def run(self) -> Mapping[str, HostReport]:
-        """Runs the probe twice; returns the reports by host."""
+        """Runs the probe twice on each host; returns the reports by host."""
         timeout = self._spec.config.start_timeout + _PROBE_TIMEOUT
         try:
             self._agents.start()
@@ -120,7 +115,7 @@ class HostSurvey:
         )
 
     def _note_troubles(self) -> None:
-        """Sets the reason of a failure: the last line of ssh or of a traceback."""
+        """Sets `trouble` of unreached hosts: the last line of ssh or of a traceback."""
         for report in self.reports.values():
             output = self._errors.get(report.name, "").split("\n")
             last = [line.strip() for line in output if line.strip()][-1:]
@@ -133,7 +128,7 @@ class HostSurvey:
         pass
 
     def wrote(self, number: int, stream: str, data: bytes) -> None:
-        """Keeps results, and the error output of ssh or Python."""
+        """Records results, and the error output of ssh or Python."""
         if number < 0 or stream == "stderr":
             host = self._console.labels.get(number) or self._report(number).name
             text = self._errors.get(host, "") + data.decode(errors="replace")

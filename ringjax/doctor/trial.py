@@ -1,9 +1,9 @@
 """The trial: runs a real job for three seconds, and checks its speed.
 
-`python -m ringjax.doctor.trial` is one rank of the job. On one host the job compares an
-allreduce with a plain copy of the same size, which all ranks do at the same time. The
-allreduce and the copy take turns. Between hosts it compares the allreduce with the
-prediction of the cost model, whose constants may have been measured on another day.
+`python -m ringjax.doctor.trial` is one rank of the job. On one host the trial compares
+the duration of an allreduce with that of a plain copy of as many bytes, which all ranks
+do at one time. On several hosts the trial compares the allreduce with the prediction of
+the cost model, whose constants an earlier job may have measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIN_ROUNDS = 4
 _CLOCK_ROUNDS = 4  # number of rounds after which rank 0 reads the clock
 _JOB_TIMEOUT = 60.0  # seconds until the job is ended
 _POOR = 0.1  # share of the speed of a copy below which the allreduce is slow
-_SLOWER = 4.0  # times the predicted duration: then the network is busy
+_SLOWER = 4.0  # multiple of the predicted duration above which the network is busy
 _MARK = "ringjax doctor: "
 
 
@@ -40,11 +40,11 @@ class TrialResult(TypedDict, total=False):
     """The measurements of a job.
 
     Attributes:
-        allreduce, copy: seconds of an allreduce, and of a copy of the same size.
+        allreduce, copy: seconds of an allreduce, and of a copy of as many bytes.
         hosts: number of hosts.
         predicted: seconds that the cost model predicts; not set on one host.
-        remembered: age of the model's constants in seconds; 0 if this job measured
-            them.
+        remembered: age in seconds of the constants of the cost model; 0 if this job has
+            measured the constants.
         file: the file with the constants.
     """
 
@@ -84,12 +84,12 @@ def _measure() -> TrialResult:
         eager.allreduce(tensor, ReduceOp.Max, name="doctor", out=tensor)
         times.append((time.perf_counter() - begun, copied))
         if len(times) % _CLOCK_ROUNDS == 0:
-            # Rank 0 decides, so that all ranks make the same calls.
+            # Rank 0 decides for all ranks, because the calls of all ranks must match.
             going = np.array([time.perf_counter() - start < _SECONDS])
             if not eager.broadcast(going, 0, name="going")[0]:
                 break
     slowest = eager.allreduce(np.array(times), ReduceOp.Max, name="times")
-    # The minimum is the machine's speed, because other programs only add time.
+    # Use the minimum, because other programs on the machine only add time.
     rounds = np.asarray(slowest)[_MIN_ROUNDS // 2 :]
     moved, copied = (float(x) for x in rounds.min(axis=0))
     return {"ranks": runtime.size(), "allreduce": moved, "copy": copied}
@@ -98,9 +98,8 @@ def _measure() -> TrialResult:
 def _network(born: float) -> TrialResult:
     """Returns the prediction of the cost model, and the age of its constants.
 
-    Args:
-        born: when this rank was started, in seconds since 1970. Constants that were
-            measured later belong to this job.
+    This rank was started at `born`, in seconds since 1970. If the constants are newer,
+    this job has measured them.
     """
     world = runtime.current("doctor")
     communicator = runtime.communicator(op="doctor")
@@ -133,7 +132,7 @@ def _network(born: float) -> TrialResult:
 
 
 def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
-    """Runs the job with these options of ringrun; returns the findings."""
+    """Runs the trial with these options of ringrun; returns the findings."""
     python = [sys.executable, "-P", "-m"]
     words = [*python, "ringjax.run", *options, *python, "ringjax.doctor.trial"]
     env = {**variables, "PYTHONPATH": environ.agent_path()}
@@ -155,7 +154,7 @@ def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
         out, err = process.communicate()
         text = f"a job did not end within {_JOB_TIMEOUT:.0f} s"
         return [fail(text, command, "stalled")]
-    except BaseException:  # after Ctrl-C, ringrun must end its ranks
+    except BaseException:  # let ringrun end its ranks after Ctrl-C
         process.send_signal(signal.SIGTERM)
         process.communicate()
         raise
