@@ -7,7 +7,6 @@ collects the results, or the first error. Only the engine starts and ends proces
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,7 @@ from ringjax.config import Config
 from ringjax.errors import LaunchError
 from ringjax.membership.coordinator import Coordinator
 from ringjax.run import environ
-from ringjax.run.hosts.slots import (
-    ANY_HOST,
-    HostSlots,
-    assign_slots,
-    reachable_addresses,
-)
+from ringjax.run.hosts.slots import ANY_HOST, place_ranks, reachable_addresses
 from ringjax.run.outcome import first_line, last_line
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
@@ -361,13 +355,7 @@ def places(nodes: Sequence[str]) -> list[dict[str, str]]:
         >>> [place["RINGJAX_LOCAL_RANK"] for place in places(["a", "b", "a"])]
         ['0', '0', '1']
     """
-    hosts = [HostSlots(node, nodes.count(node)) for node in dict.fromkeys(nodes)]
-    slots = assign_slots(hosts, len(nodes))
-    free = {node: iter([s for s in slots if s.host == node]) for node in nodes}
-    return [
-        dataclasses.replace(next(free[node]), rank=rank).environment()
-        for rank, node in enumerate(nodes)
-    ]
+    return [slot.environment() for slot in place_ranks(nodes)]
 
 
 def _most(size: int, least: int | None, most: int | None) -> int:

@@ -1,22 +1,24 @@
-"""Slots: parses lists of hosts, and gives each rank a slot on a host.
+"""Slots: parses lists of hosts, and assigns a slot on a host to each rank.
 
-Also finds out whether a name is this machine, and at which addresses other hosts reach
-this machine. This module starts no process and opens no connection.
+Other functions decide whether a name is this machine, and at which addresses other
+hosts reach this machine. This module starts no process and opens no connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ringjax.control import addresses
 from ringjax.run.hosts import name_lookup
 
-# A name becomes an argument of ssh, so it must never look like an option (-o...).
+# A name becomes an argument of ssh, so a name must not look like an option (-o...).
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
 ANY_HOST = "*"  # stands for a host that is not known yet
@@ -64,8 +66,7 @@ class SlotInfo:
 def check_host_name(name: str) -> str:
     """Returns the name of a host if it is valid.
 
-    Raises:
-        ValueError: the name is not valid.
+    Raises ValueError if the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a host name")
@@ -73,7 +74,7 @@ def check_host_name(name: str) -> str:
 
 
 def parse_host(name: str, slots: str | None, where: str) -> HostSlots:
-    """Converts a name and a number of slots to a host. None means one slot.
+    """Converts a name and a number of slots to a host; None means one slot.
 
     Raises:
         ValueError: the name or the number is not valid; the text begins with `where`.
@@ -100,7 +101,7 @@ def _parse_entry(entry: str, where: str) -> HostSlots:
 
 
 def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
-    """Merges repeated hosts: adds their slots, and keeps the order of first mention."""
+    """Adds the slots of hosts with equal names; keeps the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -110,8 +111,7 @@ def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
 def parse_hosts(text: str) -> list[HostSlots]:
     """Parses the value of -H: `host1:2,host2:4`. By default a host has one slot.
 
-    Raises:
-        ValueError: an entry cannot be read; the text names it.
+    Raises ValueError if an entry cannot be read; the text contains the entry.
     """
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
@@ -122,8 +122,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
     """Parses a host file with lines `host slots=N`, `host:N`, `host` or `# comment`.
 
-    Raises:
-        ValueError: the file cannot be read; the text names the file and the line.
+    Raises ValueError if the file cannot be read; the text names the file and the line.
     """
     hosts = []
     try:
@@ -155,11 +154,9 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
 def parse_discovered(text: str, slots: int) -> list[HostSlots]:
     r"""Parses the output of a discovery script: each line is `host` or `host:slots`.
 
-    Args:
-        slots: the number of slots of a host without a number.
+    A host without a number has `slots` slots.
 
-    Raises:
-        ValueError: a line cannot be read; the text names it.
+    Raises ValueError if a line cannot be read; the text contains the line.
 
     Example:
         >>> parse_discovered("a:4\nb\n", slots=2)
@@ -174,13 +171,9 @@ def parse_discovered(text: str, slots: int) -> list[HostSlots]:
 
 
 def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
-    """Distributes `size` ranks to the hosts in order; each host is filled first.
+    """Assigns `size` ranks to slots: fills the first host, then the next one.
 
-    As in Horovod, local_rank counts the ranks of a host, and cross_rank counts the
-    hosts that have a rank with the same local_rank.
-
-    Raises:
-        ValueError: the hosts have fewer slots than `size`.
+    Raises ValueError if the hosts have fewer slots than `size`.
     """
     if size < 1:
         raise ValueError(f"-np: at least one process is needed, not {size}")
@@ -190,28 +183,33 @@ def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
         raise ValueError(
             f"-np {size}: more processes than slots; there are {available} ({given})"
         )
-    taken: list[tuple[HostSlots, int]] = []
-    left = size
-    for host in hosts:
-        count = min(host.slots, left)
-        if count:
-            taken.append((host, count))
-        left -= count
+    places = [host.name for host in hosts for _ in range(min(host.slots, size))]
+    return place_ranks(places[:size])
+
+
+def place_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
+    """Returns the slot of each rank; rank n runs on the host `hosts[n]`.
+
+    As in Horovod, local_rank counts the ranks of a host, and cross_rank counts the
+    hosts that have a rank with an equal local_rank.
+    """
+    counts = Counter(hosts)
+    local_ranks: dict[str, Iterator[int]] = {host: itertools.count() for host in counts}
     slots: list[SlotInfo] = []
-    for host, count in taken:
-        for local_rank in range(count):
-            same = [other.name for other, n in taken if n > local_rank]
-            slots.append(
-                SlotInfo(
-                    host=host.name,
-                    rank=len(slots),
-                    size=size,
-                    local_rank=local_rank,
-                    local_size=count,
-                    cross_rank=same.index(host.name),
-                    cross_size=len(same),
-                )
+    for rank, host in enumerate(hosts):
+        local_rank = next(local_ranks[host])
+        same = [other for other, count in counts.items() if count > local_rank]
+        slots.append(
+            SlotInfo(
+                host=host,
+                rank=rank,
+                size=len(hosts),
+                local_rank=local_rank,
+                local_size=counts[host],
+                cross_rank=same.index(host),
+                cross_size=len(same),
             )
+        )
     return slots
 
 
@@ -238,7 +236,7 @@ def is_local(name: str) -> bool:
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Returns whether this machine can bind to an address; sends nothing."""
+    """Returns whether this machine can bind a socket to an address."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
@@ -248,9 +246,9 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 
 
 def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Merges hosts whose names have the same address, under the first name.
+    """Merges hosts whose names have a common address, under the first name.
 
-    Otherwise two ranks of one machine would get the same local_rank and share a GPU.
+    Otherwise two ranks of one machine would get equal local_ranks and share a GPU.
     Two users on one machine stay two hosts.
     """
     if len(hosts) < 2:
@@ -274,14 +272,13 @@ def reachable_addresses(remote: Sequence[str], interfaces: str) -> list[str]:
 
     The first rule that applies decides:
 
-    * If `interfaces`, such as "eth0,eth1", names some: the addresses of these.
+    * If `interfaces`, such as "eth0,eth1", is not empty: the addresses of these.
     * If there is no remote host: loopback.
     * If `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
     * Otherwise: the source addresses of packets to the remote hosts. If only ssh can
       resolve a name, all addresses but loopback are added.
 
-    Raises:
-        ValueError: an interface does not exist or has no address; the text names it.
+    Raises ValueError if an interface does not exist or has no address.
     """
     if interfaces.strip(", "):
         try:
@@ -304,9 +301,10 @@ def _all_addresses() -> list[str]:
 
 
 def _source_address(name: str) -> str | None:
-    """Returns the source address of packets to `name`.
+    """Returns the source address of packets to the host `name`.
 
-    The kernel chooses it when a datagram socket is connected, which sends nothing.
+    The kernel chooses the address when a datagram socket is connected. No packet is
+    sent.
     """
     for family, kind, protocol, _, address in name_lookup.addresses(name):
         with (
