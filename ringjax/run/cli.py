@@ -31,8 +31,7 @@ from ringjax.settings import version as package
 def launch(args: argparse.Namespace) -> int:
     """Runs the job that the options describe; returns the exit code.
 
-    Raises:
-        ValueError, RingjaxError: the job cannot be started.
+    Raises ValueError or RingjaxError if the job cannot be started.
     """
     base = environ.inherited()
     given = options.forwarded_variables(args, base)
@@ -69,7 +68,7 @@ def launch(args: argparse.Namespace) -> int:
             job.console.note(f"-x {name}: it is not set, so the ranks do not get it")
     if args.command[-1] == "-" and not spec.stdin:
         job.console.note("ranks read nothing from -: --stdin 0 gives it to rank 0")
-    signals = ShutdownSignals(job)
+    signals = ShutdownSignals(job.shutdown, job.forward_signal, job.detach)
     signals.install()
     outcome = job.run()
     if config.profile and not outcome.left:
@@ -114,8 +113,7 @@ def _listening(where: str, config: Config) -> ListenOptions:
 def join(args: argparse.Namespace) -> NoReturn:
     """Runs the agent of --join, and exits when the job ends.
 
-    Raises:
-        ValueError: an option is not valid, or cannot be used with --join.
+    Raises ValueError if an option is not valid, or cannot be used with --join.
     """
     from ringjax.run.hosts import joining_agent
 

@@ -76,7 +76,7 @@ class Job:
         self._detaching = False
         least, group = (elastic.min_np, elastic.group) if elastic else (self._size, 1)
         self._table = WorkerTable(least, console.last_error, group, elastic=is_elastic)
-        self._shutdown = Shutdown(TO_LEAVE) if is_elastic else Shutdown()
+        self.shutdown = Shutdown(TO_LEAVE) if is_elastic else Shutdown()
         self._policy: ReplacementPolicy | None = None  # None in a static job
         if elastic is not None:
             from ringjax.run.elastic.replacement_policy import ReplacementPolicy
@@ -91,19 +91,15 @@ class Job:
             self._agents.start()
             self._find_hosts()
             self._wait_for_hosts()
-            if not self._shutdown.started:
+            if not self.shutdown.started:
                 self._start()
-            while not (self._is_over() or self._shutdown.given_up):
+            while not (self._is_over() or self.shutdown.given_up):
                 self._run_once()
         finally:
             self._end()
         return self._outcome()
 
-    # -- signals (these methods run in a signal handler) -------------------------------
-
-    def interrupt(self, number: int) -> None:
-        """Ends the job because of a signal. A second signal ends it immediately."""
-        self._shutdown.interrupt(number)
+    # -- signals (both methods run in a signal handler) --------------------------------
 
     def forward_signal(self, number: int) -> None:
         """Forwards a signal to the ranks; asks the ranks of an elastic job to leave.
@@ -111,9 +107,6 @@ class Job:
         The signal itself would end workers of an elastic job.
         """
         self._signals.append(number)
-
-    def time_left(self) -> float | None:
-        return self._shutdown.time_left
 
     def detach(self) -> bool:
         """Handles SIGTERM; returns whether the job continues without this ringrun.
@@ -124,7 +117,7 @@ class Job:
         job.
         """
         started = self._policy is not None and self._coordinator is not None
-        if not started or self._shutdown.started or self._detaching:
+        if not started or self.shutdown.started or self._detaching:
             return False
         self._detaching = len(self._own_workers()) < len(self._table.running())
         return self._detaching
@@ -135,7 +128,7 @@ class Job:
         return [w for w in workers if not self._agents.has_joined(w.slot.host)]
 
     def _is_over(self) -> bool:
-        if self._policy is None or self._shutdown.started:
+        if self._policy is None or self.shutdown.started:
             return not self._table.running()
         return not self._own_workers() if self._detaching else self._policy.is_over()
 
@@ -167,7 +160,7 @@ class Job:
         begun, noted, policy = time.monotonic(), False, self._policy
         listens = self._spec.listening is not None
         least = "" if policy is None else "at least "
-        while self._discovery is not None and not self._shutdown.started:
+        while self._discovery is not None and not self.shutdown.started:
             if policy is not None and policy.takeover.resumes:
                 return
             waited = time.monotonic() - begun
@@ -218,13 +211,13 @@ class Job:
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
         """Returns the coordinator, and a text with the number of expected ranks."""
-        spec, policy = self._spec, self._policy
+        spec, policy, config = self._spec, self._policy, self._spec.config
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
         remote = (
             self._agents.remote_hosts(hosts) if self._discovery is None else [ANY_HOST]
         )
-        secret, listen = spec.rendezvous_options(remote)
+        secret, addresses, port = spec.rendezvous_options(remote)
         job = secrets.token_hex(8)
         self._env["RINGJAX_SECRET"] = secret.hex()
         if policy is None:
@@ -236,29 +229,36 @@ class Job:
                 job,
                 np=self._size,
                 on_loss="stop",
-                start_timeout=spec.config.start_timeout,
-                tls=spec.config.tls,
-                **listen,
+                start_timeout=config.start_timeout,
+                tls=config.tls,
+                hosts=addresses,
+                port=port,
             )
             return static, f"{self._size} ranks"
+        from ringjax.run.elastic.coordinator_process import CoordinatorProcess
+
         limits = policy.settings
         job = self._env["RINGJAX_JOB"] = policy.takeover.resolve_job({"job": job})
         count = limits.initial_size(len(policy.slots.slots))
         spread = len(hosts) > 1 or spec.listening is not None
         self._env |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
-        elastic = policy.make_coordinator(
+        elastic = CoordinatorProcess(
             secret,
             job,
-            listen,
+            note=self.console.note,
+            resume=policy.takeover.resumes,
             np=count,
             min_np=limits.min_np,
             max_np=limits.max_np,
             group=limits.group,
-            start_timeout=spec.config.start_timeout,
-            elastic_timeout=self._timeout,
-            failure_timeout=spec.config.failure_timeout,
-            tls=spec.config.tls,
+            start_timeout=config.start_timeout,
+            elastic_timeout=config.elastic_timeout,
+            failure_timeout=config.failure_timeout,
+            tls=config.tls,
+            hosts=addresses,
+            port=port,
         )
+        policy.use_coordinator(elastic)
         return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
@@ -286,18 +286,18 @@ class Job:
 
     def _run_once(self) -> None:
         """Waits for events and handles them; then handles timeouts and signals."""
-        timeout = self._shutdown.timeout(_TICK)
+        timeout = self.shutdown.timeout(_TICK)
         if not self._agents.poll(timeout, self._take_decisions):
             self.console.idle()
         now = time.monotonic()
         self._monitor.tick(now)
-        if self._discovery is not None and not self._shutdown.started:
+        if self._discovery is not None and not self.shutdown.started:
             self._discovery.tick(now)
         if self._policy is None:
             self._stop_at_a_loss(now)
         else:
             self._replace_losses(self._policy, now)
-        for number in self._shutdown.due_signals():
+        for number in self.shutdown.due_signals():
             self._table.stopping = True
             self._signal(number)
         while self._policy is None and self._signals:
@@ -305,7 +305,7 @@ class Job:
 
     def _stop_at_a_loss(self, now: float) -> None:
         """Ends a static job if a rank has failed."""
-        if not self._shutdown.started:
+        if not self.shutdown.started:
             hung = self._table.hung(now - _HANG_TIMEOUT)
             if hung is not None:
                 self.console.note(
@@ -317,9 +317,9 @@ class Job:
 
     def _replace_losses(self, policy: ReplacementPolicy, now: float) -> None:
         """Replaces workers that have ended, or ends the job."""
-        policy.silent = self._shutdown.started
+        policy.silent = self.shutdown.started
         policy.tick(now)
-        if not self._shutdown.started:
+        if not self.shutdown.started:
             self._follow_hosts(policy, now)
             if not self._detaching:
                 self._spawn(policy.add_workers(now))
@@ -327,7 +327,7 @@ class Job:
                 self._give_up(why)
         forwarded = signal.Signals(self._signals[0]).name if self._signals else ""
         self._leave = self._leave or forwarded or self._agents.end_requested
-        if self._leave and not (policy.slots.closed or self._shutdown.started):
+        if self._leave and not (policy.slots.closed or self.shutdown.started):
             policy.slots.closed = True  # start no more workers
             self.console.note(f"{self._leave}: all ranks leave at their next commit")
             self._signal(signal.SIGTERM)
@@ -340,7 +340,7 @@ class Job:
         because its children may not handle the signal.
         """
         if self._policy is not None and number == signal.SIGTERM:
-            alone = bool(self._leave) or self._shutdown.signalled == signal.SIGTERM
+            alone = bool(self._leave) or self.shutdown.signalled == signal.SIGTERM
         running = [worker.number for worker in self._table.running()]
         self._agents.signal(number, running, alone=alone)
 
@@ -367,7 +367,7 @@ class Job:
         self._agents.save_job_state(policy.takeover.job_state())
 
     def _give_up(self, why: str) -> None:
-        if not self._shutdown.started:
+        if not self.shutdown.started:
             goes_on = self._policy is not None and self._table.members
             self._stop = why if goes_on else f"the job did not start: {why}"
             self._end_after_failure()
@@ -375,7 +375,7 @@ class Job:
     def _end_after_failure(self) -> None:
         # Without members no rank has connected to the coordinator, so no rank can
         # report an error, and waiting for reports is useless.
-        self._shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
+        self.shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
     def _take_decisions(self) -> None:
         """Handles events of the coordinator; called before agents report exits."""
@@ -465,10 +465,10 @@ class Job:
 
     def _end(self) -> None:
         """Makes agents kill all processes, reads the last output, closes all files."""
-        limit = 2.0 if self._shutdown.signalled is None else 0.3
+        limit = 2.0 if self.shutdown.signalled is None else 0.3
         if self._discovery is not None:
             self._discovery.close()
-        if self._detaching and not self._shutdown.started:
+        if self._detaching and not self.shutdown.started:
             self._agents.detach_joined()
         self._table.stopping = True
         self._agents.end(limit)
@@ -480,7 +480,7 @@ class Job:
         self.console.close()
 
     def _outcome(self) -> JobOutcome:
-        if (number := self._shutdown.signalled) is not None:
+        if (number := self.shutdown.signalled) is not None:
             name = signal.Signals(number).name
             # After SIGPIPE nobody reads the output of ringrun.
             why = "" if name == "SIGPIPE" else f"ended by {name}"

@@ -20,7 +20,6 @@ from ringjax.run.hosts import allocations
 from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
-from ringjax.run.monitor.options import monitor_options
 
 # In this program rank 0 prints one table for all ranks, so the table gets no prefix.
 _RINGJAX_BENCH = ("-m", "ringjax.bench")
@@ -37,8 +36,7 @@ def requested_hosts(
     If the allocation in `variables` has one host, that host gets `np` slots, because
     more processes than slots are allowed on one host.
 
-    Raises:
-        ValueError: a list, a file or a variable cannot be read.
+    Raises ValueError if a list, a file or a variable cannot be read.
     """
     if host_list is not None and hostfile is not None:
         raise ValueError("-H and --hostfile: give only one of them")
@@ -74,8 +72,7 @@ def requested_slots(
 def _with_static_hosts(spec: JobSpec, options: SizeOptions) -> JobSpec:
     """Puts the hosts of -H into the options of --listen.
 
-    Raises:
-        ValueError: an option cannot be used with --listen.
+    Raises ValueError if an option cannot be used with --listen.
     """
     assert spec.listening is not None
     if options.script is not None:
@@ -101,15 +98,12 @@ def make_job(
         make_console: `Console` with some arguments; called with the number of ranks.
         variables: the environment, which may describe an allocation.
 
-    Raises:
-        ValueError: some options contradict each other; the text names them.
+    Raises ValueError if some options contradict each other; the text names them.
     """
     config = spec.config
     # If ringrun prints reports, the ranks must not print reports, too.
     quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
-    spec = dataclasses.replace(
-        spec, monitor=monitor_options(config), env={**spec.env, **quiet}
-    )
+    spec = dataclasses.replace(spec, env={**spec.env, **quiet})
     if spec.stdin and options.elastic:
         raise ValueError("--stdin 0: not in an elastic job, where rank 0 may be lost")
     listens = spec.listening is not None

@@ -1,15 +1,15 @@
-"""The command line of ringrun: Horovod's options, and the setting for each option.
+"""The command line of ringrun: all options of horovodrun, and options of ringjax.
 
-Every option of horovodrun is accepted. ringrun names the given options that have no
-effect in one line. cli.py starts the job, and option_file.py reads the configuration
-file.
+Most options set a variable of ringjax.config. Some options of horovodrun have no effect
+here; ringrun prints a line with the ones that the user has given. option_file.py reads
+the configuration file.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ringjax.config import LOG_LEVELS, Config
 from ringjax.run import option_file
@@ -17,7 +17,7 @@ from ringjax.run.elastic.elastic_settings import SizeOptions
 
 ValueT = TypeVar("ValueT", int, float)
 
-# Options that are accepted and have no effect, and whether each takes a value.
+# Options without effect, and whether each takes a value.
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--disable-cache",), False),
     (("--hierarchical-allreduce",), False),
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--mpi",), False),
     (("--jsrun",), False),
 )
-# Options by the names of the arguments in Python, for error texts.
+# The options of ringrun by the names of the fields of `SizeOptions`, for error texts.
 _NAMES = {
     "np": "-np",
     "min_np": "--min-np",
@@ -67,7 +67,7 @@ def _number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
             raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
         return value
 
-    # argparse puts the name into its error: "invalid whole number value: 'x'".
+    # The error of argparse contains this name: "invalid whole number value: 'x'".
     parse.__name__ = "whole number" if kind is int else "number"
     return parse
 
@@ -79,6 +79,13 @@ def devices(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+# Arguments of `add_argument` that several options have in common.
+_POSITIVE_COUNT: dict[str, Any] = {"type": _number(int, 1), "metavar": "N"}
+_COUNT: dict[str, Any] = {"type": _number(int, 0), "metavar": "N"}
+_POSITIVE_SECONDS: dict[str, Any] = {"type": _number(float, 0.1), "metavar": "SECONDS"}
+_SECONDS: dict[str, Any] = {"type": _number(float, 0), "metavar": "SECONDS"}
 
 
 class _IgnoredOption(argparse.Action):
@@ -146,8 +153,7 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--num-proc",
         dest="np",
-        type=_number(int, 1),
-        metavar="N",
+        **_POSITIVE_COUNT,
         help="start N processes; by default one for every slot of the hosts",
     )
     add(
@@ -180,8 +186,7 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--start-timeout",
-        type=_number(float, 0.1),
-        metavar="SECONDS",
+        **_POSITIVE_SECONDS,
         help="fail if not all processes have called ringjax.init() within SECONDS "
         "after the first one",
     )
@@ -303,15 +308,13 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     add(
         "--min-np",
         "--min-num-proc",
-        type=_number(int, 1),
-        metavar="N",
+        **_POSITIVE_COUNT,
         help="go on as long as at least N processes are left (-np)",
     )
     add(
         "--max-np",
         "--max-num-proc",
-        type=_number(int, 1),
-        metavar="N",
+        **_POSITIVE_COUNT,
         help="never run more than N processes (-np; with a script the slots)",
     )
     add(
@@ -327,8 +330,7 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--slots-per-host",
         "--slots",
         dest="slots",
-        type=_number(int, 1),
-        metavar="N",
+        **_POSITIVE_COUNT,
         help="slots of a host that the script prints without a number, and of the host "
         "of ringrun --join (1)",
     )
@@ -343,14 +345,12 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--elastic-timeout",
-        type=_number(float, 0.1),
-        metavar="SECONDS",
+        **_POSITIVE_SECONDS,
         help="end the job if fewer than --min-np processes are left for SECONDS (600)",
     )
     add(
         "--reset-limit",
-        type=_number(int, 0),
-        metavar="N",
+        **_COUNT,
         help="end the job if processes were lost or joined more than N times",
     )
 
@@ -373,8 +373,7 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--cache-capacity",
-        type=_number(int, 0),
-        metavar="N",
+        **_COUNT,
         help="cache the submissions of N eager operations (RINGJAX_CACHE_CAPACITY)",
     )
     tune = "try bucket sizes in the first steps, with PyTorch (RINGJAX_AUTOTUNE)"
@@ -386,14 +385,12 @@ def _add_tuning(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--autotune-warmup-samples",
-        type=_number(int, 0),
-        metavar="N",
+        **_COUNT,
         help="do not count the first N steps with each bucket size",
     )
     add(
         "--autotune-steps-per-sample",
-        type=_number(int, 1),
-        metavar="N",
+        **_POSITIVE_COUNT,
         help="count N steps with each bucket size",
     )
     add(
@@ -421,8 +418,7 @@ def _add_monitoring(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--report",
-        type=_number(float, 0),
-        metavar="SECONDS",
+        **_SECONDS,
         help="print a report every SECONDS: for which rank all others wait, and where "
         "that rank is (RINGJAX_REPORT)",
     )
@@ -459,20 +455,17 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     _add_switch(group, "stall-check", off=off)
     add(
         "--stall-check-warning-time-seconds",
-        type=_number(float, 0),
-        metavar="SECONDS",
+        **_SECONDS,
         help="warn after waiting SECONDS for a live rank (RINGJAX_STALL_WARNING)",
     )
     add(
         "--stall-check-shutdown-time-seconds",
-        type=_number(float, 0),
-        metavar="SECONDS",
+        **_SECONDS,
         help="fail after waiting SECONDS for a live rank (RINGJAX_COLLECTIVE_TIMEOUT)",
     )
     add(
         "--gloo-timeout-seconds",
-        type=_number(float, 0.1),
-        metavar="SECONDS",
+        **_POSITIVE_SECONDS,
         help="declare a rank lost that has been silent for SECONDS "
         "(RINGJAX_FAILURE_TIMEOUT)",
     )
@@ -486,11 +479,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
-    """Reads the command line and the configuration file; the command line has priority.
-
-    Args:
-        argv: the words of the command line.
-        version: the text of --version.
+    """Reads the command line, and the configuration file for options not given there.
 
     Raises:
         SystemExit: argparse has printed an error or the help.
@@ -532,14 +521,11 @@ _VARIABLES = {
 def forwarded_variables(
     args: argparse.Namespace, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of -x.
+    """Returns the variables of -x. The environment `base` has the values of -x NAME.
 
-    Args:
-        base: the environment, for variables without a value. A variable that the
-            environment lacks, too, is left out.
+    A variable that has no value in `base` either is left out.
 
-    Raises:
-        ValueError: a variable has no name.
+    Raises ValueError if a variable has no name.
     """
     found: dict[str, str] = {}
     for item in args.forwarded:

@@ -6,9 +6,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Protocol
 
 # Steps: seconds to wait, then the signal to send. At None ringrun stops waiting.
 Plan = tuple[tuple[float, int | None], ...]
@@ -89,28 +88,21 @@ class Shutdown:
             yield int(number)
 
 
-class InterruptibleJob(Protocol):
-    """The methods of a job that its signal handlers call."""
-
-    def interrupt(self, number: int) -> None: ...
-
-    def forward_signal(self, number: int) -> None: ...
-
-    def detach(self) -> bool: ...
-
-    def time_left(self) -> float | None: ...
-
-
 class ShutdownSignals:
     """Handlers of ringrun's own signals.
 
     SIGINT, SIGTERM and SIGHUP end the job, and a second signal kills the ranks. After
-    SIGTERM an elastic job may continue without ringrun: see `Job.detach`. SIGUSR1 goes
-    to the ranks.
+    SIGTERM an elastic job may continue without ringrun: see `Job.detach`. `forward`
+    handles SIGUSR1.
     """
 
-    def __init__(self, job: InterruptibleJob) -> None:
-        self._job = job
+    def __init__(
+        self,
+        shutdown: Shutdown,
+        forward: Callable[[int], None],
+        detach: Callable[[], bool],
+    ) -> None:
+        self._shutdown, self._forward, self._detach = shutdown, forward, detach
         self._first: int | None = None
         self._late = False
 
@@ -122,7 +114,7 @@ class ShutdownSignals:
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM or not ignored:
                 signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR1, self._forward)
+        signal.signal(signal.SIGUSR1, lambda number, frame: self._forward(number))
         signal.signal(signal.SIGALRM, self._expire)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
@@ -130,15 +122,12 @@ class ShutdownSignals:
         """Ignores a pending alarm, because the job is over and ringrun is ending."""
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._job.forward_signal(number)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self._first and self._job.detach():
+        if number == signal.SIGTERM and not self._first and self._detach():
             return
         self._late = self._first is not None
         self._first = self._first or number
-        self._job.interrupt(number)
+        self._shutdown.interrupt(number)
         signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _LOOP_TIMEOUT)
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
@@ -146,7 +135,7 @@ class ShutdownSignals:
 
         The loop may block in a write to a terminal that nobody reads.
         """
-        time_left = self._job.time_left()
+        time_left = self._shutdown.time_left
         if self._late or time_left is None:
             os._exit(128 + (self._first or number))
         self._late = True

@@ -7,8 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringjax.run.elastic.worker_slots import LONGEST_PAUSE, WorkerSlots
-from ringjax.run.hosts.blacklist import Blacklist
+from ringjax.run.elastic.worker_slots import LONGEST_PAUSE, Blacklist, WorkerSlots
 from ringjax.run.hosts.slots import HostSlots, assign_slots
 from ringjax.run.workers import WorkerSlot
 

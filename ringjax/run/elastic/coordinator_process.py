@@ -110,8 +110,7 @@ class CoordinatorProcess:
         resume: whether an earlier ringrun, which has ended, began the job.
         note: shows a line to the user.
 
-    Raises:
-        StartupError: the port is taken, or TLS is required and not available.
+    Raises StartupError if the port is taken, or TLS is required and not available.
     """
 
     def __init__(

@@ -79,8 +79,7 @@ def refuse_elastic_options(options: SizeOptions, *, listens: bool) -> None:
 
     If the job `listens` for hosts, the elastic timeout limits the wait for them.
 
-    Raises:
-        ValueError: an option was given; the text names all such options.
+    Raises ValueError if an option was given; the text names all such options.
     """
     names = options.names
     given = [key for key in _ELASTIC if getattr(options, key) is not None]
@@ -106,8 +105,7 @@ def resolve_settings(
         hosts: the hosts that the user or a batch system has given, if any.
         listens: whether hosts join by `ringrun --join`.
 
-    Raises:
-        ValueError: some options contradict each other; the text names them.
+    Raises ValueError if some options contradict each other; the text names them.
 
     Example:
         >>> resolve_settings(SizeOptions(np=4, min_np=2)).max_np

@@ -1,54 +1,39 @@
-"""Replacement policy: decides what to do if a worker of an elastic job ends or is lost.
+"""Replacement policy: handles ended and lost workers of an elastic job.
 
-The coordinator receives an end immediately. The line for the user and the release of
-the slot follow when all output of the process has arrived, because the output explains
-the end.
+The policy reports the end of a worker to the coordinator immediately. It shows a line
+to the user and releases the slot when all output of the process has arrived, because
+the output explains the end.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from typing import Unpack
 
 from ringjax.membership.epochs import WITH_GROUP
 from ringjax.run.console import Console
-from ringjax.run.elastic.coordinator_process import (
-    CoordinatorOptions,
-    CoordinatorProcess,
-)
+from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.elastic_settings import ElasticSettings
 from ringjax.run.elastic.takeover import Takeover
-from ringjax.run.elastic.worker_slots import WorkerSlots
+from ringjax.run.elastic.worker_slots import Blacklist, WorkerSlots
 from ringjax.run.hosts.agent_pool import AgentPool
-from ringjax.run.hosts.blacklist import Blacklist
-from ringjax.run.hosts.job_spec import ListenArguments
 from ringjax.run.workers import Worker, WorkerTable
 
-# Seconds to wait for the output of a process that has ended, and for a worker's message
-# that it has finished, which may still be on its way to the coordinator.
-_OUTPUT_DELAY = 0.3
+_OUTPUT_DELAY = 0.3  # seconds to wait for the output of a process that has ended
+# Seconds to wait until the message of a worker that its program has finished has
+# reached the coordinator.
 _REPORT_DELAY = 0.5
-# Seconds to end, for a worker that was declared lost and for a worker that was asked to
-# leave.
-_FENCE_TIMEOUT = 5.0
-_LEAVE_TIMEOUT = 30.0
+_FENCE_TIMEOUT = 5.0  # seconds until a worker that was declared lost is killed
+_LEAVE_TIMEOUT = 30.0  # seconds until a worker that was asked to leave is killed
 
 
 class ReplacementPolicy:
-    """Decides about the workers of one elastic job.
-
-    Args:
-        settings: limits of the job.
-        table: the workers of the job.
-        agents: the pool that starts and signals them.
-        console: shows lines.
+    """The policy of one elastic job.
 
     Attributes:
-        slots: the slots of the workers.
         takeover: registers workers of an earlier ringrun.
-        coordinator: None until `make_coordinator`.
-        silent: whether the job is ending, so that losses are not shown any more.
+        coordinator: None until `use_coordinator`.
+        silent: whether the job is ending, so that the user reads of no more losses.
     """
 
     def __init__(
@@ -75,37 +60,23 @@ class ReplacementPolicy:
         )
         self.coordinator: CoordinatorProcess | None = None
         self.silent = False
-        # Ended workers, each with the time of the report to the coordinator.
+        # Ended workers, each with the time at which to report it to the coordinator.
         self._due_reports: list[tuple[float, Worker]] = []
-        # Fenced workers that were not shown to the user yet.
+        # Fenced workers about which the user has not read a line yet.
         self._unannounced: list[Worker] = []
         self._short_since = math.inf
 
     # -- the start ---------------------------------------------------------------------
 
-    def make_coordinator(
-        self,
-        secret: bytes,
-        job: str,
-        listen: ListenArguments,
-        **options: Unpack[CoordinatorOptions],
-    ) -> CoordinatorProcess:
-        """Makes the job's coordinator, which is not started yet."""
-        self.coordinator = CoordinatorProcess(
-            secret,
-            job,
-            note=self._console.note,
-            resume=self.takeover.resumes,
-            **listen,
-            **options,
-        )
+    def use_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        """Reports all workers of an earlier ringrun to a coordinator of this job."""
+        self.coordinator = coordinator
         for worker in self._table.workers.values():
             self._inform_coordinator(worker)
         self.slots.closed = self.takeover.succeeded
-        return self.coordinator
 
     def add_workers(self, now: float) -> list[Worker]:
-        """Adds and returns workers for the slots that must be occupied now."""
+        """Adds workers for all slots that must get one now, and returns the workers."""
         if self.coordinator is None:
             return []
         slots = self.slots.vacant(self._table.count_active(), now)
@@ -118,21 +89,16 @@ class ReplacementPolicy:
         return workers
 
     def shortage(self, now: float, timeout: float) -> str:
-        """Returns why the job must end, if workers are too few and no slot is free.
+        """Returns why a job with too few workers for `timeout` seconds must end.
 
-        Args:
-            timeout: seconds for which there may be too few workers.
-
-        Returns:
-            The reason; empty if the job continues.
+        The text is empty if the job continues.
         """
         count, least = self._table.count_active(), self.settings.min_np
         if self.slots.closed or count >= least:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # Wait one second longer, because the coordinator has the same timeout and a
-        # better text.
+        # Wait one second longer than the coordinator, whose text explains more.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"
@@ -150,8 +116,8 @@ class ReplacementPolicy:
         if event == "fenced":
             self.fence(worker, text, now)
         elif event == "failure":
-            # Fence also a worker that is no member yet: if it hung, it would keep its
-            # slot.
+            # Fence the worker even if it is no member yet. Otherwise a worker that
+            # hangs would keep its slot.
             self.fence(worker, f"failed: {text}", now)
         elif event == "finished":
             self.slots.closed = True
@@ -163,8 +129,8 @@ class ReplacementPolicy:
         if code:
             self._inform_coordinator(worker)
             return
-        # The worker may have reported to the coordinator that it has finished, and that
-        # message may still be on its way. So report the end a moment later.
+        # The worker's message that its program has finished may still be on its way to
+        # the coordinator, so report the end later.
         self._due_reports.append((now + _REPORT_DELAY, worker))
         worker.coordinator_answered = self.coordinator is None
         if self.coordinator is not None:
@@ -182,7 +148,7 @@ class ReplacementPolicy:
         self.coordinator.process_ended(worker.number, why, worker.may_be_succeeded)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
-        """Excludes a worker from the job, because it was declared lost."""
+        """Excludes a worker that the coordinator has declared lost from the job."""
         worker.fence_reason, worker.with_group = why, why.startswith(WITH_GROUP)
         if not worker.slot.host:  # no agent reports the end of this worker
             self.handle_exit(worker, 255, why, now)
@@ -213,7 +179,7 @@ class ReplacementPolicy:
                 worker.killed = True
                 self._agents.signal(signal.SIGKILL, [worker.number])
         for worker in list(self._unannounced):
-            # If the worker has ended since then, `_settle` shows a better line.
+            # If the worker has ended meanwhile, the line of `_settle` explains more.
             due = (worker.fenced or 0.0) + _OUTPUT_DELAY
             if worker.is_running and now > due:
                 self._unannounced.remove(worker)
@@ -224,7 +190,7 @@ class ReplacementPolicy:
             self.coordinator.tick(now)
 
     def _settle(self, worker: Worker, now: float) -> None:
-        """Handles a worker whose output is complete: its slot, and a line about it."""
+        """Releases the slot of an ended worker, and shows a line about the worker."""
         worker.settled = True
         if not worker.streams:
             self._console.remove(worker.number)
@@ -246,7 +212,7 @@ class ReplacementPolicy:
                 own_fault=self._table.failed_by_itself(worker),
                 now=now,
             )
-            # If the job is over, its last line has the same text.
+            # If the job is over, the last line of ringrun contains this text.
             if not announced and not self.is_over():
                 text = None if worker.exit_code else worker.loss_text
                 self._note_end(worker, text, pause)
@@ -258,7 +224,7 @@ class ReplacementPolicy:
         Args:
             text: the text after the worker's name; None to describe how the worker has
                 ended.
-            pause: seconds until a worker starts in its slot again.
+            pause: seconds until another worker starts in the slot.
         """
         if self.silent:
             return
@@ -283,19 +249,20 @@ class ReplacementPolicy:
 
 
 def _is_unexplained(worker: Worker) -> bool:
-    """Returns whether a worker has ended without an error and without a known reason.
+    """Returns whether it is not known yet why a worker has ended without an error.
 
-    If the worker was dismissed, another worker takes its slot. Otherwise it has reached
-    the end of its program, which means that the job is finishing.
+    If the coordinator has dismissed the worker, another worker starts in its slot.
+    Otherwise the worker has reached the end of its program, and the job is finishing.
     """
     known = worker.coordinator_answered or worker.finished or worker.dismissed
     return worker.exit_code == 0 and not known
 
 
 def _kill_time(worker: Worker) -> float:
-    """Returns the time at which a worker is killed if it has not ended by itself.
+    """Returns the time at which to kill a worker that has not ended by itself.
 
-    A worker that has lost its group has nothing to report, and its slot is needed.
+    A worker that has lost its group is killed immediately, because it has no error to
+    report and the job needs its slot.
     """
     grace = 0.0 if worker.with_group else _FENCE_TIMEOUT
     fenced = math.inf if worker.fenced is None else worker.fenced + grace

@@ -1,4 +1,4 @@
-"""Slots of the workers of an elastic job: decides when a free slot gets a worker.
+"""Slots of an elastic job, and a blacklist: decide when a free slot gets a worker.
 
 After a failure another worker starts in the slot immediately. If the workers of a slot
 keep failing soon after they have joined, the next ones start after 1, 2, 4 … 30 s. With
@@ -8,14 +8,85 @@ and starts the workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ringjax.run.hosts.blacklist import Blacklist
 from ringjax.run.hosts.slots import HostSlots, SlotInfo
 from ringjax.run.workers import WorkerSlot
 
 SOON = 3.0  # a worker fails soon if it fails within these seconds as a member
 LONGEST_PAUSE = 30.0  # most seconds until another worker starts in a slot
+
+
+@dataclass(slots=True)
+class _BlacklistEntry:
+    times: int = 0
+    until: float = -math.inf
+    announced: bool = True
+
+
+class Blacklist:
+    """Hosts on which a worker has failed, and which get no new worker for a time.
+
+    The rules are Horovod's. Without a `cooldown` a host stays on the list forever. With
+    a cooldown of MIN to MAX seconds a host stays for MIN seconds the first time, then
+    for twice as long each time, at most for MAX seconds. A random part (`draw` returns
+    0 to 1) prevents that all hosts return at one time.
+
+    Example:
+        >>> blacklist = Blacklist((10.0, 60.0), draw=lambda: 0.0)
+        >>> [blacklist.record_failure("a", now=now) for now in (0.0, 100.0)]
+        [10.0, 20.0]
+        >>> blacklist.blocks("a", now=119.0), blacklist.blocks("a", now=120.0)
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        cooldown: tuple[float, float] | None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._cooldown = cooldown
+        self._draw = draw
+        self._records: dict[str, _BlacklistEntry] = {}
+
+    def record_failure(self, host: str, now: float) -> float:
+        """Puts a host on the list because a worker failed there.
+
+        All workers of a broken host fail. Failures on a host that is on the list do not
+        count, so these failures count once. Returns the seconds until the job may use
+        the host again, which may be infinity.
+        """
+        record = self._records.setdefault(host, _BlacklistEntry())
+        if record.until > now:
+            return record.until - now
+        record.announced = False
+        if self._cooldown is None:
+            record.until = math.inf
+            return math.inf
+        least, most = self._cooldown
+        # The host has worked for a long time, so use the shortest cooldown again.
+        if now - record.until > 2 * most:
+            record.times = 0
+        seconds = least * 2.0 ** min(record.times, 60)
+        seconds = min(most, max(least, seconds + least * self._draw()))
+        record.times += 1
+        record.until = now + seconds
+        return seconds
+
+    def blocks(self, host: str, now: float) -> bool:
+        record = self._records.get(host)
+        return record is not None and record.until > now
+
+    def take_announcement(self, host: str, now: float) -> float | None:
+        """Returns the seconds of a new entry the first time, and None later."""
+        record = self._records.get(host)
+        if record is None or record.announced:
+            return None
+        record.announced = True
+        return record.until - now
 
 
 class WorkerSlots:

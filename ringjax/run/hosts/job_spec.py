@@ -1,8 +1,7 @@
 """The specification of a job, and the command lines that start agents (ssh, srun).
 
-`JobSpec` has the command, the environment, the hosts and the ways to reach them.
-`client_command` makes the ssh command for a host; agent_pool.py has the agent on this
-machine run it.
+A `JobSpec` contains the command, the environment, the hosts and the ways to reach the
+hosts. The agent on this machine runs the command that `client_command` returns.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple, NotRequired, TypedDict
 
 from ringjax.config import Config
 from ringjax.run import environ
 from ringjax.run.hosts.allocations import Allocation
 from ringjax.run.hosts.slots import HostSlots, SlotInfo, reachable_addresses
-from ringjax.run.monitor.options import NO_MONITORING, MonitorOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +36,6 @@ class ListenOptions:
     static_hosts: Sequence[HostSlots] = ()
 
 
-class ListenArguments(TypedDict):
-    """Arguments of a coordinator: addresses to listen on, and a port if it is fixed."""
-
-    hosts: Sequence[str]
-    port: NotRequired[int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """The command, the hosts and the options of a job.
@@ -53,15 +43,14 @@ class JobSpec:
     Attributes:
         command: the command of every rank.
         env: the environment of the ranks.
-        config: the settings. The start timeout limits the wait for agents, too.
+        config: the settings. Agents must send a message within the start timeout.
         slots: the places of the ranks of a static job.
         payload: standard input of every rank, if the ranks call a function.
-        forwarded: names of variables in `env` that other hosts always get (-x).
+        forwarded: names of variables in `env` that all hosts get (-x).
         stdin: whether rank 0 reads the standard input of ringrun.
         allocation: the hosts that a batch system has given to this job.
         agent_command: command of the user that starts agents on other hosts.
         listening: the address for agents of `ringrun --join`; None without --listen.
-        monitor: the reports and metrics that the user has requested.
     """
 
     command: Sequence[str]
@@ -77,20 +66,19 @@ class JobSpec:
     allocation: Allocation | None = None
     agent_command: str = ""
     listening: ListenOptions | None = None
-    monitor: MonitorOptions = NO_MONITORING
 
     def rendezvous_options(
         self, remote: Sequence[str]
-    ) -> tuple[bytes, ListenArguments]:
-        """Returns the job's secret, and the addresses for the coordinator to listen on.
+    ) -> tuple[bytes, Sequence[str], int]:
+        """Returns the job's secret, and addresses and port of the coordinator.
 
-        `remote` contains the hosts of ranks, without this machine.
+        The port is 0 if any port will do. `remote` contains the hosts of ranks, without
+        this machine.
         """
         if (listening := self.listening) is None:
             where = reachable_addresses(remote, self.config.network_interfaces)
-            return secrets.token_bytes(32), {"hosts": where}
-        port = listening.port + 1
-        return listening.secret, {"hosts": listening.addresses, "port": port}
+            return secrets.token_bytes(32), where, 0
+        return listening.secret, listening.addresses, listening.port + 1
 
 
 def agent_command() -> list[str]:
@@ -99,35 +87,23 @@ def agent_command() -> list[str]:
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
-class ClientCommand(NamedTuple):
-    """The command of a client (ssh, srun) that starts the agent on another host.
+def client_command(host: str, spec: JobSpec) -> tuple[list[str], dict[str, str], bool]:
+    """Returns the command of the client (ssh, srun) that starts the agent on a host.
 
-    Attributes:
-        env: environment of the client.
-        by_engine: whether an engine starts the agent. Then the variables that the
-            engine has set on that host, such as the visible GPUs, are kept.
+    Returns also the environment of the client, and whether an engine starts the agent.
+    Then ranks keep the variables that the engine has set, such as the visible GPUs.
     """
-
-    argv: list[str]
-    env: dict[str, str]
-    by_engine: bool
-
-
-def client_command(host: str, spec: JobSpec) -> ClientCommand:
-    """Returns the user's command, a batch system's command, or ssh for a host."""
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
-        return ClientCommand(
-            _fill_template(spec.agent_command, host, program), env, True
-        )
+        return _fill_template(spec.agent_command, host, program), env, True
     found = spec.allocation
     if found is not None and found.contains(host):
         words = [word.replace("{host}", host) for word in found.command]
         env = {name: env[name] for name in env.keys() - found.unset}
-        return ClientCommand([*words, *program], env, True)
+        return [*words, *program], env, True
     argv = [*_ssh(host, spec), host, "exec " + shlex.join(program)]
-    return ClientCommand(argv, env, False)
+    return argv, env, False
 
 
 def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str]:
@@ -148,8 +124,7 @@ def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str
 def check_agent_command(template: str) -> str:
     """Returns the template of --agent-command if it is valid.
 
-    Raises:
-        ValueError: the template is not a command, or has no {host}.
+    Raises ValueError if the template is not a command, or has no {host}.
     """
     try:
         words = shlex.split(template)

@@ -1,7 +1,6 @@
 """Monitors a job in ringrun: receives samples of ranks, makes reports and metrics.
 
-Ranks send samples only while a report, metrics or `ringjax top` needs them. An error in
-this module is shown once and stops the monitor, but never ends the job.
+After an error the monitor shows one line and stops, and the job continues.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from ringjax.monitor.sample import parse_sample
 from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.job_spec import JobSpec
+from ringjax.run.monitor.options import monitor_options
 from ringjax.run.monitor.top_server import TopServer
 from ringjax.settings import version as package
 
@@ -33,7 +33,7 @@ _WINDOW = 5.0  # least seconds of an interval for current values
 _SEND_INTERVAL = 1.0  # seconds between two messages to `ringjax top`
 _MAX_EVENTS = 12  # most events in a message to `ringjax top`
 _LATE_AFTER = 30.0  # seconds without any sample until a report says so
-_MAX_COMMAND = 200  # most characters of the command in a message to viewers
+_MAX_COMMAND = 200  # most characters of the job's command in a message
 
 _P = ParamSpec("_P")
 _Method = Callable[Concatenate["JobMonitor", _P], None]
@@ -55,10 +55,9 @@ def _never_raises(method: _Method[_P]) -> _Method[_P]:
 
 
 class JobMonitor:
-    """The monitor of a job. Call `open` before the job starts, and `close` at the end.
+    """The monitor of a job; `broken` tells whether an error has stopped the monitor.
 
-    Attributes:
-        broken: whether an error has stopped the monitor.
+    The job calls `open` before it starts ranks, and `close` at its end.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class JobMonitor:
             "command": shlex.join(spec.command)[:_MAX_COMMAND],
             "elastic": elastic,
         }
-        self._options = spec.monitor
+        self._options = monitor_options(spec.config)
         self.broken = False
         self._lock = threading.Lock()  # guards the aggregator and its windows
         self._aggregator = Aggregator()
-        # Two windows take turns. Values are from the older window, so that they cover
-        # at least `_WINDOW` seconds.
+        # Two windows that restart alternately. The older window, which is the first
+        # one, covers at least `_WINDOW` seconds and supplies the current values.
         self._recent: list[Window] = []
-        self._reported: Window | None = None  # the window that began at the last report
+        self._reported: Window | None = None  # the window since the last report
         self._ended: set[int] = set()
         self._interval = self._last_sent = self._step = 0.0
         self._start_time = time.monotonic()
@@ -93,8 +92,7 @@ class JobMonitor:
     def open(self) -> None:
         """Opens the socket for `ringjax top`, and serves metrics if configured.
 
-        Raises:
-            OSError: the metrics cannot be served or written.
+        Raises OSError if the metrics cannot be served or written.
         """
         options, note = self._options, self._console.note
         try:
@@ -104,7 +102,7 @@ class JobMonitor:
             self._top_server = None
         try:
             if options.host or options.file:
-                # The import is here because http.server makes ringrun start slowly.
+                # http.server is imported only here, because its import takes long.
                 from ringjax.run.monitor.prometheus import (
                     PrometheusEndpoint,
                     PrometheusTextFile,
@@ -124,7 +122,7 @@ class JobMonitor:
 
     @_never_raises
     def _update_interval(self) -> None:
-        """Requests samples while they are needed; from a large job, fewer samples."""
+        """Sets the interval of samples: 0 without a reader, longer in a large job."""
         asked = self._options.needs_samples or bool(self._top_server)
         spread = self._aggregator.size / _MAX_SAMPLES_PER_SECOND
         interval = max(SAMPLE_INTERVAL, spread) if asked else 0.0
@@ -158,7 +156,7 @@ class JobMonitor:
         self._first_sample_time = self._first_sample_time or now
         with self._lock:
             self._aggregator.add_sample(number, sample, now)
-            if number in self._ended:  # the last sample may arrive after the exit
+            if number in self._ended:  # this sample has arrived after the exit
                 self._aggregator.remove_worker(number)
         self._step = sample.step or self._step
 
@@ -175,14 +173,14 @@ class JobMonitor:
 
     @_never_raises
     def members_changed(self, joined: int, lost: int) -> None:
-        """Counts the workers that became members, and the members that were lost."""
+        """Adds numbers of workers that became members, and of lost members."""
         with self._lock:
             self._aggregator.joins += joined
             self._aggregator.losses += lost
 
     @_never_raises
     def tick(self, now: float) -> None:
-        """Shows a report if one is due, and sends viewers a message if one is due."""
+        """Shows a report, and sends a message to viewers, if their time has come."""
         if self._top_server is not None:
             self._top_server.close_silent(now)
         if not self._interval:
@@ -207,7 +205,7 @@ class JobMonitor:
         return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Returns whether no sample has arrived for a long time; True only once."""
+        """Returns True the first time that no sample has arrived for a long time."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
         first = late and not self._noted_late
         self._noted_late = self._noted_late or late
@@ -226,9 +224,9 @@ class JobMonitor:
         return {"job": about, "view": seen.message(), "events": events}
 
     def _render_metrics(self) -> str:
-        """Returns the metrics as text. Any thread may call this.
+        """Returns the metrics as text. Any thread may call this method.
 
-        The same text is returned for half an interval, even if many clients request it.
+        Keeps the text for half an interval, because many clients may request metrics.
         """
         now = time.monotonic()
         with self._lock:

@@ -32,15 +32,11 @@ class MonitorOptions:
         return bool(self.report or self.host or self.file)
 
 
-NO_MONITORING = MonitorOptions()
-
-
 def monitor_options(config: Config) -> MonitorOptions:
     """Converts settings to the options of the monitor.
 
-    Raises:
-        ValueError: a setting is not valid, or other hosts could read metrics without a
-            token.
+    Raises ValueError if a setting is not valid, or other hosts could read metrics
+    without a token.
 
     Example:
         >>> monitor_options(Config(metrics="9400")).host
