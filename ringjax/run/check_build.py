@@ -1,7 +1,7 @@
 """`ringrun --check-build`: shows which frameworks and transports are usable here.
 
-Finds packages and libraries without loading them. Only the native core is loaded: it
-reports its CUDA architectures and the devices that the driver finds. NCCL is not tried.
+This module finds packages and libraries without loading them. It loads only the native
+core, which reports its CUDA architectures and the devices that the driver finds.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def _adapter(module: str, title: str) -> str:
 def library(pattern: str, packages: str) -> str | None:
     """Returns the path of a shared library, from a pip package or the linker's folders.
 
-    Args:
-        pattern: file name, with wildcards.
-        packages: folder of the pip package below site-packages.
+    The file name is a `pattern` with wildcards. `packages` is the folder of the pip
+    package below site-packages.
     """
     roots = [
         *(os.path.join(path, packages) for path in _site_paths()),

@@ -1,8 +1,8 @@
 """The console: shows the output of all ranks with prefixes, and copies it to files.
 
-On a terminal the prefix of a line is a coloured `[rank]`. Elsewhere it is Horovod's
-`[rank]<stdout>:`, so that scripts that parse such logs keep working. Files contain the
-bytes that the rank has written, without prefixes.
+On a terminal the prefix of a line is a coloured `[rank]`. In a log the prefix is
+Horovod's `[rank]<stdout>:`, so that scripts that parse such logs keep working. Files
+contain the bytes that the rank has written, without prefixes.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from ringjax.control.polling import wait_writable
 from ringjax.run import environ
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_MAX_PARTIAL = 1 << 16  # most bytes of an unfinished line that are held back
+_MAX_PARTIAL = 1 << 16  # most bytes of a line that wait for the end of the line
 _BAR_INTERVAL = 10.0  # seconds between two states of a progress bar in a log
-# Lines that do not say why a rank has failed: progress bars, and the lines that JAX,
-# ringjax and C++ libraries print below the message of an error.
+# This pattern matches lines that do not say why a rank has failed: progress bars, and
+# lines that JAX, ringjax and C++ libraries print below the message of an error.
 _NO_REASON = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
 )
-_CRASH = "Fatal Python error: "  # begins a crash report of faulthandler or Python
+_CRASH = "Fatal Python error: "  # the first words of a crash report of Python
 _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def padded(rank: int, size: int) -> str:
-    """Pads a rank with zeros to Horovod's width, so that names of folders sort."""
+    """Pads a rank with zeros as Horovod does, so that folders are sorted by rank."""
     return str(rank).zfill(len(str(size - 1)))
 
 
 class Console:
-    """Merges the output of `size` ranks on ringrun's standard output and error.
+    """A console that merges the output of `size` ranks on ringrun's output streams.
 
-    If a copy cannot be written any more, because the disk is full for example, the user
-    is told once, and the job and the other copies continue.
+    If a copy cannot be written any more, for example because the disk is full, one line
+    tells the user, and the job and the other copies continue.
 
     Args:
-        size: number of ranks.
         directory: if given, DIR/rank.N/stdout and stderr get a copy.
         timestamps: whether the local time comes before every prefix.
         python: whether to write to sys.stdout and sys.stderr, which a notebook may have
@@ -72,17 +71,16 @@ class Console:
         self._timestamps = timestamps
         self._python = python
         self._terminal = {1: _is_terminal(sys.stdout), 2: _is_terminal(sys.stderr)}
-        # Copies and streams that cannot be written any more.
-        self._lost: set[int] = set()
+        self._lost: set[int] = set()  # streams of ringrun that cannot be written
         self.labels: dict[int, str] = {}
         self.on_note: Callable[[str], None] = lambda text: None
         self.ranks: dict[int, int] = {}
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
-        # The rank and stream whose unfinished line is the last one on the terminal.
+        # The rank and stream whose unfinished line is the last line on the terminal.
         self._unfinished: tuple[int, str] | None = None
         self._last: dict[int, str] = {}  # the last line of error output, by rank
-        # When a progress bar was shown last, by rank and stream.
+        # The time of the last state of a progress bar, by rank and stream.
         self._bars: dict[tuple[int, str], float] = {}
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._directory = Path(directory) if directory else None
@@ -95,13 +93,14 @@ class Console:
         place = self._directory / folder
         place.mkdir(parents=True, exist_ok=True)
         for stream in _STREAMS:
-            # Unbuffered, so that a log can be followed while the job runs.
+            # Use no buffer, so that users can follow a log while the job runs.
             self._files[name, stream] = (place / stream).open("wb", buffering=0)
 
     def add(self, worker: int, rank: int) -> None:
-        """Adds a worker of an elastic job that starts in the place of `rank`.
+        """Adds a worker of an elastic job whose first rank is `rank`.
 
-        The first `size` workers write to rank.N, and later workers to worker.N.
+        The output of the first `size` workers is copied to rank.N, and the output of
+        later workers to worker.N.
         """
         self.ranks[worker] = rank
         if worker >= self._size:
@@ -122,8 +121,7 @@ class Console:
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Shows whole lines of a rank's output. An unfinished line waits for its end.
 
-        Args:
-            data: the output; empty if the stream has ended.
+        Empty `data` means that the stream has ended.
         """
         if not data:
             self._finish(rank, stream)
@@ -150,11 +148,11 @@ class Console:
             self._show(key, pieces)
 
     def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
-        """Drops most states of progress bars (texts that end with a carriage return).
+        """Drops most states of progress bars, which end with a carriage return.
 
-        On a terminal or in a notebook only the bar of rank 0 is shown, because bars of
-        several ranks would overwrite each other. In a log a state becomes a line every
-        `_BAR_INTERVAL` seconds.
+        On a terminal or in a notebook only rank 0 shows its bar, because the bars of
+        several ranks would overwrite each other. In a log one state in `_BAR_INTERVAL`
+        seconds becomes a line.
         """
         rank, stream = key
         moving = self._python or self._terminal[_STREAMS[stream]]
@@ -188,7 +186,7 @@ class Console:
 
     def _record_last_error(self, rank: int, data: bytes) -> None:
         last = self._last.get(rank, "")
-        if _CRASH in last:  # the stacks after this line explain less
+        if _CRASH in last:  # the stacks after that line explain less
             return
         if (at := data.find(_CRASH.encode())) >= 0:
             line = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
@@ -198,10 +196,10 @@ class Console:
         lines = data.replace(b"\r\n", b"\n").rstrip(b"\n").split(b"\n")
         for line in reversed(lines):
             text = line.decode(errors="replace")
-            # Lines are read backwards. An indented line belongs to a line above it,
-            # such as a location in the program. A line with \r is a progress bar.
+            # This loop reads backwards. An indented line, such as a location in the
+            # program, belongs to a line above. A line with \r is a progress bar.
             if _NO_REASON.match(text.strip()):
-                found = ""  # the line to which the indented lines below it belong
+                found = ""  # the indented lines below belong to this line: drop them
             if not text.strip() or "\r" in text or _NO_REASON.match(text.strip()):
                 continue
             if not text[0].isspace():
@@ -218,7 +216,7 @@ class Console:
             self._show((rank, stream), [rest + b"\n"])
 
     def idle(self) -> None:
-        """Shows unfinished lines on terminals; call it if no output has come."""
+        """Shows unfinished lines on terminals; called when no output arrives."""
         for key, rest in list(self._partial.items()):
             if self._terminal[_STREAMS[key[1]]]:
                 del self._partial[key]
@@ -266,7 +264,7 @@ class Console:
         self.on_note(text)
 
     def write_lines(self, text: str) -> None:
-        """Writes lines without a prefix to standard error."""
+        """Writes lines of ringrun without a prefix to standard error."""
         self._end_line()
         self._write(2, f"{text}\n".encode(errors="replace"))
 
@@ -282,7 +280,7 @@ class Console:
     def _write(self, target: int, data: bytes) -> None:
         """Writes all data to standard output (1) or standard error (2).
 
-        If that fails, the user is told once, on the other stream.
+        After the first error a line on the other stream tells the user.
         """
         if target in self._lost:
             return
@@ -308,9 +306,9 @@ class Console:
 def pipe_standard_input(source: int = 0) -> int:
     r"""Returns a pipe from which rank 0 reads the input that arrives at `source`.
 
-    Ranks are in process groups of their own, which may not read from the terminal, and
-    only ringrun may get the signals of its keys. So a thread of ringrun reads the bytes
-    and passes them on.
+    Ranks are in background process groups, which must not read from the terminal, so
+    that only ringrun gets Ctrl-C. Therefore a thread of ringrun reads the bytes and
+    writes them to the pipe.
 
     Example:
         >>> source, keys = os.pipe()
@@ -337,8 +335,8 @@ def pipe_standard_input(source: int = 0) -> int:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    # A stream that was closed at the start is None. A stream that was closed later
-    # raises.
+    # A stream that was closed at the start is None, and a stream that was closed later
+    # raises ValueError.
     with contextlib.suppress(ValueError):
         return stream is not None and stream.isatty()
     return False

@@ -1,6 +1,6 @@
-"""Environment variables: reads ringrun's variables, and makes the ranks' variables.
+"""Environment variables: reads ringrun's environment, and makes that of the ranks.
 
-No other module of the launcher reads the environment. config.py reads the settings of
+No other module of ringjax/run reads the environment. config.py reads the settings of
 ringjax from the dict that `inherited` returns.
 """
 
@@ -15,38 +15,35 @@ from pathlib import Path
 
 from ringjax import config
 
-# Variables that describe one host, and would mislead a program on another host. The
-# user account may differ there, too, so the agent on that host sets the variables of
-# the account (`account_variables`).
+# These variables describe one host, and would mislead a program on another host. The
+# agent on the other host sets the variables of the user account (`account_variables`).
 _ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
     (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
 )
 _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
-# XLA:CPU calls malloc for every result that is not donated. Memory that malloc has
-# returned to the kernel costs a page fault for each page when it is used again.
-# Tunables of glibc avoid that. They must be set before the program starts, and glibc
-# ignores tunables that it does not have.
+# XLA:CPU calls malloc for every result that is not donated. If malloc returns memory to
+# the kernel, each page costs a page fault at its next use. These tunables of glibc keep
+# memory in the heap. glibc reads them when a program starts, and ignores unknown ones.
 _MALLOC = (
     # Pages of 2 MiB are touched in a fraction of the time that pages of 4 KiB take.
     "glibc.malloc.hugetlb=1",
-    # Blocks below 32 MiB come from the heap. Not every glibc allows a larger limit.
-    # Larger blocks get memory of their own, which returns to the kernel immediately, so
-    # the heap does not fragment much.
+    # Blocks below 32 MiB, the largest limit that every glibc allows, come from the
+    # heap. Larger blocks would fragment the heap, so the kernel gets them back.
     "glibc.malloc.mmap_threshold=33554432",
     # The heap does not shrink, so each of its pages is faulted in only once.
     "glibc.malloc.trim_threshold=1099511627776",
 )
 # Defaults for ranks; the environment of the user has priority.
 _DEFAULTS = {
-    # Python buffers output to a pipe, and the last lines of a rank that is killed would
-    # be lost.
+    # Otherwise Python would buffer output to a pipe, and the last lines of a rank that
+    # is killed would be lost.
     "PYTHONUNBUFFERED": "1",
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
 _PREFIXES = ("RINGJAX_", "HOROVOD_")
-# A rank may start another job. The variables below describe the outer job. The inner
-# job must not get them, because it has a secret, a kind and ranks of its own.
+# A rank may start another job. The inner job must not get these variables of the outer
+# job, because the inner job has a secret, an elastic mode and ranks of its own.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 _OUTER_JOB = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
 _RANK_VARIABLES = tuple(
@@ -72,7 +69,7 @@ def inherited() -> dict[str, str]:
 
 
 def rank_defaults() -> dict[str, str]:
-    """Returns the defaults for ranks that an engine starts, not ringrun."""
+    """Returns the defaults for ranks that an engine starts."""
     return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
 
 
@@ -97,15 +94,10 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
 def split_for_host(
     env: Mapping[str, str], forwarded: Set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Selects from the ranks' environment the variables that are valid on another host.
+    """Selects the variables of ranks that are valid on another host, in two dicts.
 
-    Args:
-        env: the environment of the ranks.
-        forwarded: names of variables that the user forwards (-x).
-
-    Returns:
-        Variables that an engine on that host may replace, and variables that it must
-        not replace: all variables of ringjax, PYTHONPATH, and forwarded variables.
+    An engine on the other host may replace variables in the first dict. The second one
+    contains the variables of ringjax, PYTHONPATH, and the `forwarded` variables (-x).
     """
     portable: dict[str, str] = {}
     ours: dict[str, str] = {}
@@ -118,7 +110,7 @@ def split_for_host(
 
 
 def engine_variables() -> dict[str, str]:
-    """Returns the variables that the engine has set for processes of this agent."""
+    """Returns the variables of this agent that an engine may have set."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -132,10 +124,7 @@ def account_variables() -> dict[str, str]:
 
 
 def agent_path() -> str:
-    """Returns the PYTHONPATH with which an agent finds this ringjax.
-
-    Another host that has the same files may use this path, too.
-    """
+    """Returns the PYTHONPATH with which an agent, on any host, finds this ringjax."""
     root = Path(config.__file__).resolve().parent.parent
     return _join([str(root), *_paths(os.environ)])
 
@@ -145,9 +134,8 @@ def task_path(base: Mapping[str, str], *, same_python: bool = True) -> str:
 
     Args:
         base: the environment of the ranks.
-        same_python: whether the ranks use the same Python. The same Python finds its
-            own folders without PYTHONPATH, in which they would come too early and could
-            hide installed modules.
+        same_python: whether the ranks use this Python, which finds its own folders
+            without PYTHONPATH. In PYTHONPATH they could hide installed modules.
     """
     own = sysconfig.get_paths()
 

@@ -1,7 +1,4 @@
-"""Reads a configuration file of ringrun: TOML, or Horovod's YAML, with Horovod's keys.
-
-An option on the command line has priority over the file.
-"""
+"""Reads a configuration file of ringrun: TOML or YAML, with Horovod's keys."""
 
 from __future__ import annotations
 
@@ -40,10 +37,9 @@ class OptionError(ValueError):
 
 
 def merge(args: argparse.Namespace, path: str) -> None:
-    """Adds the options of a file that are not on the command line to `args`.
+    """Sets options in `args` from a file, unless the command line has set them.
 
-    Raises:
-        OptionError: the file or a key is not valid; the text names both.
+    Raises OptionError if the file or a key is not valid; the text names both.
     """
     for key, value in _flatten(_load(path)).items():
         if key not in _OPTIONS:

@@ -1,8 +1,8 @@
 """The program of a rank of `ringjax.run(fn)`: calls one function.
 
 `python -m ringjax.run.task FD` reads the function from standard input and writes its
-result to descriptor FD. Both descriptors are inherited from the agent, and the function
-has arrived from ringrun over authenticated connections, so unpickling is safe.
+result to descriptor FD. The agent has received the function from ringrun over an
+authenticated connection and has opened both descriptors, so unpickling is safe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULT, ERROR = b"R", b"E"
 def encode(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Encodes the function, and the module path of this process, for a rank."""
+    """Encodes a function, and the module path of this process, for a rank."""
     import cloudpickle
 
     where = {"prefix": sys.prefix, "path": list(map(os.path.abspath, sys.path))}
@@ -29,7 +29,7 @@ def encode(
 
 
 def _search(where: Mapping[str, Any]) -> None:
-    """Sets the module path of the caller, if the caller uses the same Python."""
+    """Uses the module path of the calling process, if its Python is this one."""
     if where["prefix"] == sys.prefix:
         known = filter(os.path.exists, where["path"])
         sys.path[:] = dict.fromkeys([*known, *sys.path])
@@ -38,8 +38,7 @@ def _search(where: Mapping[str, Any]) -> None:
 def decode(blob: bytes) -> Any:
     """Decodes the result of a rank.
 
-    Raises:
-        ValueError: the rank has returned no result.
+    Raises ValueError if the rank has returned no result.
     """
     if blob[:1] != RESULT:
         raise ValueError("the rank ended without a result")
@@ -49,17 +48,17 @@ def decode(blob: bytes) -> Any:
 
 
 def error_text(blob: bytes) -> str:
-    """Returns the traceback if the rank has raised an error, or else an empty text."""
+    """Returns the traceback if the rank has raised an error, else an empty text."""
     return blob[1:].decode(errors="replace") if blob[:1] == ERROR else ""
 
 
-def _answer(result: int, blob: bytes) -> None:
+def _send_result(result: int, blob: bytes) -> None:
     with open(result, "wb") as pipe:
         pipe.write(blob)
 
 
 def main() -> None:
-    """Calls the function, and sends its result. After an error, sends a traceback."""
+    """Calls the function, and sends its result, or a traceback after an error."""
     result = int(sys.argv[1])
     os.set_inheritable(result, False)
     import cloudpickle
@@ -78,9 +77,9 @@ def main() -> None:
     except BaseException as error:
         left = isinstance(error, SystemExit) and not error.code
         if not left:
-            _answer(result, ERROR + traceback.format_exc().encode())
+            _send_result(result, ERROR + traceback.format_exc().encode())
         raise
-    _answer(result, blob)
+    _send_result(result, blob)
 
 
 if __name__ == "__main__":

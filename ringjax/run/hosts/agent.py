@@ -1,13 +1,13 @@
 """The program on each host that owns its ranks: `python -m ringjax.run.hosts.agent`.
 
-ringrun starts an agent on its own machine. On every other host an agent is started over
-ssh or by an engine such as Slurm, whose variables the ranks there keep. An agent gets
-everything (environment with the job's secret, command, directory) on standard input, so
-that nothing secret is in argv, and sends output and exit codes to standard output.
-joining_agent.py is the agent that connects to ringrun itself.
+ringrun starts an agent on its own machine. On every other host ssh or an engine such as
+Slurm starts the agent, and the ranks there keep the variables of the engine. An agent
+reads the environment with the job's secret, the command and the directory from standard
+input, so that no secret is in argv. It writes the output and the exit codes of ranks to
+standard output. joining_agent.py is the agent that connects to ringrun itself.
 
-No rank outlives ringrun, however ringrun dies: an agent whose standard input is closed,
-or whose parent is gone, kills every process below it and ends.
+No rank outlives ringrun, even if ringrun is killed: when the standard input of an agent
+is closed, or its parent process ends, the agent kills all its descendants and exits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
 
 _CHUNK = 1 << 16
-# Limits for bytes that ringrun has not read yet. Above the first limit, the agent stops
-# reading the output of ranks. Above the second limit, the agent drops their telemetry.
+# If more bytes than these wait for ringrun, the agent stops reading the output of
+# ranks, or drops their telemetry.
 _BACKLOG = 1 << 20
 _TELEMETRY_BACKLOG = 1 << 18
-_GRACE = 1.0  # seconds between SIGTERM and SIGKILL after the end of ringrun
+_GRACE = 1.0  # seconds between SIGTERM and SIGKILL to ranks after the end of ringrun
 
 
 class Agent:
@@ -62,8 +62,8 @@ class Agent:
         self._exit_deadline: float | None = None
         self._watches_parent = self._end_requested = False
         self._started_at = time.time()
-        # Signals wake the selector up through this pipe, because a Python handler
-        # alone would run only after `select` has returned.
+        # Signals wake the selector up through this pipe. A Python handler alone would
+        # run only after `select` has returned.
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup, False)
@@ -86,12 +86,7 @@ class Agent:
     def connect(
         self, reader: int, writer: int, keys: SessionKeys | None = None
     ) -> Channel:
-        """Uses these descriptors as the channel to ringrun.
-
-        Args:
-            keys: the keys of the handshake, if both descriptors are one socket; None
-                for pipes.
-        """
+        """Makes the channel to ringrun from two pipes, or from a socket with `keys`."""
         self._channel = Channel(
             self._selector,
             reader,
@@ -157,9 +152,7 @@ class Agent:
         task = None if payload is None else base64.b64decode(payload)
         open_files.raise_limit(5 * len(message["children"]))
         with contextlib.suppress(OSError):
-            # If this host does not have the directory, stay in the directory that ssh
-            # has chosen.
-            os.chdir(message["cwd"])
+            os.chdir(message["cwd"])  # this host may not have ringrun's directory
         env = message["env"]
         if message.get("account"):
             env = {**environ.account_variables(), **env}
@@ -176,7 +169,7 @@ class Agent:
         # Clients and local commands have negative numbers, and send no telemetry.
         if number >= 0 and (address := self._telemetry.start_listening()):
             env = {**env, "RINGJAX_MONITOR": address}
-        # ringrun may pass a standard input, or a standard input and a standard output.
+        # ringrun may send descriptors for standard input, and for standard output.
         given = self._next_descriptors(order.get("descriptors", 0))
         stdin, stdout = (*given, None, None)[:2]
         try:
@@ -205,7 +198,7 @@ class Agent:
         self._send({"is": "started", "id": number, "pid": child.pid})
 
     def _open_descriptor_socket(self, descriptor: int) -> None:
-        """Receives the descriptors for children that ringrun sends on this socket."""
+        """Opens the socket on which ringrun sends descriptors for children."""
         self._descriptor_socket = socket.socket(fileno=descriptor)
         self._descriptor_socket.setblocking(False)
         os.set_inheritable(descriptor, False)
@@ -218,13 +211,13 @@ class Agent:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._descriptor_socket, 1, 2)
         except BlockingIOError:
-            return  # `_next_descriptors` has read the descriptors
+            return  # `_next_descriptors` has received the descriptors already
         if not data:
             self._kill_all_and_exit()
         self._descriptors.extend(descriptors)
 
     def _next_descriptors(self, count: int) -> list[int]:
-        """Returns the next descriptors, which ringrun sends before the order."""
+        """Returns descriptors that ringrun has sent before an order that needs them."""
         while len(self._descriptors) < count:
             assert self._descriptor_socket is not None
             wait_readable(self._descriptor_socket)
@@ -239,7 +232,7 @@ class Agent:
         except ProcessLookupError:
             self._kill_all_and_exit()
         except OSError:
-            return  # a kernel without pidfd: the end of the pipe must suffice
+            return  # the kernel has no pidfd; the agent still ends with its pipe
         else:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, self._kill_all_and_exit
@@ -270,7 +263,7 @@ class Agent:
         return 0 if self._channel is None else self._channel.pending
 
     def _pause(self) -> None:
-        """Stops reading the output of ranks, which block when their pipes are full."""
+        """Stops reading the output of ranks, so a rank with a full pipe blocks."""
         for child in self._children.values():
             for descriptor in child.pipes.values():
                 with contextlib.suppress(KeyError):
@@ -304,20 +297,19 @@ class Agent:
             if number is None:
                 continue  # the process is an orphan that this agent has adopted
             process = self._children[number].process
-            # `reap` has collected the process: Popen must not wait.
+            # Popen must not wait for the process, which `reap` has collected.
             process.returncode = code
             self._send({"is": "exited", "id": number, "code": code})
 
     # -- the end of the job ------------------------------------------------------------
 
     def _handle_end_signal(self, number: int) -> None:
-        """Handles a signal that is meant to end this agent.
+        """Handles a signal other than SIGCHLD that this agent has received.
 
-        A batch system sends SIGTERM when it wants the host back, and SIGKILL after some
-        time. The ranks may use that time: they get SIGTERM too, and the agent ends
-        after them or when ringrun ends it. Clients get no signal, because they still
-        carry the messages of other hosts. SIGUSR1 is for the ranks and does not end an
-        agent.
+        A batch system sends SIGTERM when it needs the host, and SIGKILL some seconds
+        later. The agent passes SIGTERM on to its ranks and continues, so that the ranks
+        can use these seconds. Clients get no SIGTERM, because they still carry the
+        messages of other hosts. SIGUSR1 is meant for ranks and has no effect here.
         """
         if number == signal.SIGTERM:
             self._end_requested = True
@@ -343,16 +335,16 @@ class Agent:
         return not any(child.pipes for child in self._children.values())
 
     def _send_bye(self) -> None:
-        # After "bye" ringrun does not count the processes of this agent as lost. An
-        # agent that ends because of SIGTERM sends no "bye", because ringrun may just
-        # have sent an order that is not carried out any more.
+        # After "bye" ringrun does not count the processes of this agent as lost. After
+        # SIGTERM the agent sends no "bye", because an order to start a process, which
+        # the agent will not obey, may be on its way.
         if not self._end_requested:
             self._send({"is": "bye"})
         if self._channel is not None:
             self._channel.flush(limit=5.0)
 
     def _kill_all_and_exit(self, code: int = 1) -> NoReturn:
-        """Ends every descendant of this process, then this process."""
+        """Ends all descendants of this process, and exits."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE

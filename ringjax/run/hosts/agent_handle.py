@@ -1,4 +1,4 @@
-"""The state that ringrun keeps for each agent. job_spec.py has the ssh command."""
+"""The state that ringrun keeps for each agent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ class AgentHandle:
     """The agent on a host, as ringrun sees it.
 
     Attributes:
-        client_number: number of the client process (ssh, srun) that reaches the agent.
+        client_number: number of the client process (ssh, srun) that started the agent.
         client_name: program name of that client, for error texts.
         by_engine: whether an engine has started the agent and has set its environment.
         rendezvous: address of the coordinator for ranks of this host. Set only if
             `ringrun --join` has started the agent.
-        started_at: when the agent was started, by `time.monotonic`.
+        started_at: when ringrun started the agent, by `time.monotonic`.
         has_answered: whether any message has arrived from the agent.
-        silence_noted: whether a line for the user says that no message has arrived.
-        end_requested: whether the agent got SIGTERM, because a batch system needs the
+        silence_noted: whether the user has read that no message has arrived.
+        ended: whether the agent has sent "bye", or counts as lost.
+        end_requested: whether the agent got SIGTERM because a batch system needs the
             host.
         orphaned_client: process id of the client after the local agent has died.
-        numbers: numbers of the processes that the agent runs or was told to start.
+        numbers: numbers of the processes that the agent runs or has an order to start.
         pids: process ids of the processes that run, by number.
     """
 
@@ -48,7 +49,7 @@ class AgentHandle:
             self.channel.send(message)
 
     def silence(self, now: float) -> float:
-        """Returns the seconds since the start; 0 once a message has arrived."""
+        """Returns the seconds since the start; 0 if a message has arrived."""
         known = self.has_answered or self.closed or self.rendezvous
         return 0.0 if known else now - self.started_at
 

@@ -1,11 +1,11 @@
 """`ringrun --listen`: accepts hosts on which somebody has run `ringrun --join`.
 
-A list (-H), a script (discovery.py) and this listener are the three ways in which a job
-gets its hosts. An agent proves that it has the job's secret, and then sends a hello
-with the name of its host and its slots. The host belongs to the job for as long as that
-connection lasts. If the connection of an elastic job breaks, the same agent may
-reconnect within the failure timeout, and nothing is lost. Another agent for the same
-host name counts as a new host. joining_agent.py is the other end of the connection.
+A job gets its hosts from a list (-H), from a script (discovery.py) or from this
+listener. An agent proves that it has the job's secret, and then sends a hello with the
+name of its host and its slots. The host belongs to the job while that connection lasts.
+If the connection breaks in an elastic job, the agent may reconnect within the failure
+timeout, and no rank is lost. If another agent with that host name connects, its host
+counts as a new host. joining_agent.py is the other end of the connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ringjax.run.hosts.channel import Channel, Message
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots, check_host_name
 
-_MAX_NUMBER = 1 << 31  # all numbers of workers are below this number
+_MAX_NUMBER = 1 << 31  # numbers of workers in a hello must be smaller
 _PORT_TIMEOUT = 5.0  # seconds to wait until an earlier ringrun releases the port
 
 
@@ -40,8 +40,8 @@ class _Connection:
     """A connection of an agent.
 
     Attributes:
-        peer: address of the other end, for people.
-        agent: the record of the agent in the pool, once its hello was accepted.
+        peer: address of the other end, for error texts.
+        agent: the record of the agent in the pool; None until its hello is accepted.
         lost_at: the time at which the connection ended.
     """
 
@@ -53,22 +53,17 @@ class _Connection:
 
 
 class AgentListener:
-    """Accepts agents and adds them to the pool.
+    """A listener that adds agents to the pool.
 
     Args:
-        spec: its `listening` says where to listen and which secret agents must have.
-        agents: the pool.
         note: shows a line to the user.
         on_joined: called with the name of a host and the hello of its agent.
-        resolve_job: returns the id of the job for an agent with this saved state. If it
-            is given, the job is elastic: ranks continue without ringrun, and their
-            agents wait for the next ringrun.
+        resolve_job: `Takeover.resolve_job`; None in a static job.
 
-    Raises:
-        StartupError: listening is not possible.
+    Raises StartupError if listening is not possible.
     """
 
-    # `ScriptDiscovery` has these attributes, too.
+    # The job reads these attributes of a listener or of a `ScriptDiscovery`.
     name, problem, unusable = "--listen", "", False
 
     def __init__(
@@ -106,7 +101,7 @@ class AgentListener:
 
     @property
     def hosts(self) -> list[HostSlots]:
-        """The connected hosts, in the order in which they have joined."""
+        """The static hosts, then the connected hosts in the order of their hellos."""
         joined = (HostSlots(name, count) for name, count in self._slots.items())
         return [*self._static_hosts, *joined]
 
@@ -117,11 +112,11 @@ class AgentListener:
                 self._remove(connection)
 
     def drop_static_hosts(self) -> None:
-        """Removes the hosts of -H, because ringrun leaves and only agents remain."""
+        """Removes the hosts of -H, whose agents end with this ringrun."""
         self._static_hosts.clear()
 
     def close(self) -> None:
-        """Accepts no more agents. Connections that exist stay open."""
+        """Stops listening. Connections of accepted agents stay open."""
         self._selector.close()
         self._acceptor.close()
 
@@ -199,9 +194,9 @@ class AgentListener:
     ) -> None:
         """Replaces the broken connection of an agent by a new connection.
 
-        Exits that the agent could not report are in its hello. An order to start a
-        process may have been lost with the connection. A process that is not in the
-        hello counts as ended.
+        The hello contains exits that the agent could not report before. A process that
+        is not in the hello counts as ended, because the order to start the process was
+        lost with the old connection.
         """
         agent, connection.agent = before.agent, before.agent
         assert before.channel is not None and agent is not None
@@ -218,11 +213,10 @@ class AgentListener:
                 self._agents.handle_message(agent, ended)
 
     def _check_hello(self, message: Message) -> tuple[str, bool]:
-        """Checks a hello. The sender has only proved that it has the job's secret.
+        """Checks a hello, whose sender has only proved that it has the job's secret.
 
-        Returns:
-            The reason why the host is refused, and whether it may try again. The reason
-            is empty if the host is accepted.
+        Returns the reason why ringrun refuses the host, which is empty if ringrun
+        accepts the host, and whether the agent may try again.
         """
         host, token = message.get("host"), message.get("token")
         slots, via = message.get("slots"), message.get("via")
@@ -259,7 +253,7 @@ class AgentListener:
 
 
 def _check_ranks(message: Message) -> None:
-    """Raises an error unless all numbers and hosts in a hello have the right types."""
+    """Raises an error if a number or a host in a hello has a wrong type."""
     for rank in message["ranks"]:
         numbers = (rank["id"], rank["pid"], rank["seat"], rank.get("code", 0))
         if not all(

@@ -1,11 +1,10 @@
-"""Starts an agent on each host of a job, sends orders, and receives reports.
+"""Starts an agent on each host of a job, sends orders to agents, and reads messages.
 
-The agent on this machine (the guardian) owns the ranks here, the clients (ssh, srun) of
-the other hosts, and short commands such as a discovery script. Behind each client is
-the agent that owns the ranks of that host. If the guardian is killed, the clients
-continue, and the next order for this machine starts another guardian. This module does
-not decide anything: each event becomes a call of the `ProcessObserver`. job_spec.py
-makes the ssh command of a client; the guardian runs it.
+The agent on this machine (the guardian) owns the ranks on this machine, the clients
+(ssh, srun) that start the agents on other hosts, and short commands such as a discovery
+script. Clients outlive a guardian that is killed, and the next order for this machine
+starts another guardian. This module decides nothing: each event becomes a call of the
+`ProcessObserver`. job_spec.py makes the commands of clients.
 """
 
 from __future__ import annotations
@@ -33,32 +32,30 @@ from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
 from ringjax.run.hosts.slots import is_local
 
-# Seconds without a message from a host, until the user is told.
-_NOTE_SILENCE_AFTER = 10.0
+_NOTE_SILENCE_AFTER = 10.0  # seconds until the user reads that a host is silent
 _SHELL = "a login script there may wait for something, or replace the shell"
 
 
 class ProcessObserver(Protocol):
-    """Receives the events of the processes of a job. Each process has a number."""
+    """The receiver of the events of a job's processes. Each process has a number."""
 
     def started(self, number: int, pid: int) -> None: ...
 
     def wrote(self, number: int, stream: str, data: bytes) -> None:
-        """Receives output. If `data` is empty, the stream has ended."""
+        """Handles output. If `data` is empty, the stream has ended."""
 
     def exited(self, number: int, code: int, text: str) -> None:
-        """Receives an exit code, with a `text` if the code does not explain the end."""
+        """Handles an exit, which `text` explains if the code does not."""
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
-        """Receives the numbers of the processes that were lost with their host."""
+        """Handles the loss of a host, with the numbers of its processes."""
 
 
 class AgentPool:
     """Starts agents, and exchanges messages with the agents in `poll`.
 
-    Processes of the job have numbers from 0 on, which the job chooses. Clients and
-    local
-    commands are processes, too: they have negative numbers, which this class chooses.
+    The job chooses the numbers of its processes, from 0 on. This class chooses negative
+    numbers for clients and local commands, which are processes of an agent, too.
     """
 
     def __init__(
@@ -78,13 +75,13 @@ class AgentPool:
         self._receiver: FileReceiver | None = None
         self._last_number = 0  # the latest number of a client or local command
         self._telemetry_interval = 0.0
-        # Called with the number of a rank and a line of telemetry.
+        # This function is called with the number of a rank and a line of telemetry.
         self.on_sample: Callable[[int, str], None] = lambda number, text: None
 
     # -- agents ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the agent on this machine, or another one if the first was killed."""
+        """Starts the agent on this machine; replaces an agent that was killed."""
         if self._guardian is not None and self._descriptors is not None:
             self._guardian.kill()
             self._guardian.wait()
@@ -104,7 +101,7 @@ class AgentPool:
             self._local.send(self._monitor_order())
 
     def is_local(self, host: str) -> bool:
-        """Returns whether a host is this machine. Each name is looked up once."""
+        """Returns whether a host is this machine. Looks up each name only once."""
         if self.has_joined(host):
             return False
         if host not in self._is_local:
@@ -120,7 +117,7 @@ class AgentPool:
 
     @property
     def end_requested(self) -> str:
-        """The reason why all ranks should leave, if all other hosts got SIGTERM."""
+        """The reason why all ranks must leave, if all other hosts got SIGTERM."""
         agents = self._remote.values()
         ours = self._spec.allocation is not None and bool(agents)
         back = ours and all(agent.end_requested for agent in agents)
@@ -143,9 +140,9 @@ class AgentPool:
     def _connect(self, host: str) -> AgentHandle:
         """Makes the local agent start a client, whose pipes lead to this process.
 
-        The agent owns the client, so the client ends with the other processes of the
-        job. This process makes the pipes and passes one end of each to the agent, so
-        messages do not go through the agent.
+        The local agent owns the client, so the client ends with the other processes of
+        the job. This process makes the pipes and sends one end of each to the local
+        agent, so that messages of the host do not go through the local agent.
         """
         here = self._local_agent()
         self._last_number -= 1
@@ -172,20 +169,11 @@ class AgentPool:
     def add_joined(
         self, host: str, channel: Channel, rendezvous: str, numbers: set[int]
     ) -> AgentHandle:
-        """Adds an agent that `ringrun --join` has started.
+        """Adds an agent of `ringrun --join`, which may have running processes already.
 
-        Args:
-            rendezvous: address at which ranks of this host reach the coordinator.
-            numbers: numbers of the processes that the agent runs already.
+        Ranks of this host reach the coordinator at the address `rendezvous`.
         """
-        agent = AgentHandle(
-            host,
-            client_number=0,
-            by_engine=True,
-            rendezvous=rendezvous,
-            channel=channel,
-            numbers=numbers,
-        )
+        agent = AgentHandle(host, 0, "", True, rendezvous, channel, numbers=numbers)
         self._remote[host] = agent
         agent.send(self._monitor_order())
         return agent
@@ -193,7 +181,7 @@ class AgentPool:
     def connect_stdin(self) -> None:
         """Sends a pipe with ringrun's standard input to the agent on this machine.
 
-        Call this before an order for a local process that takes one descriptor.
+        Call this method before the order to start a process with one descriptor.
         """
         self._send_descriptors(pipe_standard_input())
 
@@ -233,7 +221,7 @@ class AgentPool:
         Args:
             orders: for each process a dict with `id` (its number), `argv` and `env`.
             env: variables of all processes.
-            payload: standard input of all processes.
+            payload: standard input of each process.
         """
         agent = self._agent_for(host)
         agent.numbers.update(order["id"] for order in orders)
@@ -250,13 +238,9 @@ class AgentPool:
     def run_command(
         self, argv: Sequence[str], done: Callable[[int, str, str], None]
     ) -> int:
-        """Runs a command on this machine.
+        """Runs a command on this machine, and returns its number for `signal`.
 
-        Args:
-            done: called with exit code, output and error output.
-
-        Returns:
-            The number of the command, for `signal`.
+        `done` is called with exit code, output and error output.
         """
         self._last_number -= 1
         self._commands.add(self._last_number, done)
@@ -290,15 +274,11 @@ class AgentPool:
     def signal(
         self, number: int, numbers: Sequence[int] | None = None, *, alone: bool = False
     ) -> None:
-        """Sends a signal to processes.
+        """Sends a signal to processes with these numbers, or to all processes.
 
-        Clients never get a signal. A client may still carry messages, which would be
-        lost, and the agent behind the client would conclude that ringrun has ended.
-
-        Args:
-            number: the signal.
-            numbers: the processes; None means all processes.
-            alone: signal only these processes, not their process groups.
+        Clients never get a signal, because messages that a client still carries would
+        be lost, and its agent would conclude that ringrun has ended. With `alone` the
+        rest of the process groups does not get the signal.
         """
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
         for agent in self._all_agents():
@@ -309,7 +289,7 @@ class AgentPool:
                 agent.send({**message, "ids": ids})
 
     def set_telemetry_interval(self, seconds: float) -> None:
-        """Asks all ranks for a sample every `seconds`. With 0, no samples are sent."""
+        """Makes all ranks send a sample every `seconds`, or no samples if it is 0."""
         self._telemetry_interval = seconds
         for agent in self._all_agents():
             agent.send(self._monitor_order())
@@ -325,7 +305,7 @@ class AgentPool:
         return host in self._remote and bool(self._remote[host].rendezvous)
 
     def save_job_state(self, state: Message) -> None:
-        """Sends `state` to the agents of `ringrun --join`, for the next ringrun."""
+        """Makes the agents of `ringrun --join` keep `state` for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
                 agent.send({"do": "remember", "memory": state})
@@ -333,14 +313,9 @@ class AgentPool:
     # -- reports from the agents -------------------------------------------------------
 
     def poll(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
-        """Waits for events and handles them.
+        """Waits for events and handles them; returns whether there were events.
 
-        Args:
-            timeout: seconds to wait at most.
-            first: a function to call after the wait, before events are handled.
-
-        Returns:
-            Whether there were events.
+        `first` is called after the wait, before this method handles the events.
         """
         events = self.selector.select(timeout)
         self._check_silence(time.monotonic())
@@ -350,7 +325,7 @@ class AgentPool:
         return bool(events)
 
     def _check_silence(self, now: float) -> None:
-        """Counts hosts as lost if their agents are silent for the start timeout."""
+        """Counts a host as lost if its agent is silent for the start timeout."""
         for agent in self._remote.values():
             silence, limit = agent.silence(now), self._spec.config.start_timeout
             why = f"no answer over {agent.client_name} in"
@@ -412,14 +387,15 @@ class AgentPool:
             self._guardian_died()
         elif agent.orphaned_client is not None:
             self.lose_agent(agent, "lost its host")
-        # Else the guardian reports the exit of the client, with a text that explains
-        # more.
+        # Otherwise wait until the guardian reports the exit of the client, because its
+        # report explains more.
 
     def _guardian_died(self) -> None:
         """Reports the guardian's ranks as lost, and keeps the hosts of its clients.
 
         Clients were started with `outlives`, so they continue without the guardian. No
-        agent reports their exits any more, so the end of a client's pipe must suffice.
+        agent reports the exit of a client any more, so a host counts as lost when the
+        pipe of its client is closed.
         """
         pids = dict(self._local.pids)
         for client in self._clients.values():
@@ -429,8 +405,8 @@ class AgentPool:
                     self.lose_agent(client, "lost its host")
         text = "its agent on this host died"
         self._report_lost(self._local, text)
-        # The kernel has sent SIGKILL to the guardian's children, but not to their
-        # children.
+        # The kernel has sent SIGKILL to the guardian's children, but not to the other
+        # processes of their groups.
         for pid in pids.values():
             processes.kill_group(pid)
         self._commands.fail_all(text)
@@ -456,11 +432,8 @@ class AgentPool:
     def end(self, limit: float) -> None:
         """Makes every agent kill the remaining processes, and reads the last output.
 
-        Other hosts come first, because the local agent owns the clients that reach
-        them.
-
-        Args:
-            limit: seconds to wait for the other hosts, and again for this machine.
+        Agents on other hosts end first, because the local agent owns their clients.
+        Waits up to `limit` seconds for these agents, and again for the local agent.
         """
         if folder := self._spec.env.get("RINGJAX_PROFILE"):
             self._receiver = FileReceiver(folder)
@@ -482,11 +455,9 @@ class AgentPool:
                     agent.channel.close()
 
     def close(self, limit: float, code: int = 1) -> None:
-        """Waits for the agent on this machine and closes everything.
+        """Waits up to `limit` seconds for the local agent, and closes all channels.
 
-        Args:
-            limit: seconds to wait.
-            code: exit code of the job, for the agents of `ringrun --join`.
+        Agents of `ringrun --join` exit with `code`, the exit code of the job.
         """
         joined = [agent for agent in self._remote.values() if agent.rendezvous]
         for agent in joined:
@@ -501,7 +472,7 @@ class AgentPool:
         if self._guardian is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(timeout=limit)
-            # A guardian that is still busy ends by itself. Popen with a returncode does
-            # not warn about a child for which nobody has waited.
+            # A guardian that is still busy ends by itself. A returncode keeps Popen
+            # from warning about a child for which nobody has waited.
             self._guardian.returncode = self._guardian.returncode or 0
         self.selector.close()

@@ -35,10 +35,9 @@ class Allocation:
     """The hosts of this job in a batch system.
 
     Attributes:
-        hosts: the hosts, with a slot for each task that the user has asked for.
-        command: the command that starts the agent on a host; `{host}` stands for the
-            name.
-        unset: variables that this command must not see.
+        hosts: the hosts, with a slot for each task that the user has requested.
+        command: the command that starts the agent on the host `{host}`.
+        unset: variables that the environment of this command must not contain.
     """
 
     hosts: tuple[HostSlots, ...]
@@ -52,8 +51,7 @@ class Allocation:
 def find(environ: Environ) -> Allocation | None:
     """Returns the allocation in which this process runs, if any.
 
-    Raises:
-        ValueError: a variable cannot be read; the text names the variable.
+    Raises ValueError if a variable cannot be read; the text names the variable.
 
     Example:
         >>> found = find({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4"})
@@ -70,7 +68,7 @@ def find(environ: Environ) -> Allocation | None:
 def find_readable(environ: Environ) -> Allocation | None:
     """Returns the allocation, or None if its variables cannot be read.
 
-    Only `find` reports the error, because only some jobs use the allocation.
+    `find` reports the error if the job needs the hosts of the allocation.
     """
     try:
         return find(environ)
@@ -79,7 +77,7 @@ def find_readable(environ: Environ) -> Allocation | None:
 
 
 def _slurm(environ: Environ) -> Allocation | None:
-    """Gives a slot to each task, or to each GPU if the job has no number of tasks."""
+    """Makes a slot for each task, or for each GPU if the job has no number of tasks."""
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not (nodelist and environ.get("SLURM_JOB_ID")):
         return None
@@ -100,8 +98,8 @@ def _slurm(environ: Environ) -> Allocation | None:
         "--nodes=1",
         "--ntasks=1",
         "--nodelist={host}",
-        "--overlap",  # share the CPUs, which the step of the batch script holds
-        "--cpu-bind=none",  # do not bind the ranks, which all run in the agent's task
+        "--overlap",  # share the CPUs that the step of the batch script holds
+        "--cpu-bind=none",  # all ranks run in the agent's task, so do not bind the task
         "--mem=0",  # the step may use all memory of the job on this host
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--export=ALL",
@@ -134,7 +132,7 @@ def _slurm_tasks(environ: Environ, nodes: int) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
-        # The cap keeps a huge repeat count from making a huge list.
+        # The list needs at most one element for each node, even if the count is huge.
         counts += [match[1]] * min(int(match[2] or 1), nodes)
     return counts + counts[-1:] * (nodes - len(counts))
 
@@ -180,10 +178,10 @@ def _read_lines(path: str, name: str) -> list[str]:
 
 
 def requeue(environ: Environ) -> str:
-    """Makes Slurm queue this job again, unless Slurm is ending the job anyway.
+    """Makes Slurm queue this job again, unless somebody has cancelled the job.
 
-    Returns:
-        A sentence for the user; empty outside of Slurm or if the job is being ended.
+    Returns a sentence for the user, which is empty without Slurm or for a job that
+    Slurm is ending.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:

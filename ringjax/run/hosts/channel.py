@@ -1,10 +1,9 @@
-"""Messages between ringrun and its agents: lines over pipes, each a JSON object.
+"""Messages between ringrun and its agents: JSON objects, one in each line.
 
-Both directions are non-blocking and queued, so neither side ever waits for the other
-side. A Ctrl-C must arrive even if the terminal is not read. Pipes need no
-authentication of their own, because they are inherited or ssh carries them. On the
-socket of an agent that has joined by itself, messages are sealed with the keys of its
-handshake.
+A channel queues messages and never blocks, so ringrun reacts to Ctrl-C even if an agent
+does not read. Most channels are two pipes, which need no authentication, because they
+are inherited or ssh carries them. An agent of `ringrun --join` has a socket, on which
+messages are sealed with the keys of the handshake (control/sealed_messages.py).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _PIPE_SIZE = 1 << 20  # bytes of the buffer of a pipe
 
 
 class _LineCodec:
-    """Converts messages to lines and back. Skips lines that are not a message.
+    """A converter of messages to lines and back, which skips all other lines.
 
-    A login shell may print a greeting to its standard output before the agent starts.
+    A login shell may print a greeting before the agent starts.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class _LineCodec:
         return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
     def feed(self, piece: bytes) -> list[Message]:
-        # Earlier bytes contain no end of a line, so search from here.
+        # The bytes so far contain no end of a line, so search only in `piece`.
         start = len(self._incoming)
         self._incoming += piece
         end = self._incoming.rfind(b"\n", start) + 1
@@ -66,22 +65,19 @@ def dispatch(
     selector: selectors.BaseSelector,
     events: Iterable[tuple[selectors.SelectorKey, int]],
 ) -> None:
-    """Calls the callbacks of ready descriptors, which are the data of their keys."""
+    """Calls the callback of each ready descriptor, which is the data of its key."""
     for key, _ in events:
-        # An earlier callback may have closed the descriptor, or registered another one
-        # with the same number.
+        # An earlier callback may have closed the descriptor, and may have registered
+        # a new descriptor with its number.
         if selector.get_map().get(key.fd) is key:
             key.data()
 
 
 class Channel:
-    """A pair of descriptors in a selector, whose keys have callbacks as their data.
+    """A channel over two pipes, or over two descriptors of one socket with `keys`.
 
-    Args:
-        reader, writer: two pipes, or twice the same socket.
-        on_message: called with each message.
-        on_close: called when the other side has closed its end.
-        keys: the keys of the handshake on the socket; None for pipes.
+    The owner of the selector calls `dispatch`. The channel calls `on_message` with each
+    message, and `on_close` when the other side has closed its end.
     """
 
     def __init__(
@@ -107,22 +103,21 @@ class Channel:
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         for end in (reader, writer):
-            # The call fails on a socket, and if this user has too many large pipes
-            # already.
+            # The call fails on sockets, and if this user has too many large pipes.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
     @property
     def pending(self) -> int:
-        """The bytes in the queue that the other side has not read yet."""
+        """The number of bytes that wait because the other side does not read."""
         return sum(map(len, self._outgoing))
 
     def end_greeting(self) -> None:
         """Ends a line that a login script may have left unfinished.
 
-        Otherwise the other side would read the greeting and the first message as one
-        line, and skip it.
+        Otherwise the other side would read one line with the end of the greeting and
+        the first message, and skip that line.
         """
         self._outgoing.append(memoryview(b"\n"))
         self._write()
@@ -136,7 +131,7 @@ class Channel:
             self._write()
 
     def flush(self, limit: float) -> None:
-        """Waits up to `limit` seconds until the other side has read everything."""
+        """Waits up to `limit` seconds until all messages are written."""
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
@@ -233,10 +228,10 @@ def open_process(
 
 
 def standard_streams() -> tuple[int, int]:
-    """Moves standard input and output to other descriptors, and returns these.
+    """Moves standard input and output to new descriptors, and returns these.
 
     Standard input becomes /dev/null and standard output becomes standard error, so that
-    a library that prints something does not write between the messages.
+    a library that prints does not write between the messages.
     """
     reader, writer = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)

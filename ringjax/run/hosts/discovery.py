@@ -1,8 +1,8 @@
 """Host discovery: runs a user's script every second and keeps its last valid output.
 
-The script prints a line `host` or `host:slots` for each host, as for Horovod. A run
-that fails, hangs or prints something else changes nothing, except for one line to the
-user.
+The script prints a line `host` or `host:slots` for each host, as for Horovod. If a run
+fails, hangs or prints something else, the hosts stay as they were, and one line tells
+the user why.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ScriptDiscovery:
 
     Attributes:
         hosts: the hosts in the last valid output; None before the first valid output.
-        problem: why the latest run failed; empty if it succeeded.
-        unusable: whether the very first run showed that the script cannot be run.
+        problem: the reason why the latest run failed; empty if the run succeeded.
+        unusable: whether the first run has shown that the script cannot be started.
     """
 
     name = "--host-discovery-script"
@@ -53,7 +53,7 @@ class ScriptDiscovery:
         self.unusable = False
 
     def tick(self, now: float) -> None:
-        """Starts a run if a run is due, and kills a run that takes too long."""
+        """Starts a run when a run is due, and kills a run that takes too long."""
         self._now = now
         if now < self._next:
             return
@@ -62,7 +62,7 @@ class ScriptDiscovery:
             run = self._runs
             self._next = now + LIMIT
             self._killed = False
-            # Run a file without a shell, which would split a path with spaces.
+            # Run a file without a shell, because a shell splits a path with spaces.
             path = os.path.abspath(self._script)
             words = [path] if os.path.isfile(path) else ["sh", "-c", self._script]
             self._running = self._agents.run_command(
@@ -73,15 +73,15 @@ class ScriptDiscovery:
             self._next = now + PERIOD
             self._agents.signal(signal.SIGKILL, [self._running])
         else:
-            # The script is dead, but a process that the script has started keeps the
-            # output open, so the agent would never report the end of the run.
+            # The script is dead. A process that the script has started may keep the
+            # output open, and then the agent never reports the end of the run.
             self._finish_run(self._runs, 1, "", "")
 
     def drop_static_hosts(self) -> None:
-        """Does nothing, because the script finds all hosts. See `AgentListener`."""
+        """Does nothing: a job with a script has no static hosts (`AgentListener`)."""
 
     def close(self) -> None:
-        """Does nothing, because the agent ends a script that still runs."""
+        """Does nothing, because the local agent ends a script that still runs."""
 
     def _finish_run(self, run: int, code: int, out: str, err: str) -> None:
         if run != self._runs or self._running is None:

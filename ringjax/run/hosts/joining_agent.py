@@ -1,11 +1,12 @@
 """`ringrun --join HOST:PORT`: an agent that connects to `ringrun --listen`.
 
 The agent proves that it has the job's secret, as a rank does (control/handshake.py),
-and sends the name of its host and its slots. After that, the agent works like any other
-agent. Its ranks keep the variables that an engine has set on this node. If the ringrun
-of an elastic job ends, the ranks continue, this process prints their output, and the
-agent looks for a new ringrun at the same address. The new ringrun takes over the ranks
-(elastic/takeover.py). agent_listener.py is the other end of the connection.
+and sends a hello with the name of its host and its slots. Then the agent works like an
+agent that ringrun has started. Its ranks keep the variables that an engine has set on
+this host. If the ringrun of an elastic job ends, the ranks continue, the agent prints
+their output, and it looks for a new ringrun at the old address. The new ringrun takes
+over the ranks (elastic/takeover.py). agent_listener.py is the other end of the
+connection.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ from ringjax.run.hosts.agent import Agent
 from ringjax.run.hosts.channel import Message
 
 _MAX_PAUSE = 0.5  # most seconds between two attempts to connect
-# Seconds until the first line about waiting, and between later lines.
-_FIRST_NOTE = 3.0
-_NOTE_INTERVAL = 30.0
+_FIRST_NOTE = 3.0  # seconds until the user reads that the agent waits for ringrun
+_NOTE_INTERVAL = 30.0  # seconds between later lines about the wait
 _STATUS_TIMEOUT = 10.0  # seconds to wait until ringrun sends the exit code of the job
-_MAX_EXIT_CODES = 1024  # most ended ranks that are reported to the next ringrun
+_MAX_EXIT_CODES = 1024  # most ended ranks that the hello to the next ringrun reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class JoinOptions:
         secret, job: the secret and the id of the job.
         host: name of this host.
         slots: number of ranks for which this host has room.
-        config: the settings. The agent looks for the first ringrun for
-            `elastic_timeout` seconds.
+        config: the settings, such as `elastic_timeout`, the seconds for which the agent
+            looks for the first ringrun.
     """
 
     address: str
@@ -68,16 +68,17 @@ class JoiningAgent(Agent):
     def __init__(self, options: JoinOptions) -> None:
         hangup = signal.getsignal(signal.SIGHUP)
         super().__init__()
-        # nohup has started this process: keep ignoring SIGHUP.
+        # nohup makes this process ignore SIGHUP: keep ignoring the signal.
         if hangup == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, hangup)
         self._options = options
-        # Distinguishes this agent from other agents of this host.
+        # The token distinguishes this agent from other agents of this host.
         self._token = secrets.token_hex(8)
-        self._reconnect_timeout = 0.0  # seconds, which ringrun sends; 0 in a static job
-        self._welcomed = False  # whether any ringrun has ever welcomed this agent
+        # Seconds to look for another ringrun, which ringrun sends; 0 in a static job.
+        self._reconnect_timeout = 0.0
+        self._welcomed = False  # whether any ringrun has ever accepted this agent
         self._accepted = False  # whether ringrun has accepted the current connection
-        # The state that ringrun sends for the next ringrun.
+        # The state that this agent keeps for the next ringrun: see takeover.py.
         self._job_state: Message = {}
         # Exit codes of ended ranks of this host, by number.
         self._exit_codes: dict[int, int] = {}
@@ -102,8 +103,8 @@ class JoiningAgent(Agent):
     def _start_connecting(self, pause: float, failure: str = "") -> None:
         """Connects in a thread, so that the loop can continue to forward output.
 
-        No child is started while the thread runs, so no fork copies a locked lock. Only
-        ringrun orders children, and there is no connection to ringrun yet.
+        Only ringrun orders the start of children, and no ringrun is connected while the
+        thread runs. Therefore no fork can copy a lock that the thread holds.
         """
         self._connection, self._failure = None, failure
         self._thread = threading.Thread(
@@ -122,7 +123,7 @@ class JoiningAgent(Agent):
         )
         next_note = time.monotonic() + _FIRST_NOTE
         while True:
-            # No event reports that ringrun begins to listen, so try again.
+            # No event reports that ringrun begins to listen, so try repeatedly.
             time.sleep(pause)
             pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
@@ -138,9 +139,9 @@ class JoiningAgent(Agent):
                 self._failure = str(error)
                 if "secret" in self._failure:
                     self._failure += " (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
-                # Before the first welcome, the user has made the mistake if the secret
-                # is wrong. Later another program may have taken the port for a while,
-                # so try again.
+                # Before the first welcome the user has probably given a wrong secret.
+                # Later another program may have taken the port for a while, so try
+                # again.
                 if not self._welcomed:
                     break
             except OSError as error:
@@ -228,7 +229,7 @@ class JoiningAgent(Agent):
                 super()._handle_message(message)
 
     def _end_old_job(self) -> None:
-        """Ends the ranks of the old job, because ringrun has begun another job."""
+        """Ends the ranks of this host, because the new ringrun runs another job."""
         _note("another job has begun: the ranks of the one before are ended")
         self._pause()
         self._paused.clear()
@@ -246,7 +247,7 @@ class JoiningAgent(Agent):
             numbers.clear()
 
     def _refused(self, why: str, again: bool) -> None:
-        """Ends this agent, or connects again later if ringrun allows that."""
+        """Exits, or connects again later if ringrun allows another attempt."""
         assert self._channel is not None
         if not again or time.monotonic() > self._deadline:
             self._give_up(f"refused: {why}")
@@ -287,9 +288,9 @@ class JoiningAgent(Agent):
     def _handle_end_signal(self, number: int) -> None:
         """Lets the ranks leave at their next commit, or ends the ranks immediately.
 
-        SIGTERM asks the ranks to leave, and so does SIGUSR1, which Slurm can be told to
-        send before (--signal). A second signal, or any other signal, ends all ranks
-        immediately.
+        SIGTERM and SIGUSR1 ask the ranks to leave; `sbatch --signal` makes Slurm send
+        SIGUSR1 some time before SIGTERM. A second signal, or any other signal, ends all
+        ranks immediately.
         """
         asks = number in (signal.SIGTERM, signal.SIGUSR1)
         if not asks or self._leaving or not self._numbers:
@@ -299,7 +300,7 @@ class JoiningAgent(Agent):
         self._leave()
 
     def _leave(self) -> None:
-        # In an elastic job ringrun asks the ranks, with their groups, to leave.
+        # In an elastic job ringrun asks these ranks and their groups to leave.
         if self._accepted and self._reconnect_timeout:
             self._send({"is": "leaving"})
             return
@@ -314,7 +315,7 @@ class JoiningAgent(Agent):
             self._kill_all_and_exit(128 + signal.SIGTERM)
 
     def _finish(self, deadline: float) -> None:
-        """Sends "bye", then waits for the exit code of the job ("status")."""
+        """Sends "bye"; the message "status" with the exit code of the job follows."""
         late = time.monotonic() > deadline
         if self._bye_sent and late:
             os._exit(1)
@@ -331,7 +332,7 @@ def _note(text: str) -> None:
 def join(options: JoinOptions) -> NoReturn:
     """Runs the agent until the job is over, and exits with the exit code of the job.
 
-    The exit code is 128 + SIGTERM if that signal has ended the agent. It is 1, after a
-    line that says why, if the job was not found or did not accept this host.
+    The exit code is 128 + SIGTERM if that signal has ended the agent. If ringrun was
+    not found or refused this host, a line says why, and the exit code is 1.
     """
     JoiningAgent(options).run()

@@ -16,7 +16,7 @@ class _Command:
 
 
 class LocalCommands:
-    """Collects the output and the exit codes of running commands, by process number."""
+    """The output and the exit codes of running commands, by process number."""
 
     def __init__(self) -> None:
         self._running: dict[int, _Command] = {}
@@ -25,20 +25,13 @@ class LocalCommands:
         return set(self._running)
 
     def add(self, number: int, done: Callable[[int, str, str], None]) -> None:
-        """Registers a command.
-
-        Args:
-            number: number of the command's process.
-            done: called with exit code, output and error output when the command has
-                ended.
-        """
+        """Registers a command; `done` gets its exit code, output and error output."""
         self._running[number] = _Command(done)
 
     def add_output(self, number: int, stream: str, data: bytes) -> bool:
-        """Adds output if the process is a command. Empty `data` ends the stream.
+        """Adds output if the process is a command; returns whether it is.
 
-        Returns:
-            Whether the process is a command.
+        Empty `data` means that the stream has ended.
         """
         command = self._running.get(number)
         if command is not None:
@@ -53,7 +46,7 @@ class LocalCommands:
         command = self._running.get(number)
         if command is not None:
             command.code, command.text = code, text
-            if text:  # the command never ran, so its streams will not report an end
+            if text:  # the command never ran, so no message reports the end of a stream
                 command.open.clear()
             self._settle(number, command)
         return command is not None
@@ -63,10 +56,9 @@ class LocalCommands:
             self.record_exit(number, 255, text)
 
     def _settle(self, number: int, command: _Command) -> None:
-        """Calls `done` once the process has ended and both streams are closed.
+        """Calls `done` if the process has ended and both streams are closed.
 
-        The exit and the ends of the streams may arrive in any order: the agent reports
-        the exit as soon as it has collected the process, and the rest of the output may
+        The agent reports the exit when it collects the process, and the last output may
         still be in the pipes.
         """
         if command.code is None or command.open:

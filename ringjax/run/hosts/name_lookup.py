@@ -1,7 +1,7 @@
-"""Looks up the addresses of host names, all at the same time, and each name once.
+"""Looks up the addresses of host names in threads, each name only once.
 
-If no name server answers, a name that only ssh can resolve takes some 20 s. Threads
-wait for the resolver, so ringrun can show what it waits for, and reacts to Ctrl-C.
+If no name server answers, the lookup of a name that only ssh can resolve takes about
+20 s. While threads wait for the resolver, ringrun shows the names and reacts to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from ringjax import stderr
 
 _MAX_THREADS = 32
-_WARN_AFTER = 3.0  # seconds without a reply until a line for the user
+_WARN_AFTER = 3.0  # seconds until the user reads which names have no reply
 
 # `socket.getaddrinfo` returns family, kind, protocol, canonical name, socket address.
 AddressInfo = tuple[
@@ -25,7 +25,7 @@ AddressInfo = tuple[
 
 
 class _Lookup:
-    """The addresses of one host, once the resolver has returned them."""
+    """The lookup of one name; when `done` is set, `addresses` is complete."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
@@ -38,14 +38,14 @@ _announced: set[str] = set()
 
 
 def start(names: Iterable[str]) -> None:
-    """Starts to look up new names, and does not wait."""
+    """Starts threads that look up new names, and does not wait for them."""
     new = deque(name for name in dict.fromkeys(names) if name not in _lookups)
     _lookups.update((name, _Lookup()) for name in new)
     for _ in range(min(len(new), _MAX_THREADS)):
         thread = threading.Thread(target=_look_up, args=(new,), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system allows no more threads: use this thread
+        except RuntimeError:  # the system allows no more threads, so use this thread
             _look_up(new)
 
 
@@ -62,7 +62,7 @@ def _look_up(names: deque[str]) -> None:
 
 
 def addresses(name: str) -> list[AddressInfo]:
-    """Returns the datagram addresses of a host, or nothing if the name is unknown.
+    """Returns the datagram addresses of a host; none if the name is unknown.
 
     Example:
         >>> addresses("127.0.0.1")[0][4]
@@ -70,7 +70,8 @@ def addresses(name: str) -> list[AddressInfo]:
     """
     start([name])
     lookup = _lookups[name]
-    # Wait in short pieces: Python runs signal handlers only between them.
+    # Wait repeatedly for a short time, because Python runs signal handlers only
+    # between two waits.
     while not lookup.done.wait(0.1):
         if time.monotonic() - lookup.started_at > _WARN_AFTER and not _announced:
             waiting = [n for n, other in _lookups.items() if not other.done.is_set()]

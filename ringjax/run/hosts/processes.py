@@ -1,11 +1,11 @@
-"""Processes of one host: each starts in its own group, and all are killed as trees.
+"""Child processes of an agent: starts each child in a process group, and kills trees.
 
-Three mechanisms keep any process from outliving the job:
+Three mechanisms prevent that a process outlives the job:
 
 * The kernel sends SIGKILL to the children when the agent dies (PR_SET_PDEATHSIG).
-* The children of a child are killed together with its process group.
-* A process that has left its group becomes a child of the agent when its own parent
-  dies (PR_SET_CHILD_SUBREAPER), and `kill_descendants` finds it there.
+* A signal to a child goes to its whole process group.
+* If a process has left its group and its parent dies, the process becomes a child of
+  the agent (PR_SET_CHILD_SUBREAPER), where `kill_descendants` finds the process.
 
 Linux only.
 """
@@ -31,7 +31,7 @@ class ChildProcess:
     """A child, and this process's ends of the child's pipes, by stream name.
 
     Attributes:
-        kills_group: whether the rest of the process group is killed if the child fails.
+        kills_group: whether a failure of the child kills the rest of its process group.
     """
 
     process: subprocess.Popen[bytes]
@@ -40,14 +40,14 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is the id of the process group, too."""
+        """The id of the process and of its process group."""
         return self.process.pid
 
     def signal(self, number: int, *, alone: bool = False) -> None:
         """Sends a signal to the whole process group, or to the process alone.
 
-        Does nothing once the process was collected, because the kernel may have given
-        its id to another process. `kill_descendants` finds other processes of its
+        Does nothing if this process has collected the child, because the kernel may
+        have given the id to another process. `kill_descendants` finds the rest of the
         group.
         """
         if self.process.returncode is not None:
@@ -82,25 +82,23 @@ def start(
     """Starts a child in a new process group, bound to the life of this process.
 
     Args:
-        argv: the command. If there is a payload, the number of the descriptor for the
-            result is appended.
+        argv: the command.
         env: the whole environment of the child.
-        payload: standard input of the child. With a payload the child gets a pipe for a
-            result, too. Without a payload the standard input is empty.
+        payload: standard input of the child. With a payload the child also gets a pipe
+            for a result, whose descriptor is the last word of its command line.
+            Without a payload and `stdin` the standard input is empty.
         stdin, stdout: descriptors for the child. This process closes its copies.
-        outlives: whether the child survives this process. Such a child ends when the
-            process at the other end of its pipes closes them.
+        outlives: whether the child survives this process. Such a child must end when
+            its pipes are closed at the other end.
 
-    Raises:
-        OSError: the command cannot be run.
+    Raises OSError if the command cannot be run.
     """
     parent = os.getpid()
 
     def bind() -> None:
         if not outlives:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            # The agent may have died before the call above, and then no signal will
-            # arrive.
+            # If the agent died before the call above, no signal will arrive.
             if os.getppid() != parent:
                 os._exit(1)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
@@ -153,8 +151,8 @@ def kill_group(pid: int) -> None:
 def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     """Collects every child and adopted orphan that has ended.
 
-    Args:
-        leaders: process ids. If such a process has failed, its process group is killed.
+    If a process in `leaders`, a set of process ids, has failed, its process group is
+    killed.
 
     Returns:
         The process id and the exit code of each process. The code is 128 + N, as in a
@@ -163,8 +161,9 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     ended: list[tuple[int, int]] = []
     while True:
         try:
-            # WNOWAIT: as long as the process is not collected, the kernel cannot give
-            # its id to another process, so killing the group below is safe.
+            # WNOWAIT does not collect the process. Until `waitpid` collects the
+            # process, the kernel cannot give its id to another process or group, so
+            # killing the group below is safe.
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return ended
@@ -181,9 +180,8 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
 def _descendants() -> list[int]:
     """Returns the process ids of all descendants of this process, from /proc.
 
-    A container may have a PID namespace of its own, but the /proc of its host. Then the
-    numbers in /proc are the host's numbers, and must be translated before signals are
-    sent.
+    A container may have a PID namespace of its own, but the /proc of its host. Then
+    /proc contains the host's numbers, which this function translates.
     """
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -197,7 +195,7 @@ def _descendants() -> list[int]:
         parents.setdefault(int(fields[1]), []).append(int(name))
     found: list[int] = []
     own = os.getpid()
-    with contextlib.suppress(OSError):  # ignore the error if /proc is not mounted
+    with contextlib.suppress(OSError):  # /proc may not be mounted
         own = int(os.readlink("/proc/self"))
     queue = [own]
     while queue:
@@ -210,7 +208,7 @@ def _descendants() -> list[int]:
 
 
 def _own_number(pid: int) -> list[int]:
-    """Translates a process id into this PID namespace; empty if there is none."""
+    """Returns the id that a process has in this PID namespace, or an empty list."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
@@ -219,7 +217,7 @@ def _own_number(pid: int) -> list[int]:
 
 
 def has_no_children() -> bool:
-    """Returns whether this process has no child, not even an ended child."""
+    """Returns whether this process has neither running children nor zombies."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -230,11 +228,8 @@ def has_no_children() -> bool:
 def kill_descendants(limit: float) -> list[tuple[int, int]]:
     """Kills and collects all descendants of this process, for at most `limit` seconds.
 
-    Once this process has no child, it has no descendant either, because orphans become
-    its children (`become_subreaper`).
-
-    Returns:
-        The process id and the exit code of each process, as from `reap`.
+    If this process has no child, it has no descendant either, because orphans become
+    its children (`become_subreaper`). Returns process ids and exit codes, as `reap`.
     """
     deadline = time.monotonic() + limit
     ended = reap()

@@ -1,10 +1,9 @@
-"""Files of `ringrun --profile`: prepares the folder, fetches from hosts, merges.
+"""Files of `ringrun --profile`: prepares the folder, fetches files, merges them.
 
 Ranks write into the folder on their own host (world/profile_recording.py). At the end
-of the job ringrun asks each agent for the files that are missing here, so files in a
-folder that hosts share are not sent. The messages go over the channels of the agents.
-Another process merges the files of all ranks (ringjax.profile), because ringrun must
-start quickly and therefore does not import that package.
+of the job ringrun requests the missing files from each agent; in a folder that hosts
+share, no file is missing. Another process merges the files of all ranks with
+ringjax.profile, because ringrun must start quickly and does not import that package.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _MERGE_TIMEOUT = 300.0  # seconds to wait for the process that merges
 def prepare_folder(folder: str) -> str:
     """Makes the folder, and returns its absolute path for ranks on all hosts.
 
-    Raises:
-        OSError: no file can be written there.
+    Raises OSError if no file can be written there.
     """
     folder = os.path.abspath(folder)
     os.makedirs(folder, exist_ok=True)
@@ -46,10 +44,9 @@ def prepare_folder(folder: str) -> str:
 
 
 def read_files(request: Message, since: float) -> Iterator[Message]:
-    """Yields an agent's reply to the request of a `FileReceiver`.
+    """Yields the messages with which an agent replies to a `FileReceiver`.
 
-    Args:
-        since: seconds since 1970. An older file belongs to another job.
+    A file that is older than `since`, in seconds since 1970, belongs to another job.
     """
     folder = Path(request["folder"])
     have = set(request["have"])
@@ -81,9 +78,8 @@ class FileReceiver:
     ) -> None:
         """Requests the files that are missing on this host, and waits for the files.
 
-        Args:
-            poll: waits up to some seconds for messages and passes them to `receive`.
-            note: shows a line about files that could not be fetched or written.
+        `poll` waits up to some seconds for messages and passes them to `receive`.
+        `note` shows a line about files that could not be fetched or written.
         """
         have = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in have]
@@ -101,20 +97,18 @@ class FileReceiver:
             note(self._problem)
 
     def receive(self, message: Message) -> None:
-        """Writes a piece of a file, or notes that an agent has sent all its files."""
+        """Writes a piece of a file ("file"), or counts an agent's last message."""
         if message["is"] == "files":
             self._answered += 1
             return
         name = PurePosixPath(message["name"])
-        # Accept only plain file names, so that a host cannot write outside of the
-        # folder.
+        # Refuse paths that lead out of the folder, because a host may be compromised.
         if name.is_absolute() or ".." in name.parts or self._problem:
             return
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Use O_NOFOLLOW, because another user may have put a symbolic link into the
-            # folder.
+            # Another user may have put a symbolic link into the folder: O_NOFOLLOW.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with open(os.open(path, flags, 0o666), "ab") as file:
                 file.write(base64.b64decode(message["data"]))
@@ -123,11 +117,9 @@ class FileReceiver:
 
 
 def merge_profiles(folder: str, note: Callable[[str], None]) -> None:
-    """Writes the archives of all ranks and prints a summary, after the job.
+    """Merges the files of all ranks after the job, and prints a summary.
 
-    Args:
-        note: shows a line if the merge fails. A failed merge does not change the job's
-            outcome.
+    If the merge fails, `note` shows a line, and the job's outcome does not change.
     """
     try:
         done = subprocess.run(

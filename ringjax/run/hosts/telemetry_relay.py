@@ -1,10 +1,10 @@
 """Telemetry relay of an agent: passes samples of the ranks of this host to ringrun.
 
-The agent listens on an abstract unix socket and puts its name into the environment of
-its ranks. The kernel reports the user id of each peer, and connections of other users
-are closed. A rank sends its samples as lines (see ringjax.monitor.sample). The relay
-forwards lines unchanged, and drops a line if ringrun is too slow to take it, so no rank
-and no agent ever waits.
+The relay listens on an abstract unix socket, and the agent puts the name of the socket
+into the environment of its ranks. The relay closes connections of other users, whose
+user id the kernel reports. A rank sends its samples as lines (ringjax.monitor.sample).
+The relay forwards lines unchanged, and drops a line if ringrun reads too slowly, so
+that neither a rank nor an agent ever waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringjax.run.hosts.channel import Message
 
 _MAX_LINE = 1 << 18  # most bytes of a line
 _CHUNK = 1 << 16
-_MAX_UNIDENTIFIED = 64  # most connections whose hello has not arrived yet
+_MAX_UNIDENTIFIED = 64  # most connections that have not sent a hello yet
 _HELLO_TIMEOUT = 5.0  # seconds until a connection without a hello is closed
 
 
@@ -36,11 +36,9 @@ class _RankConnection:
 
 
 class TelemetryRelay:
-    """Accepts connections of ranks and forwards their samples.
+    """The relay of one agent; `ranks` contains the numbers of the ranks on this host.
 
-    Args:
-        ranks: numbers of the ranks that run on this host.
-        forward: sends a message to ringrun, or drops it.
+    `forward` sends a message to ringrun, or drops the message.
     """
 
     def __init__(
@@ -56,11 +54,10 @@ class TelemetryRelay:
         self.address = ""
 
     def start_listening(self) -> str:
-        """Listens. Only the first call has an effect.
+        """Listens, if this is the first call, and returns the name of the socket.
 
-        Returns:
-            The name of the abstract socket. Empty if listening is not possible, in
-            which case the job runs without telemetry from this host.
+        The name is empty if listening is not possible. Then the job runs without
+        telemetry from this host.
         """
         if self._listener is None:
             name = f"ringjax-agent-{secrets.token_hex(8)}"
@@ -77,7 +74,7 @@ class TelemetryRelay:
         return self.address
 
     def set_interval(self, seconds: float) -> None:
-        """Asks current and future ranks for a sample every `seconds`; 0 means none."""
+        """Makes all ranks send a sample every `seconds`, or no samples if it is 0."""
         self._interval = seconds
         for connection in [c for c in self._connections if c.number is not None]:
             self._send_interval(connection)
@@ -85,7 +82,7 @@ class TelemetryRelay:
     def _send_interval(self, connection: _RankConnection) -> None:
         try:
             connection.sock.send(f"{self._interval:g}\n".encode())
-        # A rank that does not read does not send samples either.
+        # The rank does not read, so it does not send samples either.
         except BlockingIOError:
             pass
         except OSError:
@@ -118,7 +115,7 @@ class TelemetryRelay:
         )
 
     def close_silent(self) -> None:
-        """Closes connections that have sent no hello in time."""
+        """Closes connections that have sent no hello within the timeout."""
         for connection in self._unidentified():
             if time.monotonic() - connection.since >= _HELLO_TIMEOUT:
                 self._close(connection)
@@ -149,8 +146,7 @@ class TelemetryRelay:
     def _parse_hello(self, line: bytes) -> int | None:
         """Returns the number of a rank of this host, or None if the hello is wrong.
 
-        Any process of this user may connect. Parse strictly: the line comes from a
-        process that has not proved to be a rank yet.
+        Parses strictly, because any process of this user can connect.
         """
         number = line.removeprefix(b'{"id":').removesuffix(b"}")
         rank = int(number) if number.isdigit() and len(number) < 11 else -1

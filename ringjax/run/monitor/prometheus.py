@@ -1,11 +1,9 @@
 """Exports metrics of a job to Prometheus over HTTP, or in a file for node_exporter.
 
-This module and monitor/metrics.py write the text format, so that the base installation
-does not depend on prometheus_client.
-
-Threads of their own serve the metrics, so a slow client does not block ringrun's loop.
-The number of connections is small: if there are too many, the oldest connection is
-closed.
+The text format is written here and in monitor/metrics.py, so that the base installation
+does not depend on prometheus_client. Separate threads serve the metrics, so a slow
+client does not block ringrun's loop. If there are too many connections, the server
+closes the oldest one.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ class PrometheusEndpoint:
         options: the address and the token.
         render: returns the current metrics as text; called from any thread.
 
-    Raises:
-        OSError: listening at the address is not possible.
+    Raises OSError if listening at the address is not possible.
     """
 
     def __init__(self, options: MonitorOptions, render: Render) -> None:
@@ -103,8 +100,7 @@ class _PrometheusServer(ThreadingHTTPServer):
     @staticmethod
     def _shut_down(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            # Makes the thread of the connection close it.
-            sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RDWR)  # the thread of the connection closes it
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores errors of clients, which must not disturb the output of the job."""
@@ -151,20 +147,18 @@ class PrometheusTextFile:
     """Writes metrics for node_exporter's textfile collector until `close`.
 
     Args:
-        path: the file.
         render: returns the current metrics as text; called from a thread.
         note: shows a line if the file cannot be written any more.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
 
     def __init__(self, path: str, render: Render, note: Callable[[str], None]) -> None:
         self._path, self._render, self._note = path, render, note
         folder, name = os.path.split(path)
-        # The temporary file is in the same folder, so that the rename is atomic. Its
-        # name does not end in .prom, so that the collector does not read an incomplete
-        # file.
+        # The temporary file is in the folder of `path`, so that the rename is atomic.
+        # The name of the temporary file does not end in .prom, so that the collector
+        # does not read an incomplete file.
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}")
         self._stop = threading.Event()
         try:

@@ -1,8 +1,9 @@
 """Server for `ringjax top` in ringrun: sends each client one message per second.
 
 The server runs in ringrun's loop and never waits for a client. A client that has not
-received a message completely gets no further message, and its connection is closed
-after a while. If there are too many clients, the oldest connection is closed.
+received a whole message gets no further message, and after `_SEND_TIMEOUT` the server
+closes its connection. If there are too many clients, the server closes the oldest
+connection.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class _TopClient:
     """A connection of `ringjax top`.
 
     Attributes:
-        since: the time when the client connected, or when the unsent message was begun.
-        received: input until the hello is complete.
+        since: the time when the client connected, or when `unsent` was a whole message.
+        received: the part of the hello that has arrived.
         is_subscribed: whether the hello has arrived, so that the client gets messages.
-        unsent: the part of a message that was not sent yet.
+        unsent: the part of a message that the client has not received yet.
     """
 
     sock: socket.socket
@@ -49,8 +50,7 @@ class TopServer:
     Args:
         on_change: called when a client subscribes, and when such a client disconnects.
 
-    Raises:
-        OSError: the socket cannot be made.
+    Raises OSError if the socket cannot be made.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TopServer:
         return sockets.HELLO.startswith(client.received)
 
     def close_silent(self, now: float) -> None:
-        """Closes connections that have sent no hello in time."""
+        """Closes connections that have sent no hello within the timeout."""
         for client in list(self._clients):
             if not client.is_subscribed and now - client.since > _HELLO_TIMEOUT:
                 self._close(client)
