@@ -114,7 +114,7 @@ GPU_OPTIONS ?=
 ifneq ($(filter $(BIN)/%,$(GPU_PYTHON)),)
   GPU_NEEDS := $(VENV)/installed-test $(VENV)/installed-$(GPU)
 endif
-gpu-check: $(GPU_NEEDS)  ## all that only a GPU can answer: tests and tables, 8 minutes
+gpu-check: $(GPU_NEEDS)  ## the tests and measurements that need a GPU, 8 minutes
 	PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(GPU_PYTHON) -P -m benchmarks.gpu.check $(GPU_OPTIONS)
 
 # 0.4 GB, and beside the environment: JAX would look for a GPU in every other test.

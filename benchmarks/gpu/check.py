@@ -1,8 +1,8 @@
 """All checks that need a GPU, in one run: `make gpu-check`.
 
 Builds ringjax, then runs each section in a process of its own with a time limit. A
-section that fails or hangs is reported and does not stop the other sections. The other
-files in this folder are the sections, and README.md explains the tables.
+section that fails or hangs is reported and does not stop the other sections. A section
+is another file of this folder, or files of tests/gpu. README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 
 from benchmarks.gpu import driver
 from benchmarks.gpu.report import markdown_table, text_table
+from benchmarks.gpu.section import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 470.0  # time limit for all sections together
 TAIL = 3000  # last characters of a failed section's log to print
 LOG = 1_000_000  # last characters of any section's log in log.txt
-# No traces of another launcher, and no settings of ringjax but those of the section.
+# A section gets no variables of another launcher, and no other settings of ringjax.
 _FOREIGN = ("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
-# Which compiler makes the device code, and which NCCL is loaded.
+# These variables choose the compiler of the device code, and the NCCL library.
 _KEPT = ("RINGJAX_CUDA", "RINGJAX_NVCC", "RINGJAX_NCCL")
 
 
@@ -39,84 +40,100 @@ class Section:
     """One part of the check.
 
     Attributes:
-      words: the arguments of Python; {work}, {site} and {seconds} are replaced.
+      arguments: of Python; {work}, {site} and {seconds} are replaced.
       limit: time limit in seconds.
-      least: seconds that earlier sections leave to this section, if possible.
-      dry: the words for a dry run on the CPU; None if there is no dry run.
+      reserved: seconds that earlier sections leave to this section, if possible.
+      dry: the arguments for a dry run on the CPU; None if there is no dry run.
       needs_build: whether the section imports ringjax.
       needs_gpu: whether the section needs a device.
       env: additional variables.
     """
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     limit: float
     dry: tuple[str, ...] | None = None
     needs_build: bool = True
     needs_gpu: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
-    least: float = 15.0
+    reserved: float = 15.0
 
 
-def _module(name: str, *words: str) -> tuple[str, ...]:
-    return ("-m", f"benchmarks.gpu.{name}", *words)
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"benchmarks.gpu.{name}", *arguments)
+
+
+def _tests(
+    name: str,
+    limit: float,
+    reserved: float,
+    *files: str,
+    dry: bool = True,
+    **env: str,
+) -> Section:
+    """Returns the section of some files of tests/gpu, of which a table is made."""
+    paths = [f"tests/gpu/test_{file}.py" for file in files]
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
+    return Section(
+        name,
+        arguments,
+        limit,
+        dry=arguments if dry else None,
+        # Every rank is a new interpreter, as for a user.
+        env={"RINGJAX_TEST_COLD": "1", **env},
+        reserved=reserved,
+    )
 
 
 _CACHE = {"JAX_COMPILATION_CACHE_DIR": "{work}/jax-cache"}
 _QUICK = ("--model", "mlp", "--width", "64", "--layers", "3", "--batch", "8")
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-
-_TIMED = ("--seconds", "{seconds}")
 _BUILD = _module("build", "--site", "{site}", "--work", "{work}")
-_RANKS = _module("ranks", "--work", "{work}/ranks", *_TIMED)
-_ELASTIC = _module("elastic", "--work", "{work}/elastic", *_TIMED)
-_TORCH = _module("torch_tensors", "--work", "{work}/torch")
-_SEVERAL = _module("several", "--work", "{work}/several")
+_STEP = ("--rounds", "3", *_QUICK)
+_TIMED = ("--seconds", "{seconds}")
 _TRACE = _module("timeline", "--work", "{work}/trace")
 
 SECTIONS = (
-    Section("build", _BUILD, 150, _BUILD, needs_build=False, needs_gpu=False, least=60),
-    Section("machine", _module("machine"), 40, dry=_module("machine")),
     Section(
-        "tests/gpu",
-        (*_PYTEST, "--timeout=60", str(ROOT / "tests" / "gpu")),
-        110,
-        dry=(*_PYTEST, str(ROOT / "tests" / "gpu")),
-        # The section only checks results, and autotuning matrix products would need
-        # more time.
-        env={"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
-        least=30,
+        "build", _BUILD, 150, _BUILD, needs_build=False, needs_gpu=False, reserved=60
     ),
-    Section("ranks", _RANKS, 140, dry=_RANKS, least=80),
-    Section("examples", _module("examples"), 85, dry=_module("examples"), least=30),
-    Section("elastic", _ELASTIC, 60, dry=_ELASTIC, least=25),
-    Section("torch", _TORCH, 60, dry=(*_TORCH, "--cpu"), least=20),
-    Section("pack", _module("pack"), 50, least=20),
+    Section("machine", _module("machine"), 40, dry=_module("machine")),
+    _tests(
+        "one rank",
+        *(110, 30, "communicator", "jax", "kernels"),
+        dry=False,
+        # These tests only check results, and autotuning matrix products takes long.
+        XLA_FLAGS="--xla_gpu_autotune_level=0",
+    ),
+    _tests("ranks", 150, 80, "collectives", "training", "lost_rank"),
+    _tests("examples", 85, 30, "examples"),
+    _tests("elastic", 60, 25, "elastic"),
+    _tests("torch", 60, 20, "torch"),
+    Section("pack", _module("pack"), 50, reserved=20),
     Section(
         "handlers",
         _module("handlers"),
         50,
         dry=_module("handlers", "--steps", "3", "--scale", "64"),
-        least=20,
+        reserved=20,
     ),
     Section(
         "step",
         _module("training_step", "--fusion", "hybrid", *_TIMED),
         130,
-        dry=_module("training_step", "--fusion", "hybrid", *_QUICK, "--rounds", "3"),
+        dry=_module("training_step", "--fusion", "hybrid", *_STEP),
         env=_CACHE,
-        least=70,
+        reserved=70,
     ),
     Section(
         "step, packed",
         _module("training_step", "--fusion", "pack", *_TIMED),
         90,
-        dry=_module("training_step", "--fusion", "pack", *_QUICK, "--rounds", "3"),
+        dry=_module("training_step", "--fusion", "pack", *_STEP),
         env=_CACHE,
-        least=40,
+        reserved=40,
     ),
-    Section("timeline", _TRACE, 50, dry=(*_TRACE, *_QUICK), least=20),
-    Section("several", _SEVERAL, 100, dry=(*_SEVERAL, "--cpu"), least=0),
+    Section("timeline", _TRACE, 50, dry=(*_TRACE, *_QUICK), reserved=20),
+    _tests("several", 100, 0, "several_gpus"),
 )
 
 
@@ -127,71 +144,80 @@ class Outcome:
     name: str
     status: str
     seconds: float = 0.0
-    why: str = ""
+    reason: str = ""
     report: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def bad(self) -> bool:
-        """Whether this section makes the whole check fail."""
-        return self.status != "ok"
+
+def _file(section: str, folder: Path, suffix: str) -> Path:
+    stem = "".join(c if c.isalnum() else "-" for c in section)
+    return folder / f"{stem}.{suffix}"
 
 
 def run_section(
     section: Section,
-    words: Sequence[str],
+    arguments: Sequence[str],
     limit: float,
     env: Mapping[str, str],
     folder: Path,
 ) -> Outcome:
     """Runs one section, and ends all its processes at the time limit."""
-    stem = "".join(c if c.isalnum() else "-" for c in section.name)
-    result, log = folder / f"{stem}.json", folder / f"{stem}.log"
+    result, log = (_file(section.name, folder, suffix) for suffix in ("json", "log"))
     result.unlink(missing_ok=True)
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-P", *words],
-            env={**env, "RINGJAX_GPU_CHECK_RESULT": str(result)},
+            [sys.executable, "-P", *arguments],
+            env={**env, RESULT: str(result)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        late = False
+        timed_out, descendants = False, list[int]()
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out, descendants = True, find_descendants(process.pid)
             # SIGABRT makes faulthandler write the stacks.
-            _signal(process, signal.SIGABRT, group=False)
+            _signal(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(3)
-        finally:  # end left-over processes, also after Ctrl-C
-            _signal(process, signal.SIGKILL, group=True)
+        finally:  # ends the remaining processes, also after Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for pid in descendants:
+                _signal(pid, signal.SIGKILL)
             process.wait()
     outcome = Outcome(section.name, "ok", time.monotonic() - started)
     with contextlib.suppress(OSError, ValueError):
         outcome.report = json.loads(result.read_text())
-    if not outcome.report:  # the outcome is in the last line of pytest
-        said = log.read_text(errors="replace").strip().splitlines()
-        outcome.why = said[-1][:200] if said else ""
-    if late:
-        outcome.status, outcome.why = "timed out", f"after {limit:.0f} s"
+    if not outcome.report:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        outcome.reason = lines[-1][:200] if lines else ""
+    if timed_out:
+        outcome.status, outcome.reason = "timed out", f"after {limit:.0f} s"
     elif process.returncode != 0 or outcome.report.get("failures"):
         outcome.status = "failed"
-        outcome.why = "; ".join(outcome.report.get("failures", [])) or (
+        outcome.reason = "; ".join(outcome.report.get("failures", [])) or (
             f"exit code {process.returncode}"
         )
     return outcome
 
 
-def _signal(process: subprocess.Popen[bytes], number: int, *, group: bool) -> None:
+def find_descendants(pid: int) -> list[int]:
+    """Returns the descendants of a process, also those in sessions of their own."""
+    found = [pid]
+    for parent in found:  # the list grows during the loop
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+    return found[1:]
+
+
+def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        if group:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        os.kill(pid, number)
 
 
 def environment(site: Path, dry: bool) -> dict[str, str]:
@@ -214,6 +240,7 @@ def environment(site: Path, dry: bool) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         # If CUDA does not start, JAX must fail and not use the CPU.
         "JAX_PLATFORMS": "cpu" if dry else "cuda",
+        "RINGJAX_TEST_DEVICE": "cpu" if dry else "cuda",
     }
 
 
@@ -221,9 +248,14 @@ def limit_of(section: Section, left: float, later: Sequence[Section]) -> float:
     """Returns the section's limit, or less, so that later sections keep some time.
 
     If there is not enough time for all sections, earlier sections have priority.
+
+    Args:
+      section: the next section.
+      left: seconds that are left for this section and all later sections.
+      later: the sections that follow.
     """
-    spare = left - sum(other.least for other in later)
-    return min(section.limit, left, max(section.least, spare))
+    spare = left - sum(other.reserved for other in later)
+    return min(section.limit, left, max(section.reserved, spare))
 
 
 def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcome]:
@@ -243,7 +275,6 @@ def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcom
     for index, section in enumerate(sections):
         left = options.seconds - (time.monotonic() - started)
         limit = limit_of(section, left, sections[index + 1 :])
-        words = section.dry if options.dry_run else section.words
         reason = ""
         if section.needs_build and not built:
             reason = "nothing was built"
@@ -252,46 +283,45 @@ def run(options: argparse.Namespace, sections: Sequence[Section]) -> list[Outcom
         elif limit < 1:
             reason = "no time left"
         if reason:
-            outcome = Outcome(section.name, "not run", why=reason)
+            outcome = Outcome(section.name, "not run", reason=reason)
         else:
-            assert words is not None  # a dry run omits sections without words
             print(f"{section.name}: up to {limit:.0f} s …", flush=True)
-            # The section then ends itself and writes its tables.
+            # A section that knows its limit ends earlier and writes its tables.
             seconds = f"{max(limit - 8, 1):.0f}"
-            places = {"work": str(work), "site": str(site), "seconds": seconds}
+            values = {"work": str(work), "site": str(site), "seconds": seconds}
             env = environment(site, options.dry_run)
-            env |= {k: v.format(**places) for k, v in section.env.items()}
-            filled = [word.format(**places) for word in words]
-            outcome = run_section(section, filled, limit, env, folder)
+            env |= {k: v.format(**values) for k, v in section.env.items()}
+            template = (section.dry if options.dry_run else section.arguments) or ()
+            arguments = [word.format(**values) for word in template]
+            outcome = run_section(section, arguments, limit, env, folder)
         if section.name == "build":
             built = outcome.status == "ok"
         outcomes.append(outcome)
-        _tell(outcome, folder, time.monotonic() - started)
+        _print_outcome(outcome, folder, time.monotonic() - started)
     return outcomes
 
 
-def _tell(outcome: Outcome, folder: Path, elapsed: float) -> None:
-    why = f" ({outcome.why})" if outcome.why else ""
+def _print_outcome(outcome: Outcome, folder: Path, elapsed: float) -> None:
+    reason = f" ({outcome.reason})" if outcome.reason else ""
     print(
-        f"[{elapsed:5.0f} s] {outcome.name}: {outcome.status}{why}, "
+        f"[{elapsed:5.0f} s] {outcome.name}: {outcome.status}{reason}, "
         f"{outcome.seconds:.1f} s",
         flush=True,
     )
     if outcome.status in ("failed", "timed out"):
-        stem = "".join(c if c.isalnum() else "-" for c in outcome.name)
-        log = (folder / f"{stem}.log").read_text(errors="replace")
-        print("\n".join("    | " + line for line in log[-TAIL:].splitlines()))
+        text = _file(outcome.name, folder, "log").read_text(errors="replace")
+        print("\n".join("    | " + line for line in text[-TAIL:].splitlines()))
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Formats the first table, with the outcome of every section."""
     rows = [
-        [o.name, o.status, f"{o.seconds:.1f}", o.why.splitlines()[0] if o.why else ""]
+        [o.name, o.status, f"{o.seconds:.1f}", o.reason.partition("\n")[0]]
         for o in outcomes
     ]
     missed = [text for o in outcomes for text in o.report.get("missed", [])]
     notes = [f"target missed: {text}" for text in missed]
-    head = ["section", "result", "s", "why"]
+    head = ["section", "result", "s", "reason"]
     return {"title": "Sections", "head": head, "rows": rows, "notes": notes}
 
 
@@ -369,7 +399,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for table in tables(outcomes):
         print(text_table(table) + "\n")
     print(f"{title}; {time.monotonic() - started:.0f} s; files in {options.out}")
-    return int(any(outcome.bad for outcome in outcomes))
+    return int(any(outcome.status != "ok" for outcome in outcomes))
 
 
 if __name__ == "__main__":

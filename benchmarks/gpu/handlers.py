@@ -57,7 +57,9 @@ def measure(report: Report, mode: str, name: str, steps: int, scale: int) -> Non
     what = f"{len(shapes)} buffers, {mode}"
     target = ""
     if on_gpu():
-        target = report.verdict(f"handler, {what}", spread.median, TARGETS[name], " µs")
+        target = report.compare_with_target(
+            f"handler, {what}", spread.median, TARGETS[name], " µs"
+        )
     expected = 1 if on_gpu() else len(buckets.split_evenly(len(shapes)))
     if calls != expected:
         report.fail(f"{what}: {calls:g} calls a step instead of {expected}")

@@ -165,16 +165,15 @@ class Bench:
                 ]
             )
             what = f"{self.name}, {wire}, {case.name}"
-            target = TARGETS.get((self.name, wire))
-            verdict = (
-                self.report.verdict(what, share.median, target, " %") if target else ""
+            target = self.report.compare_with_target(
+                what, share.median, TARGETS.get((self.name, wire)), " %"
             )
             micros = Spread.of([1e6 * s for s in case.samples])
             kind = f"f32 -> {wire}" if wire != "f32" else "f32"
             self.report.row(
                 *(self.name, len(self.shapes), kind, case.name, launches),
                 *(micros.show(), rates[case.name].show(0), rates["copy"].show(0)),
-                *(share.show(), verdict),
+                *(share.show(), target),
             )
             self.report.value(f"share/{what}", share.median)
 

@@ -58,48 +58,55 @@ class Report:
         self.failures: list[str] = []
         self.missed: list[str] = []
         self.values: dict[str, Any] = {}
-        self._write()
+        self.write()
 
     def table(self, title: str, *head: str) -> None:
         """Begins a table, to which `row` and `note` add."""
         self.tables.append(
             {"title": title, "head": list(head), "rows": [], "notes": []}
         )
-        self._write()
+        self.write()
 
-    def row(self, *cells: Any) -> None:
-        """Adds a row to the last table."""
-        self.tables[-1]["rows"].append([str(cell) for cell in cells])
-        self._write()
+    def row(self, *cells: Any) -> list[str]:
+        """Adds a row to the last table, and returns its cells."""
+        row = [str(cell) for cell in cells]
+        self.tables[-1]["rows"].append(row)
+        self.write()
+        return row
 
     def note(self, text: str) -> None:
         """Adds a sentence under the last table."""
         self.tables[-1]["notes"].append(text)
-        self._write()
+        self.write()
 
     def fail(self, text: str) -> None:
         self.failures.append(text)
-        self._write()
+        self.write()
 
     def value(self, name: str, value: Any) -> None:
         """Keeps a number, or another JSON value, for the file of all results."""
         self.values[name] = value
-        self._write()
+        self.write()
 
-    def verdict(self, what: str, value: float, target: float, unit: str = "") -> str:
-        """Formats the cell of a target. A positive target means "at least" this value.
+    def compare_with_target(
+        self, what: str, value: float, target: float | None, unit: str = ""
+    ) -> str:
+        """Returns the cell of a target, and records a target that is missed.
 
-        A negative target means "at most" its absolute value.
+        A positive target means "at least" this value. A negative target means "at most"
+        its absolute value. If there is no target, the cell is empty.
         """
-        least = target >= 0
-        reached = value >= target if least else value <= -target
-        text = f"{'≥' if least else '≤'} {abs(target):g}{unit}"
+        if target is None:
+            return ""
+        reached = value >= target if target >= 0 else value <= -target
+        text = f"{'≥' if target >= 0 else '≤'} {abs(target):g}{unit}"
         if not reached:
             self.missed.append(f"{what}: {value:.4g}{unit}, target {text}")
-            self._write()
+            self.write()
         return f"{text}: {'reached' if reached else 'missed'}"
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the file, after a change of a row that `row` has returned."""
         if self._path is not None:
             kept = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             beside = self._path.with_suffix(".new")

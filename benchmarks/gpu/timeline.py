@@ -37,13 +37,13 @@ def show(report: Report, name: str, folder: Path) -> None:
         report.row(name, "not known", "", "", "", str(error)[:300])
         return
     share = 100 * found.hidden
-    verdict = ""
+    target = ""
     if name == "overlap=True":
-        verdict = report.verdict(f"hidden, {name}", share, TARGET, " %")
+        target = report.compare_with_target(f"hidden, {name}", share, TARGET, " %")
     report.row(
         *(name, f"{share:.1f} %", f"{found.communication / 1e3 / STEPS:.3f}"),
         *(f"{found.computation / 1e3 / STEPS:.3f}", f"{found.kernels / STEPS:g}"),
-        f"on {', '.join(found.streams)}; {verdict}",
+        f"on {', '.join(found.streams)}; {target}",
     )
     report.value(f"hidden_percent/{name}", share)
 

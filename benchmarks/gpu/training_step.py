@@ -136,7 +136,7 @@ def show(report: Report, variants: Sequence[Variant], fusion: str, what: str) ->
     base = next((v for v in variants if v.name == NONE), None)
     for variant in variants:
         millis = Spread.of([1e3 * s for s in variant.samples])
-        added, verdict = "-", ""
+        added, target = "-", ""
         if base is not None and variant is not base:
             ratios = [
                 100 * (s / b - 1)
@@ -148,10 +148,10 @@ def show(report: Report, variants: Sequence[Variant], fusion: str, what: str) ->
             report.value(f"added_percent/{name}", spread.median)
             counts = fusion == "hybrid" and what == "resnet50" and on_gpu()
             if counts and variant.name != "psum":
-                verdict = report.verdict(name, spread.median, TARGET, " %")
+                target = report.compare_with_target(name, spread.median, TARGET, " %")
         report.row(
             *(variant.name, millis.show(2), added, variant.plan, variant.reductions),
-            *(f"{variant.compile_seconds:.0f}", f"{variant.loss:.4g}", verdict),
+            *(f"{variant.compile_seconds:.0f}", f"{variant.loss:.4g}", target),
         )
         if not math.isfinite(variant.loss):
             report.fail(f"{variant.name}: the loss is {variant.loss}")

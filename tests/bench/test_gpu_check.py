@@ -1,11 +1,12 @@
 """Tests of `make gpu-check` that need no GPU: sections, tables, shapes, profiles.
 
-The sections themselves run only on a GPU or in a dry run, so no measurement is tested.
+The tests of several ranks in tests/gpu run here on the CPU. No measurement is tested.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import gpu_ranks
 from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
-from benchmarks.gpu import build, check, models, pack, ranks, sharing, trace
+from benchmarks.gpu import build, check, models, pack, trace
 from benchmarks.gpu.check import Outcome, Section
 from benchmarks.gpu.report import Report, Spread, markdown_table, text_table
 
@@ -46,7 +46,8 @@ def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
-    child += f"'import signal; signal.pause() # {tmp_path.name}'])"
+    child += f"'import signal; signal.pause() # {tmp_path.name}'],"
+    child += " start_new_session=True)"
     outcomes = run(
         tmp_path,
         section("one", REPORT + "r.table('T', 'a', 'b'); r.row(1, 2)"),
@@ -57,11 +58,10 @@ def test_a_section_that_fails_crashes_or_hangs_does_not_stop_the_others(
         section("last", "print('...'); print('3 passed')"),
     )  # fmt: skip
     assert [o.status for o in outcomes] == ["ok", "failed", "failed", "timed out", "ok"]
-    assert [o.bad for o in outcomes] == [False, True, True, True, False]
     assert outcomes[0].report["tables"][0]["rows"] == [["1", "2"]]
-    assert outcomes[1].why == "two and two"
-    assert outcomes[4].why == "3 passed"
-    assert outcomes[3].why == "after 2 s"
+    assert outcomes[1].reason == "two and two"
+    assert outcomes[4].reason == "3 passed"
+    assert outcomes[3].reason == "after 2 s"
     assert outcomes[3].report["tables"][0]["rows"] == [["had this"]]  # kept
     said = capfd.readouterr().out
     assert "the last words" in said
@@ -90,27 +90,23 @@ def test_sections_that_cannot_run_say_why(
         section("needs it", "pass", needs_build=True),
         Section("GPU only", ("-c", "pass"), 9, needs_build=False),  # left out
     )
-    assert [(o.status, o.why) for o in outcomes] == [
+    assert [(o.status, o.reason) for o in outcomes] == [
         ("failed", "exit code 1"),
         ("not run", "nothing was built"),
     ]
     monkeypatch.setattr(check.driver, "count_devices", lambda: (0, "none"))
     options = check.parse(["--work", str(tmp_path)])
     (outcome,) = check.run(options, [section("pack", "pass", needs_gpu=True)])
-    assert (outcome.status, outcome.why, outcome.bad) == (
-        "not run",
-        "no CUDA device",
-        True,
-    )
+    assert (outcome.status, outcome.reason) == ("not run", "no CUDA device")
 
 
 def test_later_sections_keep_some_time(tmp_path: Path) -> None:
-    long, later = section("x", "pass", 100), [section("y", "pass", least=20)] * 2
+    long, later = section("x", "pass", 100), [section("y", "pass", reserved=20)] * 2
     assert check.limit_of(long, 470, later) == 100
     assert check.limit_of(long, 60, later) == 20
-    assert check.limit_of(section("x", "pass", 100, least=30), 60, later) == 30
+    assert check.limit_of(section("x", "pass", 100, reserved=30), 60, later) == 30
     (one,) = run(tmp_path, section("x", "pass"), seconds=0.5)
-    assert (one.status, one.why) == ("not run", "no time left")
+    assert (one.status, one.reason) == ("not run", "no time left")
 
 
 def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,15 +122,18 @@ def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_the_sections_exist_and_fit_into_the_time() -> None:
     for one in check.SECTIONS:
-        for words in filter(None, (one.words, one.dry)):
+        for words in filter(None, (one.arguments, one.dry)):
+            files = [word for word in words if word.endswith(".py")]
             if words[1].startswith("benchmarks."):
-                assert (ROOT / (words[1].replace(".", "/") + ".py")).is_file()
+                files.append(words[1].replace(".", "/") + ".py")
+            assert files
+            assert all((ROOT / file).is_file() for file in files)
     first, *later = check.SECTIONS
     assert first.name == "build"
     assert check.SECONDS < 480
     # Even a slow build leaves every section what it needs at least.
     assert check.limit_of(first, check.SECONDS, later) >= 100
-    assert all(one.least <= one.limit for one in check.SECTIONS)
+    assert all(one.reserved <= one.limit for one in check.SECTIONS)
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -166,15 +165,15 @@ def test_spread() -> None:
     assert Spread.of([2.5]).show() == "2.5 (2.5–2.5)"
 
 
-def test_report_tables_and_verdicts(tmp_path: Path) -> None:
+def test_report_tables_and_targets(tmp_path: Path) -> None:
     report = Report(tmp_path / "r.json")
     report.table("Speed", "what", "GB/s")
     report.row("pack | f32", 4000)
     report.note("of a run")
-    assert report.verdict("pack", 91.0, 90, " %") == "≥ 90 %: reached"
-    assert report.verdict("pack", 89.0, 90, " %") == "≥ 90 %: missed"
-    assert report.verdict("handler", 20.0, -20, " µs") == "≤ 20 µs: reached"
-    assert report.verdict("handler", 21.0, -20, " µs") == "≤ 20 µs: missed"
+    assert report.compare_with_target("pack", 91.0, 90, " %") == "≥ 90 %: reached"
+    assert report.compare_with_target("pack", 89.0, 90, " %") == "≥ 90 %: missed"
+    assert report.compare_with_target("handler", 20.0, -20, " µs") == "≤ 20 µs: reached"
+    assert report.compare_with_target("handler", 21.0, -20, " µs") == "≤ 20 µs: missed"
     assert report.missed == [
         "pack: 89 %, target ≥ 90 %",
         "handler: 21 µs, target ≤ 20 µs",
@@ -200,7 +199,6 @@ def test_report_tables_and_verdicts(tmp_path: Path) -> None:
 
 def test_missed_targets_are_shown_but_are_no_failure() -> None:
     outcome = Outcome("pack", "ok", 1.0, report={"missed": ["pack: 80 %"]})
-    assert not outcome.bad
     assert check.summary([outcome])["notes"] == ["target missed: pack: 80 %"]
 
 
@@ -243,7 +241,7 @@ def test_the_networks_can_be_trained() -> None:
     assert all(bool(jnp.abs(g).max() > 0) for g in slope)
 
 
-# -- ranks on one device ---------------------------------------------------------------
+# -- the tests of tests/gpu ------------------------------------------------------------
 
 
 def test_every_rank_gets_a_host_of_its_own() -> None:
@@ -253,100 +251,80 @@ def test_every_rank_gets_a_host_of_its_own() -> None:
         "CUDA_VISIBLE_DEVICES": "3,4",
         "NCCL_PROTO": "LL",
     }
-    seen = []
-    for rank in range(2):
-        env = dict(given)
-        sharing.prepare(rank, environ=env)
-        seen.append(env["NCCL_HOSTID"])
-        assert env["CUDA_VISIBLE_DEVICES"] == "3"
-        assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    common = gpu_ranks.environment(given, on_cpu=False)
+    assert (common["JAX_PLATFORMS"], common["CUDA_VISIBLE_DEVICES"]) == ("cuda", "3")
+    assert common["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert (common["NCCL_PROTO"], common["NCCL_SOCKET_IFNAME"]) == ("LL", "lo")
+    ranks = [given | common for _ in range(2)]
+    for rank, env in enumerate(ranks):
+        gpu_ranks.separate_host(rank, env)
         assert not [name for name in env if "MEM_FRACTION" in name]
-        assert (env["NCCL_PROTO"], env["NCCL_SOCKET_IFNAME"]) == ("LL", "lo")
-    assert len(set(seen)) == 2
+    assert ranks[0]["NCCL_HOSTID"] != ranks[1]["NCCL_HOSTID"]
 
 
-def said(**cases: Any) -> dict[str, Any]:
-    """A rank's report: the name of each case with its error or its detail."""
-    lines: dict[str, Any] = {
-        name: {"error": value if value and " " in value else "", "detail": value,
-               "seconds": 0.1}
-        for name, value in cases.items()
-    }  # fmt: skip
-    return {**lines, "end": {"transport": "nccl", "platform": "gpu"}}
+def test_devices_of_ranks_with_several() -> None:
+    devices = [gpu_ranks.visible_devices(8, rank) for rank in (0, 1)]
+    assert devices == ["0,1,2,3", "4,5,6,7"]
+    assert [gpu_ranks.visible_devices(3, rank) for rank in (0, 1)] == ["0,1"] * 2
 
 
-def test_what_is_wrong_on_one_rank_is_a_failure() -> None:
-    report = Report(None)
-    ranks.tabulate(report, 2, [said(sum="", training="aa")] * 2)
-    assert report.failures == []
-    ranks.tabulate(
-        report, 2, [said(sum="", training="aa"), said(sum="not equal", training="bb")]
-    )
-    assert report.failures == [
-        "2 ranks, sum, rank 1: not equal",
-        "2 ranks, training, the ranks hold different bits",
-    ]
-    report = Report(None)
-    short = {"sum": said(sum="")["sum"]}
-    ranks.tabulate(report, 2, [said(sum=""), short])
-    assert "2 ranks: not all came to their end" in report.failures
-    report = Report(None)
-    host = {**said(sum=""), "end": {"transport": "host", "platform": "gpu"}}
-    ranks.tabulate(report, 1, [host])
-    assert "exchanged by {'host'}" in report.failures[0]
+class Item:
+    """A stand-in for a collected test, with the attributes that the hook reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.marks: list[str] = []
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks.append(mark.name)
 
 
-def test_reruns_are_compared_bit_by_bit() -> None:
-    first = [said(training="aa", sum=""), said(training="aa", sum="")]
-    assert ranks.bits(first, first) == {"training": True}
-    assert ranks.bits(first, [said(training="ab")]) == {"training": False}
-    assert ranks.bits([{}], first) == {"training": False}
-
-
-def test_psum_is_compared_within_rounding() -> None:
-    for theirs, failures in (([1.0, 2.0], 0), ([1.0, 2.001], 1), ([], 0)):
-        report = Report(None)
-        report.table("x")
-        ranks.compare_with_psum(report, [1.0, 2.0], theirs)
-        assert len(report.failures) == failures
-
-
-def test_jobs_that_fail_or_hang_are_ended(tmp_path: Path) -> None:
-    log, env = tmp_path / "log", dict(os.environ)
-    with pytest.raises(ranks.LegError, match=r"exit codes \[0, 3\](?s:.*)broken"):
-        commands = [["-c", "pass"], ["-c", "print('broken'); raise SystemExit(3)"]]
-        ranks.finish(commands, env, log, 20)
-    with pytest.raises(ranks.LegError, match="still ran after 1 s"):
-        ranks.finish([["-c", "import signal; signal.pause()"]], env, log, 1)
-
-
-@pytest.fixture
-def cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are started here take this ringjax, and the checkout's benchmarks."""
-    import ringjax
-
-    here = Path(ringjax.__file__).parent.parent
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(ROOT)]))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-
-
-@pytest.mark.timeout(120)
-def test_the_checks_of_the_ranks_hold_on_the_cpu(
-    cpu_ranks: None, tmp_path: Path
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_tests_without_a_device_are_skipped_but_no_schedules(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
-    report = Report(None)
-    said = ranks.world(2, tmp_path / "w", "--fewer", steps=4)
-    ranks.tabulate(report, 2, said)
-    assert report.failures == []
-    assert len(report.tables[0]["rows"]) > 10
-    assert {line["end"]["transport"] for line in said} == {"host"}
-    assert said[0]["training overlapped"]["detail"]  # the digest that is compared
+    folder = ROOT / "tests" / "gpu"
+    spec = importlib.util.spec_from_file_location("of_gpu", folder / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    monkeypatch.setattr(conftest.driver, "count_devices", lambda: (0, "no driver"))
+    monkeypatch.setattr(gpu_ranks, "ON_CPU", on_cpu)
+    items = [Item(path) for path in folder.glob("*.py")]
+    items.append(Item(ROOT / "tests" / "unit" / "test_optim.py"))
+    conftest.pytest_collection_modifyitems(items)
+    skipped = {item.path for item in items if "skip" in item.marks}
+    one_rank = {folder / name for name in conftest.ONE_RANK}
+    assert skipped == (one_rank if on_cpu else set(folder.glob("test_*.py")))
+    assert one_rank < set(folder.glob("test_*.py"))
 
 
-@pytest.mark.timeout(120)
-def test_the_story_of_a_loss_on_the_cpu(cpu_ranks: None, tmp_path: Path) -> None:
-    loss = ranks.lose_a_rank(2, tmp_path / "loss")
-    assert 0 <= loss["noticed"] < 5
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["ranks", "elastic", "torch", "several"])
+def test_sections_of_several_ranks_succeed_on_the_cpu(tmp_path: Path, name) -> None:
+    (chosen,) = (one for one in check.SECTIONS if one.name == name)
+    (outcome,) = run(tmp_path, chosen)
+    log = next((tmp_path / "sections").glob("*.log")).read_text()
+    assert outcome.status == "ok", log
+    (table,) = outcome.report["tables"]
+    results = [result for _, result, _ in table["rows"]]
+    left_out = [result for result in results if not result.endswith(" ok")]
+    assert left_out == ["not run: a CPU has no streams"] * (name == "torch")
+    assert results
+
+
+def test_a_missing_device_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain pytest skips the same tests."""
+    if check.driver.count_devices()[0]:
+        pytest.skip("there is a CUDA device")
+    monkeypatch.setattr(check.driver, "count_devices", lambda: (1, ""))
+    (chosen,) = (one for one in check.SECTIONS if one.name == "one rank")
+    outcome = check.run(check.parse(["--work", str(tmp_path)]), [chosen])[0]
+    assert outcome.status == "failed"
+    assert "no CUDA device: libcuda.so.1" in outcome.reason
+    assert {row[1] for row in outcome.report["tables"][0]["rows"]} == {"FAILED"}
 
 
 # -- the profile -----------------------------------------------------------------------

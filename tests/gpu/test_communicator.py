@@ -1,7 +1,7 @@
 """A device communicator of one rank on a GPU: real NCCL, real streams, no JAX.
 
 One rank shows types, streams, in place and out of place, and how an epoch ends; what
-several ranks compute is a part of `make gpu-check`.
+several ranks compute is in test_collectives.py.
 """
 
 from __future__ import annotations

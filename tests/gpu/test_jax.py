@@ -18,8 +18,7 @@ from benchmarks.gpu import section  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
-    if jax.default_backend() != "gpu":
-        pytest.skip(f"no CUDA device for JAX: it computes on {jax.default_backend()}")
+    assert jax.default_backend() == "gpu"
     ringjax.init()
     yield
 

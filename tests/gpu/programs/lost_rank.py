@@ -1,8 +1,7 @@
-"""One rank of a job that loses its last rank and continues without that rank.
+"""A rank of test_lost_rank.py: loses its last rank and continues without that rank.
 
-ranks.py starts this program without ringrun, which would end a job that has lost a
-rank. The survivors must get an error that names the lost rank, leave, form a smaller
-world and continue to train. The parent reads their output.
+The survivors must get an error that names the lost rank, leave, form a smaller world
+and continue to train.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.gpu import sharing
+from support import gpu_ranks
 
-RANK, SIZE = (int(os.environ[f"RINGJAX_{name}"]) for name in ("RANK", "SIZE"))
-sharing.prepare(RANK)
+RANK, SIZE = gpu_ranks.separate_host_of_job(), int(os.environ["RINGJAX_SIZE"])
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -25,8 +23,8 @@ import optax  # noqa: E402
 import ringjax  # noqa: E402
 
 
-def tell(text: str) -> None:
-    """Prints a line for which the parent waits, in one write."""
+def say(text: str) -> None:
+    """Prints a line for the test in one write."""
     sys.stdout.write(f"\n{text}\n")
     sys.stdout.flush()
 
@@ -53,7 +51,7 @@ def train(parameters: Any, steps: int) -> Any:
         parameters, state = step(parameters, state, x)
         jax.block_until_ready(parameters)
         if number == 3:
-            tell("training")
+            say("training")
     return parameters
 
 
@@ -67,8 +65,7 @@ def main() -> None:
     try:
         train(saved, 10**9)
     except Exception as error:
-        text = " ".join(str(error).split())
-        tell(f"caught {time.time()} {text}")
+        say(f"caught {time.time()} {' '.join(str(error).split())}")
     ringjax.shutdown()
     smaller = SIZE - 1
     os.environ["RINGJAX_SIZE"] = str(smaller)
@@ -79,7 +76,7 @@ def main() -> None:
     assert all(np.isfinite(v).all() for v in jax.tree.leaves(jax.device_get(trained)))
     total = float(ringjax.allreduce(jnp.float32(RANK + 1), ringjax.Sum))
     assert total == smaller * (smaller + 1) / 2, total
-    tell(f"re-formed {time.time()} {ringjax.size()}")
+    say(f"re-formed {time.time()} {ringjax.size()}")
     ringjax.shutdown()
 
 

@@ -1,0 +1,113 @@
+"""The environment of ranks that share one GPU, for tests/gpu.
+
+NCCL refuses two ranks on one device of one host, but uses NCCL_HOSTID as the name of
+the host. Then all data travel over sockets of this machine and the ranks take turns on
+the device, so only their results count. RINGJAX_TEST_DEVICE=cpu runs the same tests on
+the CPU, which proves that the tests run, and nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "RINGJAX_TEST_DEVICE"
+ON_CPU = os.environ.get(VARIABLE) == "cpu"
+PROGRAMS = Path(__file__).resolve().parents[1] / "gpu" / "programs"
+# Behind everything else: the ringjax under test must not come from the checkout.
+sys.path.append(str(PROGRAMS.parents[2]))
+
+_DEFAULTS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_RAS_ENABLE": "0",
+    # Every call takes several turns on the device. Ring and Simple take the fewest.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    # A kernel that is loaded late may wait for all running kernels, and thus for other
+    # ranks.
+    "CUDA_MODULE_LOADING": "EAGER",
+    "JAX_ENABLE_X64": "1",
+    # TF32 would turn a difference in the last bit into a difference in the 11th bit.
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+}
+# Tests compare results bit for bit, so XLA must not choose algorithms by their speed.
+_XLA_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def environment(
+    environ: MutableMapping[str, str] = os.environ, on_cpu: bool = ON_CPU
+) -> dict[str, str]:
+    """Returns the variables of a job. The user's values have priority over defaults."""
+    return {
+        **{name: environ.get(name, value) for name, value in _DEFAULTS.items()},
+        VARIABLE: "cpu" if on_cpu else "cuda",
+        "JAX_PLATFORMS": "cpu" if on_cpu else "cuda",
+        "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip(),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "CUDA_VISIBLE_DEVICES": environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        # Short enough for a test, and long enough for ranks that take turns.
+        "RINGJAX_COLLECTIVE_TIMEOUT": "40",
+        "RINGJAX_START_TIMEOUT": "60",
+    }
+
+
+def separate_host(rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Makes this rank a host of its own for NCCL; call it before `ringjax.init`."""
+    environ["NCCL_HOSTID"] = f"ringjax-test-{rank}"
+    for name in _FRACTIONS:  # jaxlib refuses both at once, and the tests need neither
+        environ.pop(name, None)
+
+
+def visible_devices(count: int, rank: int, ranks: int = 2) -> str:
+    """Returns the devices of a rank: different ones if there are two for each rank.
+
+    Example:
+        >>> visible_devices(8, 1), visible_devices(3, 1)
+        ('4,5,6,7', '0,1')
+    """
+    enough = count >= 2 * ranks
+    each = count // ranks if enough else 2
+    first = rank * each if enough else 0
+    return ",".join(str(n) for n in range(first, first + each))
+
+
+def separate_host_of_job() -> int:
+    """Calls `separate_host` with the number of this rank or worker; returns it."""
+    number = int(os.environ.get("RINGJAX_WORKER") or os.environ["RINGJAX_RANK"])
+    separate_host(number)
+    return number
+
+
+def uses_nccl() -> bool:
+    """Returns whether ringjax sends JAX's arrays of this rank by NCCL."""
+    from benchmarks.gpu.section import device_communicator
+
+    return device_communicator() is not None
+
+
+def on_gpu() -> bool:
+    """Returns whether JAX computes on a GPU in this process."""
+    import jax
+
+    return bool(jax.default_backend() == "gpu")
+
+
+def digest(tree: Any) -> str:
+    """Returns a hash of all bits of a JAX tree of arrays."""
+    import hashlib
+
+    import jax
+
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(tree)):
+        found.update(leaf.tobytes())
+    return found.hexdigest()
