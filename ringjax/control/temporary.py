@@ -1,4 +1,4 @@
-"""The folder for temporary files of ringjax: records of calls, and sockets.
+"""The folders for temporary files of ringjax: records, credentials and sockets.
 
 A container may have a read-only root file system without such a folder. Training does
 not need these files, so their users must work without the folder.
@@ -6,7 +6,9 @@ not need these files, so their users must work without the folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 
 _MEMORY = "/dev/shm"
 
@@ -24,3 +26,35 @@ def folder() -> str:
         return tempfile.gettempdir()
     except OSError:
         return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else ""
+
+
+def private_folder(base: str) -> str:
+    """Returns the path of the folder of this user inside of `base`, such as /tmp."""
+    return os.path.join(base, f"ringjax-{os.geteuid()}")
+
+
+def open_private_folder(path: str, *, make: bool = False) -> int:
+    """Returns a descriptor of a folder that only this user can use.
+
+    Raises:
+        PermissionError: `path` is no folder, or other users can use it. The error has
+            no `strerror`.
+        OSError: the folder cannot be made or opened.
+    """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    # The folder may be in /tmp, where another user can create it first, or a link in
+    # its place. A later replacement does not change the result of fstat on the
+    # descriptor.
+    refusal = PermissionError(f"{path} must be a folder that only this user can use")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags)
+    except (NotADirectoryError, PermissionError):
+        raise refusal from None
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise refusal
+    return fd

@@ -47,8 +47,7 @@ class CredentialsFile:
     identity it is derived from the parent process, which the ranks of one job share.
 
     Attributes:
-        hint: a text for errors, if the file name depends on the parent process.
-        path: the path of the file.
+        hint: the end of an error's text if the file name depends on the parent process.
     """
 
     def __init__(self, info: LaunchInfo) -> None:
@@ -86,10 +85,9 @@ class CredentialsFile:
             raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
 
     def credentials(self) -> JobCredentials:
-        """Reads the credentials, which a killed job may have left behind.
+        """Reads the credentials; raises OSError if there is no file to trust.
 
-        Raises:
-            OSError: there is no file that can be trusted.
+        A killed job may have left the file behind.
         """
         credentials = self.read()
         if credentials is None:
@@ -99,9 +97,8 @@ class CredentialsFile:
     def read(self) -> JobCredentials | None:
         """Reads the credentials.
 
-        Returns:
-            None if the file does not exist, is malformed, or could have been written by
-            another user.
+        Returns None if the file does not exist, is malformed, or another user could
+        have written it.
         """
         # O_NONBLOCK: opening a FIFO in the place of the file must not hang.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -133,10 +130,10 @@ class CredentialsFile:
 
 
 def private_folder() -> str:
-    """Makes the folder of this user in which the credentials files are.
+    """Makes the folder of this user for credentials files, and returns its path.
 
     Raises:
-        StartupError: the folder cannot be made, or another user can write to it.
+        StartupError: the folder cannot be made, or another user can use it.
     """
     base = _runtime_folder()
     if not base:
@@ -144,30 +141,20 @@ def private_folder() -> str:
             "there is no folder for temporary files, by which the ranks of this host "
             "find each other: set TMPDIR, or MASTER_ADDR and MASTER_PORT"
         )
-    path = os.path.join(base, f"ringjax-{os.geteuid()}")
+    path = temporary.private_folder(base)
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
+        os.close(temporary.open_private_folder(path, make=True))
     except OSError as error:
-        raise StartupError(f"cannot make {path}: {error.strerror}") from error
-    # The base may be /tmp, where every user can make files: another user may have made
-    # a folder or a symbolic link of this name. lstat does not follow the link.
-    status = os.lstat(path)
-    if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.geteuid()
-        or status.st_mode & 0o077
-    ):
-        raise StartupError(f"{path} must be a folder that only this user can use")
+        why = f"cannot make {path}: {error.strerror}" if error.strerror else str(error)
+        raise StartupError(why) from error
     return path
 
 
 def _runtime_folder() -> str:
     """Returns XDG_RUNTIME_DIR if this user can write to it, else the temporary folder.
 
-    The variable may name a folder that does not exist here or belongs to another user,
-    after su or sudo and on a node whose job inherits the login node's environment.
+    After su or sudo, the variable may name a folder of another user. On a node whose
+    job inherits the login node's environment, the folder may not exist.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     try:
@@ -178,12 +165,12 @@ def _runtime_folder() -> str:
 
 
 def _parent_identity() -> str:
-    """Returns id and start time of the parent process: the kernel reuses ids."""
+    """Returns id and start time of the parent process, because ids are reused."""
     pid = os.getppid()
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command, in brackets, may contain brackets and spaces itself: read
-            # the fields behind the last closing bracket.
+            # The second field is the command in brackets. It may contain brackets and
+            # spaces, so read the fields behind the last closing bracket.
             started = file.read().rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError):
         started = ""

@@ -1,7 +1,7 @@
-"""Unix sockets by which `ringjax top` finds the jobs of the same user.
+"""Unix sockets by which `ringjax top` finds the jobs of its user.
 
 The sockets are in a folder that only its owner may enter, like the sockets of tmux. In
-addition, the kernel reports to both ends the user of the other end.
+addition, each end checks the user of the other end, which the kernel reports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import socket
-import stat
 import time
 from pathlib import Path
 
@@ -40,44 +39,20 @@ def socket_folder() -> Path:
     base = temporary.folder()
     if not base:
         raise FileNotFoundError("there is no folder for temporary files")
-    return Path(base) / f"ringjax-{os.geteuid()}"
-
-
-def _open_folder(folder: Path) -> int:
-    """Returns a descriptor of the folder.
-
-    Raises:
-        OSError: the folder does not exist, or other users may enter it.
-    """
-    # The folder may be in /tmp, where another user can create it first, or a link in
-    # its place. A later replacement does not change the result of fstat on the
-    # descriptor.
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        os.close(fd)
-        raise PermissionError(f"{folder}: it is not this user's alone")
-    return fd
+    return Path(temporary.private_folder(base))
 
 
 def listen() -> tuple[socket.socket, Path]:
-    """Creates a listening socket of this process. The caller removes its file.
-
-    Raises:
-        OSError: the socket cannot be created.
-    """
+    """Creates a listening socket of this process. The caller removes its file."""
     folder = socket_folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    fd = _open_folder(folder)
+    fd = temporary.open_private_folder(str(folder), make=True)
     sock = socket.socket(socket.AF_UNIX)
     try:
         for number in range(1000):
             path = folder / f"{os.getpid()}-{number}.sock"
-            # Another job in this process already listens at this path.
-            if _is_alive(path):
+            if _is_alive(path):  # another job in this process listens there
                 continue
-            # A killed process with the same id has left the file.
+            # A killed process with the id of this process may have left the file.
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             sock.bind(_address(path, fd))
@@ -101,7 +76,7 @@ def connect(path: Path) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
-        fd = _open_folder(path.parent)
+        fd = temporary.open_private_folder(str(path.parent))
         try:
             connect_within(sock, _address(path, fd), _CONNECT_TIMEOUT)
         finally:
@@ -134,8 +109,8 @@ def connect_within(sock: socket.socket, address: str, seconds: float) -> None:
         except BlockingIOError:  # the listener's queue is full
             if time.monotonic() > deadline:
                 raise
-            # A socket with a timeout does not block here, and the kernel does not
-            # report when the queue has room again.
+            # Poll: `connect` does not wait for room in the queue if the socket has a
+            # timeout, and the kernel does not report when there is room again.
             time.sleep(0.02)
 
 
@@ -148,13 +123,13 @@ def _is_alive(path: Path) -> bool:
 
 
 def find_jobs() -> dict[int, list[Path]]:
-    """Returns the sockets of this user's jobs by the process id of ringrun.
+    """Returns the sockets of this user's jobs, by the process id of ringrun.
 
-    Also removes the files of processes that were killed.
+    The function also removes the files of processes that were killed.
     """
     found: dict[int, list[Path]] = {}
     with contextlib.suppress(OSError):
-        os.close(_open_folder(socket_folder()))
+        os.close(temporary.open_private_folder(str(socket_folder())))
         for path in sorted(socket_folder().iterdir()):
             if (match := _NAME.fullmatch(path.name)) is None:
                 continue
