@@ -1,8 +1,8 @@
 """Acceptor: listening sockets that hand over only connections that authenticate.
 
-An acceptor works inside a loop over a selector. The servers of a job (server.py), the
-listener of a rank (listener.py) and `ringrun --listen` use it. handshake.py defines the
-messages.
+An acceptor works inside an event loop over a selector. The servers of a job
+(server.py), the listener of a rank (listener.py) and `ringrun --listen` use acceptors.
+handshake.py defines the messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_PENDING = 1024  # connections in a handshake at the same time
 _LOG_INTERVAL = 60.0  # seconds between two log lines about one address
 _MAX_LOGGED = 1024  # remembered addresses, so that a scan cannot use up the memory
 
-# A function of a nonblocking socket, its address, the request and the keys.
+# A function that receives an authenticated connection: its nonblocking socket, the
+# address of the caller, the request, and the keys of the session.
 Admit = Callable[[socket.socket, str, HandshakeRequest, SessionKeys], None]
 
 
@@ -39,13 +40,11 @@ def run_once(
     seconds: float,
     on_error: Callable[[object, Exception], None],
 ) -> None:
-    """Runs one round of an event loop.
+    """Runs one round of an event loop, and waits up to `seconds` for an event.
 
-    Args:
-        selector: its entries have callables as data, which are called with the socket.
-        seconds: how long to wait for an event.
-        on_error: called with the socket and the exception if a callable raises. The
-            other callables of this round still run.
+    The data of each selector entry is a callable, which is called with the socket. If a
+    callable raises an exception, `on_error` is called with the socket and the
+    exception, and the other callables of this round still run.
     """
     for key, _ in selector.select(seconds):
         # An earlier callable of this round may have closed this socket, and the kernel
@@ -59,13 +58,13 @@ def run_once(
 
 
 class PendingConnection:
-    """A connection whose handshake is not over."""
+    """A connection whose handshake is running."""
 
     def __init__(self, sock: socket.socket, where: str, steps: HandshakeSteps) -> None:
         self.sock, self.where, self.steps = sock, where, steps
         self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self.received = b""
-        self.messages = 0  # messages received; the first message has named this job
+        self.messages = 0  # messages received; the first message names this job
         self.expected = next(steps)[1]  # the number of bytes of the next message
 
 
@@ -74,16 +73,15 @@ class Acceptor:
 
     The loop over `selector` calls `expire` about once a second while `has_pending`.
 
-    A stranger can occupy one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds and
+    A stranger can occupy one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds, with
     less than 100 bytes. If all places are taken, the acceptor evicts the oldest
     connection that has not named this job yet, because ranks name the job immediately.
-    If there is no such connection, it evicts the oldest, which may connect again.
+    If all connections have named it, the oldest is evicted, and may connect again.
 
     Args:
         listeners: listening sockets, which the acceptor closes.
         selector: its entries have callables as data, see `run_once`.
         steps: starts the callee's end of a handshake on a socket, see `callee_steps`.
-        admit: called with each connection that has authenticated.
         log: called with a sentence about a refusal, at most once a minute per address.
     """
 
@@ -138,7 +136,8 @@ class Acceptor:
         try:
             piece = sock.recv(pending.expected - len(pending.received))
             if not piece:
-                # The caller has received our proof, and closes instead of sending one.
+                # A caller with another secret cannot verify this end's proof, and
+                # closes the connection instead of sending its own proof.
                 unproven = pending.expected == MAC_BYTES
                 why = ": it has another secret" if unproven else ""
                 raise AuthenticationError(f"left before proving itself{why}")
@@ -168,24 +167,24 @@ class Acceptor:
             self._admit(pending.sock, pending.where, request, keys)
 
     def on_error(self, sock: object, error: Exception) -> None:
-        """Handles an exception of a callable of this acceptor or of its loop.
+        """Handles an exception in the event loop.
 
-        A pending connection that caused the exception is closed.
+        If a pending connection caused the exception, the connection is closed.
         """
         why = f"caused {type(error).__name__}: {error}"
         if isinstance(sock, socket.socket) and sock in self._pending:
             self._evict(self._pending[sock], why)
         else:
-            # `accept` fails if no descriptor is free. The connection stays in the queue
-            # of the kernel and the listener stays readable: pause, or the loop would
-            # use a whole core.
+            # `accept` fails if no descriptor is free. The connection then stays in the
+            # queue of the kernel, and the listener stays readable. Without a pause the
+            # loop would use a whole core.
             self._log_refusal("a caller", why)
             time.sleep(0.05)
 
     def expire(self) -> None:
         """Ends the handshakes that have taken too long."""
         now = time.monotonic()
-        for pending in [g for g in self._pending.values() if g.deadline <= now]:
+        for pending in [p for p in self._pending.values() if p.deadline <= now]:
             self._evict(pending, f"did not prove itself within {HANDSHAKE_TIMEOUT:g} s")
 
     def _remove(self, pending: PendingConnection) -> None:
@@ -194,7 +193,7 @@ class Acceptor:
 
     def _evict(self, pending: PendingConnection, why: str) -> None:
         """Ends a handshake that may be genuine. The caller may connect again."""
-        if pending.messages == 1:  # the caller waits for a message: send BUSY instead
+        if pending.messages == 1:  # the caller waits for a reply, which BUSY replaces
             with contextlib.suppress(OSError):
                 pending.sock.send(BUSY)
         self._refuse(pending, why)
@@ -216,8 +215,8 @@ class Acceptor:
     def close(self) -> None:
         """Closes the listening sockets and the pending connections.
 
-        Close the selector first. A forked child shares it with its parent, so to
-        unregister a socket in the child would unregister it in the parent, too.
+        Close the selector first. A forked child shares the selector with its parent: if
+        the child unregistered a socket, it would also unregister that of the parent.
         """
         for sock in (*self._pending, *self._listeners):
             sock.close()
@@ -226,7 +225,7 @@ class Acceptor:
 
 
 def _foreign_user(sock: socket.socket) -> str:
-    """Returns a refusal if another user's process has a unix socket; "" otherwise."""
+    """Returns why the other end of a unix socket is refused; "" for this user."""
     if sock.family != socket.AF_UNIX:
         return ""
     uid = peer_uid(sock)

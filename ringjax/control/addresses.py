@@ -1,7 +1,7 @@
-"""Network addresses as text, TCP sockets with the right options, and this host's own.
+"""Network addresses as text, sockets with the right options, and this host's addresses.
 
-Handles IPv4 and IPv6. The notations in which batch systems name hosts are in
-launch_environment.py and slurm.py.
+IPv4 and IPv6 are supported. launch_environment.py and slurm.py read the notations in
+which batch systems name hosts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def parse(text: str) -> list[tuple[str, int]]:
-    """Reads "host:port,[v6]:port,...".
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Reads "host:port,[v6]:port,..."; raises ValueError for any other text."""
     found = []
     for piece in filter(None, text.split(",")):
         host, colon, port = piece.strip().rpartition(":")
@@ -66,9 +62,8 @@ def listen_on(
     An address that this host does not have any more is left out, unless none remains.
 
     Args:
-        hosts: the addresses.
-        port: the same port on each address; 0 takes a free one for each.
-        timeout: seconds to wait until another process that ends frees the port.
+        port: the port on each address; 0 takes a free port for each.
+        timeout: seconds to wait until another process, which is ending, frees the port.
 
     Raises:
         StartupError: a socket cannot be opened.
@@ -101,7 +96,10 @@ def _listen_until(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
-    """Connects to a TCP address, or to a unix socket if `where` is a string."""
+    """Connects to a TCP address, or to a unix socket if `where` is a string.
+
+    The timeout of the socket is `seconds` afterwards.
+    """
     if isinstance(where, tuple):
         return socket.create_connection(where, timeout=seconds)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,24 +113,35 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
 
 
 def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
-    """Makes a TCP socket send immediately, and fail if the peer is silent for too long.
+    """Makes a socket of a link send immediately, and sets `enable_keepalive`.
+
+    A unix socket needs no options: the kernel reports the peer's end immediately.
+    """
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        enable_keepalive(sock, failure_timeout, interval=1)
+
+
+def enable_keepalive(sock: socket.socket, seconds: float, interval: int = 0) -> None:
+    """Makes the kernel end a TCP connection if the peer is silent for `seconds`.
+
+    The options also work while this process is busy or stopped. A host that loses power
+    sends no FIN, so without these options its connections would stay open.
 
     Args:
-        sock: a socket of a link. A unix socket needs no options: the kernel reports the
-            end of the peer immediately.
-        failure_timeout: seconds of silence.
+        interval: seconds between two probes; 0 for a third of `seconds`.
     """
-    if sock.family == socket.AF_UNIX:
-        return
-    tcp = socket.IPPROTO_TCP
-    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    interval = interval or max(int(seconds / 3), 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(tcp, socket.TCP_KEEPCNT, 3)
-    # The kernel sends no keepalive probes while sent data waits for an acknowledgement.
-    # TCP_USER_TIMEOUT limits that wait.
-    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(failure_timeout * 1000))
+    for option, value in (
+        (socket.TCP_KEEPIDLE, interval),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, 3),
+        # The kernel sends no probes while sent data wait for an acknowledgement.
+        # TCP_USER_TIMEOUT limits that wait.
+        (socket.TCP_USER_TIMEOUT, max(int(1000 * seconds), 1)),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def is_loopback(host: str) -> bool:
@@ -145,7 +154,7 @@ def loopback() -> str:
         with contextlib.suppress(OSError):
             listen(host).close()
             return host
-    return "127.0.0.1"  # no loopback interface is up: later errors contain this address
+    return "127.0.0.1"  # no loopback interface is up; later errors name this address
 
 
 def of_interfaces(names: str = "") -> list[str]:
@@ -197,7 +206,8 @@ def _ipv6_addresses() -> Sequence[tuple[str, str]]:
             rows = [line.split() for line in table]
     except OSError:  # the kernel has no IPv6
         return []
-    # Link-local addresses (scope 20) are ambiguous without the number of the interface.
+    # Leave out link-local addresses (scope 20): they are ambiguous without the number
+    # of the interface.
     return [
         (row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])))
         for row in rows

@@ -1,4 +1,4 @@
-"""Connects to a server of the job: to the first address whose server authenticates."""
+"""Connects to a server of the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def connect_to_server(
 
     Args:
         addresses: "host:port,[v6]:port,...".
-        request: describes this end of the connection.
         deadline: the `time.monotonic` at which the attempts at all addresses end.
         server: the name of the server in errors.
 
@@ -35,8 +34,8 @@ def connect_to_server(
     Raises:
         AuthenticationError: a server replies but does not have the secret.
         StartupError: the loopback interface of this host is down.
-        OSError: no server replies. The cause is a `socket.gaierror` if the name of a
-            host cannot be resolved on this host, or not yet.
+        OSError: no server replies. The cause is a `socket.gaierror` if this host cannot
+            resolve the name of a host, perhaps not yet.
     """
     unauthenticated, absent = None, None
     candidates = address.parse(addresses)
@@ -72,21 +71,3 @@ def _connect(
     except BaseException:
         sock.close()
         raise
-
-
-def enable_keepalive(sock: socket.socket, seconds: float) -> None:
-    """Makes the kernel end a TCP connection if the peer is silent for `seconds`.
-
-    The options also work while this process is busy or stopped. A host that loses power
-    sends no FIN, so without these options its connections would stay open.
-    """
-    interval = max(int(seconds / 3), 1)
-    options = {
-        socket.TCP_USER_TIMEOUT: max(int(1000 * seconds), 1),
-        socket.TCP_KEEPIDLE: interval,
-        socket.TCP_KEEPINTVL: interval,
-        socket.TCP_KEEPCNT: 3,
-    }
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in options.items():
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)

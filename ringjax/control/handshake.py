@@ -12,13 +12,14 @@ The keys differ by job and direction, so an attacker can neither replay nor refl
 message. The HMACs cover both TLS offers, so an attacker on the path cannot make the two
 ends continue without TLS.
 
-Afterwards a server and its peers exchange JSON messages, sealed with an HMAC and a
-counter (sealed_messages.py) and inside TLS if both ends support it (tls.py). On links
-between ranks the native core sends its own bytes: encrypted if an end requires TLS,
-else in the clear, so an attacker on the path could alter tensors.
+After the handshake a server and its peers exchange JSON messages, which are sealed with
+an HMAC and a counter (sealed_messages.py), and are inside TLS if both ends support TLS
+(tls.py). On links between ranks the native core sends its own bytes. It encrypts them
+only if an end requires TLS. Without encryption an attacker on the path could alter
+tensors.
 
-The protocol is a state machine without I/O. `authenticate` runs it on the socket of a
-caller, acceptor.py on the sockets of a server.
+The protocol is a state machine without I/O. `authenticate` runs the state machine on
+the socket of a caller, and acceptor.py on the sockets of a server.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ringjax.control.tls import TlsEndpoint, TlsOffer, agree
 from ringjax.errors import AuthenticationError
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a whole handshake
-BUSY = b"RINGJAX busy"  # the reply if too many callers wait: the caller connects again
+BUSY = b"RINGJAX busy"  # sent if too many callers wait; the caller connects again
 _MAGIC = b"RINGJAX\x02"
 _REQUEST = struct.Struct("!8s8sBBHIIii32s")
 _NONCE_BYTES, MAC_BYTES = 32, 32
@@ -60,13 +61,12 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HandshakeRequest:
-    """The first message: what a connection claims to be.
+    """The first message, in which the caller describes the connection.
 
     Attributes:
         job: the id of the job, 16 hexadecimal digits.
-        purpose: what the connection is for.
         caller: the world rank or the worker that connects; 0 for an agent of ringrun.
-        callee: the world rank to which it connects; -1 is a server.
+        callee: the world rank to which the caller connects; -1 for a server.
         epoch: the epoch of a link.
         comm: the number of the communicator of a link.
         stream: the number of a data connection within its link.
@@ -99,11 +99,7 @@ class HandshakeRequest:
 
     @staticmethod
     def unpack(message: bytes) -> HandshakeRequest:
-        """Reads the first message.
-
-        Raises:
-            AuthenticationError: the message is no request of ringjax.
-        """
+        """Reads the first message; raises AuthenticationError if it is malformed."""
         magic, job, purpose, tls, stream, epoch, comm, caller, callee, _ = (
             _REQUEST.unpack(message)
         )
@@ -142,7 +138,7 @@ class _KeySchedule:
 
 
 # An end of a handshake. The generator yields the bytes to send and the number of bytes
-# that the end needs next, and is sent these bytes. The number 0 means that the
+# to receive, and its `send` takes the received bytes. The number 0 means that the
 # handshake is over. The generator returns the request and the keys of the session.
 HandshakeSteps = Generator[
     tuple[bytes, int], bytes, tuple[HandshakeRequest, SessionKeys]
@@ -164,8 +160,8 @@ def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
     try:
         encrypted = agree(request.tls, peer, is_link=is_link)
     except AuthenticationError:
-        # Send the proof nevertheless. The callee then trusts the offer of this caller
-        # and fails with the same reason, not with "left before proving itself".
+        # Send the proof nevertheless. The callee then trusts the offer of this caller,
+        # and its error also names TLS, not "left before proving itself".
         yield proof, 0
         raise
     welcome = yield proof, MAC_BYTES
@@ -189,7 +185,6 @@ def callee_steps(
 
     Args:
         refusal_of: returns why a request is refused; "" accepts the request.
-        tls_offer: the TLS offer of this end.
     """
     schedule = _KeySchedule(secret, job)
     transcript = yield b"", _REQUEST.size
@@ -228,11 +223,7 @@ def authenticate(
     request: HandshakeRequest,
     limit: float = HANDSHAKE_TIMEOUT,
 ) -> SessionKeys:
-    """Runs the caller's end of the handshake on a connected socket.
-
-    Args:
-        request: describes this end of the connection.
-        limit: seconds for the whole handshake.
+    """Runs the caller's end of the handshake on a connected socket, within `limit` s.
 
     Raises:
         AuthenticationError: the other end refuses the request or does not know the

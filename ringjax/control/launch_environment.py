@@ -1,15 +1,15 @@
 """Launch environment: finds rank and size in the variables that a launcher has set.
 
-The sources, the strongest first:
+There are three sources. The first that applies decides:
 
 1. RINGJAX_RANK and RINGJAX_SIZE, or Horovod's names of them, from ringrun or the user;
 2. a table of launchers, the innermost first;
 3. without any variable of a launcher, this process is a job of one.
 
 If some variables show that there are several processes but rank or size is missing, the
-result is an error and not a job of one: N separate trainings would look like one that
-works. The settings of ringjax are read in config.py, and no connection is opened here
-(see membership/rendezvous_discovery.py).
+result is an error and not a job of one. Otherwise N separate trainings would run, and
+look like one training that works. config.py reads the settings of ringjax, and
+membership/rendezvous_discovery.py opens the connections.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ringjax.control import addresses as address
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
-# Step ids from this value on are a batch script, an interactive shell and the like.
-# These processes have the variables of the job, but srun has not started them as ranks.
+# Step ids from this value on belong to batch scripts, interactive shells and similar
+# processes. They have the variables of the job, but srun did not start them as ranks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MAX = 2**31 - 1  # largest rank or size; RINGJAX_RANK and RINGJAX_SIZE have this limit
+_MAX = 2**31 - 1  # the limit of a rank or size, also of RINGJAX_RANK and RINGJAX_SIZE
 
 Environ = Mapping[str, str]
 
@@ -37,12 +37,10 @@ class LaunchInfo:
     """Rank, size and hosts of a process, as its launcher has set them.
 
     Attributes:
-        rank: the rank of this process.
-        size: the number of ranks.
         launcher: its name, for errors.
         single_host: whether all ranks are known to run on this host.
-        identity: a text that is equal on all ranks of this job and on no other rank;
-            "" if there is none.
+        identity: a text that all ranks of this job have, and no rank of another job; ""
+            if the launcher sets no such text.
         rank0_host: a name or address of the host of rank 0; "" if it is not known.
         port: a port on the host of rank 0 that is reserved for this job; 0 if none.
     """
@@ -104,22 +102,21 @@ class _LaunchVariables:
 
     Attributes:
         launcher: its name, for errors.
-        rank: the variable with the rank.
-        size: the variable with the number of ranks; "" if the launcher sets none.
+        rank, size: the variables with rank and size; "" if the launcher sets no size.
         local_size: the variable with the number of ranks on this host.
-        needs: a variable without which the other ones are not from this launcher.
-        both: rank and size count only together, because users set one of these
+        needs: if this variable is unset, another launcher has set the other variables.
+        both: whether rank and size count only together, because users set one of these
             variables for other purposes.
-        size_copy: a variable that repeats the size. If its value is another one, this
-            launcher has not set rank and size.
+        size_copy: a variable that repeats the size. If its value differs from the size,
+            this launcher has not set rank and size.
         marker: another variable that shows that there are several processes.
         per_node: the variable with the number of processes of a node, if rank and size
             count nodes.
-        hosts: variables that may name the host of rank 0, or a list that begins with
-            it.
+        hosts: variables that may name the host of rank 0, or a list of hosts that
+            begins with this host.
         port: a variable with a port that is free on the host of rank 0.
         identity: variables whose values together identify the job.
-        instead: for errors: a better advice than to set variables by hand.
+        instead: advice for errors that is better than to set variables by hand.
     """
 
     launcher: str
@@ -139,8 +136,7 @@ class _LaunchVariables:
     def detect(self, environ: Environ) -> LaunchInfo | None:
         """Finds rank and size; returns None if another launcher started the process.
 
-        Raises:
-            StartupError: this launcher has started it, but a variable is missing.
+        Raises StartupError if this launcher did, but a variable is missing.
         """
         if not self._applies(environ):
             return None
@@ -170,11 +166,7 @@ class _LaunchVariables:
         )
 
     def rank_and_size(self, environ: Environ) -> tuple[int, int]:
-        """Reads rank and size.
-
-        Raises:
-            StartupError: one of them is missing or invalid.
-        """
+        """Reads rank and size; raises StartupError if one is missing or invalid."""
         if not self.size:
             raise self._error(environ, "nothing tells how many there are")
         rank, size = (self._number(environ, name) for name in (self.rank, self.size))
@@ -224,9 +216,9 @@ class _LaunchVariables:
         return int(text)
 
     def _check_per_node(self, environ: Environ, nodes: int) -> None:
-        """Raises an error if the node should run more processes than this one."""
+        """Raises an error if the node should run several processes."""
         text = environ.get(self.per_node, "")
-        # A word such as "auto" stands for a number that torchrun would have to count.
+        # With a word such as "auto", torchrun would count the devices of the node.
         if text in ("", "1") or (nodes == 1 and text.isalpha()):
             return
         raise self._error(environ, f"{self.per_node} is {text!r:.60} and not 1")
@@ -246,7 +238,8 @@ _TORCHRUN = _LaunchVariables(
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
     needs="TORCHELASTIC_RUN_ID",
-    # torch's own store uses MASTER_PORT, so the port can only identify the job.
+    # torch's own store listens on MASTER_PORT, so the port only serves to identify the
+    # job.
     identity=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
 )
 _MPICH = _LaunchVariables(
@@ -360,14 +353,15 @@ def _slurm(environ: Environ) -> LaunchInfo | None:
 
 
 def _slurm_outside_of_steps(environ: Environ) -> LaunchInfo | None:
-    # Outside of the steps of srun, a single process has number 0. Another number means
-    # that there are several processes.
+    # Outside of the steps of srun, a single process has SLURM_PROCID=0. Another value
+    # shows that there are several processes.
     if environ.get("SLURM_PROCID", "0") in ("", "0"):
         return None
     return _SLURM.detect(environ)
 
 
-# The innermost launcher is first: mpirun may run in a step of Slurm, torchrun in a pod.
+# Inner launchers come before outer ones: mpirun may run in a step of Slurm, and
+# torchrun in a pod of Kubernetes.
 _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
     _TORCHRUN.detect,
     _OPEN_MPI.detect,

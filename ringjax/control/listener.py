@@ -2,9 +2,9 @@
 
 Ranks of this host connect to a unix socket in the abstract namespace: such a socket has
 no file and disappears with the process. Ranks of other hosts connect over TCP. A thread
-accepts and authenticates (handshake.py). It keeps a connection under its key until
-links/mesh.py takes it, because another rank may connect before this rank begins to
-build the communicator.
+accepts and authenticates connections (handshake.py), and keeps them until links/mesh.py
+takes them, because another rank may connect before this rank begins to build the
+communicator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from typing import NamedTuple
 
 from ringjax.control import addresses as address
 from ringjax.control.acceptor import Acceptor, run_once
-from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
+from ringjax.control.handshake import (
+    HandshakeRequest,
+    HandshakeSteps,
+    Purpose,
+    callee_steps,
+)
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import TlsOffer, offer_for
 
@@ -41,13 +46,7 @@ class ConnectionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedConnection:
-    """A connection that has authenticated.
-
-    Attributes:
-        sock: its socket.
-        key: the key with which the native core encrypts the data; empty if the data are
-            not encrypted.
-    """
+    """A connection that has authenticated, and the key of `SessionKeys.link`."""
 
     sock: socket.socket
     key: bytes = field(repr=False)
@@ -62,8 +61,8 @@ class LinkListener:
         size: the size of the job, if `rank` is given.
         hosts: the addresses to listen on for other hosts, see `addresses`.
         log: called with a sentence about each refused connection.
-        failed: called with a sentence if the thread fails, so that no rank can connect.
-        tls: whether data that come over TCP are encrypted, as in RINGJAX_TLS.
+        failed: called with a sentence if the thread fails. Then no rank can connect.
+        tls: whether data over TCP are encrypted, as in RINGJAX_TLS.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class LinkListener:
         failed: Callable[[str], None],
         tls: str = "auto",
     ) -> None:
-        self._tls = offer_for(tls)
+        own_offer = offer_for(tls)
         self._rank, self._size = rank, size
         self._failed = failed
         self._oldest = 0  # the oldest epoch whose connections are accepted
@@ -108,15 +107,13 @@ class LinkListener:
         self._selector = selectors.DefaultSelector()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, os.eventfd_read)
-        self._acceptor = Acceptor(
-            listeners,
-            self._selector,
-            lambda sock: callee_steps(
-                secret, job, self._refusal_of, self._offer_on(sock)
-            ),
-            self._admit,
-            log,
-        )
+
+        def steps(sock: socket.socket) -> HandshakeSteps:
+            # Data within a host are not encrypted.
+            offer = TlsOffer.NONE if sock.family == socket.AF_UNIX else own_offer
+            return callee_steps(secret, job, self._refusal_of, offer)
+
+        self._acceptor = Acceptor(listeners, self._selector, steps, self._admit, log)
         self._thread = threading.Thread(
             target=self._serve, name="ringjax-link-listener", daemon=True
         )
@@ -125,7 +122,7 @@ class LinkListener:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                # Only pending connections can expire. Without such, sleep long.
+                # Only pending connections expire. Sleep long if there are none.
                 pause = 0.5 if self._acceptor.has_pending else 60.0
                 run_once(self._selector, pause, self._acceptor.on_error)
                 self._acceptor.expire()
@@ -134,16 +131,12 @@ class LinkListener:
                 why = f"{type(error).__name__}: {error}"
                 self._failed(f"the listening thread of this rank failed: {why}")
 
-    def _offer_on(self, sock: socket.socket) -> TlsOffer:
-        """Returns the TLS offer on a socket. Data within a host are not encrypted."""
-        return TlsOffer.NONE if sock.family == socket.AF_UNIX else self._tls
-
     def _refusal_of(self, request: HandshakeRequest) -> str:
         if not request.purpose.is_link:
             return "looks for a server, which is not here"
         if self._rank < 0:
-            # The other rank may have entered an epoch before this rank does. Then its
-            # connection waits.
+            # Admit connections of later epochs: the other rank may have entered an
+            # epoch before this rank does. Its connection then waits.
             late = request.epoch < self._oldest
             return f"calls in epoch {request.epoch}, which is over" if late else ""
         if request.callee != self._rank:
@@ -168,7 +161,7 @@ class LinkListener:
             request.caller,
         )
         with self._changed:
-            old = self._accepted.pop(key, None)  # the caller has given it up
+            old = self._accepted.pop(key, None)  # the caller has replaced it
             if len(self._accepted) >= _MAX_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:

@@ -14,9 +14,8 @@ class Member:
     """A worker that has a rank in the current epoch.
 
     Attributes:
-        rank: the rank of the worker.
-        seen: the address from which the worker reached the coordinator, so packets can
-            travel to this address.
+        seen: the address from which the worker reached the coordinator. Other hosts can
+            reach this address, which is not certain of the addresses in `hello`.
         hello: the description that the worker sent when it joined, as JSON.
         worker: the number of the worker. An elastic job never uses a number again; in
             other jobs the number is the rank.

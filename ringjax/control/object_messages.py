@@ -1,8 +1,8 @@
 """Messages that carry Python objects: a head of fixed size, then a sealed body.
 
-This module uses no lane and no jax: its callers `sync.py`, `eager/objects.py` and
-`elastic/transfer.py` pass `broadcast` and `allgather` a function that moves arrays. The
-bytes of an object are only read if the `ObjectSeal` behind the bytes is genuine.
+The module depends on no lane and not on jax: its callers `sync.py`, `eager/objects.py`
+and `elastic/transfer.py` pass a function that moves arrays. The bytes of an object are
+decoded only if the `ObjectSeal` at their end is genuine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ringjax.control.sealed_messages import ObjectSeal
 MAX_BYTES = 1 << 31
 _MAX_REASON_BYTES = 65536
 
-# A function that moves an array between ranks, as the "head" or "body" of messages.
+# A function that moves an array between ranks. Its second argument is "head" or "body".
 Move = Callable[[Array, str], Any]
-# A function that maps the head of a message to the size of the array for its body.
+# A function that returns the size of a message's body, as an array, from its head.
 BodySize = Callable[[Array], int]
 
 
@@ -45,7 +45,7 @@ class ObjectMessage(NamedTuple):
             data = encode(value, allow_pickle=allow_pickle)
             if len(data) > MAX_BYTES - ObjectSeal.SIZE:
                 raise ValueError(f"it has {len(data)} bytes, more than {MAX_BYTES}")
-        except Exception as e:  # a pickle runs the object's own code
+        except Exception as e:  # pickling runs code of the object, which may fail
             failed = True
             data = f"{type(e).__name__}: {e}".encode(errors="replace")
             data = data[:_MAX_REASON_BYTES]
@@ -56,7 +56,7 @@ class ObjectMessage(NamedTuple):
         return np.array([self.failed, len(self.data)], np.uint32)
 
     def body(self, size: BodySize | None = None) -> Array:
-        """Returns the bytes, padded with zeros to `size` or, if None, `padded_size`."""
+        """Returns the bytes, padded with zeros to `size` (None: to `padded_size`)."""
         body = np.zeros((size or padded_size)(self.head()), np.uint8)
         body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
         return body
@@ -83,8 +83,8 @@ def open_message(
     """Returns the object of a message.
 
     Raises:
-      TypeError: the sender could not encode the object. The text has the reason.
-      ValueError: the message is not genuine, or is no object.
+        TypeError: the sender could not encode the object. The text has the reason.
+        ValueError: the message is not genuine, or contains no object.
     """
     data = seal.verify(bool(head[0]), body[: int(head[1])])
     if head[0]:
@@ -106,8 +106,8 @@ def broadcast(
     """Returns a copy of the root's object. Errors name the function `what`.
 
     Raises:
-      TypeError: the root's object cannot be sent. Every rank raises it.
-      ValueError: the message is no object, or a pickle without `allow_pickle`.
+        TypeError: the root's object cannot be sent. Every rank raises this error.
+        ValueError: the message contains no object, or a pickle that is not allowed.
     """
     seal = ObjectSeal(secret, what)
     message = ObjectMessage.of(

@@ -2,8 +2,8 @@
 
 `encode` and `decode` handle builtin types and arrays of numpy. `elastic/state_codec.py`
 extends both classes by arrays of JAX and PyTorch, whose memory is sent without a copy.
-Decoding does not trust its input: bytes of another rank give an object of the types
-below or a ValueError. How objects travel between ranks is in `object_messages.py`.
+Decoding does not trust its input: bytes of another rank result in an object of the
+types below, or in a ValueError. `object_messages.py` sends objects between ranks.
 
 Layout: ``RJO1`` | u32 length of the JSON text | JSON text | blobs, one after another.
 The text is ``{"value": node, "blobs": [bytes of each]}``. A node is null, true, false,
@@ -11,7 +11,7 @@ a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
 ``{"set": [node, …]}``, ``{"frozenset": [node, …]}``, ``{"dict": [[key, value], …]}``,
 ``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
 ``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
-Or ``RJOP`` | a pickle, which is only read if the caller asks for it.
+Another layout is ``RJOP`` | a pickle. It is read only if the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy as np
 _PLAIN, _PICKLE = b"RJO1", b"RJOP"
 _MAX_DEPTH = 100
 _LENGTH = struct.Struct("<I")
-# numpy would accept many more texts from a peer, such as "(9999,9999)f8" or "O".
+# A peer must not choose every dtype that numpy accepts, such as "(9999,9999)f8" or "O".
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")
-# Dtypes of ml_dtypes have names of their own: the `str` of float8_e5m2 is no dtype.
+# A dtype of ml_dtypes is sent by name, because `str` does not identify such a dtype.
 _ML_DTYPE = re.compile(r"bfloat16|u?int[124]|float\d_e\w+")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
@@ -46,8 +46,8 @@ def encode(value: object, *, allow_pickle: bool = False) -> bytes:
     """Encodes `value` as bytes.
 
     Raises:
-      TypeError: `value` contains an object of a type that the layout above lacks, and
-        `allow_pickle` is False. The text says where.
+        TypeError: the layout has no node for an object in `value`, and `allow_pickle`
+            is False. The text says where the object is.
     """
     try:
         return ObjectEncoder().encode(value)
@@ -63,8 +63,7 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
     """Decodes the bytes that `encode` has made. jax arrays arrive as numpy arrays.
 
     Raises:
-      ValueError: `data` is damaged or forged, or is a pickle and `allow_pickle` is
-        False.
+        ValueError: `data` are damaged or forged, or are a pickle that is not allowed.
     """
     if data[:4] == _PICKLE and allow_pickle:
         import cloudpickle
@@ -81,12 +80,12 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
 
 
 def is_named_callable(value: object) -> bool:
-    """Returns whether `value` is a function, a class or the like, without data."""
+    """Returns whether `value` is a function or a class, which holds no data."""
     return callable(value) and hasattr(value, "__name__")
 
 
 def comparison_text(value: object) -> str:
-    """Describes a function or the like, which ranks compare and do not send.
+    """Describes a function or a class, which ranks compare and do not send.
 
     Example:
         >>> comparison_text(len), comparison_text("same")
@@ -94,7 +93,7 @@ def comparison_text(value: object) -> str:
     """
     # Addresses differ between processes that hold the same function.
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    if len(text) > 100:  # errors show the text: keep its beginning only
+    if len(text) > 100:  # errors show the text, so keep only its beginning
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
         text = f"{text[:80]}... (SHA-256 {digest[:16]})"
     return f"the {type(value).__name__} {text}"
@@ -106,17 +105,16 @@ def dtype_name(dtype: np.dtype[Any], kinds: str) -> str:
     Args:
         kinds: the characters of numpy's own dtypes (`numpy.dtype.kind`) to accept.
     """
-    # numpy sets `isbuiltin` to 2 for user-defined dtypes, such as those of ml_dtypes.
+    # numpy sets `isbuiltin` to 2 for dtypes of other packages, such as ml_dtypes.
     if _ML_DTYPE.fullmatch(dtype.name) and dtype.isbuiltin == 2:
         return dtype.name
     return dtype.str if dtype.kind in kinds else ""
 
 
 def dtype_of(name: str, kinds: str) -> np.dtype[Any]:
-    """Returns the dtype with a name of `dtype_name`.
+    """Returns the dtype that `dtype_name` names.
 
-    Raises:
-        ValueError, TypeError: there is no such dtype.
+    Raises ValueError or TypeError if no dtype of these kinds has the name.
     """
     found: np.dtype[Any] | None = None
     if _ML_DTYPE.fullmatch(name):
@@ -153,12 +151,12 @@ class ObjectEncoder:
     def _node(self, value: Any, where: str, depth: int) -> Node:
         if depth > _MAX_DEPTH:
             raise TypeError(f"{where} is nested more than {_MAX_DEPTH} deep")
-        # The exact type counts, because a named tuple is more than a tuple.
+        # Compare exact types: a named tuple, for example, must not become a tuple.
         kind = type(value)
         if value is None or kind is bool:
             return value
         if kind is int:
-            # Python refuses to read decimals of more than 4300 digits.
+            # Python refuses to parse decimals of more than 4300 digits.
             return value if abs(value) < 1 << 256 else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
@@ -207,7 +205,7 @@ class ObjectEncoder:
     def _array(self, value: object, where: str) -> Node:
         try:
             array = np.asarray(value)
-        # numpy cannot read a tracer, nor a typed key of jax.random.
+        # numpy can read neither a tracer nor a typed key of jax.random.
         except TypeError as e:
             raise TypeError(f"{where} cannot be read as a numpy array: {e}") from None
         dtype = array.dtype
@@ -238,9 +236,9 @@ def _unicode(value: str, where: str) -> str:
 
 
 class Template:
-    """The object that this process has where the sender has the object to decode.
+    """This process's own object at the place where the decoded object will be.
 
-    Decoders of builtin types ignore templates.
+    `ObjectDecoder` ignores templates; a subclass may decode into the template's memory.
     """
 
     def child(self, kind: type[Any], key: Any) -> Self:

@@ -20,8 +20,8 @@ _SPARE = 1024  # descriptors that are left for the program itself
 def raise_limit(more: int) -> int:
     """Raises the soft limit so that `more` descriptors can be opened.
 
-    The limit becomes no higher than necessary, because some programs close every number
-    up to the limit when they start.
+    The limit becomes no higher than necessary, because some programs, when they start,
+    close every descriptor number up to the limit.
 
     Returns:
         The number of descriptors that the hard limit forbids.
@@ -38,14 +38,9 @@ def raise_limit(more: int) -> int:
 
 
 def require(more: int, what: str) -> None:
-    """Raises the soft limit so that `more` descriptors can be opened.
+    """Calls `raise_limit`; raises OutOfDescriptors if the hard limit is too low.
 
-    Args:
-        more: the number of descriptors.
-        what: the part of ringjax that needs them, for the error.
-
-    Raises:
-        OutOfDescriptors: the hard limit forbids some of them.
+    The error names `what`, the part of ringjax that needs the descriptors.
     """
     if missing := raise_limit(more):
         raise OutOfDescriptors(
@@ -67,8 +62,8 @@ def limit_text() -> str:
 def is_shortage(error: BaseException) -> bool:
     """Returns whether an error means that no descriptor is free.
 
-    EMFILE is the limit of this process, ENFILE the limit of the system, and
-    ETOOMANYREFS the limit of descriptors that are in flight on unix sockets.
+    EMFILE is the limit of this process, ENFILE that of the system, and ETOOMANYREFS
+    that of descriptors that were sent over unix sockets and not yet received.
     """
     few = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
     return isinstance(error, OSError) and error.errno in few

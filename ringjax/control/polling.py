@@ -1,4 +1,4 @@
-"""Waits for one descriptor with `poll`; `select` fails for numbers above 1,023."""
+"""Waits for one descriptor with `poll`, because `select` fails above number 1,023."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def wait_readable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Returns whether `fd` becomes readable within `seconds`; None sets no limit."""
+    """Waits until `fd` is readable, `seconds` at most; None waits without a limit."""
     return _wait(fd, select.POLLIN, seconds)
 
 
 def wait_writable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Returns whether `fd` becomes writable within `seconds`; None sets no limit."""
+    """Waits until `fd` is writable, `seconds` at most; None waits without a limit."""
     return _wait(fd, select.POLLOUT, seconds)
 
 

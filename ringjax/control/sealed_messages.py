@@ -41,11 +41,11 @@ class SessionKeys:
     link: bytes = field(default=b"", repr=False)
 
     def sealer(self) -> MessageSealer:
-        """Makes the session's only sealer. A second would repeat the counter."""
+        """Makes the only sealer of the session. A second would repeat the counter."""
         return MessageSealer(self.send, self.tls)
 
     def opener(self, max_bytes: int = MAX_BYTES) -> MessageOpener:
-        """Makes the session's only opener. A second would repeat the counter."""
+        """Makes the only opener of the session. A second would repeat the counter."""
         return MessageOpener(self.receive, max_bytes, self.tls)
 
 
@@ -76,7 +76,7 @@ class MessageSealer:
 
 
 class MessageOpener:
-    """Collects bytes as they arrive and returns the complete, genuine messages."""
+    """Collects bytes as they arrive, and returns the complete messages."""
 
     def __init__(
         self, key: bytes, max_bytes: int = MAX_BYTES, tls: TlsEndpoint | None = None
@@ -121,14 +121,14 @@ class MessageOpener:
 class ObjectSeal:
     """A proof that a rank of this job has sent an object by a certain function.
 
-    Links between hosts may be plain TCP, and to load a pickle runs code. The seal is an
-    HMAC (RFC 2104, SHA-256) under a key that only the ranks of the job have. It does
-    not encrypt, and it does not detect that a genuine object is replayed.
+    Links between hosts may be plain TCP, and loading a pickle runs code. The seal is an
+    HMAC (RFC 2104, SHA-256) under a key that only the ranks of the job have. The seal
+    does not encrypt, and does not detect that a genuine object is replayed.
 
     Args:
         secret: the secret of the job; empty in a job of one.
-        function: the function that sends the object. An object that another function
-            has sent is not genuine.
+        function: the name of the function that sends the object. An object that another
+            function has sent is not genuine.
     """
 
     SIZE = 32
@@ -138,15 +138,11 @@ class ObjectSeal:
         self._key = hmac.digest(secret, label, "sha256")
 
     def of(self, failed: bool, data: bytes) -> bytes:
-        """Returns the seal of a message, which is the object or a failure."""
+        """Returns the seal of a message: of an object, or of a failure."""
         return hmac.digest(self._key, bytes([failed]) + data, "sha256")
 
     def verify(self, failed: bool, data: bytes) -> bytes:
-        """Returns a message without its seal.
-
-        Raises:
-            ValueError: the message is not genuine.
-        """
+        """Returns a message without its seal; raises ValueError for a forgery."""
         data, seal = data[: -self.SIZE], data[-self.SIZE :]
         if not hmac.compare_digest(seal, self.of(failed, data)):
             raise ValueError(

@@ -1,8 +1,9 @@
 """Job server: listening sockets, authenticated sessions, and one thread that serves.
 
 The coordinator of a job and the registry of a data service are subclasses, which define
-the messages. A session is a stream of sealed JSON messages (sealed_messages.py). When a
-session ends, the subclass is notified by a method; no exception leaves the server.
+the messages. A session is a stream of sealed JSON messages (sealed_messages.py). The
+method `on_lost` notifies the subclass when a session ends. No exception leaves the
+server.
 """
 
 from __future__ import annotations
@@ -50,13 +51,12 @@ class ServerSession:
         self._opener = keys.opener(server.max_message_bytes)
         self.caller, self.seen = caller, seen
         self._output = bytearray()
-        self._ending = False  # whether to close the session once the output is written
+        self._ending = False  # whether to close the session after writing the output
 
     def send(self, message: JsonMessage, *, last: bool = False) -> None:
         """Queues a message and writes as much as the socket takes now.
 
-        Args:
-            last: close the session once everything is written.
+        If the message is the `last`, the session ends after everything is written.
 
         Raises:
             OSError: the connection has ended, or the peer does not read.
@@ -131,8 +131,8 @@ class JobServer(abc.ABC):
         self._sessions: set[ServerSession] = set()
         self._failed_sends: deque[tuple[ServerSession, str]] = deque()
         self._closing = False
-        # Guards the eventfd. Reentrant, because a signal handler may call `wake` while
-        # its thread is in `wake`.
+        # Guards the eventfd. The lock is reentrant, because a signal handler may call
+        # `wake` while its thread is in `wake`.
         self._wakeup_lock = threading.RLock()
         self._thread: threading.Thread | None = None
         sockets = list(listeners)
@@ -171,7 +171,7 @@ class JobServer(abc.ABC):
         """Handles the end of a session, whose socket is closed already."""
 
     def after_round(self) -> None:  # noqa: B027  (optional)
-        """Does what is due after each round of the event loop."""
+        """Runs after each round of the event loop."""
 
     def on_session_error(self, session: ServerSession, error: Exception) -> None:
         """Ends a session whose message made `on_message` raise an exception."""
@@ -238,7 +238,7 @@ class JobServer(abc.ABC):
             session.sock.close()
         self._sessions.clear()
         # If the process forked while another thread held this lock, no thread of the
-        # child ever releases it: do not wait for long.
+        # child ever releases the lock, so do not wait for long.
         held = self._wakeup_lock.acquire(timeout=1.0)
         if self._wakeup >= 0:
             os.close(self._wakeup)

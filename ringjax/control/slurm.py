@@ -1,4 +1,4 @@
-"""Slurm's notation for lists of nodes, which ranks under srun and ringrun read."""
+"""Reads Slurm's notation for lists of nodes, for ranks under srun and for ringrun."""
 
 from __future__ import annotations
 

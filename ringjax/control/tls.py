@@ -2,10 +2,10 @@
 
 Python's ssl supports pre-shared keys without certificate files from Python 3.13 on. The
 key is derived from the handshake before TLS (handshake.py), so each connection has a
-new key. The key only authenticates: encryption keys come from a Diffie-Hellman exchange
-(*forward secrecy*): an attacker who records a connection and learns the secret of the
-job later still cannot read the recording. This module opens no socket: it turns bytes
-into bytes.
+new key. The key only authenticates. Encryption keys come from a Diffie-Hellman exchange
+(*forward secrecy*), so an attacker who records a connection and later learns the secret
+of the job still cannot read the recording. This module opens no socket: it converts
+bytes to bytes.
 
 A link between hosts (RINGJAX_TLS=required) uses this TLS connection only to agree on
 new keys. The native core then makes the records of the link itself, in the format of
@@ -34,9 +34,8 @@ _READ_BYTES = 1 << 16
 _RANDOM_BYTES = 32  # random bytes of each end, for deriving the keys of a link
 _RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16  # content type and tag
 
-# Yields the bytes to send and the number of bytes that it needs next, and is sent these
-# bytes. Returns the keys of a link: key and IV for sending, then for receiving, as the
-# native core expects them.
+# A generator like `HandshakeSteps` that returns the keys of a link: key and IV for
+# sending, then key and IV for receiving, as the native core expects them.
 Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
@@ -76,13 +75,10 @@ def offer_for(setting: str) -> TlsOffer:
 
 
 def agree(own: TlsOffer, peer: TlsOffer, *, is_link: bool = False) -> bool:
-    """Decides whether two ends use TLS. Both ends get the same result.
+    """Decides from the offers of both ends whether they use TLS.
 
-    Args:
-        own: the offer of this end.
-        peer: the offer of the other end.
-        is_link: the connection is a link between ranks. A link is encrypted only if an
-            end requires it.
+    Both ends get the same result. A link between ranks is encrypted only if an end
+    requires TLS.
 
     Raises:
         AuthenticationError: one end requires TLS and the other end does not have it.
@@ -222,7 +218,7 @@ def _context(key: bytes, server: bool) -> ssl.SSLContext:
     # openssl.cnf of the system may set this option, which gives up forward secrecy.
     context.options &= ~_WITHOUT_DIFFIE_HELLMAN
     if server:
-        context.num_tickets = 0  # no connection is resumed
+        context.num_tickets = 0  # tickets would serve to resume connections
         psk.set_psk_server_callback(lambda identity: key)
     else:
         context.check_hostname = False  # TLS with a shared key has no certificates

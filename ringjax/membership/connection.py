@@ -2,8 +2,8 @@
 
 In an elastic job a thread reads the connection, and reconnects after the coordinator
 was restarted. In other jobs there is no thread: a caller that waits for a message reads
-the connection, and a lost connection stays lost. The handler (client.py) interprets the
-messages.
+the connection, and a lost connection is not replaced. The handler (client.py)
+interprets the messages.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import threading
 import time
 from typing import Protocol
 
-from ringjax.control.connecting import connect_to_server, enable_keepalive
+from ringjax.control.addresses import enable_keepalive
+from ringjax.control.connecting import connect_to_server
 from ringjax.control.handshake import HANDSHAKE_TIMEOUT, HandshakeRequest
 from ringjax.control.member import JsonObject
 from ringjax.control.polling import wait_readable
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.errors import AuthenticationError, StartupError
+from ringjax.membership.job_credentials import JobCredentials
 
 MAX_PAUSE = 0.25  # the most seconds between two attempts to connect
 
 
 class ConnectionHandler(Protocol):
-    """Receives the events of a connection. Called with its lock held."""
+    """Receives the events of a connection, whose lock is held during the calls."""
 
     def hello_message(self) -> JsonObject:
         """Returns the first message on a new connection."""
@@ -36,10 +38,10 @@ class ConnectionHandler(Protocol):
         """Handles a message of the coordinator."""
 
     def on_disconnected(self) -> None:
-        """Handles a loss. A thread then reconnects, unless `is_finished`."""
+        """Handles a loss. The thread, if there is one, then reconnects."""
 
     def give_up(self, text: str) -> None:
-        """Handles a loss after which nobody reconnects. The text has the reason."""
+        """Handles a loss after which no thread reconnects. The text is the reason."""
 
     def is_finished(self) -> bool:
         """Returns whether the worker has left the job and needs no connection."""
@@ -83,9 +85,9 @@ class _Stream:
 class Connection:
     """The connection to the coordinator, which a new connection may replace.
 
+    Call `attach` before any other method.
+
     Args:
-        addresses: the addresses of the coordinator, "host:port,...", tried in turn.
-        request: describes this worker in the handshake.
         failure_timeout: seconds of silence after which the kernel ends the connection;
             0 for no limit.
         reconnect_timeout: seconds in which the thread tries to reconnect after a loss;
@@ -94,64 +96,56 @@ class Connection:
 
     def __init__(
         self,
-        addresses: str,
-        secret: bytes,
+        credentials: JobCredentials,
         request: HandshakeRequest,
-        failure_timeout: float = 0.0,
-        reconnect_timeout: float = 0.0,
+        failure_timeout: float,
+        reconnect_timeout: float,
     ) -> None:
-        self._addresses, self._secret, self._request = addresses, secret, request
+        self._credentials, self._request = credentials, request
         self._failure_timeout = failure_timeout
         self._reconnect_timeout = reconnect_timeout
         self._stream: _Stream | None = None
-        self._handler: ConnectionHandler | None = None
-        self._lock: threading.Condition | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
         self._wakeup = -1
+
+    def attach(self, handler: ConnectionHandler, lock: threading.Condition) -> None:
+        """Sets the handler, and its lock, which guards this connection, too."""
+        self._handler, self._lock = handler, lock
 
     @property
     def reconnects(self) -> bool:
         """Whether a thread reconnects after a loss."""
         return self._reconnect_timeout > 0
 
-    def open(
-        self, handler: ConnectionHandler, lock: threading.Condition, deadline: float
-    ) -> str:
-        """Connects and sends the hello. Tries each address once.
+    def open(self, deadline: float) -> str:
+        """Connects and sends the hello. Raises the errors of `connect_to_server`.
 
-        Returns:
-            The coordinator and its address, for errors.
-
-        Raises:
-            AuthenticationError: a server replies but does not have the secret.
-            StartupError: the loopback interface of this host is down.
-            OSError: no server replies.
+        Returns the coordinator and its address, for errors.
         """
+        known = self._credentials
         sock, keys, where = connect_to_server(
-            self._addresses, self._secret, self._request, deadline
+            known.addresses, known.secret, self._request, deadline
         )
         if self._failure_timeout > 0:
             enable_keepalive(sock, self._failure_timeout)
         stream = _Stream(sock, keys)
-        with lock:
-            self._handler, self._lock, self._stream = handler, lock, stream
-            self.send(handler.hello_message())
+        with self._lock:
+            self._stream = stream
+            self.send(self._handler.hello_message())
         return where
 
     def read(self, deadline: float) -> bool:
         """Waits for messages and passes them to the handler.
 
-        For a connection without a thread, or before `start_thread`.
-
-        Returns:
-            False if no message has arrived by the deadline.
+        Only a connection without a thread is read in this way, and any connection
+        before `start_thread`. Returns False if no message arrives by the deadline.
 
         Raises:
             OSError, AuthenticationError: the connection is lost.
         """
-        stream, handler, lock = self._stream, self._handler, self._lock
-        if stream is None or handler is None or lock is None:
+        stream = self._stream
+        if stream is None:
             raise ConnectionAbortedError("the connection is closed")
         left = max(0.0, deadline - time.monotonic())
         try:
@@ -161,16 +155,16 @@ class Connection:
         except ValueError:  # another thread has closed the socket
             raise ConnectionAbortedError("the connection is closed") from None
         except (OSError, AuthenticationError):
-            self._drop(handler, lock)
+            self._drop()
             raise
-        with lock:
+        with self._lock:
             stream.write()
             for message in messages:
-                handler.on_message(message)
+                self._handler.on_message(message)
         return True
 
     def start_thread(self) -> None:
-        """Starts the thread that reads from now on, and reconnects after a loss."""
+        """Starts the thread that reads the connection and reconnects after a loss."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(
             target=self._serve, name="ringjax-coordinator-client", daemon=True
@@ -178,10 +172,7 @@ class Connection:
         self._thread.start()
 
     def send(self, message: JsonObject) -> None:
-        """Sends a message if there is a connection. Does not wait.
-
-        Call it with the lock held.
-        """
+        """Sends a message if there is a connection. Call `send` with the lock held."""
         stream = self._stream
         if stream is not None:
             stream.send(message)
@@ -189,22 +180,21 @@ class Connection:
                 os.eventfd_write(self._wakeup, 1)
 
     def _serve(self) -> None:
-        handler, lock = self._handler, self._lock
-        assert handler is not None and lock is not None
+        handler = self._handler
         while not self._closing:
-            with lock:
+            with self._lock:
                 if handler.is_finished():
                     break
-            stream = self._stream or self._reconnect(handler, lock)
+            stream = self._stream or self._reconnect()
             if stream is None:
                 continue
             try:
                 _wait(stream, None, self._wakeup)
                 messages = stream.read()
             except (OSError, AuthenticationError):
-                self._drop(handler, lock)
+                self._drop()
                 continue
-            with lock:
+            with self._lock:
                 stream.write()
                 try:
                     for message in messages:
@@ -213,47 +203,41 @@ class Connection:
                     why = f"{type(error).__name__}: {error}"
                     handler.give_up(f"what the coordinator said failed here: {why}")
                     break
-        self._drop(handler, lock)
+        self._drop()
 
-    def _reconnect(
-        self, handler: ConnectionHandler, lock: threading.Condition
-    ) -> _Stream | None:
+    def _reconnect(self) -> _Stream | None:
         """Connects again; returns None after the time limit, or after `close`."""
-        deadline, pause = time.monotonic() + self._reconnect_timeout, 0.02
+        limit = self._reconnect_timeout
+        deadline, pause = time.monotonic() + limit, 0.02
         while not self._closing:
             # Keep trying even if another program uses the port now, or the
-            # loopback interface is down: the coordinator may come back later.
+            # loopback interface is down: the coordinator may be restarted later.
             with contextlib.suppress(OSError, StartupError):
-                self.open(handler, lock, deadline)
+                self.open(deadline)
                 return self._stream
             if time.monotonic() + pause >= deadline:
-                with lock:
-                    handler.give_up(
-                        f"the coordinator was gone for {self._reconnect_timeout:g} s"
-                    )
+                with self._lock:
+                    self._handler.give_up(f"the coordinator was gone for {limit:g} s")
                 return None
             wait_readable(self._wakeup, pause)
             pause = min(2 * pause, MAX_PAUSE)
         return None
 
-    def _drop(self, handler: ConnectionHandler, lock: threading.Condition) -> None:
-        with lock:
+    def _drop(self) -> None:
+        with self._lock:
             stream, self._stream = self._stream, None
-            handler.on_disconnected()
+            self._handler.on_disconnected()
         if stream is not None:
             stream.sock.close()
 
     def drain(self, seconds: float) -> None:
-        """Waits until everything is written, `seconds` at most.
-
-        Call it without the lock.
-        """
+        """Waits until everything is written, `seconds` at most. Takes the lock."""
         deadline = time.monotonic() + seconds
         while (stream := self._stream) is not None and stream.output:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.005)  # the socket may accept more bytes after a moment
-            with self._lock or contextlib.nullcontext():
+            with self._lock:
                 stream.write()
 
     def close(self) -> None:
@@ -265,7 +249,7 @@ class Connection:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join(HANDSHAKE_TIMEOUT)
         # `send` writes to the eventfd with the lock held, so close it with the lock.
-        with self._lock or contextlib.nullcontext():
+        with self._lock:
             self.close_in_child()
 
     def close_in_child(self) -> None:
@@ -280,7 +264,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Returns whether a message, room for output or a wakeup comes within `seconds`."""
+    """Waits `seconds` at most for a message, room for output, or a wakeup."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:

@@ -1,13 +1,13 @@
 """Coordinator: the server of a job. It carries out the decisions of `JobMembership`.
 
-This file has the sockets and the thread. Which worker gets a rank, and when, is decided
-in membership.py (events of workers) and epochs.py (admission, losses, new epochs).
+This file has the sockets and the thread. membership.py (events of workers) and
+epochs.py (admission, losses, new epochs) decide which worker gets a rank, and when.
 
 The coordinator runs in ringrun, in the driver of an engine, or, without ringrun and
 engine, in rank 0. It handles only control data: the members of the job, reasons of
 failures, and small values that all ranks exchange. The coordinator is no key-value
 store and relays no tensors. Every connection is authenticated first
-(control/handshake.py). client.py is a worker's end of the connection.
+(control/handshake.py). client.py is the other end of the connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from ringjax import failpoints
 from ringjax.control import open_files
-from ringjax.control.connecting import enable_keepalive
+from ringjax.control.addresses import enable_keepalive
 from ringjax.control.member import JsonObject
 from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, encode
 from ringjax.control.server import JobServer, ServerSession
@@ -38,52 +38,33 @@ from ringjax.membership.outbox import LauncherEvent
 class Coordinator(JobServer):
     """Serves the workers of a job. `JobMembership` decides who belongs to the job.
 
+    The other arguments are those of `MembershipConfig` and `JobServer`.
+
     Args:
-        job: the id of the job, 16 hexadecimal digits.
-        np: the number of workers that start the job.
-        min_np: the least number of members; with fewer, the job waits for newcomers.
         max_np: the largest number of members; None for `np`.
-        hosts: the addresses to listen on; None for the loopback address only.
-        port: the same port on each address; 0 takes a free one for each.
         start_timeout: seconds from the hello of the first worker until the job starts
             without the missing workers, if there are `min_np`.
-        elastic_timeout: seconds to wait for newcomers if there are too few members.
-        failure_timeout: seconds for a member to report after an epoch was revoked.
-        group: the number of workers that are lost and join together: worker w belongs
-            to group w // group.
-        on_loss: with "repair", the job is elastic, and continues without lost members.
-            With "stop", the job has `np` ranks, workers are numbered by rank, and the
-            launcher ends the job at the first loss.
-        resume: the job had begun under an earlier coordinator, and its members come
-            back. Call `finished` for each worker that has finished.
-        log: called with a sentence about each refused connection.
+        resume: whether the job had begun under an earlier coordinator, so that its
+            members reconnect. Call `finished` for each worker that has finished.
         listeners: sockets that listen already, instead of `hosts`. The launcher keeps
             them open, so that it can replace a coordinator that died.
-        tls: whether sessions are encrypted, as in RINGJAX_TLS.
 
     Attributes:
-        addresses: the addresses where the coordinator listens, "host:port" each.
-        events: what happened, as tuples:
+        events: a queue of tuples for the launcher:
             ("members", epoch, kind, {worker: rank})  an epoch begins
             ("gone", worker, text)       a member was lost or has finished, and the
                                          epoch continues
             ("fenced", worker, text)     a member was declared lost: end its process
-            ("failure", worker, text)    the last words of a worker before it failed; a
-                                         member is fenced, too
-            ("dismissed", worker, text)  a worker left in good order
-            ("ready", worker)            a newcomer could be a member now
+            ("failure", worker, text)    a worker has reported why it fails; a member is
+                                         fenced, too
+            ("dismissed", worker, text)  a worker has left without an error
+            ("ready", worker)            a newcomer may become a member now
             ("finished", worker)         a member left because it has finished
             ("ended", worker)            the reply to `ended`
             ("waiting", text)            too few members: newcomers are needed
             ("stop", text)               the job ends without success; or, if it stops
-                                         at its first loss, it did not come together
+                                         at its first loss, it could not begin
             ("pulse",)                   the reply to `pulse`
-        wakeup: a descriptor that is readable while there may be events. Do not read it;
-            call `clear`.
-
-    Raises:
-        StartupError: the coordinator cannot listen on an address, or TLS is required
-            and this Python does not support TLS.
 
     Example:
         >>> coordinator = Coordinator(bytes(32), "0123456789abcdef", np=2, min_np=1)
@@ -92,7 +73,7 @@ class Coordinator(JobServer):
     """
 
     name = "coordinator"
-    max_message_bytes = MAX_BYTES  # a worker that reconnects sends its epoch
+    max_message_bytes = MAX_BYTES  # a hello contains all members after a reconnection
 
     def __init__(
         self,
@@ -131,9 +112,9 @@ class Coordinator(JobServer):
         self._calls: deque[Callable[[float], None]] = deque()
         self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
-        # Each member needs a descriptor, and so does each newcomer that waits. The
-        # acceptor reserves a quarter of the limit for connections that have not
-        # authenticated. `max_np` is often huge, if the user has given no limit.
+        # Each member and each newcomer needs a descriptor. The acceptor reserves a
+        # quarter of the limit for connections that have not authenticated. `max_np` is
+        # huge if the user has set no limit.
         open_files.raise_limit(4 * min(config.max_np, 4096))
         super().__init__(
             secret,
@@ -151,7 +132,7 @@ class Coordinator(JobServer):
 
     @property
     def wakeup(self) -> int:
-        """A descriptor for the launcher, made at the first use."""
+        """A descriptor that is readable while there may be events; see `clear`."""
         with self._wakeup_fd_lock:
             if self._wakeup_fd is None:
                 waiting = int(not self.events.empty())
@@ -181,8 +162,8 @@ class Coordinator(JobServer):
     def ended(self, worker: int) -> None:
         """Publishes the event "ended" after all earlier events about this worker.
 
-        The launcher calls it when a process has ended without an error. The event shows
-        that no decision about the worker is on its way any more.
+        The launcher calls this method when a process has ended without an error. After
+        the event, the launcher can expect no further decision about the worker.
         """
         self._call_soon(lambda now: self._publish(("ended", worker)))
 
@@ -191,7 +172,7 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._membership.set_max_np(max_np, now))
 
     def pulse(self) -> None:
-        """Publishes the event "pulse", which shows that the thread is not hung."""
+        """Publishes the event "pulse", which shows that the thread is not stuck."""
         self._call_soon(lambda now: self._publish(("pulse",)))
 
     def _call_soon(self, function: Callable[[float], None]) -> None:
@@ -219,7 +200,7 @@ class Coordinator(JobServer):
     # -- sessions of the workers -------------------------------------------------------
 
     def refusal_of(self, caller: int) -> str:
-        """Refuses numbers that no launcher assigns."""
+        """Returns why a number is refused that no launcher assigns."""
         if self._config.stops_on_loss:
             size = self._config.np
             known = 0 <= caller < size
@@ -227,7 +208,7 @@ class Coordinator(JobServer):
         return "" if caller >= 0 else f"claims to be worker {caller}"
 
     def on_connected(self, session: ServerSession) -> None:
-        """Makes the kernel notice if the worker's host vanishes, in an elastic job.
+        """Makes the kernel detect in an elastic job that a worker's host is gone.
 
         Workers of other jobs do not reconnect, so a short failure of the network must
         not end their connections.
@@ -236,7 +217,7 @@ class Coordinator(JobServer):
             enable_keepalive(session.sock, self._config.failure_timeout)
 
     def on_message(self, session: ServerSession, message: JsonObject) -> None:
-        """Serves one genuine message of a worker."""
+        """Handles one message of a worker."""
         now, worker = time.monotonic(), session.caller
         failpoints.passing("coordinator.heard")
         try:
@@ -315,8 +296,8 @@ class Coordinator(JobServer):
         formed = any(event[0] == "members" for event in events)
         if formed:
             failpoints.passing("coordinator.formed")
-        # Publish events first: a worker that is dismissed may end immediately, and the
-        # launcher must not take its end for the end of the job.
+        # Publish events first: a dismissed worker may exit as soon as it receives the
+        # message, and the launcher must know the reason before it notices the exit.
         for event in events:
             self._publish(event)
         encoded: tuple[Any, bytes] = None, b""  # many workers get the same message
@@ -324,8 +305,8 @@ class Coordinator(JobServer):
             if message is not encoded[0]:
                 encoded = message, encode(message)
             self._send(worker, encoded[1], last)
-        # Update exchanges after the messages: then a rank receives the news that a rank
-        # has left before the news that an exchange has failed.
+        # Update exchanges after the messages, so that ranks are told first that a rank
+        # has left, and then that an exchange has failed.
         for event in events:
             self._update_exchanges(event)
         if formed:

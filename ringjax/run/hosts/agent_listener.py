@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ringjax.control import addresses
 from ringjax.control.acceptor import Acceptor, run_once
-from ringjax.control.connecting import enable_keepalive
+from ringjax.control.addresses import enable_keepalive
 from ringjax.control.handshake import HandshakeRequest, Purpose, callee_steps
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import offer_for

@@ -24,7 +24,8 @@ from typing import NoReturn
 
 from ringjax import stderr
 from ringjax.config import Config
-from ringjax.control.connecting import SERVER_RANK, connect_to_server, enable_keepalive
+from ringjax.control.addresses import enable_keepalive
+from ringjax.control.connecting import SERVER_RANK, connect_to_server
 from ringjax.control.handshake import HandshakeRequest, Purpose
 from ringjax.control.polling import wait_writable
 from ringjax.control.sealed_messages import SessionKeys
