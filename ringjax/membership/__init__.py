@@ -1,4 +1,4 @@
-"""Membership: who belongs to a job, and the outcome of calls that a loss breaks off.
+"""Membership: decides which workers have ranks, and what happens to interrupted calls.
 
 The rules have neither I/O nor clocks, so that a simulation can run them:
     membership        handles the events and messages of workers, and timeouts
@@ -6,8 +6,8 @@ The rules have neither I/O nor clocks, so that a simulation can run them:
     assembly          decides when a job begins, or continues under a new coordinator
     epoch_state       records members, losses, accusations and reports of one epoch
     commit_decision   decides from reports which calls are complete
-    exchanges         small values that all ranks of an epoch exchange
-    outbox            messages that wait to be sent
+    exchanges         collects small values that all ranks of an epoch exchange
+    outbox            collects the messages that the rules want to send
 Sockets, threads and files around the rules:
     coordinator       the server of a job, which runs the rules
     client            a worker's end of its connection to the coordinator
@@ -15,8 +15,8 @@ Sockets, threads and files around the rules:
     connection        the socket of a client, which may reconnect after a loss
     joined_job        connects a worker and waits until its job starts
     job_credentials   the addresses, secret and job id that a rank needs to join
-    init_warning      the line about a rank that waits long to join
-    rendezvous_discovery  how ranks find the coordinator
+    init_warning      the line that `init` prints if a rank waits long to join
+    rendezvous_discovery  finds the coordinator
 
-How a rank follows an epoch is in world/recovery.py and world/epoch_sequence.py.
+world/recovery.py and world/epoch_sequence.py apply the directives on a rank.
 """

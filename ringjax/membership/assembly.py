@@ -2,7 +2,8 @@
 
 The coordinator keeps nothing on disk. After the coordinator was restarted, each member
 sends the newest epoch that it has received, and the job continues with the newest of
-these epochs. This module decides when the job does so; membership.py begins the epoch.
+these epochs. This module decides when enough workers are connected for the start or for
+the continuation; membership.py then begins the epoch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class MembershipConfig:
             milliseconds.
         arbitration_delay: seconds from the first accusation until the coordinator
             decides between members that accuse each other and are all alive. The two
-            ends of a broken link notice it up to a heartbeat apart.
-        rejoin_timeout: seconds for the members to come back to a new coordinator.
+            ends of a broken link notice the break up to a heartbeat apart.
+        rejoin_timeout: seconds for the members to connect to a restarted coordinator.
         exit_grace: seconds to wait for the end of a connection whose process has ended.
         departure_interval: seconds between two messages about members that have left.
         group: the number of workers that are lost and join together: worker w belongs
@@ -89,7 +90,7 @@ class RejoinState:
         epoch: the newest epoch of this worker, -1 for a newcomer.
         members: the message that announced this epoch, {} for a newcomer.
         order: the workers of this epoch by rank.
-        finished: workers that have finished since then, and their last reports.
+        finished: workers that have finished in this epoch, and their last reports.
     """
 
     term: int
@@ -101,16 +102,12 @@ class RejoinState:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A value that grows with each epoch, also across coordinator restarts."""
+        """A value that grows with each epoch, also after the coordinator restarts."""
         return self.decided, self.epoch
 
 
 def parse_rejoin(message: Mapping[str, Any]) -> RejoinState:
-    """Reads the `rejoin` of a hello.
-
-    Raises:
-        ValueError: the message is malformed.
-    """
+    """Reads the entry `rejoin` of a hello; raises ValueError if it is malformed."""
     try:
         members = message.get("members") or {}
         order = tuple(int(m["worker"]) for m in members.get("members", ()))
@@ -158,21 +155,18 @@ class ResumeJob:
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """The job does not come together."""
+    """The job fails, because too few workers are connected."""
 
     text: str
 
 
 class Assembly:
-    """Collects the workers that have come, and decides when the job begins.
-
-    Args:
-        resuming: whether the job had begun under an earlier coordinator. Otherwise the
-            first worker that sends an older epoch shows it.
+    """Collects the workers that have connected, and decides when the job begins.
 
     Attributes:
-        deadline: when `outcome` may change although no worker comes or leaves.
-        resuming: whether the job is known to have begun earlier.
+        deadline: when `outcome` may change although no worker connects or leaves.
+        resuming: whether the job is known to have begun under an earlier coordinator.
+            The first hello with an earlier epoch sets the attribute, too.
 
     Example:
         >>> assembly = Assembly(MembershipConfig(np=3, min_np=2, max_np=3))
@@ -189,7 +183,7 @@ class Assembly:
         self._expected: set[int] = set()  # processes that have not sent a hello
         self._new: set[int] = set()
         self._rejoining: dict[int, RejoinState] = {}
-        self._excluded: dict[int, str] = {}  # workers that cannot come (back), and why
+        self._excluded: dict[int, str] = {}  # workers that will not connect, and why
         self._rejoin_expired = False  # whether `rejoin_timeout` is over
 
     def expect(self, worker: int) -> None:
@@ -220,12 +214,12 @@ class Assembly:
             self.deadline = None  # the timeout runs only while a worker waits
 
     def exclude(self, worker: int, why: str) -> None:
-        """Records that a worker will never come (back)."""
+        """Records that a worker will never connect (again)."""
         self._excluded[worker] = why
         self.leave(worker)
 
     def missing(self) -> str:
-        """Returns the workers that have not come, as text."""
+        """Returns the workers that have not connected, as text."""
         if self._config.stops_on_loss:
             size = self._config.np
             absent = [rank for rank in range(size) if rank not in self._new]
@@ -266,8 +260,8 @@ class Assembly:
                 finished |= state.finished
         absent = self._excluded.keys() | finished.keys()
         missing = len(order) - len(present) - len(absent.intersection(order))
-        # Without a majority the missing members may be together elsewhere and continue
-        # (split brain), or come later with a newer epoch.
+        # Wait for a majority: otherwise the missing members might continue together
+        # elsewhere (split brain), or connect later with a newer epoch.
         enough = bool(present) and (
             not missing or (self._rejoin_expired and len(present) > missing)
         )
@@ -292,11 +286,9 @@ class Assembly:
 
 
 def mismatch(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Explains why a newcomer cannot become a member; "" if it can.
+    """Compares the hellos of a newcomer and a member ({} if there is no member).
 
-    Args:
-        newcomer: the hello of the newcomer.
-        member: the hello of any member; {} if there is none.
+    Returns the reason why the newcomer cannot become a member; "" if it can.
 
     Example:
         >>> mismatch({"version": "1.0"}, {"version": "1.1"})
@@ -312,11 +304,6 @@ def mismatch(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
 
 
 def workers_text(workers: Iterable[int]) -> str:
-    """Formats workers.
-
-    Example:
-        >>> workers_text([4, 2])
-        'workers 2, 4'
-    """
+    """Formats workers: "worker 3", or "workers 2, 4"."""
     found = sorted(workers)
     return f"worker{'s' * (len(found) != 1)} {', '.join(map(str, found))}"

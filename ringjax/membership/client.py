@@ -1,10 +1,10 @@
-"""Coordinator client: a worker's end of its job's coordinator (coordinator.py).
+"""Coordinator client: the end of a worker in its connection to the coordinator.
 
 The client receives directives and sends reports and requests. In an elastic job a
 thread reads the connection and reconnects after the coordinator was restarted, without
 an effect on training. In other jobs there is no thread: `exchange` and `departed_ranks`
-read, and a lost connection does not end a job that has come together. Nothing here
-touches links or tensors.
+read the connection, and the job continues if the connection is lost after the start.
+The client touches neither links nor tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from ringjax import errors
 from ringjax.control.member import JsonObject, Member
-from ringjax.errors import AuthenticationError, PeerLost, Stalled, StartupError
+from ringjax.errors import AuthenticationError, Fenced, PeerLost, Stalled, StartupError
 from ringjax.membership import directives
 from ringjax.membership.connection import Connection
 from ringjax.membership.directives import (
@@ -34,7 +33,7 @@ from ringjax.membership.init_warning import InitWarning
 
 # The tuple (returned, done, repeatable) of a communicator, see commit_decision.py.
 CallProgress = tuple[int, int, bool]
-# Seconds to wait longer than the coordinator, whose reply names the missing ranks.
+# Seconds to wait longer than the coordinator waits, whose reply names missing ranks.
 GRACE = 2.0
 _LEAVE_TIMEOUT = 5.0  # seconds to wait until the coordinator acknowledges a leave
 
@@ -44,10 +43,11 @@ def worker_text(worker: int, *, elastic: bool) -> str:
 
 
 class CoordinatorClient:
-    """The connection of this worker to its job. Made by `join`; usable from any thread.
+    """The connection of this worker to its job, which `join` makes.
 
-    Only `exchange`, `poll` and `close` wait. Each message is kept until the epoch
-    changes, and sent again to a coordinator that was restarted.
+    All threads may use the client. Only `exchange`, `poll` and `close` wait. The client
+    keeps each sent message until the epoch changes, and sends it again to a coordinator
+    that was restarted.
 
     Attributes:
         worker: the number of this worker.
@@ -85,11 +85,9 @@ class CoordinatorClient:
         self._wakeup_fd = -1  # an eventfd that is readable while there are directives
 
     def enter(self, deadline: float, warning: InitWarning) -> None:
-        """Connects and waits for the first directive. Only `join` calls it.
+        """Connects and waits for the first directive until `deadline`.
 
-        Args:
-            deadline: the `time.monotonic` at which waiting ends.
-            warning: shows a line if the wait is long.
+        Only `join` calls this method.
 
         Raises:
             OSError: no coordinator replies.
@@ -97,11 +95,12 @@ class CoordinatorClient:
             AuthenticationError: the coordinator does not have the secret.
             Fenced: this worker has been declared lost.
         """
+        self._connection.attach(self, self._changed)
         try:
-            where = self._connection.open(self, self._changed, deadline)
+            where = self._connection.open(deadline)
             try:
                 self._wait_for_first(deadline + GRACE, warning)
-            except OSError as error:  # this coordinator has ended, another may follow
+            except OSError as error:  # another coordinator may follow this one
                 raise OSError(f"{where}: {error}") from error
         except BaseException:
             self.close()
@@ -125,7 +124,7 @@ class CoordinatorClient:
 
         self._read_until(answered, min(deadline, warning.due))
         if not answered() and warning.due < deadline:
-            with self._changed:  # only the first rank that asks gets the missing ranks
+            with self._changed:
                 self._connection.send({"type": "missing"})
             self._read_until(lambda: answered() or self._missing is not None, deadline)
             warning.missing_ranks(self._missing or "")
@@ -133,7 +132,7 @@ class CoordinatorClient:
         if self._first is not None:
             return
         if isinstance(self._end, Fence):
-            raise errors.Fenced(f"{self.name} was declared lost: {self._end.text}")
+            raise Fenced(f"{self.name} was declared lost: {self._end.text}")
         why = self._refusal or (self._end and self._end.text)
         raise StartupError(why or f"{self.name} got no membership in time")
 
@@ -184,14 +183,13 @@ class CoordinatorClient:
     ) -> None:
         """Reports the progress of this worker's communicators in an epoch that is over.
 
+        The arguments are those of `CommitReport`.
+
         Args:
-            epoch: the newest that an `EpochDirective` announced. For a communicator
-                that was never installed in it the entry is (0, 0, True) or missing.
-            lines: for each communicator number, (returned, done, repeatable).
-            sets: for each process set that this worker has, its ranks in `epoch`.
-            next_set: the least number that no process set had on this worker.
-            restart: the worker can only restart from a commit: its device memory is
-                lost.
+            epoch: the newest epoch that an `EpochDirective` announced.
+            lines: the entry of a communicator that was never installed in this epoch is
+                (0, 0, True) or missing.
+            restart: for example, because device memory is lost.
             text: the reason, for the log.
         """
         message = directives.progress_message("report", epoch, sets, next_set)
@@ -216,14 +214,9 @@ class CoordinatorClient:
     ) -> None:
         """Announces that this member waits at a step boundary for the next epoch.
 
-        All members pause for the same `number`, or none does. If an `EpochDirective` of
-        kind "repair" comes first, call it again with the new epoch.
-
-        Args:
-            epoch: the epoch of this member.
-            number: of the change, see `ResizePending`.
-            sets: as in `report`.
-            next_set: as in `report`.
+        All members pause for the same `number` of a `ResizePending`, or none does. If
+        an `EpochDirective` of kind "repair" arrives first, call `pause` again with the
+        new epoch. `sets` and `next_set` are as in `report`.
         """
         message = directives.progress_message("pause", epoch, sets, next_set)
         self._send("pause", message | {"number": number}, epoch)
@@ -235,8 +228,8 @@ class CoordinatorClient:
     def restart(self, epoch: int, text: str) -> None:
         """Makes all members go back to their last commit.
 
-        If an `EpochDirective` of kind "repair" comes first, call it again with the new
-        epoch.
+        If an `EpochDirective` of kind "repair" arrives first, call `restart` again with
+        the new epoch.
         """
         message = {"type": "restart", "epoch": epoch, "text": text[:4096]}
         self._send("restart", message, epoch)
@@ -244,12 +237,11 @@ class CoordinatorClient:
     def exchange(
         self, value: Any, seconds: float, what: str, epoch: int | None = None
     ) -> list[Any]:
-        """Gives every rank the JSON values of all ranks, in the order of the ranks.
+        """Sends a JSON value, and returns the values of all ranks in their order.
 
-        All ranks of an epoch make the same exchanges in the same directive.
+        All ranks of an epoch make the same exchanges in the same order.
 
         Args:
-            value: the value of this rank.
             seconds: how long to wait for the other ranks.
             what: the name of the exchange in errors.
             epoch: the epoch of the caller; None for the newest.
@@ -263,9 +255,9 @@ class CoordinatorClient:
                 own = self.epoch if epoch is None else epoch
                 self._check_epoch(own, what)
                 number, self._exchanges = self._exchanges, self._exchanges + 1
-                # Keep the value of the previous exchange, too. A rank that is still in
-                # that exchange needs it again if the coordinator is restarted. No rank
-                # is further behind.
+                # Keep the value of the previous exchange, too: a rank may still wait in
+                # that exchange, and needs the value if the coordinator is restarted. No
+                # rank is further behind.
                 self._resendable.pop(("exchange", number - 2), None)
                 message = {"type": "exchange", "epoch": own, "number": number}
                 message |= {"value": value, "seconds": seconds}
@@ -314,7 +306,7 @@ class CoordinatorClient:
             )
 
     def report_failure(self, text: str) -> None:
-        """Sends the launcher the reason of a failure. Never raises, never waits."""
+        """Sends the launcher the reason of a failure. Neither raises nor waits."""
         self._send("failure", {"type": "failure", "text": text[:4096]})
 
     def leave(
@@ -323,10 +315,10 @@ class CoordinatorClient:
         """Announces that this member has finished. The job then admits no newcomers.
 
         Args:
-            lines: as in `report`. Ranks that are still inside the last call of a
-                communicator find out from it that the call is complete on this rank.
-            epoch: the newest epoch in which the program took part, if a later one of
-                kind "restart" or "resize" has come; None for the newest.
+            lines: as in `report`. From them, ranks that are still inside the last call
+                of a communicator learn that the call is complete on this rank.
+            epoch: the newest epoch in which the program took part, if a later epoch of
+                kind "restart" or "resize" was announced; None for the newest.
         """
         last = {str(number): list(line) for number, line in (lines or {}).items()}
         with self._changed:
@@ -427,10 +419,10 @@ class CoordinatorClient:
     # -- the end -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """Sends what is left and closes the connection. Further calls do nothing.
+        """Sends queued messages and closes the connection. Further calls do nothing.
 
-        After `leave` it waits a few seconds for the acknowledgement, because the
-        message may be lost with a coordinator that dies, and is then sent again.
+        After `leave`, the method waits a few seconds for the acknowledgement. If the
+        coordinator dies with the message, the client sends it to the next coordinator.
         """
         if not self._closing:
             self._connection.drain(0.5)
@@ -443,7 +435,7 @@ class CoordinatorClient:
             self._closing = True
             self._changed.notify_all()
         self._connection.close()
-        with self._changed:  # another thread may be in `poll` and use the descriptor
+        with self._changed:  # `poll` in another thread may use the descriptor
             self._close_wakeup_fd()
 
     def close_in_child(self) -> None:

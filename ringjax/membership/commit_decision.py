@@ -1,8 +1,8 @@
-"""Commit decision: which calls of an epoch that is over count as complete.
+"""Commit decision: decides which calls of an epoch that is over count as complete.
 
 The module also decides which process sets survive, and which rank to give up if ranks
-cannot reach each other. All functions are pure, so every coordinator decides the same
-from the same reports. epochs.py and epoch_state.py call these functions.
+cannot reach each other. All functions are pure, so equal reports lead to equal
+decisions, also after a restart of the coordinator. epoch_state.py calls the functions.
 
 A rank returns from a call only if it knows that all ranks have complete results of the
 call. So if one rank has returned from a call, all ranks can finish it. If all survivors
@@ -11,12 +11,12 @@ have complete results, the call may count as complete although no rank has retur
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# For each communicator number, as text: (calls that are complete, whether the call in
-# flight is repeated).
+# By communicator number, as text: (number of complete calls, whether the call in flight
+# is repeated).
 CommitDecisions = dict[str, tuple[int, bool]]
 
 
@@ -25,11 +25,11 @@ class CommitReport:
     """The progress of a worker in an epoch that is over.
 
     Attributes:
-        lines: for each communicator number, as text, (returned, done, repeatable):
-            calls that have returned on this worker, calls whose results are complete
-            on this worker, and whether it still has the inputs of the call in flight.
-        sets: for each process set of the worker, without the world, its ranks in the
-            epoch.
+        lines: for each communicator number, as text, (returned, done, repeatable): how
+            many calls have returned on this worker, how many have complete results on
+            this worker, and whether it still has the inputs of the call in flight.
+        sets: the ranks of each process set of the worker in the epoch, by number as
+            text. The world is missing.
         next_set: the least number that no process set had on this worker.
         restart: whether the worker can only start again from its last commit.
     """
@@ -41,11 +41,7 @@ class CommitReport:
 
 
 def parse_report(message: Mapping[str, Any]) -> CommitReport:
-    """Reads a report from a worker's message.
-
-    Raises:
-        ValueError: the message is malformed.
-    """
+    """Reads a report from a worker's message; raises ValueError if it is malformed."""
     try:
         lines = {
             str(int(number)): (int(returned), int(done), bool(repeatable))
@@ -65,16 +61,12 @@ def parse_report(message: Mapping[str, Any]) -> CommitReport:
 
 
 def decide(
-    survivors: Iterable[CommitReport], departed: Iterable[CommitReport], restart: bool
+    survivors: Sequence[CommitReport], departed: Sequence[CommitReport], restart: bool
 ) -> CommitDecisions:
     """Decides for each communicator of a survivor which calls are complete.
 
-    Args:
-        survivors: the reports of the workers that stay members.
-        departed: the reports of workers that do not stay. A call from which one of
-            these workers has returned stays complete.
-        restart: whether all workers go back to their last commit, so that no call is
-            repeated.
+    A call from which a departed worker has returned is complete, too. If all workers
+    `restart` from their last commit, no call is repeated.
 
     Example:
         >>> quick = CommitReport({"0": (6, 6, True)})
@@ -83,26 +75,17 @@ def decide(
         {'0': (6, True), '2': (3, False)}
     """
     found: CommitDecisions = {}
-    least: dict[str, int] = {}
-    for report in survivors:
-        for number, (returned, done, repeatable) in report.lines.items():
-            if number not in found:
-                found[number], least[number] = (returned, repeatable), done
-            else:
-                most, repeats = found[number]
-                found[number] = (max(most, returned), repeats and repeatable)
-                least[number] = min(least[number], done)
-    for report in departed:
-        for number, (returned, _, _) in report.lines.items():
-            if number in found:
-                most, repeats = found[number]
-                found[number] = (max(most, returned), repeats)
-    if restart:
-        return {number: (most, False) for number, (most, _) in found.items()}
-    return {
-        number: (max(most, least[number]), repeats)
-        for number, (most, repeats) in found.items()
-    }
+    for number in dict.fromkeys(n for report in survivors for n in report.lines):
+        known = [r.lines[number] for r in survivors if number in r.lines]
+        gone = [r.lines[number] for r in departed if number in r.lines]
+        complete = max(returned for returned, _, _ in (*known, *gone))
+        if restart:
+            found[number] = (complete, False)
+        else:
+            done_by_all = min(done for _, done, _ in known)
+            repeats = all(repeatable for _, _, repeatable in known)
+            found[number] = (max(complete, done_by_all), repeats)
+    return found
 
 
 def all_sets(
@@ -114,8 +97,7 @@ def all_sets(
     survivor knows is valid, even if another survivor was interrupted before it knew.
 
     Args:
-        survivors: the reports of the workers that stay members.
-        ranks: the new rank of each old rank, of the survivors.
+        ranks: the new rank of each old rank, for the survivors.
 
     Returns:
         The process sets with their new ranks, and the next free number.
@@ -143,14 +125,14 @@ def rank_to_give_up(
 ) -> int | None:
     """Chooses the rank to exclude if ranks are alive but cannot reach each other.
 
+    The rank that accuses or is accused by most other ranks is excluded. Among equal
+    ranks, a rank of `joined` comes first, then the rank that more ranks accuse, then
+    the highest rank.
+
     Args:
         accusations: pairs of (accuser, accused).
         joined: ranks that have joined in this epoch. They may not have the state of the
-            training yet, and the other ranks have it.
-
-    Returns:
-        The rank that is in accusations with the most other ranks. Among equal ranks: a
-        rank that has joined, then the rank that more ranks accuse, then the highest.
+            training yet, which the other ranks have.
 
     Example:
         >>> rank_to_give_up([(0, 3), (3, 0), (1, 3)])

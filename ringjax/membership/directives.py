@@ -1,7 +1,7 @@
-"""Directives: dataclasses for the orders that a worker receives from the coordinator.
+"""Directives: the orders that a worker receives from the coordinator, as dataclasses.
 
 client.py makes directives from the JSON messages of the coordinator. membership.py and
-epochs.py decide which directives the coordinator sends.
+epochs.py decide which messages the coordinator sends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ringjax.control.member import JsonObject, Member
 class EpochDirective:
     """A new epoch: its members, and the commit decisions about the epoch before.
 
-    The directive voids every earlier `ResizePending`; a change that still waits is
-    announced again. A worker applies the decisions of every `EpochDirective` that it
-    gets, even if the worker never installed the epoch.
+    The directive voids every earlier `ResizePending`; the coordinator announces pending
+    changes again. A worker applies the decisions of every `EpochDirective` that it
+    receives, even if the worker never installed the epoch.
 
     Attributes:
         epoch: the number of the epoch. Numbers increase, not always by one.
@@ -27,15 +27,14 @@ class EpochDirective:
         members: the members by rank.
         rank: the rank of this worker.
         previous: for each rank its rank in the epoch before, -1 for a newcomer.
-        decisions: for each communicator number, (calls that are complete, whether the
+        decisions: for each communicator number, (number of complete calls, whether the
             call in flight is repeated). A communicator that is missing here has no
             complete call, and repeats its call unless kind is "restart".
-        sets: the process sets that any survivor knows, without the world: number ->
-            ranks in this epoch, which is empty if all ranks of the set are lost.
+        sets: the ranks of each process set in this epoch, by number; without the world.
+            A set whose ranks are all lost is empty.
         next_set: the least number that no process set ever had.
         lost: ranks of the epoch before that have left or are lost, and why.
-        group: the number of workers that are lost and join together: those with the
-            same w // group.
+        group: the number of workers in a group, see `MembershipConfig`.
     """
 
     epoch: int
@@ -68,12 +67,12 @@ class EpochDirective:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """This worker is a newcomer. It becomes a member only after it says `ready`.
+    """This worker is a newcomer. It becomes a member only after it sends `ready`.
 
     Attributes:
         epoch: the current epoch of the members.
-        rank: provisional, like `size`.
-        size: the number of members, including this worker's group; provisional.
+        rank, size: the provisional rank, and the provisional number of members, which
+            includes this worker's group.
         why: the reason why this worker has to wait, for the log.
         group_members: the newcomers of this worker's group, in order; empty without
             groups.
@@ -87,21 +86,21 @@ class Welcome:
 
     @property
     def group(self) -> int:
-        """The number of workers that are lost and join together."""
+        """The number of workers in a group, see `MembershipConfig`."""
         return max(1, len(self.group_members))
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """An epoch is over: stop its calls and `report`.
+    """An epoch is over: the worker must stop its calls and `report`.
 
-    If further ranks are lost before the next `EpochDirective`, it comes again with more
-    entries in `lost`. One report is enough; a second report replaces the first.
+    If further ranks are lost before the next `EpochDirective`, the directive is sent
+    again with more entries in `lost`. One report is enough; a second report replaces
+    the first.
 
     Attributes:
-        epoch: the epoch that is over.
-        lost: lost ranks and why; empty if all are alive and start again.
-        restart: all ranks go back to their last commit.
+        lost: lost ranks and why; empty if all ranks are alive and start again.
+        restart: whether all ranks go back to their last commit.
     """
 
     epoch: int
@@ -111,12 +110,9 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class ResizePending:
-    """Workers want to join or to leave: agree at a commit on `number`, then `pause`.
+    """Some workers want to join, or some members want to leave.
 
-    Attributes:
-        number: the number of the change.
-        joining: the number of workers that want to join.
-        leaving: the number of members that want to leave.
+    The members agree at a commit on the `number` of the change, and then `pause`.
     """
 
     number: int
@@ -126,14 +122,14 @@ class ResizePending:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """This worker leaves the job without an error: on request, or it is not needed."""
+    """This worker must leave the job without an error, because it is not needed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """This worker was declared lost and must not continue."""
+    """This worker has been declared lost, and must not continue."""
 
     text: str
 
@@ -165,10 +161,7 @@ Directive = (
 
 
 def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
-    """Reads a message of the coordinator to `worker`.
-
-    Returns:
-        None if the message is no directive.
+    """Reads a message of the coordinator to `worker`; None if it is no directive.
 
     Example:
         >>> parse({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)
@@ -239,6 +232,6 @@ def _texts_by_rank(texts: Mapping[str, Any]) -> dict[int, str]:
 def progress_message(
     kind: str, epoch: int, sets: Mapping[int, Sequence[int]] | None, next_set: int
 ) -> JsonObject:
-    """Makes the message of a worker that has stopped, with its process sets."""
+    """Makes a message that contains the process sets of a worker."""
     known = {str(number): list(ranks) for number, ranks in (sets or {}).items()}
     return {"type": kind, "epoch": epoch, "sets": known, "next_set": next_set}

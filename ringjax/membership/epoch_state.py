@@ -1,7 +1,4 @@
-"""Epoch state: members, losses, accusations and reports of one epoch.
-
-membership.py and epochs.py decide with this record of the coordinator.
-"""
+"""Epoch state: records members, losses, accusations and reports of one epoch."""
 
 from __future__ import annotations
 
@@ -16,24 +13,19 @@ from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 class EpochState:
     """The coordinator's record of one epoch.
 
-    Args:
-        number: the number of the epoch, -1 before the first epoch.
-        order: the workers of the epoch by rank.
-        joiners: the workers that were no members before.
-
     Attributes:
-        number: the number of the epoch.
+        number: the number of the epoch, -1 before the first epoch.
         order: the workers of the epoch by rank, including workers that have left since.
-        joiners: the workers that were no members before.
+        joiners: the workers that were not members before.
         alive: the workers that are members now.
         lost: ranks that have left or are lost, and why.
         leavers: members that want to leave at the next pause.
         reports: the reports of members. The first report ends the epoch.
-        pauses: reports of members that wait at a step boundary.
+        pauses: the reports of members that wait at a step boundary.
         restart: whether all members go back to their last commit.
-        announced: the numbers of joining and leaving workers that were announced last.
-        unannounced: ranks that have left and whose departure was not sent to members
-            yet, and the last reports of these ranks, if any.
+        announced: how many joining and leaving workers were announced last.
+        unannounced: ranks that have left, of which the members were not informed yet,
+            and the last reports of these ranks, if any.
         announced_at: the time of the last message to members about departed ranks.
     """
 
@@ -55,15 +47,14 @@ class EpochState:
         self.unannounced: dict[int, CommitReport | None] = {}
         self.announced_at = -math.inf
         self._departed_reports: list[CommitReport] = []
-        # The time of each accusation, by accuser and accused.
+        # The time of each accusation, by accuser and accused member.
         self._accusations: dict[tuple[int, int], float] = {}
-        self._reasons: dict[int, str] = {}  # accused -> the first accusation
+        self._reasons: dict[int, str] = {}  # the first accusation, by accused member
 
     def remove(self, worker: int, why: str, last: CommitReport | None = None) -> None:
         """Records that a member has left or is lost.
 
-        Args:
-            last: its last report, if it has not reported before.
+        If the member has not reported before, `last` may be its last report.
         """
         self.alive.discard(worker)
         self.lost[self.order.index(worker)] = why
@@ -72,12 +63,11 @@ class EpochState:
         report = self.reports.pop(worker, None) or last
         if report is not None:
             self._departed_reports.append(report)
-        if self._accusations:
-            self._accusations = {
-                pair: since
-                for pair, since in self._accusations.items()
-                if worker not in pair
-            }
+        self._accusations = {
+            pair: since
+            for pair, since in self._accusations.items()
+            if worker not in pair
+        }
 
     def accuse(self, accuser: int, accused: int, text: str, now: float) -> None:
         """Records that one member cannot reach another."""
@@ -86,7 +76,7 @@ class EpochState:
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
     def announce_at(self, interval: float) -> float | None:
-        """Returns when to tell members which ranks left; None if nothing is to tell."""
+        """Returns when to announce departed ranks to the members; None for never."""
         return self.announced_at + interval if self.unannounced else None
 
     def accusation_deadline(
@@ -105,7 +95,7 @@ class EpochState:
         return min(limits, default=None)
 
     def silent(self, now: float, report_timeout: float) -> dict[int, str]:
-        """Returns accused members that did not report in time, each with a reason."""
+        """Returns the accused members that did not report in time, with reasons."""
         return {
             accused: self._reasons[accused]
             for (_, accused), since in self._accusations.items()
@@ -125,9 +115,8 @@ class EpochState:
     def arbitrate(self, now: float, delay: float) -> dict[int, str] | None:
         """Decides between members that are all alive and cannot reach each other.
 
-        Returns:
-            The member to give up and why; {} if no accusation is left; None if it is
-            too early to decide.
+        Returns the member to exclude and the reason; {} if no accusation is left; None
+        if it is too early to decide.
         """
         if not self._accusations:
             return {}
@@ -144,11 +133,11 @@ class EpochState:
         return {worker: why or "it says that it cannot reach the others"}
 
     def survivors(self) -> list[int]:
-        """Returns the members, in the order of their ranks."""
+        """Returns the current members, in the order of their ranks."""
         return [worker for worker in self.order if worker in self.alive]
 
     def outcome(self, kind: str) -> JsonObject:
-        """Returns the entries about this epoch in the message about the next epoch."""
+        """Returns the entries about this epoch in the message that begins the next."""
         if kind == "start":
             return {"verdicts": {}, "sets": {}, "next_set": 1}
         survivors = self.survivors()

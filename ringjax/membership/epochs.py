@@ -1,9 +1,9 @@
 """Epochs: admits workers, removes members, and forms one epoch of a job after another.
 
-Here the coordinator's rules decide which workers get a rank, and when: `_admissible`
-and `_admit` choose newcomers, `_lose` removes members, `_form_epoch` assigns ranks.
-membership.py, whose class derives from `Epochs`, receives the events of workers and
-calls these methods. No method reads a clock or does I/O.
+These rules of the coordinator decide which workers get a rank, and when: `_admissible`
+and `_admit` choose newcomers, `_lose` removes members, and `_form_epoch` assigns ranks.
+The subclass in membership.py receives the events of workers and calls these methods. No
+method reads a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ from ringjax.membership.epoch_state import EpochState
 from ringjax.membership.outbox import Outbox
 
 FINISHED = "has finished and left the job"
-WITH_GROUP = "ended with its group"  # the beginning of such a reason
+WITH_GROUP = "ended with its group"  # the beginning of the reason for other members
 
 
 @dataclass(slots=True)
 class WorkerInfo:
-    """A connected worker.
-
-    Attributes:
-        seen: the address from which the worker reached the coordinator.
-        hello: the worker's description of itself.
-        ready: whether a newcomer is warmed up and may become a member.
-    """
+    """A connected worker, see `Member`. A newcomer is `ready` once it is warmed up."""
 
     seen: str
     hello: JsonObject
@@ -52,11 +46,11 @@ class Epochs:
         self._members: dict[int, WorkerInfo] = {}
         self._newcomers: dict[int, WorkerInfo] = {}  # connected workers without a rank
         self._finished: set[int] = set()  # members that have finished
-        # Members that have joined after other members had finished.
+        # Members that joined after other members had finished, without training state.
         self._stateless: set[int] = set()
         self._outbox = Outbox()
         self._next_kind = "restart"  # the kind of the epoch after "waiting"
-        self._replaceable: set[int] = set()  # members that newcomers need not wait for
+        self._replaceable: set[int] = set()  # members that have certainly ended
         self._failed: set[int] = set()  # workers that have reported an error
         self._change_number = 0  # the number of the last announcement
         self._deadline: float | None = None  # the time at which the phase ends
@@ -101,10 +95,10 @@ class Epochs:
         return found
 
     def _end_group(self, worker: int, why: str) -> None:
-        """Fences the group of a worker that has ended and was no member.
+        """Fences the group of a worker that has ended and was not a member.
 
-        JAX cannot add a process to a group of processes that have connected already,
-        so ringrun replaces the whole group.
+        JAX cannot replace one process of a group of connected processes, so ringrun
+        replaces the whole group.
         """
         outbox = self._outbox
         for mate in self._config.group_of(worker):
@@ -176,8 +170,8 @@ class Epochs:
         """Admits newcomers, immediately or at the next pause of the members."""
         if self.phase == "waiting":
             ready, alive = self._admissible(), len(self.epoch.alive)
-            # Prevent split brain: members that cannot be reached may still be training.
-            # Newcomers must not begin the job before such members are known to be dead.
+            # Prevent split brain: unreachable members may still be training. Newcomers
+            # must not begin the job again before all these members have ended.
             safe = alive or self._replaceable.issuperset(self.epoch.order)
             enough = alive + len(ready) >= self._config.min_np
             if safe and enough and (ready or alive):
@@ -212,7 +206,7 @@ class Epochs:
             self._begin_next("resize", now)
 
     def _dismiss_leavers(self) -> bool:
-        """Dismisses the members that want to leave; True if that ends the job."""
+        """Dismisses the members that want to leave; returns whether the job ends."""
         epoch = self.epoch
         for worker in sorted(epoch.leavers):
             epoch.remove(worker, "left the job")
@@ -228,8 +222,9 @@ class Epochs:
     def _leave_while_waiting(self) -> None:
         """Ends the job if all members that wait for newcomers want to leave.
 
-        If a user asks several members to leave at the same moment, the first one may
-        leave before the others have asked. The others then wait for newcomers in vain.
+        If a user makes several members leave at the same moment, the first member may
+        leave before the requests of the others arrive. The others would then wait for
+        newcomers in vain.
         """
         epoch, paused = self.epoch, self._next_kind == "resize"
         if self.phase == "waiting" and paused and epoch.leavers >= epoch.alive:
@@ -240,11 +235,9 @@ class Epochs:
     ) -> None:
         """Removes a member that has finished. The other members are about to finish.
 
-        Args:
-            last: the member's report about this epoch; None if it had finished before
-                it received this epoch. Then perhaps no member has sent its state to the
-                workers that joined in this epoch, so the job does not need these
-                workers.
+        The report `last` about this epoch is None if the member had finished before it
+        received this epoch. Then the workers that joined in this epoch perhaps have not
+        received the training state, so the job does not need these workers.
         """
         if last is None:
             self._stateless |= self.epoch.joiners
@@ -274,10 +267,10 @@ class Epochs:
         self._announce_departures(now)
 
     def _announce_departures(self, now: float) -> None:
-        """Tells the members which ranks left, at most once per `departure_interval`.
+        """Announces to the members which ranks have left.
 
-        At the end of a job all ranks leave at about the same time. Without the interval
-        there would be a message for each pair of ranks.
+        At the end of a job all ranks leave at about the same time. `departure_interval`
+        limits the number of messages; otherwise each pair of ranks would cause one.
         """
         epoch = self.epoch
         due = epoch.announce_at(self._config.departure_interval)
@@ -293,7 +286,7 @@ class Epochs:
         epoch.announced_at = now
 
     def _stop_if_finished(self) -> bool:
-        """Ends the job if only members without state are left after others finished."""
+        """Ends the job if only stateless members are left after others finished."""
         alive = self.epoch.alive
         if not self._finished or alive - self._stateless:
             return False

@@ -1,7 +1,7 @@
-"""Exchanges: small values that all ranks of an epoch give each other.
+"""Exchanges: small values that all ranks of an epoch send to each other.
 
-This is the server's side. Every rank makes the same exchanges in the same order, so a
-number identifies an exchange. Nothing is sent here: the methods return the replies.
+The coordinator collects the values. Every rank makes the same exchanges in the same
+order, so a number identifies an exchange. The methods return the replies to send.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ _MAX_SECONDS = 86400
 
 
 class Exchanges:
-    """The exchanges of one epoch.
-
-    Args:
-        size: the number of its ranks.
+    """The exchanges of one epoch with `size` ranks.
 
     Example:
         >>> exchanges = Exchanges(2)
@@ -31,7 +28,7 @@ class Exchanges:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # The values that have arrived: for each exchange number, rank -> value.
+        # The values that have arrived, by exchange number and rank.
         self._values: dict[int, dict[int, Any]] = {}
         self._deadlines: dict[int, float] = {}
         self._departed: dict[int, str] = {}
@@ -41,7 +38,7 @@ class Exchanges:
         number, seconds = message.get("number"), message.get("seconds")
         if not isinstance(number, int):
             return []
-        # A number in JSON may be NaN or an integer beyond every float: clamp it first.
+        # Clamp before converting: a number in JSON may be NaN, or too large for float.
         limit = 0.0
         if isinstance(seconds, int | float):
             limit = float(max(0, min(seconds, _MAX_SECONDS)))
@@ -56,7 +53,7 @@ class Exchanges:
         return self._fail(number) if self._departed else []
 
     def remove_rank(self, rank: int, why: str) -> Replies:
-        """Fails the exchanges for which a rank that has left gave no value."""
+        """Fails the exchanges to which a rank that has left sent no value."""
         self._departed[rank] = why
         numbers = [n for n, values in self._values.items() if rank not in values]
         return [reply for number in numbers for reply in self._fail(number)]

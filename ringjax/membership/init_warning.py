@@ -11,9 +11,8 @@ class InitWarning:
     """Prints one line if a rank waits long until all ranks of its job have joined.
 
     Args:
-        warn: shows the line.
         seconds: how long the rank waits before the line is shown; 0 never shows it.
-        limit: seconds after which the rank stops waiting. Only the line contains it.
+        limit: seconds after which the rank stops waiting, for the text of the line.
 
     Example:
         >>> warning = InitWarning(print, 0.0, 120.0)
@@ -30,11 +29,10 @@ class InitWarning:
         self.due = time.monotonic() + seconds if seconds > 0 else math.inf
 
     def missing_ranks(self, ranks: str) -> None:
-        """Names the ranks that have not joined.
+        """Prints the missing ranks, a text such as "ranks 1, 3 of 4".
 
-        Args:
-            ranks: a text such as "ranks 1, 3 of 4". If it is empty, another rank has
-                printed the line for the whole job, so this rank prints none.
+        If the text is empty, another rank has printed the line for the whole job, so
+        this rank prints no line.
         """
         if ranks:
             self._print(f"for {ranks}")

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 class JoinedJob:
     """A job that this process has joined.
 
-    Attributes:
-        client: this rank's connection to the coordinator.
-        coordinator: the coordinator if it runs in this process, else None.
+    The coordinator is None if it runs in another process.
     """
 
     client: CoordinatorClient
@@ -64,19 +62,19 @@ def join(
     """Joins a job and waits until it has started, or this worker is a newcomer.
 
     Args:
-        credentials: the credentials of the job, or a function that is called before
-            each attempt and raises OSError as long as there are no credentials.
+        credentials: the credentials of the job; or a function that is called before
+            each attempt, and raises OSError while there are no credentials.
         worker: the number of this worker; its rank if the job is not elastic.
         hello: the description of this rank for the other ranks, as JSON; or a function
             that makes the hello for given credentials.
         timeout: seconds for all attempts.
         elastic_timeout: seconds in which the client tries to reconnect after it has
-            lost the coordinator; afterwards the directive is `Stop`. With 0, the job is
-            not elastic, and the client does not reconnect.
+            lost the coordinator; then it returns the directive `Stop`. With 0, the job
+            is not elastic, and the client does not reconnect.
         failure_timeout: in an elastic job, seconds of silence after which the
             connection counts as lost.
-        retry_unauthenticated: keep trying if the server cannot authenticate. It may be
-            another program on the port that the right server will use soon.
+        retry_unauthenticated: keep trying if the server cannot authenticate. Another
+            program may occupy the port that the coordinator will use soon.
         hint: a text that is appended to the error if no server could be reached.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
         warning: shows one line if joining takes long.
@@ -111,9 +109,7 @@ def join(
             request = HandshakeRequest(
                 known.job, Purpose.RENDEZVOUS, worker, SERVER_RANK, tls=offer_for(tls)
             )
-            connection = Connection(
-                known.addresses, known.secret, request, silence, elastic_timeout
-            )
+            connection = Connection(known, request, silence, elastic_timeout)
             client = CoordinatorClient(worker, connection, dict(entries))
             client.enter(deadline, warning)
             return client

@@ -4,20 +4,18 @@ This file handles the events: hello, message, loss, end of a process, timeout. I
 class in epochs.py admits newcomers and assigns ranks. The state machine has no clock
 and no I/O: events arrive as method calls with the time, and messages to send and events
 for the launcher are collected until `drain`. No member can begin an epoch without the
-coordinator. A worker that was declared lost is fenced and never comes back under its
-number.
+coordinator. A worker that was declared lost is fenced, and its number is never used
+again.
 
-    assembly -- all workers came --> run -- loss, or a restart is wanted --> revoked
+    assembly -- all workers are here --> run -- loss, or a restart request --> revoked
     revoked -- all have reported --> run (repair or restart), or with too few: waiting
     run -- all members pause --> run (resize), or with too few: waiting
     waiting -- newcomers are ready --> run
 
-A job that stops at its first loss (`on_loss`) is always in assembly: the other ranks
-receive each loss, and ranks that have left may form another epoch.
+A job that stops at its first loss (`on_loss`) always returns to assembly: the other
+ranks are informed of each loss, and ranks that have left may form another epoch.
 
-client.py describes the messages. assembly.py decides when a job begins, epoch_state.py
-records the state of an epoch, commit_decision.py evaluates reports, and coordinator.py
-has the sockets.
+client.py describes the messages.
 """
 
 from __future__ import annotations
@@ -34,14 +32,9 @@ from ringjax.membership.outbox import LauncherEvent, OutgoingMessage
 
 
 class JobMembership(Epochs):
-    """Decides who belongs to a job.
+    """Decides which workers belong to a job.
 
-    Args:
-        resume: whether the job had begun under an earlier coordinator.
-
-    Attributes:
-        phase: "assembly", "run", "revoked", "waiting" or "stopped".
-        epoch: the current epoch.
+    If `resume` is true, the job had begun under an earlier coordinator.
 
     Example:
         >>> job = JobMembership(MembershipConfig(np=2, min_np=1, max_np=2))
@@ -99,14 +92,8 @@ class JobMembership(Epochs):
     ) -> None:
         """Handles the hello of a worker that has no other connection.
 
-        Args:
-            seen: the address from which the worker has connected.
-            hello: the worker's description of itself.
-            rejoin: the state from an earlier connection, see `RejoinState`; None on the
-                first connection of the worker.
-
-        Raises:
-            ValueError: `rejoin` is malformed.
+        `rejoin` is the state from an earlier connection, see `RejoinState`; None on the
+        first connection of the worker. Raises ValueError if it is malformed.
         """
         state = None if rejoin is None else assembly.parse_rejoin(rejoin)
         member = state is not None and state.epoch >= 0
@@ -150,16 +137,15 @@ class JobMembership(Epochs):
         self._assemble(now)
 
     def duplicate_refusal(self, worker: int) -> str:
-        """Returns why a second connection is refused; "" if it replaces the first."""
+        """Returns why a worker may not connect twice; "" if it may."""
         if not self._config.stops_on_loss or worker not in self._newcomers:
             return ""
         return f"rank {worker} has joined already, from {self._newcomers[worker].seen}"
 
     def on_message(self, worker: int, message: Mapping[str, Any], now: float) -> None:
-        """Handles a message of a worker that has sent its hello.
+        """Handles a message of a worker; raises ValueError if it is malformed.
 
-        Raises:
-            ValueError: the message is malformed.
+        The worker has sent its hello before.
         """
         kind, epoch = message.get("type"), self.epoch
         if kind == "failure":
@@ -170,7 +156,8 @@ class JobMembership(Epochs):
             self._lose_if_member(worker, f"failed: {text}", now)
             self._on_exit(worker, f"failed: {text}", now)
         elif kind == "missing" and self.phase == "assembly":
-            # Only one rank of the job warns its user, so only one gets the names.
+            # Only one rank of the job prints the warning, so only the first rank that
+            # requests the missing ranks receives them.
             asked, self._missing_was_asked = self._missing_was_asked, True
             text = "" if asked else self._assembly.missing()
             self._outbox.send(worker, {"type": "missing", "text": text})
@@ -179,7 +166,7 @@ class JobMembership(Epochs):
             self._outbox.publish("ready", worker)
             self._admit(now)
         elif worker not in epoch.alive:
-            return  # the worker is lost, and a message about that is on its way
+            return  # a message to the worker says that it is lost
         elif kind == "leaving":
             epoch.leavers |= epoch.alive.intersection(self._config.group_of(worker))
             self._announce()
@@ -239,12 +226,12 @@ class JobMembership(Epochs):
             self._on_exit(worker, why, now)
 
     def _on_exit(self, worker: int, why: str, now: float) -> None:
-        """Handles the end of a worker's process for a group that is no member."""
+        """Handles the end of a worker's process, if the worker was not a member."""
         if worker in self._finished or worker in self._outbox.dismissed:
             return
         if self.phase != "assembly":
             self._end_group(worker, why)
-        elif self._assembly.resuming:  # the worker may have finished before
+        elif self._assembly.resuming:  # the worker may have finished
             self._assembly.exclude(worker, why)
             self._assemble(now)
         else:
@@ -258,15 +245,16 @@ class JobMembership(Epochs):
     ) -> None:
         """Handles the end of a worker's process. Its number is not used again.
 
-        Its last messages may still be on their way, for example that it has finished.
-        So the method waits for the end of the connection, `exit_grace` at most.
+        The last messages of the worker may still arrive, for example that it has
+        finished. So the method waits for the end of the connection, `exit_grace` at
+        most.
 
         Args:
             text: the reason why the process has ended.
             heirs: whether newcomers may begin the job again if all members have ended
                 in this way. False if the host of the process cannot be reached, because
-                the process may still run there, and after an error of the program,
-                because the error would come again.
+                the process may still run there. Also False after an error of the
+                program, because the error would occur again.
         """
         if heirs and worker not in self._failed:
             self._replaceable.add(worker)
@@ -336,9 +324,8 @@ class JobMembership(Epochs):
                 refusal = {"type": "refused", "text": outcome.text}
                 self._outbox.send(rank, refusal, last=True)
             self._newcomers.clear()
-        if (
-            outcome is not None and self._config.stops_on_loss
-        ):  # the ranks may try again
+        if outcome is not None and self._config.stops_on_loss:
+            # The ranks may call `init` again.
             self.phase, self._assembly = "assembly", Assembly(self._config)
             self._missing_was_asked = False
 

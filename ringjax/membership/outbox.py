@@ -1,6 +1,6 @@
 """Outbox: messages and events that wait to be sent, and workers that are gone forever.
 
-membership.py and epochs.py add the messages, coordinator.py sends them.
+membership.py and epochs.py add messages and events, and coordinator.py sends them.
 """
 
 from __future__ import annotations

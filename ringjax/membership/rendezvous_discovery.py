@@ -1,15 +1,15 @@
-"""Rendezvous discovery: how ranks find the coordinator if ringrun has not started them.
+"""Rendezvous discovery: finds the coordinator of a rank's job.
 
 Under mpirun, srun, torchrun and others, rank 0 runs the coordinator in its own process.
-The other ranks need the *job credentials* to join. They get them in one of three ways:
+The other ranks need the *job credentials* to join, from one of three sources:
 
 ==================  ========================================  =======================
 Ranks are           Addresses and job id                      Secret
 ==================  ========================================  =======================
 started by ringrun  RINGJAX_RENDEZVOUS, RINGJAX_JOB           RINGJAX_SECRET[_FILE]
 on one host         credentials file, written by rank 0       credentials file, random
-on several hosts    every rank computes the same from host,   RINGJAX_SECRET[_FILE]
-                    port and job id, which the launcher set
+on several hosts    computed equally by every rank from the   RINGJAX_SECRET[_FILE]
+                    variables of the launcher
 ==================  ========================================  =======================
 """
 
@@ -33,10 +33,10 @@ from ringjax.membership.job_credentials import (
 )
 from ringjax.membership.joined_job import JoinedJob, join
 
-# Linux hands out ports up to 60999 by itself (net.ipv4.ip_local_port_range). Above them
-# a port that every rank computes is rarely taken by accident.
+# Linux assigns ports up to 60999 to connections (net.ipv4.ip_local_port_range), so the
+# ports above are rarely in use by accident.
 _FIRST_PORT, _PORT_COUNT = 61000, 4500
-_PORT_ATTEMPTS = 4  # neighbouring ports to try, because another job may use the first
+_PORT_ATTEMPTS = 4  # neighboring ports to try, because another job may use the first
 # For each launcher, the text that is appended to the error about a missing secret.
 _SECRET_HINTS = {"Slurm": "; or run ringrun in the batch script, which needs none"}
 # A function of the secret and the job id that returns hello entries of this rank.
@@ -46,11 +46,11 @@ OpenListener = Callable[[bytes, str], JsonObject]
 def start_coordinator(
     info: LaunchInfo, config: Config, file: CredentialsFile | None
 ) -> tuple[JobCredentials, Coordinator]:
-    """Starts the coordinator in rank 0, if there is no ringrun.
+    """Starts the coordinator in rank 0, if ringrun does not run it.
 
     Args:
-        file: where to publish the credentials for the other ranks of this host; None if
-            the job spans several hosts.
+        file: publishes the credentials for the other ranks of this host; None if the
+            job spans several hosts.
 
     Raises:
         StartupError: no port is free, the credentials file cannot be written, or the
@@ -80,8 +80,8 @@ def start_coordinator(
             failure = error
             continue
         credentials = JobCredentials(",".join(coordinator.addresses), secret, job)
-        # The coordinator listens already, so ranks can connect as soon as they read the
-        # file.
+        # Write the file only now that the coordinator listens: ranks connect as soon as
+        # they read the file.
         try:
             if file is not None:
                 file.write(credentials)
@@ -103,28 +103,27 @@ def join_job(
 ) -> JoinedJob:
     """Finds the coordinator of this process's job, joins and waits for all ranks.
 
+    The caller closes the result.
+
     Args:
         hello: the description of this rank for the other ranks.
         open_listener: opens the socket on which other ranks will connect to this rank.
             It is called before this rank joins, because the hello contains the address
-            of the socket, and again if the credentials change.
+            of the socket. It is called again if the credentials change.
         warn: shows one line if joining takes longer than RINGJAX_STALL_WARNING.
 
-    Returns:
-        The joined job. The caller closes it.
-
     Raises:
-        StartupError: the job did not come together. The text names the ranks that are
-            missing or the variable to set.
+        StartupError: not all ranks have joined. The text names the missing ranks or the
+            variable to set.
     """
     single_host = info.single_host and not config.rendezvous
     file = CredentialsFile(info) if single_host else None
     coordinator: Coordinator | None = None
     credentials: JobCredentials | Callable[[], JobCredentials]
     if file is not None and info.rank != 0:
-        # The file may be left over from a job that was killed. Such a file looks valid,
-        # and only the attempt to join shows that nobody listens at the address, or that
-        # another job listens there. So `join` reads the file before every attempt.
+        # A killed job may have left the file behind. Such a file looks valid, and only
+        # an attempt to join shows that no process or another job listens at the
+        # address. So `join` reads the file before every attempt.
         credentials = file.credentials
     elif config.rendezvous or info.rank != 0:
         credentials = derive_credentials(info, config)
@@ -146,8 +145,8 @@ def join_job(
             config.start_timeout,
             elastic_timeout=config.elastic_timeout if config.elastic else 0.0,
             failure_timeout=config.failure_timeout,
-            # A computed port may belong to another program until rank 0 gets it, so
-            # keep trying. The address that ringrun passes is right, so fail at once.
+            # Another program may occupy a computed port, so keep trying: rank 0 then
+            # uses the next port. An address of ringrun is right, so fail at once.
             retry_unauthenticated=not config.rendezvous,
             hint="" if file is None else file.hint,
             tls=config.tls,
@@ -158,9 +157,10 @@ def join_job(
             coordinator.close()
         raise
     finally:
-        # All ranks have joined, or the start failed: no later job may find this file.
+        # All ranks have joined, or the start has failed. A later job must not find the
+        # file.
         if coordinator is not None and file is not None:
-            # An error of `join` must not be replaced by an error of this removal.
+            # An error of the removal must not replace an error of `join`.
             with contextlib.suppress(OSError, StartupError):
                 file.remove()
     [used] = opened
@@ -170,8 +170,9 @@ def join_job(
 def derive_credentials(info: LaunchInfo, config: Config) -> JobCredentials:
     """Derives the job credentials from the settings and the launcher's variables.
 
-    Under ringrun the settings contain all three. Under another launcher every rank
-    computes the same addresses and job id; the secret is a setting in both cases.
+    Under ringrun the settings contain addresses, secret and job id. Under another
+    launcher every rank computes equal addresses and an equal job id, and only the
+    secret is a setting.
 
     Raises:
         StartupError: the secret, the job id or the host of rank 0 is not known.
