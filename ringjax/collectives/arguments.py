@@ -20,7 +20,7 @@ import numpy as np
 
 from ringjax import _native
 from ringjax.compression import WireDtype
-from ringjax.eager import dtypes
+from ringjax.eager import dtypes, lane
 from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet
 from ringjax.xla import jax_private
@@ -352,24 +352,11 @@ def reduction(
 
 def root_in_set(what: str, root_rank: object, process_set: ProcessSet) -> int:
     """Returns the rank within the process set of world rank `root_rank`."""
-    if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
-        raise TypeError(
-            f"ringjax.{what}: `root_rank` must be an int, got {root_rank!r} of type "
-            f"{type(root_rank).__name__}"
-        )
-    try:
-        rank = operator.index(root_rank)
-    except jax.errors.TracerIntegerConversionError:
+    if isinstance(root_rank, jax.core.Tracer):
         raise TypeError(
             f"ringjax.{what}: `root_rank` must be known while tracing, got {root_rank}"
-        ) from None
-    members = list(process_set.ranks)
-    if rank not in members:
-        raise ValueError(
-            f"ringjax.{what}: `root_rank` is {rank}, expected a rank of the process "
-            f"set: {members}"
         )
-    return members.index(rank)
+    return lane.root_in_set(what, root_rank, process_set)
 
 
 def splits(what: str, argument: str, value: Any, size: int) -> tuple[int, ...]:

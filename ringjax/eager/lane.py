@@ -249,7 +249,10 @@ def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
 def root_in_set(op: str, root_rank: object, process_set: runtime.ProcessSet) -> int:
     """Returns the rank within the process set of world rank `root_rank`."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
-        raise TypeError(f"ringjax.{op}: root_rank must be an int, got {root_rank!r}")
+        raise TypeError(
+            f"ringjax.{op}: root_rank must be an int, got {root_rank!r} of type "
+            f"{type(root_rank).__name__}"
+        )
     rank = operator.index(root_rank)
     if rank not in process_set.ranks:
         raise ValueError(
