@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ringjax.errors import RingjaxError
-from ringjax.ops import Adasum, Average, ReduceOp, Sum
+from ringjax.horovod.gradient_options import check_reduction
+from ringjax.ops import Adasum, Average, ReduceOp
 from ringjax.torch import mpi_ops
 from ringjax.torch.compression import Compression, Compressor
 from ringjax.torch.in_flight import AllreduceOptions
@@ -31,7 +32,6 @@ from ringjax.world.process_set import ProcessSet, global_process_set
 Loss: TypeAlias = Any
 Closure: TypeAlias = Callable[[], Loss]
 
-_PASSES = "backward_passes_per_step must be > 0"
 _ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before "
     "optimizer.step() or optimizer.synchronize(). Gradients are on their way to other "
@@ -238,9 +238,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets the number of backward passes before each step."""
-        if passes <= 0:
-            raise ValueError(_PASSES)
-        self._reducer.options.backward_passes_per_step = passes
+        options = self._reducer.options
+        check_reduction(options.op, options.gradient_predivide_factor, passes)
+        options.backward_passes_per_step = passes
         self._reducer.reset()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -413,18 +413,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise TypeError("optimizer is a DistributedOptimizer already")
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op must be Average, Sum or Adasum, not {op!r}")
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if gradient_predivide_factor <= 0.0:
-        raise ValueError("gradient_predivide_factor must be > 0")
+    check_reduction(op, gradient_predivide_factor, backward_passes_per_step)
     if num_groups != 0:
         text = "Parameter `num_groups` has been replaced by `groups`."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError(_PASSES)
     options = AllreduceOptions(
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,

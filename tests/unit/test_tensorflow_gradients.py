@@ -125,6 +125,7 @@ BAD = [
     ({"op": 3}, "op must be Average, Sum or Adasum"),
     ({"op": 1, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
     ({"gradient_predivide_factor": 0.0}, "must be > 0"),
+    ({"gradient_predivide_factor": float("nan")}, "must be > 0"),
     ({"groups": 0}, "groups should be a non-negative integer"),
     ({"groups": -1}, "groups should be a non-negative integer"),
     ({"groups": ["x"]}, "groups should be a non-negative integer"),

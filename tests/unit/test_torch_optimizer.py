@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle  # noqa: TID251
 import warnings
 
@@ -53,7 +54,9 @@ def names(optimizer) -> list[str]:
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
         ({"backward_passes_per_step": -1}, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 2.0, "op": Sum}, "not supported with op"),
+        ({"backward_passes_per_step": True}, "backward_passes_per_step must be > 0"),
         ({"gradient_predivide_factor": 0.0}, "must be > 0"),
+        ({"gradient_predivide_factor": math.nan}, "must be > 0"),
         ({"op": Max}, "op must be Average, Sum or Adasum"),
         ({"groups": -1}, "non-negative integer"),
         ({"groups": 0}, "non-negative integer"),
