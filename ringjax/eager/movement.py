@@ -271,7 +271,7 @@ def barrier(
 
     Raises:
         NotInitialized: before ringjax.init().
-        Stalled: a rank has not called it in time.
+        Stalled: a rank has not called `barrier` in time.
         PeerLost: a rank is lost.
 
     Example:
@@ -279,12 +279,4 @@ def barrier(
         >>> ringjax.init()
         >>> ringjax.eager.barrier()
     """
-    lane.submit(
-        "barrier",
-        name,
-        [],
-        [],
-        finish=lambda _: None,
-        process_set=process_set,
-        waits=True,
-    ).wait()
+    lane.submit("barrier", name, [], [], lambda _: None, process_set, waits=True).wait()

@@ -35,8 +35,8 @@ def broadcast_object(
         root_rank: the sender's rank in the world.
         name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
-        allow_pickle: if it is True, which it must be on all ranks, objects of other
-            types are sent as pickles. Reading a pickle runs code that the sender chose.
+        allow_pickle: whether objects of other types are sent as pickles; equal on all
+            ranks. To read a pickle is to run code that the sender has chosen.
 
     Raises:
         NotInitialized: before ringjax.init().

@@ -1,8 +1,8 @@
-"""Arrays of any framework as memory of this host, and results in their framework.
+"""Converts arrays of any framework to memory of this host, and results back.
 
 This module imports no framework: an argument can belong only to a framework that the
-program has imported. The adapters do not use it, because they work in place on tensors
-of their own framework.
+program has imported. The adapters do not use this module, because they work in place on
+tensors of their own framework.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Operand(NamedTuple):
     """An argument as memory of this process.
 
     Attributes:
-        array: the contiguous memory. If numpy lacks the dtype, this array has another
-            dtype of the same size.
+        array: the contiguous memory. If numpy has no such dtype, the array has another
+            dtype of equal size.
         dtype: the core's number of the dtype.
         restore: converts an array like `array` into the caller's type of array.
     """
@@ -55,7 +55,7 @@ class Operand(NamedTuple):
 
 
 def to_operand(op: str, name: str | None, value: AnyArray) -> Operand:
-    """Converts an argument; `value` is an array of any framework, or a number.
+    """Converts an argument, which is an array of any framework or a number.
 
     Raises:
         TypeError: `value` is not an array, or the core does not know its dtype.
@@ -95,15 +95,9 @@ def output_array(
     """Checks an argument `out` and returns its memory as a numpy array.
 
     Args:
-        out: the array or tensor for the result.
         given: the argument from which the result is made.
-        shape: the shape of the result. A dimension that this rank does not know is
-            None.
-
-    Raises:
-        TypeError: `out` is neither a numpy array nor a PyTorch tensor on the CPU.
-        ValueError: `out` has another dtype or shape than the result, is not contiguous,
-            is read-only, or shares memory with the argument.
+        shape: the shape of the result; None for a dimension that this rank does not
+            know.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor) and out.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Execution of eager operations: arguments become memory, and memory becomes results.
+"""Runs eager operations: turns arguments into memory, and memory into results.
 
 The public functions are in `reductions.py` and `movement.py`. The core checks the
 properties that one rank can check (`CheckSubmission`), and negotiation checks that the
@@ -34,7 +34,7 @@ def as_list(out: AnyArray) -> Outs:
 
 
 def operands(op: str, name: str | None, tensors: Sequence[AnyArray]) -> list[Operand]:
-    """Converts the arguments of a grouped operation."""
+    """Converts the tensors of an operation."""
     if not isinstance(tensors, list | tuple) or not tensors:
         raise ValueError(
             f"{lane.title(op, name)}: expected a list or tuple of tensors, not empty"
@@ -48,26 +48,25 @@ def run_if_plain(
     out: AnyArray,
     name: str | None,
     process_set: runtime.ProcessSet,
-    *,
     reduce_op: int = 1,
     prescale: float = 1.0,
     postscale: float = 1.0,
     root: int = 0,
 ) -> Array | None:
-    """Runs an operation on a contiguous numpy array from submission to result.
+    """Runs an operation on a contiguous numpy array by one native call.
 
-    This is one native call. A handle, and the objects that belong to it, would take
-    longer than a short operation.
+    A handle, with the objects that belong to a handle, would take longer than a short
+    operation.
 
     Returns:
-        The result. If `tensor` or `out` is not such an array, nothing is submitted and
-        the result is None; the caller then submits the operation.
+        The result. If `tensor` or `out` is not a contiguous numpy array, this function
+        submits nothing and returns None, and the caller submits the operation.
     """
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
-    # Each call of next_name uses up a number, so the core calls next_name only if the
-    # core submits the operation.
+    # Each call of next_name uses up a number. So the core calls next_name, and only if
+    # it submits the operation.
     given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
         shape = tensor.shape
@@ -103,48 +102,32 @@ def run_reduction(
     out: AnyArray,
 ) -> AnyArray:
     """Runs an allreduce or reducescatter of one tensor and returns its result."""
-    number = lane.reduce_op(collective, op)
+    # Pass the options one by one: a dict of options would make short operations 13 %
+    # slower.
+    reduce_op = lane.reduce_op(collective, op)
     if type(prescale) is not float or type(postscale) is not float:
         prescale = lane.as_float(collective, "prescale_factor", prescale)
         postscale = lane.as_float(collective, "postscale_factor", postscale)
     result = run_if_plain(
-        collective,
-        tensor,
-        out,
-        name,
-        process_set,
-        reduce_op=number,
-        prescale=prescale,
-        postscale=postscale,
+        collective, tensor, out, name, process_set, reduce_op, prescale, postscale
     )
     if result is not None:
         return result
+    options = lane.reduction_options(collective, op, prescale, postscale) | lane.WAITS
     return submit_reduction(
-        collective,
-        [tensor],
-        number,
-        name=name,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        outs=as_list(out),
-        pick=first,
-        waits=True,
+        collective, [tensor], name, process_set, as_list(out), options, pick=first
     ).wait()
 
 
 def submit_reduction(
     collective: str,
     tensors: Sequence[AnyArray],
-    op: int,
-    *,
     name: str | None,
-    prescale: float,
-    postscale: float,
     process_set: runtime.ProcessSet,
     outs: Outs,
+    options: lane.LaneOptions,
+    *,
     pick: Pick = list,
-    waits: bool = False,
 ) -> Handle:
     """Submits an allreduce or reducescatter."""
     # Raise an error before init, and on ranks outside of the process set.
@@ -157,17 +140,7 @@ def submit_reduction(
         for g in given
     ]
     return submit(
-        collective,
-        name,
-        given,
-        shapes,
-        outs,
-        process_set,
-        pick=pick,
-        reduce_op=lane.reduce_op(collective, op),
-        prescale=lane.as_float(collective, "prescale_factor", prescale),
-        postscale=lane.as_float(collective, "postscale_factor", postscale),
-        waits=waits,
+        collective, name, given, shapes, outs, process_set, pick=pick, **options
     )
 
 
@@ -184,8 +157,7 @@ def submit(
 ) -> Handle:
     """Submits an operation whose results have known shapes.
 
-    Args:
-        outs: the arrays for the results. If it is None, new memory is allocated.
+    Without `outs`, the results are in new memory.
     """
     memory = _output_arrays(op, name, given, shapes, outs)
     if memory is None:
@@ -219,11 +191,11 @@ def submit_ragged(
     splits: Sequence[int] = (),
     waits: bool = False,
 ) -> Handle:
-    """Submits an allgather or alltoall: all ranks together determine the rows.
+    """Submits an allgather or alltoall, whose rows all ranks together determine.
+
+    Without `outs`, the results are in memory of the core.
 
     Args:
-        outs: the arrays for the results. If it is None, the results are in memory of
-            the core.
         pick: makes the caller's result from the arrays and, for each array, the number
             of rows from each rank.
     """

@@ -1,9 +1,8 @@
-"""Periodic comparison of parameters between ranks, outside of XLA's programs.
+"""Compares parameters between ranks in some steps, outside of XLA's programs.
 
-Used by optimizers that run eagerly and by graphs of TensorFlow.
-`xla/parameter_check.py` compares in steps that XLA compiles. In both cases the native
-core decides when a comparison is due, compares hashes and writes the text of the
-warning.
+Optimizers that run eagerly and graphs of TensorFlow use this module.
+`xla/parameter_check.py` serves steps that XLA compiles. In both cases the native core
+decides when a comparison is due, compares hashes and writes the text of the warning.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ringjax.ops import ReduceOp
 AFTER_FIRST_STEP = 1
 """The first step to compare in Horovod's programs, which broadcast after step 0."""
 
-# The process sets and counters whose last comparison has found a difference.
+# The process set and the counter of each comparison that found a difference last time.
 _differing: set[tuple[int | None, str]] = set()
 runtime.on_init(_differing.clear)
 _numbers: dict[int, int] = {}
@@ -36,24 +35,18 @@ def check(
     whose: str = "",
     first: int = 0,
 ) -> None:
-    """Compares parameters between ranks if a comparison is due.
+    """Compares parameters between ranks if a comparison is due; prints a warning.
 
-    All ranks call it in every step. Most calls only count the step.
+    All ranks call `check` in every step. Most calls only count the step.
 
     Args:
         title: names the parameters in the warning; equal on all ranks.
-        memory: returns the name, the address and the bytes of each parameter, in the
-            same order on all ranks. A parameter needs to live only until the next one
-            is read.
-        process_set: the ranks that take part; this rank must be among them.
-        whose: the key of the counter of steps on this rank, see `identity_key`. If it
-            is empty, the title is the key.
+        memory: yields the name, the address and the bytes of each parameter, in an
+            order that is equal on all ranks. The memory of a parameter is read before
+            the next parameter is yielded.
+        whose: the key of the counter of steps on this rank, see `identity_key`. If
+            `whose` is empty, the title is the key.
         first: the first step to compare.
-
-    Raises:
-        PeerLost: a rank is lost.
-        Stalled: a rank has not called it in time. For parameters that differ, `check`
-            only prints a warning.
     """
     whose = whose or title
     step = due_step(whose, process_set, first)
@@ -67,13 +60,7 @@ def check(
 
 
 def due_step(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
-    """Counts a step.
-
-    Args: as `check`.
-
-    Returns:
-        The number of the step if a comparison is due, else -1.
-    """
+    """Counts a step and returns its number if a comparison is due, else -1."""
     every = runtime.config().check_parameters
     if not every:
         return -1
@@ -92,12 +79,7 @@ def compare(
 ) -> None:
     """Compares hashes with the other ranks; the first rank prints the warning.
 
-    Args:
-        step: the number of the step, for the warning.
-        names: the names of the parameters, for the warning.
-        hashes: the hash of each parameter.
-
-    Other arguments, Raises: as `check`.
+    `step` and the names of the parameters appear in the warning.
     """
 
     def maximum(numbers: list[int]) -> list[int]:
@@ -124,10 +106,10 @@ def compare(
 
 
 def identity_key(objects: Iterable[object]) -> str:
-    """Returns a text that stands for these objects, in this order.
+    """Returns a text that identifies these objects, in this order, in this process.
 
-    Programs create a new tape in each step, and several optimizers or models may have
-    one name; each of them has its own count of steps. The objects are not kept alive.
+    A name cannot be the key of a counter of steps, because a program creates a new tape
+    in each step, and several models may have one name. The objects are not kept alive.
 
     Example:
         >>> one, other = {1}, {1}
@@ -138,8 +120,8 @@ def identity_key(objects: Iterable[object]) -> str:
     """
     numbers = []
     for each in objects:
-        # An id may be reused after its object has died: a number that this module gives
-        # out is not reused.
+        # Python may reuse the id of an object that has died, so map ids to numbers that
+        # are never reused.
         address = id(each)
         if address not in _numbers:
             _numbers[address] = next(_fresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ringjax.eager import lane
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray
 from ringjax.eager.operations import as_list, first, run_reduction, submit_reduction
@@ -30,16 +31,9 @@ def allreduce_async(
         >>> ringjax.eager.synchronize(handle)
         2.0
     """
+    options = lane.reduction_options("allreduce", op, prescale_factor, postscale_factor)
     return submit_reduction(
-        "allreduce",
-        [tensor],
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=as_list(out),
-        pick=first,
+        "allreduce", [tensor], name, process_set, as_list(out), options, pick=first
     )
 
 
@@ -113,16 +107,8 @@ def grouped_allreduce_async(
     out: Sequence[AnyArray] | None = None,
 ) -> Handle:
     """Submits a `grouped_allreduce` and returns its handle immediately."""
-    return submit_reduction(
-        "allreduce",
-        tensors,
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=out,
-    )
+    options = lane.reduction_options("allreduce", op, prescale_factor, postscale_factor)
+    return submit_reduction("allreduce", tensors, name, process_set, out, options)
 
 
 def grouped_allreduce(
@@ -153,16 +139,9 @@ def grouped_allreduce(
         >>> ringjax.eager.grouped_allreduce([1.0, 2], ringjax.Max)
         [1.0, 2]
     """
+    options = lane.reduction_options("allreduce", op, prescale_factor, postscale_factor)
     result: list[AnyArray] = submit_reduction(
-        "allreduce",
-        tensors,
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=out,
-        waits=True,
+        "allreduce", tensors, name, process_set, out, options | lane.WAITS
     ).wait()
     return result
 
@@ -178,16 +157,11 @@ def reducescatter_async(
     out: AnyArray = None,
 ) -> Handle:
     """Submits a `reducescatter` and returns its handle immediately."""
+    options = lane.reduction_options(
+        "reducescatter", op, prescale_factor, postscale_factor
+    )
     return submit_reduction(
-        "reducescatter",
-        [tensor],
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=as_list(out),
-        pick=first,
+        "reducescatter", [tensor], name, process_set, as_list(out), options, pick=first
     )
 
 
@@ -242,16 +216,10 @@ def grouped_reducescatter_async(
     out: Sequence[AnyArray] | None = None,
 ) -> Handle:
     """Submits a `grouped_reducescatter` and returns its handle immediately."""
-    return submit_reduction(
-        "reducescatter",
-        tensors,
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=out,
+    options = lane.reduction_options(
+        "reducescatter", op, prescale_factor, postscale_factor
     )
+    return submit_reduction("reducescatter", tensors, name, process_set, out, options)
 
 
 def grouped_reducescatter(
@@ -271,15 +239,10 @@ def grouped_reducescatter(
     Returns:
         The list of this rank's rows of each reduced tensor.
     """
+    options = lane.reduction_options(
+        "reducescatter", op, prescale_factor, postscale_factor
+    )
     result: list[AnyArray] = submit_reduction(
-        "reducescatter",
-        tensors,
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        outs=out,
-        waits=True,
+        "reducescatter", tensors, name, process_set, out, options | lane.WAITS
     ).wait()
     return result
