@@ -1,6 +1,6 @@
 """Makes collectives differentiable: one autograd function serves all of them.
 
-Each collective brings its own backward function; see operations.py and movement.py.
+Each collective passes its own backward function; see operations.py and movement.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def needs_graph(tensors: Sequence[Tensor]) -> bool:
 
 
 def apply_function(run: Forward, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Runs a collective, as a node of the autograd graph if an input needs one."""
+    """Runs a collective, as a node of the autograd graph if an input needs a graph."""
     if needs_graph(tensors):
         outputs = _AutogradFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return tuple(outputs)

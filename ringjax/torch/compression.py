@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Compressor:
-    """Base class of what the argument `compression` accepts."""
+    """Base class of the compressors that the argument `compression` accepts."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:

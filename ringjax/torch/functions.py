@@ -38,8 +38,7 @@ def broadcast_parameters(
         >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     """
     if isinstance(params, Mapping):
-        # Sort the names, because the order of a dict depends on how the dict was
-        # filled.
+        # Sort, because ranks may have filled their dicts in different orders.
         pairs = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, str | Tensor):
         pairs = [p if isinstance(p, tuple) else (None, p) for p in params]

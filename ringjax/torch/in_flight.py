@@ -1,7 +1,7 @@
 """Gradients in flight: one named operation that reduces one or several gradients.
 
-`submit_gradients` starts the operation; `InFlightReduction.receive` waits for it and
-writes the results back. reducer.py decides when either is called.
+`submit_gradients` starts the operation. `InFlightReduction.receive` waits for the
+operation and stores the results. reducer.py decides when to call these functions.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ class InFlightReduction(NamedTuple):
     sent: list[InFlightGradient]
 
     def receive(self, compression: type[Compressor]) -> None:
-        """Waits for the operation and stores the reduced gradients in `.grad`.
-
-        Raises:
-            RingjaxError: the operation has failed.
-        """
+        """Waits for the operation and stores the reduced gradients in `.grad`."""
         outputs = self.wait()
         for (p, gradient, _, context), output in zip(self.sent, outputs, strict=True):
             if p.grad is None:
@@ -86,11 +82,7 @@ def submit_gradients(
     name: str,
     options: AllreduceOptions,
 ) -> InFlightReduction:
-    """Submits the gradients of the parameters in `unit` as one operation.
-
-    Raises:
-        RingjaxError: the operation cannot be submitted.
-    """
+    """Submits the gradients of the parameters in `unit` as one operation."""
     call: dict[str, Any] = {"name": name, "op": options.op}
     call["process_set"] = options.process_set
     if gradients[0].is_sparse and len(unit) == 1 and not options.sparse_as_dense:
@@ -103,7 +95,7 @@ def submit_gradients(
         tensor, context = options.compression.compress(dense)
         packed.append(tensor)
         sent.append(InFlightGradient(p, gradient, gradient._version, context))
-    # The core divides by the size after the sum.
+    # Here only the factor; for Average the core divides the sum by the size.
     if options.op == Average:
         call["prescale_factor"] = 1.0 / options.gradient_predivide_factor
         call["postscale_factor"] = options.gradient_predivide_factor
@@ -115,7 +107,7 @@ def submit_gradients(
 
 
 def failed_reduction(error: RingjaxError) -> InFlightReduction:
-    """Returns a reduction without gradients, of which `wait` raises `error`."""
+    """Returns a reduction without gradients, whose `wait` raises `error`."""
     return InFlightReduction(partial(_raise, error), [])
 
 

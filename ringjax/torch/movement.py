@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringjax import runtime
+from ringjax import eager, runtime
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
 from ringjax.torch.autograd import Backward, apply_function
@@ -62,7 +62,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Gathers several tensors in one operation, as `allgather_async`; makes a tuple."""
+    """Submits `allgather` of several tensors as one operation; makes a tuple."""
     return submit_ragged(
         "allgather",
         tensors,
@@ -161,10 +161,10 @@ def alltoall_async(
     The result is a pair of the rows and the numbers of rows that came from each rank,
     also without `splits`.
     """
-    return _exchange(tensor, splits, name, process_set)
+    return _submit_alltoall(tensor, splits, name, process_set)
 
 
-def _exchange(
+def _submit_alltoall(
     tensor: Tensor,
     splits: Sequence[int] | Tensor | None,
     name: str | None,
@@ -216,7 +216,7 @@ def alltoall(
     """
 
     def forward(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
-        handle = _exchange(tensors[0], splits, name, process_set, waits=True)
+        handle = _submit_alltoall(tensors[0], splits, name, process_set, waits=True)
         out, received = handle.wait()
         back = received.tolist()
 
@@ -258,18 +258,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all ranks of the process set have called `barrier`.
 
     Raises:
-        HorovodInternalError: a rank has not called it in time, or is gone.
+        HorovodInternalError: a rank has not called `barrier` in time, or is lost.
     """
-    handle = lane.submit(
-        "barrier",
-        name=None,
-        ins=[],
-        outs=[],
-        finish=lambda _: None,
-        process_set=process_set,
-        waits=True,
-    )
-    handle.wait()
+    eager.barrier(process_set=process_set)
 
 
 def _root_options(root_rank: int, process_set: ProcessSet) -> lane.LaneOptions:

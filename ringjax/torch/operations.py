@@ -30,13 +30,9 @@ def first(results: Sequence[Tensor]) -> Tensor:
 def reduction_options(
     average: bool | None, op: int | None, prescale: float, postscale: float
 ) -> lane.LaneOptions:
-    """Checks the arguments of a reduction and returns them in the form of the lane."""
+    """Checks the arguments of a reduction and returns them as options of the lane."""
     op = lane.op_or_average(average, op, stacklevel=3)
-    if type(prescale) is not float or type(postscale) is not float:
-        prescale = lane.as_float("allreduce", "prescale_factor", prescale)
-        postscale = lane.as_float("allreduce", "postscale_factor", postscale)
-    number = lane.reduce_op("allreduce", op)
-    return {"reduce_op": number, "prescale": prescale, "postscale": postscale}
+    return lane.reduction_options("allreduce", op, prescale, postscale)
 
 
 def submit(
@@ -51,10 +47,7 @@ def submit(
 ) -> Handle:
     """Submits an operation whose results have known shapes, in memory of PyTorch.
 
-    Args:
-        pick: makes the result of the handle from the output tensors.
-        in_place: whether the results replace the tensors.
-        others: as for `lane.submit`.
+    `pick` makes the result of the handle from the output tensors.
     """
     tensors = list(tensors)
     refs, held, on_device = prepare(op, name, tensors)
@@ -103,8 +96,8 @@ def run(
     in_place: bool = False,
 ) -> Sequence[Tensor]:
     """Runs an operation as `submit` does, and returns its results."""
-    # A single tensor on the host, the most frequent call, takes one call of the core
-    # and needs no handle.
+    # The most frequent operation, on a single tensor on the host, is one call of the
+    # core without a handle.
     if len(tensors) == 1:
         tensor = tensors[0]
         refs, held, on_device = prepare(op, name, tensors)
@@ -139,13 +132,8 @@ def submit_ragged(
 ) -> Handle:
     """Submits an operation whose results have as many rows as the other ranks send.
 
-    Args:
-        pick: makes the result of the handle from pairs of an output tensor and the
-            numbers of rows that each rank has sent.
-        splits: for alltoall, the rows for each rank. If it is empty, all parts are
-            equal.
-        waits: whether the caller waits for the handle immediately.
-        others: as for `lane.submit`.
+    `pick` makes the result of the handle from pairs of an output tensor and the numbers
+    of rows that each rank has sent. `splits` and `waits` are those of `LaneOptions`.
     """
     refs, held, on_device = prepare(op, name, tensors)
     for ref in refs:
@@ -202,7 +190,7 @@ def allreduce_tensors(
 def allreduce_mean(
     gradients: Sequence[Tensor], process_set: ProcessSet
 ) -> list[Tensor]:
-    """Averages gradients over the ranks, as the backward function of Horovod does."""
+    """Averages gradients over the ranks, as Horovod's backward functions do."""
     options = reduction_options(None, Average, 1.0, 1.0)
     return allreduce_tensors(gradients, None, Compression.none, options, process_set)
 

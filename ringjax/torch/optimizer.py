@@ -49,7 +49,7 @@ _TWICE = (
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """The base class that stands before the class of the plain optimizer.
+    """Base class of distributed optimizers, in front of the plain optimizer's class.
 
     `_distributed` makes the object from an existing optimizer, so no `__init__` runs.
 
@@ -137,9 +137,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # A RuntimeError is an error of this rank, not of a collective.
         except RuntimeError as error:
             failure = error
-        # The check is a collective. This method makes the check, not `step`, because
-        # all ranks call this method, even after an error, whereas a rank may leave a
-        # step out.
+        # The check is a collective. It is here and not in `step`, because all ranks
+        # call this method, even after an error, whereas a rank may skip a step.
         self._reducer.check_parameters()
         if failure is not None:
             raise failure
@@ -194,7 +193,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _reducing(self, closure: Closure) -> Closure:
         """Returns a closure that reduces the gradients, and for LBFGS the loss."""
         done = self._reducer.begun
-        # The closure may begin with zero_grad, so reduce before the call.
+        # The closure may begin with zero_grad, so reduce earlier gradients first.
         if done:
             self.synchronize()
 
@@ -331,8 +330,8 @@ def _distributed(
     }
     subclass: Any = type(plain_class.__name__, (base, plain_class), namespace)
     result: _DistributedOptimizer = subclass.__new__(subclass)
-    # A scheduler puts a wrapped `step` into the object that it gets. Such attributes
-    # would hide the methods of `_DistributedOptimizer`, so they are not copied.
+    # A scheduler stores a wrapped `step` as an attribute of the plain optimizer. The
+    # attribute would hide the method of `_DistributedOptimizer`, so do not copy it.
     methods = vars(_DistributedOptimizer)
     state = vars(optimizer).items()
     vars(result).update((k, v) for k, v in state if not callable(methods.get(k)))

@@ -24,8 +24,8 @@ def broadcast_optimizer_state(
     """Gives every rank the state and the options of the root's optimizer.
 
     The options are all entries of `param_groups`, also the ``initial_lr`` of a
-    scheduler. A parameter for which the root has no state has none on any rank: before
-    its first step the root has no state at all.
+    scheduler. A parameter that has no state on the root has no state on any rank.
+    Before its first step the root has no state at all.
 
     Args:
         optimizer: any optimizer but LBFGS, also a `DistributedOptimizer`.
@@ -119,10 +119,10 @@ def _broadcast_all(tensors: list[Tensor], root_rank: int) -> None:
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads a state dict into the dicts that the optimizer already has.
 
-    `load_state_dict` replaces the dicts of options and of state. A scheduler may hold
-    the plain optimizer of a DistributedOptimizer, which shares these dicts, so they are
-    filled again and put back. `load_state_dict` also casts state to the dtype of its
-    parameter; here the state keeps the dtype that it has on the root.
+    A scheduler may hold the plain optimizer of a DistributedOptimizer, which shares the
+    dicts of options and of state. `load_state_dict` replaces these dicts, so this
+    function fills them again and puts them back. `load_state_dict` also casts a state
+    to the dtype of its parameter; here a state keeps the dtype that it has on the root.
     """
     groups, states = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(state)

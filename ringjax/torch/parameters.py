@@ -73,11 +73,10 @@ def parameter_units(
     no gradient are left out of the groups.
 
     Args:
-        param_groups: the `param_groups` of the optimizer.
         groups: None, lists of parameters, or the number of groups.
-        name_of: the name of every parameter.
         broadcast_names: returns the names of the first rank. With a number of groups,
-            all ranks must cut the same list, but their orders may differ.
+            all ranks must cut equal lists, but the orders of their parameters may
+            differ.
 
     Raises:
         ValueError: `groups` is something else, or has a parameter twice.

@@ -1,9 +1,9 @@
 """Finds out which gradients all ranks have sent, and which gradients no rank has.
 
-A rank does not see how far the backward passes of other ranks have come. In a round,
-each rank contributes two flags for every parameter: whether the rank has sent its
-gradient, and whether it has a gradient at all. An allreduce adds the flags up, so all
-ranks get the same result.
+A rank does not see how far the backward passes of other ranks have progressed. In a
+round, each rank contributes two flags for every parameter: whether the rank has sent
+the gradient, and whether it has a gradient at all. An allreduce adds the flags up, so
+all ranks receive the same result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 class Readiness(NamedTuple):
-    """The result of a round, the same on all ranks.
+    """The result of a round, equal on all ranks.
 
     Attributes:
         everywhere: for each parameter, whether all ranks have sent its gradient.
@@ -45,21 +45,12 @@ def submit_round(
 ) -> Callable[[], Readiness]:
     """Submits a round, and returns a function that waits for its result.
 
-    Args:
-        name: the name of the round, the same on all ranks.
-        sent: for each parameter, whether this rank has sent its gradient. All ranks
-            list the parameters in the same order.
-        present: for each parameter, whether this rank has a gradient.
-        final: whether this rank is about to make a step.
-        stepped: whether this rank has made a step since the last gradients were
-            reduced; None if no gradients were reduced before.
-        process_set: the ranks that take part.
-
-    Raises:
-        RingjaxError: as `allreduce`; the returned function raises it, too.
+    All ranks list the parameters in the same order. `sent` says for each parameter
+    whether this rank has sent its gradient, and `present` whether this rank has one.
+    `stepped` is None if no gradients were reduced before.
     """
-    # The ranks of the round are counted by an element of their own: a rank that has
-    # called `join` adds zeros, so the size of the process set would be too large.
+    # An element counts the ranks that contribute flags. The size of the process set may
+    # be larger, because a rank that has called `join` contributes zeros.
     state = (1, final, stepped is True, stepped is False)
     counts = torch.tensor([*sent, *present, *state], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(

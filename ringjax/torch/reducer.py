@@ -1,6 +1,6 @@
 """Reducer: reduces the gradients of one optimizer while backward runs.
 
-Like the Reducer of PyTorch's DDP, with names in place of an order:
+It works like the Reducer of PyTorch's DDP, with names in place of an order:
 
 1. A hook on each parameter puts its gradient into a bucket, and submits full buckets.
 2. When backward ends, the ranks exchange which gradients they have sent (readiness.py),
@@ -45,12 +45,11 @@ from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 
 T = TypeVar("T")
-# A function that waits for a round, and returns the parameters in the order of the
-# flags, and the result.
+# A function that waits for a round. It returns the parameters in the order of their
+# flags, and the result of the round.
 Round = Callable[[], tuple[list[Tensor], Readiness]]
 
-# The bytes of the first bucket of a step. It is small, so that communication begins
-# early.
+# The most bytes of the first bucket of a step, few so that communication begins early.
 _FIRST_BUCKET = 1 << 20
 
 # All reducers, and the reducers that are between a backward pass and their step.
@@ -60,8 +59,8 @@ runtime.on_init(_in_step.clear)
 
 
 def _forget_steps() -> None:
-    # After a reset all ranks go back to a commit, and a rank may have joined that made
-    # none of the steps before. Their flags `stepped` would differ without a reason.
+    # After a reset all ranks return to a commit. A rank that has just joined has made
+    # no step, so its flag `stepped` would otherwise differ from that of other ranks.
     for reducer in list(_all):
         reducer.stepped = None
 
@@ -81,8 +80,6 @@ class Reducer:
         stepped: whether the optimizer has made a step since the last `synchronize`;
             None if there was no `synchronize`.
 
-    Raises:
-        ValueError: a bad argument, see `parameter_names` and `parameter_units`.
     """
 
     def __init__(
@@ -159,8 +156,7 @@ class Reducer:
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
             # Parameters that have a gradient on some rank.
             self._present_anywhere: set[Tensor] = set()
-            # The gradients that wait, because other gradients of their groups are still
-            # missing.
+            # Gradients that wait for other gradients of their groups.
             self._unsent: list[InFlightGradient] = []
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
@@ -174,11 +170,8 @@ class Reducer:
     def synchronize(self, param_groups: ParamGroups) -> None:
         """Submits the gradients that no hook has submitted, and waits for all.
 
-        A parameter that has no gradient on any rank gets no gradient.
-
-        Raises:
-            RingjaxError: the first failure, after all operations have ended.
-            RuntimeError: the program has changed a gradient that was in flight.
+        A parameter that has no gradient on any rank keeps no gradient. Raises the first
+        failure after all operations have ended.
         """
         with self._lock:
             try:
@@ -324,10 +317,7 @@ class Reducer:
         `unscale_` divides gradients in place without a new version of the tensors, so
         `InFlightGradient.is_changed` cannot see the change. But `unscale_` first reads
         `param_groups`, whose getter calls this method. So the frame above the getter
-        belongs to the reader.
-
-        Raises:
-            RuntimeError: `GradScaler` is the reader, and gradients are in flight.
+        tells whether `GradScaler` reads.
         """
         in_flight = [p for unit in self._in_flight for p in unit]
         in_flight += [g.parameter for g in self._unsent]
@@ -370,13 +360,7 @@ class Reducer:
         return order
 
     def on_gradient_ready(self, p: Tensor) -> None:
-        """Processes a gradient to which backward has added; a hook of each parameter.
-
-        Raises:
-            AssertionError: backward has run more than `backward_passes_per_step` times.
-            RuntimeError: the gradient is part of a graph.
-            ValueError: another optimizer has a parameter of the same name.
-        """
+        """Processes the gradient of `p` after backward has added to it; a hook."""
         with self._lock:
             if not self.begun and (not mpi_ops.is_initialized() or self.is_alone()):
                 return
@@ -384,8 +368,8 @@ class Reducer:
             name = self.name_of[p]
             if p.grad.requires_grad:
                 raise RuntimeError(error_texts.GRADIENT_HAS_GRAPH.format(name=name))
-            # If `.grad` is another object now, the module's zero_grad, which does not
-            # call the zero_grad of this optimizer, has dropped the reduced gradient.
+            # If `.grad` is another object now, the zero_grad of the module has dropped
+            # the reduced gradient, without a call of this optimizer's zero_grad.
             if p in self._reduced and self._reduced[p]() is not p.grad:
                 self.reset()
             left = self._passes_left[p] - 1
@@ -416,7 +400,7 @@ class Reducer:
     def _launch(self, unit: Unit) -> None:
         """Puts the gradients of a unit into the bucket; sends the bucket if it is full.
 
-        Submissions have names, so other ranks may have other buckets.
+        Operations have names, so other ranks may put them into other buckets.
         """
         first = not self._launched
         self._launched.add(unit)
@@ -447,7 +431,7 @@ class Reducer:
             return failed_reduction(error)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        """Returns the gradient, or zeros for other ranks that may have a gradient."""
+        """Returns the gradient, or zeros if only other ranks may have a gradient."""
         if p.grad is not None:
             if p.grad.is_sparse:
                 self._sparse_dims[p] = p.grad.sparse_dim()

@@ -125,7 +125,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduces several tensors in one operation, as `allreduce_async`; makes a tuple."""
+    """Submits `allreduce` of several tensors as one operation; makes a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit("allreduce", tensors, name, process_set, options, pick=tuple)
 
@@ -139,7 +139,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduces several tensors in place in one operation; makes a tuple."""
+    """Submits `allreduce_` of several tensors as one operation; makes a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit(
         "allreduce", tensors, name, process_set, options, pick=tuple, in_place=True
@@ -185,7 +185,7 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Sums or averages sparse COO tensors: concatenates the entries of all ranks.
+    """Sums or averages sparse COO tensors by concatenating the entries of all ranks.
 
     Args:
         tensor: a tensor of layout `torch.sparse_coo`, of the same shape on all ranks.
@@ -198,8 +198,8 @@ def sparse_allreduce_async(
 
     Raises:
         TypeError, ValueError: another layout or op; nothing was sent.
-        HorovodInternalError: raised by the returned function: the ranks disagree, or a
-            rank is gone.
+        HorovodInternalError: the returned function raises it if the ranks disagree, or
+            if a rank is lost.
 
     Example:
         >>> import torch, ringjax.torch as hvd
@@ -275,7 +275,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Submits `reducescatter` of several tensors in one operation; makes a tuple."""
+    """Submits `reducescatter` of several tensors as one operation; makes a tuple."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
     return submit("reducescatter", tensors, name, process_set, options, pick=tuple)
 

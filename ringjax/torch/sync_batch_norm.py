@@ -3,8 +3,8 @@
 References:
     S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015. T. Chan, G. Golub, R. LeVeque,
     Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
-    This layer combines the means and variances of the ranks so, because a difference of
-    sums of squares would lose digits.
+    This layer combines the means and variances of the ranks by these formulae, because
+    a difference of sums of squares would lose digits.
 """
 
 from __future__ import annotations

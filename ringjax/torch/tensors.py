@@ -1,4 +1,4 @@
-"""Hands the memory of PyTorch tensors to the eager lane, and makes results tensors."""
+"""Passes memory of PyTorch tensors to the eager lane, and makes tensors of results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ Prepared = tuple[list[lane.TensorRef], list[Tensor], lane.LaneOptions]
 
 
 def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
-    """Prepares the tensors of one operation for the lane.
-
-    Raises:
-        TypeError, ValueError: a tensor cannot be sent.
-    """
+    """Prepares the tensors of one operation for the lane."""
     refs: list[lane.TensorRef] = []
     held: list[Tensor] = []
     on_cuda = 0
@@ -49,7 +45,7 @@ def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
             if not tensor.is_cuda:
                 raise ValueError(_unsupported(op, name, tensor))
             on_cuda += 1
-        # PyTorch conjugates and negates lazily: the memory has the original values.
+        # PyTorch conjugates and negates lazily, so the memory may have other values.
         lazy = tensor.is_conj() if number >= _COMPLEX else tensor.is_neg()
         if lazy or not tensor.is_contiguous():
             tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -86,10 +82,10 @@ def _unsupported(op: str, name: str | None, tensor: Tensor) -> str:
 
 
 def rows_from_memory(memory: object, rows: int, like: Tensor) -> Tensor:
-    """Returns a tensor of `rows` rows over memory of the core, which it keeps alive.
+    """Returns a tensor of `rows` rows that keeps the core's `memory` alive.
 
-    Rows on a device are copied. The core does not wait for all streams of PyTorch that
-    may still read its device memory before it reuses it, but PyTorch's allocator does.
+    Rows on a device are copied. PyTorch's allocator reuses device memory only when no
+    stream of PyTorch can read it any more; the core does not wait for these streams.
     """
     shape = (rows, *like.shape[1:])
     if not math.prod(shape):
