@@ -38,7 +38,7 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., object]] = {
 
 
 def _allows_transfers(function: _Function) -> _Function:
-    """Lifts JAX's transfer guard, because the function moves values on purpose."""
+    """Disables JAX's transfer guard in a function that moves values on purpose."""
     guarded: _Function = jax.transfer_guard("allow")(function)
     return guarded
 
@@ -53,12 +53,12 @@ def broadcast_parameters(
 ) -> _Tree:
     """Returns the root's values of `tree` on every rank, in one operation.
 
-    First the ranks compare a short hash of the names, shapes and dtypes of all leaves.
+    First, the ranks compare a hash of the names, shapes and dtypes of all leaves.
 
     Args:
       tree: any tree of JAX or NumPy arrays, jax.random keys and Python numbers, such as
         parameters, an optimizer state, a flax TrainState, an nnx State or an equinox
-        model. Leaves keep their type and dtype, and 64-bit numbers are exact even
+        model. These leaves keep their type and dtype, and 64-bit numbers are exact even
         without jax_enable_x64. Other leaves, such as functions and strings, are not
         sent and must be equal on all ranks. Inside jit, every number becomes a JAX
         array, and the ranks compare only sizes and dtypes.
@@ -87,48 +87,48 @@ def broadcast_parameters(
     process_set, root_rank = _between_groups(process_set, root_rank)
     runtime.communicator(process_set, what)
     arguments.root_in_set(what, root_rank, process_set)
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
-    if len(pairs) == 1 and not pairs[0][0] and not _is_number(tree):
+    leaves, treedef = _flatten(tree)
+    if leaves and jax.tree_util.treedef_is_leaf(treedef) and not _is_number(tree):
         raise TypeError(
             f"ringjax.{what}: `tree` is a {type(tree).__name__}, expected a tree of "
             "arrays; is its class registered with JAX?"
         )
     eager = jax_private.is_eager(
-        [leaf for _, leaf in pairs if isinstance(leaf, jax.Array)]
+        [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
     )
-    packed = [
-        _pack(what, path, leaf, eager)
-        for path, (_, leaf) in zip(paths, pairs, strict=True)
-    ]
-    operands = {
-        path: leaf.array
-        for path, leaf in zip(paths, packed, strict=True)
-        if leaf.array is not None
-    }
+    packed = {path: _pack(what, path, leaf, eager) for path, leaf in leaves.items()}
+    operands = {p: leaf.array for p, leaf in packed.items() if leaf.array is not None}
     if not eager:
         sent = broadcast(operands, root_rank, process_set=process_set, name=name)
     else:
-        kinds = {path: leaf.kind for path, leaf in zip(paths, packed, strict=True)}
+        kinds = {path: leaf.kind for path, leaf in packed.items()}
         _compare(what, {"`root_rank`": str(root_rank), **kinds}, process_set)
         with errors.translated():
             sent = jax.block_until_ready(
                 broadcast(operands, root_rank, process_set=process_set, name=name)
             )
-    values = [
-        leaf.unpack(sent.get(path)) for path, leaf in zip(paths, packed, strict=True)
-    ]
+    values = [leaf.unpack(sent.get(path)) for path, leaf in packed.items()]
     result: _Tree = jax.tree.unflatten(treedef, values)
     return result
+
+
+def _flatten(tree: object) -> tuple[dict[str, Any], Any]:
+    """Returns the leaves of a tree by their paths, and the structure of the tree."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    keystr = jax.tree_util.keystr
+    paths = [keystr(path, simple=True, separator="/") for path, _ in pairs]
+    if len(set(paths)) < len(paths):  # {"a/b": 1, "a": {"b": 2}} has "a/b" twice
+        paths = [keystr(path) for path, _ in pairs]
+    return {p: leaf for p, (_, leaf) in zip(paths, pairs, strict=True)}, treedef
 
 
 def _between_groups(
     process_set: runtime.ProcessSet, root_rank: int
 ) -> tuple[runtime.ProcessSet, int]:
-    """Returns the set and the root of a broadcast in a job of groups.
+    """Replaces the set of all ranks, and the root, in a job of groups.
 
-    For the set of all ranks, these are this rank's replica set, and the member of this
-    set that is in the root's group.
+    The new set is this rank's replica set, and the new root is the rank of that set
+    that is in the root's group.
     """
     chosen, size = runtime.between_groups(process_set), runtime.group_size()
     if chosen is process_set or not isinstance(root_rank, int):
@@ -249,9 +249,9 @@ def allreduce_metrics(
 ) -> Any:
     """Reduces a tree of numbers over all ranks in float64, even without jax_enable_x64.
 
-    Every rank gets the numbers of all ranks and adds them in the order of the ranks, so
-    all ranks get bitwise equal results. Use it for a few numbers now and then, and
-    `allreduce` for many numbers.
+    Every rank receives the numbers of all ranks and adds them in the order of the
+    ranks, so the results are bitwise equal on all ranks. Use this function for a few
+    numbers now and then, and `allreduce` for many numbers.
 
     Args:
       metrics: a tree of Python numbers and real arrays, with the same names and shapes
@@ -263,9 +263,9 @@ def allreduce_metrics(
       name: names the metrics in errors.
 
     Returns:
-      A tree of the same structure: NumPy arrays for arrays, Python numbers for numbers
-      and 0-d arrays. Numbers are floats, or ints if all ranks gave integers and `op` is
-      not Average.
+      A tree of the structure of `metrics`: NumPy arrays for arrays, Python numbers for
+      numbers and 0-d arrays. The numbers are ints if the metric is an integer on all
+      ranks and `op` is not Average, otherwise floats.
 
     Raises:
       NotInitialized: `ringjax.init()` has not been called.
@@ -289,12 +289,11 @@ def allreduce_metrics(
     own = 1.0 if weight is None else arguments.factor(what, "weight", weight, [])
     if not 0.0 <= own < float("inf"):
         raise ValueError(f"ringjax.{what}: `weight` is {own}, expected a number from 0")
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(metrics)
-    paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in pairs]
-    values = [_number(what, p, leaf) for p, (_, leaf) in zip(paths, pairs, strict=True)]
-    shapes = {p: str(list(v.shape)) for p, v in zip(paths, values, strict=True)}
+    leaves, treedef = _flatten(metrics)
+    values = {path: _number(what, path, leaf) for path, leaf in leaves.items()}
+    shapes = {path: str(list(value.shape)) for path, value in values.items()}
     _compare(what, {"`op`": chosen.name, **shapes}, process_set)
-    gathered = allgather_object([own, *values], name or what, process_set)
+    gathered = allgather_object([own, *values.values()], name or what, process_set)
     weights = np.array([numbers[0] for numbers in gathered])
     columns = zip(*(numbers[1:] for numbers in gathered), strict=True)
     reduced = [_reduce(chosen, column, weights) for column in columns]
@@ -305,11 +304,11 @@ def allreduce_metrics(
 
 
 class _SyncLeaf(NamedTuple):
-    """A leaf as an array that can be sent, and the function that converts it back."""
+    """A leaf as an array that can be sent."""
 
     array: _Array | None  # None: the leaf is not sent, and every rank keeps its own
     kind: str  # a text that must be equal on all ranks
-    unpack: Callable[[Any], object]
+    unpack: Callable[[Any], object]  # converts the received array to the leaf's type
 
 
 def _is_number(leaf: object) -> bool:
@@ -320,10 +319,10 @@ def _is_number(leaf: object) -> bool:
 def _pack(what: str, path: str, leaf: object, eager: bool) -> _SyncLeaf:
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _pack_array(what, path, leaf, eager)
-    for kind, dtype in ((bool, bool), (int, int), (float, float), (complex, complex)):
+    for kind in (bool, int, float, complex):
         if isinstance(leaf, kind):
             try:
-                number = np.array(leaf, dtype)
+                number = np.array(leaf, kind)
             except OverflowError:
                 raise ValueError(
                     f"ringjax.{what}: the leaf {path!r} is an int of more than 64 bits"
@@ -342,7 +341,7 @@ def _pack(what: str, path: str, leaf: object, eager: bool) -> _SyncLeaf:
 
 
 def _can_stay(leaf: object) -> bool:
-    """Returns whether a leaf need not be sent: it holds no numbers and has a text."""
+    """Returns whether each rank may keep its leaf: it has a text, and no numbers."""
     if is_named_callable(leaf):
         return True
     holds = ("__array__", "__dlpack__", "dtype", "state_dict")
@@ -364,8 +363,8 @@ def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _SyncLeaf:
     as_before = _restorer(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = np.asarray(leaf, dtype.newbyteorder("="))
-    # Decide by the dtype alone, because one rank may have NumPy arrays, and another
-    # rank JAX arrays. Not by `dtype.kind`: float8_e5m2 is an "f", too.
+    # Decide by the dtype alone, because one rank may have NumPy arrays and another rank
+    # JAX arrays. `dtype.kind` does not suffice: that of float8_e5m2 is "f", too.
     known = dtype.name in dtypes.NUMBERS
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
         return _SyncLeaf(leaf, kind, as_before)
@@ -373,7 +372,7 @@ def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _SyncLeaf:
 
 
 def _pack_traced(array: jax.Array, kind: str) -> _SyncLeaf:
-    """Packs an array; types that cannot be sent are cast to a larger type."""
+    """Packs an array. Casts it to a larger type if its own type cannot be sent."""
     sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
     return _SyncLeaf(sent, kind, restore)
 
@@ -402,7 +401,7 @@ def _pack_bytes(
 def _compare(what: str, lines: dict[str, str], process_set: runtime.ProcessSet) -> None:
     """Raises Mismatch on all ranks if `lines` differ between ranks.
 
-    The ranks compare a digest first, and exchange the lines only if it differs.
+    The ranks exchange digests, and the lines only if the digests differ.
     """
     text = json.dumps(list(lines.items()))
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
@@ -432,9 +431,9 @@ def _number(what: str, path: str, leaf: object) -> np.ndarray:
     """Converts a metric to float64, or to int64 or uint64 if it is an integer."""
     try:
         array = np.asarray(leaf)
-        if array.dtype.name in ("bfloat16", "float16") or array.dtype.kind == "f":
+        if array.dtype.name == "bfloat16" or array.dtype.kind == "f":
             return array.astype(np.float64)
-        if array.dtype.kind in "bi" or array.dtype.kind == "u":
+        if array.dtype.kind in "biu":
             return array.astype(np.uint64 if array.dtype == np.uint64 else np.int64)
     except (TypeError, ValueError):
         pass
@@ -453,7 +452,7 @@ def _reduce(
             weighted = weights.reshape(-1, *[1] * (stack.ndim - 1)) * stack
             out = np.asarray(weighted.sum(axis=0) / weights.sum())
         return out if out.ndim else out.item()
-    # Python's integers do not overflow.
+    # As objects, integers are Python's, which do not overflow.
     exact = stack.astype(object) if stack.dtype.kind in "iu" else stack
     out = np.asarray(_REDUCTIONS[op](exact, axis=0))
     return out.astype(stack.dtype) if out.ndim else out.item()

@@ -97,6 +97,12 @@ def test_a_tree_is_one_operation(world) -> None:
         np.testing.assert_array_equal(x, np.zeros(i))
 
 
+def test_leaves_whose_paths_look_equal_stay_apart(world) -> None:
+    mine = world.rank + 1
+    out = ringjax.broadcast_parameters({"a/b": mine, "a": {"b": 10 * mine}})
+    assert out == {"a/b": 1, "a": {"b": 10}}
+
+
 def test_empty_trees(world) -> None:
     for tree in ({}, None, (), {"a": None}):
         assert ringjax.broadcast_parameters(tree) == tree
