@@ -57,13 +57,13 @@ class Registry:
         """The lowest id that no set of this job has ever had."""
         return self._next_id
 
-    def reset(self, size: int, replicas: Sequence[int] = ()) -> None:
-        """Starts a new world with the set of all ranks and the replica set only."""
+    def reset(self, size: int) -> None:
+        """Starts a new world with the set of all ranks only."""
         with self._lock:
             self._everybody.ranks = list(range(size))
             self._by_id = {0: [self._everybody]}
             self._next_id, self._unclaimed = 1, []
-            self._set_replicas(replicas)
+            self._set_replicas(())
 
     def _set_replicas(self, ranks: Sequence[int]) -> None:
         self._replicas.ranks = list(ranks)
@@ -93,17 +93,16 @@ class Registry:
         is the lowest id that no set has ever had, and `replicas` has the ranks of this
         process's replica set.
         """
+        ranks_of = {0: range(size), **sets}
         with self._lock:
-            self._everybody.ranks = list(range(size))
             self._set_replicas(replicas)
             self._by_id.setdefault(0, [self._everybody])
-            for number in [n for n in self._by_id if n and n not in sets]:
+            for number in self._by_id.keys() - ranks_of.keys():
                 for process_set in self._by_id.pop(number):
                     process_set.process_set_id = None
             for number, equal_sets in self._by_id.items():
                 for process_set in equal_sets:
-                    if number:
-                        process_set.ranks = list(sets[number])
+                    process_set.ranks = list(ranks_of[number])
             new = [n for n in sets if n not in self._by_id and n >= self._next_id]
             old = [n for n in self._unclaimed if n in sets]
             self._unclaimed = sorted({*old, *new})

@@ -73,11 +73,12 @@ def test_a_failed_agreement_leaves_nothing(everybody: ProcessSet) -> None:
 def test_objects_follow_the_ranks_of_the_job(everybody: ProcessSet) -> None:
     registry, world = Registry(everybody, ProcessSet([])), World()
     registry.reset(4)
-    low, high = ProcessSet([0, 1]), ProcessSet([2, 3])
-    for each in (low, high):
+    low, high, same = ProcessSet([0, 1]), ProcessSet([2, 3]), ProcessSet(range(4))
+    for each in (low, high, same):
         registry.add(each, world)
     registry.update(3, {1: [0], 2: [1, 2]}, 3)  # rank 1 was lost
-    assert (low.ranks, high.ranks, everybody.ranks) == ([0], [1, 2], [0, 1, 2])
+    assert (low.ranks, high.ranks) == ([0], [1, 2])
+    assert everybody.ranks == same.ranks == [0, 1, 2]
     registry.update(2, {2: [0, 1]}, 3)
     assert (low.process_set_id, high.process_set_id) == (None, 2)
 
