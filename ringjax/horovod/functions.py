@@ -5,18 +5,17 @@ The adapters of ringjax use `split_list` and `local_variables`.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ringjax.config import Config
 from ringjax.control import launch_environment
 from ringjax.errors import HorovodVersionMismatchError
-from ringjax.runtime import build
+from ringjax.runtime import build, reused_process
 from ringjax.world import devices
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ sycl_built = _with_verbose(build.sycl_built)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Returns whether a framework is installed, and ringjax has an adapter for it.
+    """Returns whether a framework is installed and ringjax has an adapter for it.
 
     Example:
         >>> extension_available("mxnet")
@@ -61,14 +60,10 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, *args: object) -> None:
-    """Checks that the native core exists, which serves all frameworks.
+    """Raises ImportError if the native core, which all adapters need, was not built.
 
-    Args:
-        ext_name: the name of the adapter, for the text of the error.
-        args: accepted and ignored; Horovod looks for its libraries there.
-
-    Raises:
-        ImportError: the native core was not built.
+    `ext_name` is the name of the adapter, for the error. `args` are ignored: in Horovod
+    they are folders with its libraries.
     """
     if importlib.util.find_spec("ringjax._native") is None:
         raise ImportError(f"{ext_name} needs ringjax._native, which was not built")
@@ -77,8 +72,7 @@ def check_extension(ext_name: str, *args: object) -> None:
 def get_env_rank_and_size() -> tuple[int, int]:
     """Returns rank and size from the variables of the launcher, also before `init`.
 
-    Raises:
-        StartupError: the variables do not contain rank and size.
+    Raises StartupError if the variables do not contain rank and size.
 
     Example:
         >>> rank, size = get_env_rank_and_size()
@@ -109,12 +103,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """Returns whether version `ver` is `target` or newer.
 
-    Args:
-        ver: a version X.Y.Z; the text after Z is ignored.
-        target: a version in the same form.
-
-    Raises:
-        ValueError: `ver` or `target` has another form.
+    Versions have the form X.Y.Z. The text after Z is ignored.
 
     Example:
         >>> is_version_greater_equal_than("2.13.0+cpu", "2.4.0")
@@ -135,8 +124,7 @@ def get_version_mismatch_message(
     return str(HorovodVersionMismatchError(name, version, installed_version))
 
 
-@contextlib.contextmanager
-def env(**variables: str | None) -> Iterator[None]:
+def env(**variables: str | None) -> AbstractContextManager[None]:
     """Makes a context in which environment variables are set, or removed (None).
 
     Example:
@@ -147,33 +135,14 @@ def env(**variables: str | None) -> Iterator[None]:
         >>> "RINGJAX_EXAMPLE" in os.environ
         False
     """
-    before = {name: os.environ.get(name) for name in variables}
-
-    def update(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = str(value)
-
-    update(variables)
-    try:
-        yield
-    finally:
-        update(before)
+    return reused_process.environment(variables)
 
 
 def local_variables(layers: Any, kind: type[Any], expected: str) -> list[Any]:
-    """Returns the trainable weights of a layer, or of several layers.
+    """Returns the trainable weights of `layers`: None, a layer, or several layers.
 
-    Args:
-        layers: the argument `local_layers` of a program: a layer, several layers, or
-            None.
-        kind: the class of layers, of Keras.
-        expected: the name of the class in Horovod's error.
-
-    Raises:
-        ValueError: `layers` contains another object.
+    `kind` is Keras's class of layers. Raises Horovod's ValueError, which names the
+    class `expected`, if `layers` contains another object.
     """
     several = [layers] if isinstance(layers, kind) else list(layers or ())
     if not all(isinstance(layer, kind) for layer in several):

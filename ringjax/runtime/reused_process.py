@@ -1,8 +1,8 @@
 """Runs a rank in a process that existed before the job, such as a Ray actor.
 
-In a process that ringrun starts, the environment holds the job's variables from the
-beginning, and the end of the process tells the other ranks how the rank ended. Here
-both are limited to one call of a function.
+In a process that ringrun starts, the environment contains the job's variables from the
+beginning, and the exit code of the process shows whether the rank failed. This module
+sets the variables, and reports failures, for one call of a function.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ def run_as_rank(
         kwargs: its keyword arguments.
 
     Returns:
-        See `call_reporting_failure`, which also raises the same errors.
+        The result of `fn`; None if it calls `sys.exit` without an error.
+
+    Raises:
+        RuntimeError: `fn` called `sys.exit` with an error.
+        Exception: the exception that `fn` raised. The other ranks get its first line.
     """
     with environment(ticket):
         try:
@@ -47,21 +51,9 @@ def call_reporting_failure(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> _T | None:
-    """Calls `fn` as a rank of the job that the environment describes.
+    """Calls `fn` like `run_as_rank`, with the variables that the environment contains.
 
-    If `fn` fails, the rank leaves the job and the other ranks get the reason.
-
-    Args:
-        fn: a function that calls `ringjax.init()`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The result of `fn`; None if it calls `sys.exit` without an error.
-
-    Raises:
-        RuntimeError: `fn` called `sys.exit` with an error.
-        Exception: the exception that `fn` raised.
+    The rank stays in the job, unless `fn` fails.
     """
     try:
         return fn(*args, **(kwargs or {}))
@@ -77,7 +69,7 @@ def call_reporting_failure(
 
 
 def fail_job(error: BaseException) -> None:
-    """Leaves the job with an error, of which the other ranks get the first line."""
+    """Leaves the job with an error, whose first line the other ranks receive."""
     if lifecycle.is_initialized():
         text = lifecycle.first_line(type(error), error)
         lifecycle.current("shutdown").fail(text)
@@ -93,15 +85,19 @@ def get_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the time of a `with` block."""
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables, or removes them (None), during a `with` block."""
     before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+
+    def update(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
-                os.environ[name] = value
+                os.environ[name] = str(value)
+
+    update(changes)
+    try:
+        yield
+    finally:
+        update(before)

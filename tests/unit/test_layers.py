@@ -69,8 +69,8 @@ ENVIRONMENT_READERS = {
     *("control/launch_environment.py", "membership/job_credentials.py"),
     "spark/trainers/keras.py",  # says which backend a task's Keras has
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
-    "horovod/functions.py",  # changes it for a while, if a program asks for that
-    "runtime/reused_process.py",  # holds a job's variables in it as long as a call
+    "horovod/functions.py",  # an example in a docstring
+    "runtime/reused_process.py",  # changes it during a `with` block
 }
 
 DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
