@@ -1,8 +1,8 @@
 """The settings of ringjax: one dataclass, read from environment variables.
 
 Only this module reads RINGJAX_* and HOROVOD_* variables. `python -m ringjax.config`
-prints a table of them. The variables that launchers such as Open MPI and Slurm set are
-read in control/launch_environment.py.
+prints a table of them. control/launch_environment.py reads the variables that launchers
+such as Open MPI and Slurm set.
 """
 
 from __future__ import annotations
@@ -24,16 +24,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class HorovodVariable:
-    """A variable of Horovod that sets a field, with values of another format.
+    """A variable of Horovod that sets a field."""
 
-    Attributes:
-        name: the name of the variable without HOROVOD_.
-        parse: converts the text to the value of the field. If it returns None, the text
-            does not set the field.
-    """
-
-    name: str
-    parse: Parser
+    name: str  # the part after HOROVOD_
+    parse: Parser  # may return None for a text that does not set the field
 
 
 def _setting(
@@ -43,14 +37,10 @@ def _setting(
     *horovod: str | HorovodVariable,
     secret: bool = False,
 ) -> _Value:
-    """Makes a field of `Config`.
+    """Makes a field of `Config`. `parse` converts the text of RINGJAX_FIELD.
 
-    Args:
-        default: the value if no variable is set.
-        parse: converts the text of RINGJAX_FIELD to the value.
-        meaning: the help text, which docs/reference/settings.md shows, too.
-        horovod: Horovod's variables for the field, without HOROVOD_.
-        secret: whether the value must not be printed.
+    docs/reference/settings.md shows `meaning`, the help text. `horovod` are Horovod's
+    variables for the field, without HOROVOD_. A `secret` value is never printed.
     """
     variables = tuple(
         name if isinstance(name, HorovodVariable) else HorovodVariable(name, parse)
@@ -357,9 +347,8 @@ class Config:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Reads all settings from environment variables.
 
-        Raises:
-            ValueError: a value is wrong. The text names the variable, its value and
-                what is expected.
+        If a value is wrong, raises a ValueError that names the variable, its value and
+        the expected format.
         """
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -380,15 +369,7 @@ class Config:
         return cls(**values)
 
     def secret_bytes(self) -> bytes | None:
-        """Returns the job's secret from RINGJAX_SECRET or RINGJAX_SECRET_FILE.
-
-        Returns:
-            None if neither variable is set.
-
-        Raises:
-            ValueError: the file cannot be read, other users may use it, or it holds no
-                secret.
-        """
+        """Returns RINGJAX_SECRET, or the secret in RINGJAX_SECRET_FILE, or None."""
         if self.secret:
             return bytes.fromhex(self.secret)
         if self.secret_file:
@@ -396,12 +377,7 @@ class Config:
         return None
 
     def metrics_token(self) -> str:
-        """Returns the token in RINGJAX_METRICS_TOKEN_FILE; "" if that is not set.
-
-        Raises:
-            ValueError: the file cannot be read, other users may use it, or it holds no
-                token.
-        """
+        """Returns the token in RINGJAX_METRICS_TOKEN_FILE; "" if that is not set."""
         path = self.metrics_token_file
         return secret_file.read_token(path) if path else ""
 
@@ -410,7 +386,7 @@ class Config:
         if self.cache_dir:
             return self.cache_dir
         base = environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(base):  # the XDG specification: ignore relative paths
+        if not os.path.isabs(base):  # the XDG specification ignores relative paths
             base = os.path.expanduser("~/.cache")
         return os.path.join(base, "ringjax") if os.path.isabs(base) else ""
 
@@ -430,7 +406,7 @@ class Config:
 
 
 def variables(field: dataclasses.Field[object]) -> tuple[str, ...]:
-    """Returns the environment variables of a field; the first that is set counts."""
+    """Returns the environment variables of a field. The first that is set counts."""
     return tuple(name for name, _ in _readings(field))
 
 

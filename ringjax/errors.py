@@ -2,8 +2,8 @@
 
 These exceptions are failures at run time, on this rank or on another rank. Wrong
 arguments raise ValueError or TypeError before anything is sent. A compiled program or
-graph raises an exception of JAX or TensorFlow; `translate` returns the exception of
-ringjax for it, by its text and without importing either framework.
+graph raises an exception of JAX or TensorFlow. From its text, `translate` makes an
+exception of ringjax, without importing either framework.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 # The command that prints the section of docs/troubleshooting.md about a class.
 HELP = "ringjax explain"
-# A part of the text of every Fenced, by which `from_code` recognises its status.
+# The text of every Fenced contains this part, by which `from_code` recognizes it.
 FENCED = "was declared lost and must not go on"
 
 # "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): <problem>"
@@ -25,20 +25,15 @@ _CALL = re.compile(
     r"(?: '(.*?)')?(?=[ :])"
 )
 _LEAF = re.compile(r"\brank \d+ sent '(.*?)' ")
-# Our status code for each of TensorFlow's codes that has exactly one.
+# ringjax's status codes for TensorFlow's codes; the remaining codes are ambiguous.
 _TENSORFLOW_CODES = {3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 9: "MISMATCH"}
 
 
 class StatusLike(Protocol):
-    """The attributes of `ringjax._native.StatusError`.
+    """The attributes of `ringjax._native.StatusError`."""
 
-    Attributes:
-        code: the name of the status code.
-        rank: the rank that caused the failure; -1 for none.
-    """
-
-    code: str
-    rank: int
+    code: str  # the name of the status code
+    rank: int  # the rank that caused the failure; -1 for none
 
 
 class RingjaxError(RuntimeError):
@@ -61,7 +56,7 @@ class RingjaxError(RuntimeError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # Add a note and leave the text alone: programs compare and search the text.
+        # Add a note, not a line of the text, because programs compare the text.
         self.add_note(f"Help: {HELP} {type(self).__name__}")
 
     @property
@@ -72,7 +67,7 @@ class RingjaxError(RuntimeError):
 
     @property
     def tensor(self) -> str:
-        """The name of its tensor, with the leaf about which ranks disagree, if any."""
+        """The name of the tensor, with the leaf about which ranks disagree; or ""."""
         found = _CALL.search(str(self))
         leaf = _LEAF.search(str(self), found.end()) if found else None
         named = (found[2] if found else None, leaf[1] if leaf else None)
@@ -96,7 +91,7 @@ class PeerLost(RingjaxError):
 
 
 class Fenced(PeerLost):
-    """This rank was declared lost and must not continue. The other ranks do."""
+    """This rank was declared lost and must not continue. The other ranks continue."""
 
 
 class Mismatch(RingjaxError):
@@ -107,8 +102,8 @@ class Stalled(RingjaxError):
     """A live rank did not take part within the time allowed.
 
     Attributes:
-        rank: the first such rank, -1 if it is not known.
-        ranks: all such ranks that are known.
+        rank: the first late rank, -1 if it is not known.
+        ranks: all late ranks that are known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -134,7 +129,7 @@ class StartupError(RingjaxError):
 
 
 class OutOfDescriptors(StartupError):
-    """The limit of open files of this process is too low for the sockets it needs."""
+    """This process needs more sockets than its limit of open files allows."""
 
 
 class Unreachable(StartupError):
@@ -170,7 +165,7 @@ class LaunchError(RingjaxError):
 class HostsUpdatedInterrupt(RuntimeError):
     """Ranks join or leave: the training function starts again with its current state.
 
-    It is no failure, and so it is no RingjaxError. Elastic training catches it.
+    This is no failure, and therefore no RingjaxError. Elastic training catches it.
 
     Attributes:
         skip_sync: whether ranks only leave, so that the remaining ranks have equal
@@ -211,13 +206,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
-    """Returns the exception for a status code.
-
-    Args:
-        code: the name of the code; XLA's names are accepted, too.
-        message: the text of the exception.
-        rank: the rank that caused the failure; -1 for none.
-    """
+    """Returns the exception for a status code of ringjax or XLA, given by its name."""
     if code == "UNAVAILABLE" and FENCED in message:
         return Fenced(message, rank)
     if code == "UNAVAILABLE":
@@ -234,15 +223,14 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
 
 
 def from_status(exc: StatusLike) -> RingjaxError:
-    """Returns the exception for an error of the native core; raise it `from exc`."""
+    """Returns the exception for an error of the native core. Raise it `from exc`."""
     return from_code(exc.code, str(exc), exc.rank)
 
 
 def from_program(text: str) -> RingjaxError | None:
     """Returns the exception for the error text of a compiled program.
 
-    Returns:
-        None if the error is not about ringjax.
+    Returns None if the error is not about ringjax.
 
     Example:
         >>> from_program("UNAVAILABLE: RINGJAX[world, epoch 0]: rank 2 is gone").rank
@@ -268,8 +256,8 @@ def translate(error: BaseException) -> RingjaxError | None:
         error: any exception.
 
     Returns:
-        `error` itself if it is an exception of ringjax; None if it has nothing to do
-        with ringjax.
+        `error` itself if it is an exception of ringjax; None if it is not about
+        ringjax.
 
     Example:
         >>> text = "UNAVAILABLE: RINGJAX[world, epoch 0]: barrier: rank 2 is gone"
@@ -290,7 +278,7 @@ def translate(error: BaseException) -> RingjaxError | None:
 
 
 def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
-    # TensorFlow appends the node of the graph that has failed in double brackets.
+    # TensorFlow appends the failed node of the graph, in double brackets.
     found = re.search(r"(?s)RINGJAX\[.*?(?=\n\s*\[\[|$)", text)
     if found is None:
         return None
@@ -303,9 +291,9 @@ def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
 def translated() -> Iterator[None]:
     """Context manager that converts errors of JAX and TensorFlow to ringjax's.
 
-    Use it around compiled steps. Exceptions that have nothing to do with ringjax pass
-    through. JAX raises an exception when a result is used, so use the result inside
-    (`block_until_ready`, `float`). The context manager is also a decorator.
+    Use it around compiled steps. Exceptions that are not about ringjax pass through.
+    JAX raises the exception of a step when its result is used, so use the result inside
+    of the block (`block_until_ready`, `float`). `translated` is a decorator, too.
 
     Raises:
         RingjaxError: `PeerLost`, `Mismatch`, `Stalled` and others. Its cause is the

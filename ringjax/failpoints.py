@@ -2,12 +2,11 @@
 
     RINGJAX_FAILPOINTS="recovery.linked=kill@2;state.chunk=sleep(0.5)@any#3"
 
-An entry has a point, an action, a target after "@" (the worker number in an elastic
-job, the rank in any other job; any process by default) and a passage after "#" (act
-only when the process passes the point for the third time, for example; every time by
-default). Failpoints of the native core have the same syntax, see
-xla_ext/base/failpoint.h. Without the variable, passing a point costs a look at an empty
-dict.
+An entry has a point and an action. "@2" limits it to the process with this target: the
+worker number in an elastic job, otherwise the rank. "#3" limits it to the third time
+that the process passes the point. By default, every process acts each time.
+xla_ext/base/failpoint.h implements the points of the native core. Without the variable,
+a point only tests an empty dict.
 """
 
 from __future__ import annotations
@@ -97,28 +96,18 @@ _ENTRY = re.compile(
 
 @dataclass(slots=True)
 class Failpoint:
-    """A parsed entry of RINGJAX_FAILPOINTS.
-
-    Attributes:
-        number: the argument of the action, such as seconds of sleep.
-        target: the worker or rank that acts; None for all.
-        passage: the passage at which it acts, from 1; 0 for all.
-        passed: how often this process has passed the point.
-    """
+    """A parsed entry of RINGJAX_FAILPOINTS."""
 
     point: str
     action: str
-    number: float
-    target: int | None
-    passage: int
-    passed: int = 0
+    number: float  # the argument of the action, such as seconds of sleep
+    target: int | None  # the worker or rank that acts; None for all
+    passage: int  # the passage at which the process acts, from 1; 0 for all
+    passed: int = 0  # how often this process has passed the point
 
 
 def parse(text: str) -> list[Failpoint]:
-    """Parses the text of RINGJAX_FAILPOINTS.
-
-    Raises:
-        ValueError: the text is wrong. The error says what is expected.
+    """Parses the text of RINGJAX_FAILPOINTS. A ValueError describes the expected text.
 
     Example:
         >>> [found] = parse("state.chunk=sleep(0.5)@2#3")
@@ -148,7 +137,7 @@ def parse(text: str) -> list[Failpoint]:
 
 
 def checked(text: str) -> str:
-    """Returns `text`. Raises ValueError if `parse` does."""
+    """Returns `text` unchanged if `parse` raises no ValueError."""
     parse(text)
     return text
 
@@ -159,13 +148,10 @@ _lock = threading.Lock()
 
 
 def arm(text: str, target: int | None) -> None:
-    """Arms the failpoints of a text in this process.
+    """Arms the failpoints of RINGJAX_FAILPOINTS in this process.
 
-    Does nothing if the same text is armed already.
-
-    Args:
-        text: the text of RINGJAX_FAILPOINTS.
-        target: the worker number or rank of this process; None if it has none.
+    Does nothing if this text is armed already. `target` is the worker number or rank of
+    this process; None if it has neither.
     """
     global _armed_text
     if text == _armed_text:
@@ -186,11 +172,7 @@ def arm(text: str, target: int | None) -> None:
 
 
 def passing(point: str) -> None:
-    """Runs the armed failpoints of a point on this thread.
-
-    Raises:
-        RingjaxError, OSError: the action of an armed failpoint.
-    """
+    """Runs the armed failpoints of a point on this thread, which may raise an error."""
     if _armed:
         _run(point)
 

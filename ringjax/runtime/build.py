@@ -1,7 +1,7 @@
 """Horovod's functions about what was compiled in, and `build_info` for bug reports.
 
-ringjax has no MPI, DDL or oneCCL. Where Horovod uses Gloo, its CPU transport, ringjax
-always has its own transports. NCCL and the CUDA driver are loaded at run time, so the
+ringjax has no MPI, DDL or oneCCL, and transports of its own in place of Gloo, which is
+Horovod's transport on CPUs. NCCL and the CUDA driver are loaded at run time, so the
 results for one build may differ from machine to machine.
 """
 
@@ -46,16 +46,16 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Returns True: ringjax always has its own transports in the place of Gloo.
+    """Returns True, because ringjax's own transports replace Gloo.
 
     Example:
-        >>> assert mpi_built() or gloo_built()  # as many programs for Horovod begin
+        >>> assert mpi_built() or gloo_built()  # many programs for Horovod begin so
     """
     return True
 
 
 def gloo_enabled() -> bool:
-    """Returns True, because ringjax always has its own transports."""
+    """Returns True, because ringjax's own transports replace Gloo."""
     return True
 
 

@@ -1,6 +1,6 @@
 """Requests of a program in an elastic job: join, pause, restart, leave.
 
-The thread that trains calls these functions, between two steps. Some of them wait until
+The thread that trains calls these functions between two steps. Some of them wait until
 the recovery thread has begun the next epoch. In a static job they raise an error or do
 nothing.
 """
@@ -32,11 +32,7 @@ def elastic() -> bool:
 
 
 def epoch_info() -> EpochInfo:
-    """Returns the current epoch.
-
-    Raises:
-        RingjaxError: this rank is not a member yet.
-    """
+    """Returns the current epoch. Raises RingjaxError if this rank is no member yet."""
     world = lifecycle.current("epoch_info")
     if not world.elastic:
         return EpochInfo.of_static_job(world.rank_info.rank, world.rank_info.size)
@@ -58,25 +54,19 @@ def has_run_solo() -> bool:
     return elastic() and bool(_world("has_run_solo").solo_mode.first_call)
 
 
-@contextlib.contextmanager
-def solo_mode() -> Iterator[None]:
-    """Lets a newcomer's collectives run alone, so that it can compile its programs.
+def solo_mode() -> contextlib.AbstractContextManager[None]:
+    """Makes a context in which a newcomer's collectives run alone, to compile programs.
 
-    They run alone outside of this context manager, too, but then `has_run_solo` is
-    true.
-
-    Raises:
-        RingjaxError: this rank is a member.
+    Outside of the context a newcomer's collectives run alone, too, but then
+    `has_run_solo` is true. Entering the context raises RingjaxError on a member.
     """
-    with _world("solo_mode").solo_mode.active():
-        yield
+    return _world("solo_mode").solo_mode.active()
 
 
 def request_admission() -> None:
-    """Asks to join and waits until this newcomer is a member. Members return at once.
+    """Requests admission, and waits until this newcomer is a member.
 
-    Raises:
-        RingjaxError: the job ends without this rank.
+    Returns at once on a member. Raises RingjaxError if the job ends without this rank.
     """
     if not is_newcomer():
         return
@@ -94,23 +84,18 @@ def request_admission() -> None:
 def confirm() -> None:
     """Waits until all calls on devices have ended. Calls on CPUs have ended already.
 
-    Raises:
-        PeerLost, RingjaxError: a call has failed, and everything computed from its
-            result is void.
+    Raises RingjaxError if a call has failed. All values that were computed from its
+    result are void.
     """
     if lifecycle.is_initialized():
         lifecycle.current("confirm").confirm()
 
 
 def check_updates() -> tuple[int, int]:
-    """Asks whether ranks want to join or leave. All ranks call it, between two steps.
+    """Finds out whether ranks want to join or leave. All ranks call it between steps.
 
-    Returns:
-        The number of the pending change, 0 for none, and the epoch in which the ranks
-        agreed on it. Both are equal on all ranks.
-
-    Raises:
-        PeerLost: a rank was lost, and the question could not be repeated.
+    Returns the number of the pending change, 0 for none, and the epoch in which the
+    ranks agreed on it. Both are equal on all ranks.
     """
     if not elastic():
         return 0, 0
@@ -128,16 +113,10 @@ def check_updates() -> tuple[int, int]:
 
 
 def pause(number: int) -> bool:
-    """Waits for the next epoch. All ranks call it, between two steps.
+    """Waits for the next epoch. All ranks call it between two steps.
 
-    Args:
-        number: the number of the pending change, from `check_updates`.
-
-    Returns:
-        True in the next epoch; False if this rank has left the job.
-
-    Raises:
-        RingjaxError: the pause did not succeed, and the ranks must `restart`.
+    `number` is the number of the pending change, from `check_updates`. Returns False if
+    this rank has left the job. After a RingjaxError, the ranks must `restart`.
     """
     world = _world("pause")
     failpoints.passing("pause.asked")
@@ -146,9 +125,9 @@ def pause(number: int) -> bool:
         with world.changed:
             if world.dismissed:
                 return False
-            # Do not ask for a pause in an epoch in which all ranks restart: the
-            # coordinator would count it for the next pause in that epoch, which would
-            # then begin without this rank.
+            # Do not request a pause in an epoch in which all ranks restart: the
+            # coordinator would count the request for the next pause in that epoch, and
+            # that pause would begin without this rank.
             if world.restart_pending:
                 raise PeerLost("ringjax.pause: another rank starts again")
             if world.resizes > resizes:
@@ -166,34 +145,25 @@ def pause(number: int) -> bool:
 
 
 def restart(text: str) -> None:
-    """Asks all ranks to go back to their last commit, and waits for the next epoch.
+    """Makes all ranks return to their last commit, and waits for the next epoch.
 
-    A rank calls it after a failure. The collectives of the other ranks fail, so that
-    they call it, too.
-
-    Args:
-        text: what failed on this rank, for the log.
-
-    Raises:
-        Fenced, RingjaxError: the job is over for this rank.
+    A rank calls it after a failure; `text` describes the failure in the log. The
+    collectives of the other ranks fail, so that they call it, too. Raises Fenced or
+    RingjaxError if the job is over for this rank.
     """
     epoch_devices.restart_epoch(_member("restart"), text)
     lifecycle.run_fresh_start_callbacks()
 
 
 def leave_at_next_pause() -> None:
-    """Asks to leave in good order, and returns at once. Signal handlers may call it."""
+    """Requests to leave in good order, and returns at once, also in signal handlers."""
     world = _world("leave_at_next_pause")
     if world.recovery is not None:
         world.recovery.leave()
 
 
 def last_contributors() -> tuple[int, ...]:
-    """Returns the processes whose values are in the last finished world collective.
-
-    Returns:
-        Worker numbers, as in `EpochInfo.workers`.
-    """
+    """Returns the workers whose values are in the last finished world collective."""
     if not elastic():
         return epoch_info().workers
     return _world("last_contributors").last_contributors()
@@ -201,18 +171,11 @@ def last_contributors() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]:
-    """Connects some ranks for the time of a `with` block. Only these ranks call it.
+    """Connects ranks of the world for the time of a `with` block.
 
-    Calls on the communicator are never repeated: if any rank of the job is lost, they
-    fail. In a static job, `ranks` must be this rank's replica set, and the result is
-    the communicator of that set.
-
-    Args:
-        ranks: ranks of the world; this rank must be one of them.
-
-    Raises:
-        PeerLost: a rank is gone.
-        ValueError: this rank is not in `ranks`.
+    Exactly these ranks call it. Calls on the communicator are never repeated: if any
+    rank of the job is lost, they fail. In a static job, `ranks` must be this rank's
+    replica set, and the result is the communicator of that set.
     """
     if not elastic() and list(ranks) == replica_set().ranks:
         yield lifecycle.communicator(replica_set(), "private_communicator")
@@ -224,7 +187,7 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
             f"ringjax.private_communicator: ranks are {list(chosen)}, without this "
             f"one, {world.rank}"
         )
-    # All of `ranks` compute the same id from what they have in common.
+    # All of `ranks` compute one id from values that are equal on all of them.
     key = (epoch.number, *chosen)
     count = world.privates[key] = world.privates.get(key, 0) + 1
     digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
@@ -233,8 +196,8 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
         epoch.link(number, chosen, name, world.mesh_factory_of(epoch))
         with world.changed:
             world.check_epoch(epoch)
-            # Not watched by the heartbeat: an exception inside of the `with` block
-            # closes the communicator, and must not count as the loss of a rank.
+            # The heartbeat must not watch this communicator: an exception inside of the
+            # `with` block closes it, and would count as a failure of this rank.
             communicator = epoch.open(number, chosen, name, watched=False)
         yield communicator
         # A rank that closes its links too early would fail the last call of a peer.

@@ -1,7 +1,4 @@
-"""Groups of processes for programs: the group of this process, and its replica set.
-
-What groups are is in `world/groups.py`.
-"""
+"""Functions for programs about groups of processes, which world/groups.py describes."""
 
 from __future__ import annotations
 
@@ -53,25 +50,14 @@ def replica_set() -> ProcessSet:
 
 
 def between_groups(process_set: ProcessSet) -> ProcessSet:
-    """Returns the set over which shards are exchanged.
-
-    Args:
-        process_set: the set that the program has given.
-
-    Returns:
-        The replica set for `global_process_set`, otherwise `process_set` itself.
-    """
+    """Returns the replica set for `global_process_set`, otherwise `process_set`."""
     return replica_set() if process_set is global_process_set else process_set
 
 
 def refuse_groups(what: str) -> None:
-    """Makes `init` raise StartupError in jobs of groups.
+    """Makes `init` raise StartupError in jobs of groups, in which `what` does not work.
 
-    Args:
-        what: names what does not work in groups, for the error.
-
-    Raises:
-        StartupError: this process is in a job of groups already.
+    Raises the error at once if this process is in a job of groups already.
     """
 
     def check() -> None:

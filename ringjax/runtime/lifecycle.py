@@ -1,8 +1,8 @@
 """init, shutdown, rank and size, process sets: the process-wide state of ringjax.
 
-The live state of a job is a `world.World`; this module holds the one of this process.
-It imports no framework: modules of higher layers register callbacks for `init` and
-`shutdown`. An uncaught exception and a normal exit are reported to the other ranks.
+The live state of a job is a `world.World`; this module has the world of this process.
+The module imports no framework: modules of higher layers register callbacks for `init`
+and `shutdown`. An uncaught exception and a normal exit are reported to the other ranks.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _init(comm: Sequence[int] | None, process_sets: list[ProcessSet]) -> None:
 
 
 def _load_jax(*, needed: bool) -> None:
-    # JAX must choose its devices before the program uses it. But leave JAX alone if
-    # the program uses PyTorch and has not imported JAX: JAX takes most of the memory of
-    # a device as soon as it is asked for its devices.
+    # JAX must choose its devices before the program uses JAX. But do not load JAX if
+    # the program uses PyTorch and has not imported JAX: JAX allocates most of the
+    # memory of a device as soon as a program requests its devices.
     if "torch" in sys.modules and "jax" not in sys.modules and not needed:
         return
     if importlib.util.find_spec("jax") is not None:
@@ -155,8 +155,7 @@ def _register(process_sets: Sequence[ProcessSet]) -> None:
 def shutdown() -> None:
     """Leaves the job, within a bounded time. Afterwards `init` may be called again.
 
-    In an elastic job it means that this worker has finished, and `init` fails
-    afterwards.
+    In an elastic job, this worker has finished then, and `init` fails afterwards.
 
     Does not wait for the other ranks. If they are in a collective that needs this rank,
     the collective fails with an error that names this rank.
@@ -169,7 +168,7 @@ def shutdown() -> None:
         if world.failed:
             world.stop()  # the peers treat this rank as lost and answer no calls
         for callback in reversed(_on_shutdown):
-            # Pending calls may fail here because a peer is gone. Leave all the same.
+            # Pending calls may fail here because a peer is gone. Leave nevertheless.
             with contextlib.suppress(Exception):
                 callback()
         _world = None
@@ -177,19 +176,14 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and not `shutdown` since."""
+    """Returns whether `init` has been called, and `shutdown` not since then."""
     return _world is not None
 
 
 def current(what: str) -> World:
-    """Returns the world of this process.
+    """Returns the world of this process. `what` names the calling function in errors.
 
-    Args:
-        what: the name of the calling function, for the error.
-
-    Raises:
-        NotInitialized: `init` has not been called.
-        RingjaxError: this is a forked child.
+    Raises NotInitialized before `init`, and RingjaxError in a forked child.
     """
     _check_fork(what)
     return current_or_forked(what)
@@ -198,7 +192,7 @@ def current(what: str) -> World:
 def current_or_forked(what: str) -> World:
     """Returns the world, also in a forked child, for functions that do not communicate.
 
-    For example, a child that loads data may ask for the rank of its parent.
+    For example, a child that loads data may read the rank of its parent.
     """
     if _world is None:
         raise NotInitialized(f"ringjax.{what}: call ringjax.init() first")
@@ -213,7 +207,7 @@ process_set_module.rank_of_process = _rank_of_process
 
 
 def config() -> Config:
-    """Returns the settings of `init`, or before it those of the environment."""
+    """Returns the settings of `init`; before `init`, those of the environment."""
     return _world.config if _world is not None else Config.from_env()
 
 
@@ -314,14 +308,8 @@ def communicator(
 ) -> Communicator:
     """Returns the native communicator of a process set.
 
-    Args:
-        process_set: a registered set with this rank.
-        op: the name of the calling operation, for errors.
-
-    Raises:
-        NotInitialized: `init` has not been called.
-        TypeError: `process_set` is no `ProcessSet`.
-        ValueError: the set is not registered, or this rank is not in it.
+    `op` names the calling operation in errors. Raises ValueError if the set is not
+    registered, or does not include this rank.
     """
     world, number = _world_and_id(process_set, op)
     return world.communicators[number]
@@ -332,13 +320,7 @@ def lane(
 ) -> EagerLane:
     """Returns the eager lane of a process set, on which named operations run.
 
-    Args:
-        process_set: a registered set with this rank.
-        op: the name of the calling operation, for errors.
-
-    Raises:
-        NotInitialized, TypeError: see `communicator`.
-        ValueError: see `communicator`, or the set is the replica set.
+    Raises as `communicator` does, and ValueError for the replica set.
     """
     world, number = _world_and_id(process_set, op)
     if number == REPLICA_SET:
@@ -368,7 +350,7 @@ def _world_and_id(process_set: ProcessSet, op: str) -> tuple[World, int]:
 
 
 def on_init(callback: Callable[[], None]) -> None:
-    """Calls `callback` at the end of every `init`, and at once after an `init`."""
+    """Calls `callback` at the end of every `init`; at once if `init` was called."""
     with _lock:
         _on_init.append(callback)
         if _world is not None and not _forked:
@@ -384,8 +366,8 @@ def on_shutdown(callback: Callable[[], None]) -> None:
 def on_fresh_start(callback: Callable[[], None]) -> None:
     """Calls `callback` whenever all ranks of an elastic job start again together.
 
-    That is after a restart and after a pause, but not after a loss after which calls go
-    on with fewer ranks.
+    They do so after a restart and after a pause, but not if calls simply continue on
+    fewer ranks after a loss.
     """
     with _lock:
         _on_fresh_start.append(callback)
@@ -426,7 +408,7 @@ def _install_hooks() -> None:
 
 
 def first_line(kind: type[BaseException], error: BaseException) -> str:
-    """Returns the first line of an exception's text, to be sent to the other ranks."""
+    """Formats an exception as one line, which is sent to the other ranks."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ must not hide the failure
@@ -437,7 +419,7 @@ def first_line(kind: type[BaseException], error: BaseException) -> str:
 
 def _after_fork() -> None:
     global _forked, _lock
-    _lock = threading.RLock()  # a thread that holds the lock does not exist here
+    _lock = threading.RLock()  # no thread of this child can release the old lock
     if _world is not None:
         _forked = True
         _world.close_in_child()

@@ -1,8 +1,8 @@
 """Horovod's variables: the setting for each HOROVOD_* variable, or why there is none.
 
-One table serves the log, the tests and docs/reference/horovod.md, which contains the
-output of `python -m ringjax.settings.horovod_variables`. config.py reads the variables;
-its fields name them.
+The log, the tests and docs/reference/horovod.md use one table, which
+`python -m ringjax.settings.horovod_variables` prints. The fields of `Config` name the
+variables that have an effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from ringjax import config
 
-# Variables without an effect: the reason, then the names without HOROVOD_.
+# Variables without an effect, as (reason, names without HOROVOD_).
 _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     (
         "ringjax has one way of its own to meet, RINGJAX_RENDEZVOUS and "
@@ -99,7 +99,7 @@ def honoured() -> dict[str, list[str]]:
 
 
 def notes(names: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each of these variables that has no effect, for the log."""
+    """Yields a line for the log for each of these variables that has no effect."""
     known = honoured()
     for name in names:
         if name not in known:

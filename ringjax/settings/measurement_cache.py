@@ -1,8 +1,8 @@
 """Measurement cache: small files in the user's cache folder, one for each measurement.
 
-A file holds one JSON object and is replaced as a whole. No error here is fatal: a file
-that cannot be read, is damaged or too old counts as missing, and a value that cannot be
-written is not cached. The callers check whether a cached value is plausible.
+A file holds one JSON object and is replaced as a whole. No error is fatal: a file that
+is unreadable, damaged or too old counts as missing, and a value that cannot be written
+is not cached. The callers check whether a cached value is plausible.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ _CLOCK_TOLERANCE = 3600.0  # seconds that the clock of another host may be ahead
 
 
 def path_of(folder: str, kind: str, key: object) -> str:
-    """Returns the path of a measurement's file.
+    """Returns the path of a measurement's file in the cache folder.
 
-    Args:
-        folder: the cache folder.
-        kind: what was measured; the beginning of the file's name.
-        key: describes the measured thing. JSON must be able to represent it.
+    `kind` names the measurement and begins the name of the file. `key`, a value that
+    JSON can represent, describes the measured object.
     """
     return os.path.join(folder, f"{kind}-{_digest(key)[:24]}.json")
 
@@ -39,7 +37,7 @@ def _digest(key: object) -> str:
 
 
 def read(folder: str, kind: str, key: object) -> Any:
-    """Returns the cached JSON value, None if there is none. Arguments as `path_of`."""
+    """Returns the cached JSON value, or None. Arguments: see `path_of`."""
     if not folder:
         return None
     try:
@@ -53,8 +51,8 @@ def read(folder: str, kind: str, key: object) -> Any:
 
 
 def _content(path: str) -> str:
-    # The folder may be writable by other users: follow no link, do not wait for a pipe
-    # (O_NONBLOCK), and trust only a regular file of our own user.
+    # Other users may be able to write to the folder: follow no link, do not wait for a
+    # pipe (O_NONBLOCK), and trust only a regular file of this process's user.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     fd = os.open(path, flags)
     try:
@@ -70,7 +68,7 @@ def _content(path: str) -> str:
 
 
 def write(folder: str, kind: str, key: object, value: object) -> bool:
-    """Caches a JSON value. Returns whether that worked. Arguments as `path_of`."""
+    """Caches a JSON value. Returns False on an error. Arguments: see `path_of`."""
     if not folder:
         return False
     content = {"when": time.time(), "thing": _digest(key), "value": value}
@@ -98,7 +96,7 @@ def _replace(path: str, kind: str, text: str) -> None:
 
 
 def _delete_old(folder: str, kind: str) -> None:
-    # Hosts in a cloud have new names all the time, so files would pile up.
+    # Hosts in a cloud often have new names, so files for old names would pile up.
     limit = time.time() - MAX_AGE_DAYS * 86400
     with os.scandir(folder) as entries:
         for entry in entries:

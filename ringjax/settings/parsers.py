@@ -91,10 +91,7 @@ def boolean(text: str) -> bool:
 
 
 def if_true(value: object) -> Parser:
-    """Returns a parser of Horovod's switches that set one value of a setting.
-
-    The parser returns `value` for a true text and None for a false text.
-    """
+    """Returns a parser that returns `value` for a true text, None for a false text."""
     return lambda text: value if boolean(text) else None
 
 

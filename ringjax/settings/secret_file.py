@@ -1,4 +1,8 @@
-"""Reads the job's secret and the token for metrics from files of their owner only."""
+"""Reads the job's secret and the token for metrics from files.
+
+The functions raise ValueError if the file cannot be read, if users other than its owner
+may use it, or if its text has the wrong format.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,7 @@ parse_secret = parsers.hexadecimal(2 * MIN_SECRET_BYTES, exactly=False)
 
 
 def read_secret(path: str) -> bytes:
-    """Reads the job's secret, which the file holds in hexadecimal digits.
-
-    Raises:
-        ValueError: the file cannot be read, other users may use it, or it holds no
-            secret.
-    """
+    """Reads the job's secret, which the file holds in hexadecimal digits."""
     text = _read_private("RINGJAX_SECRET_FILE", path)
     try:
         return bytes.fromhex(str(parse_secret(text)))
@@ -31,12 +30,7 @@ def read_secret(path: str) -> bytes:
 
 
 def read_token(path: str) -> str:
-    """Reads the token that clients of the metrics must send.
-
-    Raises:
-        ValueError: the file cannot be read, other users may use it, or it holds no
-            token.
-    """
+    """Reads the token that clients of the metrics must send."""
     name = "RINGJAX_METRICS_TOKEN_FILE"
     text = _read_private(name, path)
     if len(text) < _MIN_TOKEN_CHARS or not (text.isascii() and text.isalnum()):
@@ -56,7 +50,7 @@ def _read_private(variable: str, path: str) -> str:
     except OSError as error:
         raise ValueError(f"{what} {error.strerror}") from None
     try:
-        # Check the open file, so that nobody can replace it between check and read.
+        # Check the open file: nobody can replace it between the check and the read.
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{what} not a regular file")
