@@ -4,10 +4,9 @@ Checks every result against numpy, and prints columns as nccl-tests does. JAX ch
 the device of the arrays: the GPU of each rank if it has one. algbw is size over time.
 busbw is the smallest number of bytes that the busiest link must carry, over time: see
 P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69 (2009). limit is
-the busbw that the machine allows. On one host, limit is the busbw of a plain copy that
-all ranks make at the same time. Between hosts, limit is the busbw of the network,
-measured when the job started. The benchmarks against other libraries are in benchmarks/
-of the checkout.
+the busbw that the machine allows: on one host, that of a plain copy that all ranks make
+at the same time; between hosts, that of the network, measured when the job started. The
+folder benchmarks/ of the checkout compares ringjax with other libraries.
 """
 
 from __future__ import annotations
@@ -146,12 +145,10 @@ class Bench:
     def measure(self, size: int) -> dict[str, Any]:
         """Checks and times one size. Every rank must call this.
 
-        Returns:
-            A value for each of FIELDS, in bytes, microseconds and GB/s. None if the
-            collective has no such value.
+        Returns a value for each of FIELDS in the unit of UNITS; None if the collective
+        has no such value.
         """
-        # Round to a multiple of the ranks, because some collectives divide the array
-        # evenly.
+        # Some collectives divide the array evenly: round to a multiple of the ranks.
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
         about = (self.collective, self.rank, self.ranks, count, self.dtype)
         values = tensor(*about)
@@ -201,11 +198,9 @@ class Bench:
         """Measures the seconds of a call on the slowest rank.
 
         The slowest rank counts, because the root of a broadcast ends before the others.
-        Sets `copies.times` if `copies` has a size.
-
-        Returns:
-            The mean of each batch, and the time of each single call. A GPU queues calls
-            as in a program, so the single times are the means, too.
+        Returns the mean of each batch, and the time of each single call. A GPU queues
+        calls, so its single times are the means, too. Sets `copies.times` if `copies`
+        has a size.
         """
         means, single, copy_times = [], [], []
         for batch in range(-self.options.warmup, self.options.batches):
@@ -216,7 +211,7 @@ class Bench:
                 x = out if self.options.mode == "donated" else x
                 ends.append(time.perf_counter())
             if self.gpu:
-                # Calls were only queued, so single times have no meaning: use the mean.
+                # The calls were only queued, so only their mean has a meaning.
                 jax.block_until_ready(out)
                 ends = [ends[0], ends[0] + (time.perf_counter() - ends[0]) / calls]
             if batch >= 0:
@@ -237,13 +232,10 @@ class Bench:
         return [float(t) for t in most]
 
     def _network_limit(self) -> float | None:
-        """Returns the busbw that the network allows in GB/s.
+        """Returns the busbw that the network allows, in GB/s.
 
-        The limit assumes that each byte crosses the network once for all ranks of a
-        host.
-
-        Returns:
-            None on one host, or if the speed of the network is unknown.
+        Assumes that each byte crosses the network once for all ranks of a host. Returns
+        None on one host, or if the speed of the network is unknown.
         """
         hosts = runtime.communicator(op="bench").hosts
         here, count = hosts.count(hosts[0]), len(set(hosts))
@@ -261,15 +253,11 @@ class Bench:
 
 
 class CopyBenchmark:
-    """Copies memory, to compare the time with the time of a collective.
-
-    Attributes:
-        size: the number of bytes of a copy.
-        times: the seconds of one copy on the slowest rank, for each batch.
-    """
+    """Copies memory, to compare the time with the time of a collective."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size = size  # the number of bytes of a copy
+        # The seconds of one copy on the slowest rank, for each batch.
         self.times: list[float] = []
         self._from, self._to = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
@@ -346,7 +334,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _where() -> str:
-    """Describes hosts, ranks and devices, such as `one: ranks 0-3 on 4 x cpu`."""
+    """Describes hosts, ranks and devices, such as `node1: ranks 0-3 on 4 x cpu`."""
     own = (socket.gethostname(), jax.local_devices()[0].device_kind)
     devices = sync.allgather_object(own)
     found = []
@@ -363,7 +351,7 @@ def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table, as nccl-tests prints them."""
     marks = dict.fromkeys("".join(mark(r, rows[:i]) for i, r in enumerate(rows)))
     lines = [f"# {sign}: {MARKS[sign]}" for sign in marks]
-    # Else `check` would have raised an error.
+    # There is no wrong value, because `check` raises an error for it.
     lines.append("# Out of bounds values : 0 OK")
     rates = [row["busbw"] for row in rows if row["busbw"] is not None]
     if rates:

@@ -1,7 +1,7 @@
 """Compression of collectives: the dtype in which floats are sent.
 
-The native core converts while it moves the data, and computes sums in float32. Tensors
-that are neither float32 nor float64 are sent without conversion.
+The native core converts tensors while it moves them, and computes sums in float32.
+Tensors that are neither float32 nor float64 are sent without conversion.
 """
 
 from __future__ import annotations
@@ -11,15 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WireDtype:
-    """A compression that sends floats in another dtype.
+    """A compression that sends floats in another dtype."""
 
-    Attributes:
-        name: the name in `Compression`.
-        wire: the core's name of the dtype; None without compression.
-    """
-
-    name: str
-    wire: str | None
+    name: str  # the name in `Compression`
+    wire: str | None  # the core's name of the dtype; None without compression
 
     def __repr__(self) -> str:
         return f"Compression.{self.name}"

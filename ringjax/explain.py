@@ -1,7 +1,7 @@
 """The command `ringjax explain ERROR`: prints help for an error, without the network.
 
 The help is a part of docs/troubleshooting.md, which each installation contains: the
-section of an exception, or those points of it whose words are in the line of the error.
+section of an exception, or the list items of this section whose words the error has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _plain(text: str) -> str:
 
 
 def _points(body: str, line: str) -> Iterator[str]:
-    """Yields the points of a section whose quoted words are all in `line`."""
+    """Yields the list items of a section whose quoted words are all in `line`."""
     for point in _POINT.findall(body):
         words = _WORDS.findall(point.partition(":")[0] or point)
         if words and all(word in line for word in words):

@@ -32,10 +32,6 @@ Product = ReduceOp.Product
 def bus_factor(collective: str, ranks: int) -> float:
     """Returns the least number of bytes on the busiest link for each byte of a tensor.
 
-    Args:
-        collective: the name of the operation, such as "allreduce".
-        ranks: the number of ranks.
-
     Example:
         >>> bus_factor("allreduce", 4)
         1.5

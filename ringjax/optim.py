@@ -38,8 +38,8 @@ PyTree = Any
 """A tree of arrays: any nesting of containers that JAX knows."""
 
 _FUNCTION = "allreduce_grads"  # the name in error messages
-# Functions that optimizers call: the name of the argument, the values that optimizers
-# pass after the parameters, and a function that is right on several ranks.
+# Functions that optimizers call, as (name of the argument, values that the optimizers
+# pass after the parameters, a function that is correct on several ranks).
 _CALLBACKS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
@@ -235,8 +235,8 @@ def allreduce_grads(
             if communicator.size > 1:
                 _check_weighted_loss(arrays, communicator.rank)
             # One call sums the weights and the gradients, so that both sums are over
-            # the same ranks even if a rank is lost. A weight is known before the
-            # backward pass: it is the first in the order of readiness.
+            # the same ranks even if a rank is lost. The weight is known before the
+            # backward pass, so it is the first in the order of readiness.
             arrays, names = weights.weight_arrays(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
         seq = _check_parameters(
@@ -249,7 +249,7 @@ def allreduce_grads(
             config=config,
             name=name,
         )
-        # A setting of 0 means one gradient per bucket, hence a limit of one byte.
+        # With a limit of one byte, each bucket has one gradient: bucket_bytes is 0.
         setting = trials.active_setting() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = gradient_allreduce.bucketed_allreduce(
@@ -327,8 +327,8 @@ def weighted_loss(
 def _refuse_local_callbacks(params: PyTree, extra: Mapping[str, Any]) -> None:
     """Refuses a loss or gradient function that computes on the data of this rank only.
 
-    A line search or SAM calls it at other parameters. The ranks decide equally only if
-    the function itself reduces over the ranks.
+    A line search or SAM calls such a function at other parameters. All ranks make the
+    same decision only if the function itself reduces over the ranks.
     """
     for key, given, remedy in _CALLBACKS:
         function = extra.get(key)
@@ -345,9 +345,9 @@ def _refuse_local_callbacks(params: PyTree, extra: Mapping[str, Any]) -> None:
 def _check_weighted_loss(arrays: Sequence[jax.Array], rank: int) -> None:
     """Refuses a weight for gradients of a loss that has a collective in it.
 
-    If another program has computed the gradients, ringjax can only see whether this
-    process has ever taken a derivative through a collective. If it has, rank 0 prints a
-    warning.
+    If another program has computed the gradients, ringjax only knows whether this
+    process has ever computed a derivative through a collective. In that case rank 0
+    prints a warning.
     """
     global _warned
     if jax_private.has_transposed_collective(arrays):
@@ -373,11 +373,9 @@ def _check_parameters(
     """Adds the periodic comparison of parameters before the call of the gradients.
 
     The check compares the parameters whose gradients are sent, and the arguments
-    `value` and `grad` of the update. The optimizers after this transformation decide by
-    `value` and `grad`, so local values would make them decide differently on each rank.
-
-    Returns:
-        `seq`, which depends on the comparison; `seq` itself if nothing is compared.
+    `value` and `grad` of the update: the optimizers after this transformation decide by
+    them, so local values would make the ranks decide differently. Returns `seq`, which
+    depends on the comparison.
     """
     compared: dict[str, object] = {}
     own: list[str] = []
@@ -417,13 +415,9 @@ def readiness_order(values: Sequence[object]) -> list[int] | None:
     the equation that produces a gradient is its readiness. The order of the flattened
     tree says nothing about readiness: flax sorts ``layer_10`` before ``layer_2``.
 
-    Args:
-        values: gradients, traced or not.
-
-    Returns:
-        The indices of `values`, first computed first. None if the order is not known:
-        the values are not traced, all come from one equation, or this version of JAX
-        does not expose its equations.
+    Returns the indices of `values`. Returns None if the order is not known: the values
+    are not traced, one equation produces all of them, or this version of JAX does not
+    expose its equations.
     """
     try:
         produced = jax_private.producers(values)
@@ -431,17 +425,16 @@ def readiness_order(values: Sequence[object]) -> list[int] | None:
         return None
     if len(set(produced)) < 2:
         return None
-    # Gradients of one equation (a scan, an inner jit) share a position. The backward
-    # pass inside it still ends with the first layer, so take them in reverse.
+    # Gradients of one equation (a scan, an inner jit) have one position. The backward
+    # pass inside of the equation ends with the first layer, so reverse their order.
     return sorted(range(len(values)), key=lambda i: (produced[i], -i))
 
 
 def _scale_factors(op: object, factor: float) -> tuple[float, float]:
-    """Checks `op` and `factor`.
+    """Checks `op` and `factor`. Returns the factors before and after the reduction.
 
-    Returns:
-        The factors before and after the reduction. The division by the number of ranks
-        is not among them: the native core divides, by the size at run time.
+    The division by the number of ranks is not among them: the native core divides by
+    the size at run time.
     """
     if isinstance(op, jax.core.Tracer):
         raise TypeError(
@@ -483,11 +476,10 @@ def _resolve(
 ) -> tuple[runtime.ProcessSet, Communicator, Communicator]:
     """Resolves the argument `process_set`.
 
-    Returns:
-        The process set, which is the replica set if all ranks of a job of groups are
-        meant; its communicator; and the communicator whose hosts decide about overlap.
-        In a job of groups, its hosts are the hosts of all ranks: all processes of a
-        group must compile one program, but their replica sets may span different hosts.
+    Returns the set, which is the replica set in place of all ranks of a job of groups;
+    its communicator; and the communicator whose hosts decide about overlap. In a job of
+    groups, the latter is the world: all processes of a group must compile one program,
+    but their replica sets may span different hosts.
     """
     chosen = runtime.between_groups(process_set)
     communicator = runtime.communicator(chosen, _FUNCTION)
@@ -502,19 +494,11 @@ def should_overlap(
 ) -> bool:
     """Decides whether buckets are sent during the backward pass.
 
-    "auto" means no overlap if all ranks share a host: there the memory bus is the limit
-    of both computation and communication, so nothing can be hidden. An elastic job uses
-    the hosts with which it began, because hosts come and go while all programs, of
-    joining ranks too, must make the same calls.
-
-    Args:
-        overlap: the argument of `allreduce_grads`.
-        communicator: the communicator of the ranks that take part, for a program on
-            CPUs; None for a program on CUDA devices.
-        config: the settings in effect.
-
-    Raises:
-        ValueError: `overlap` is True in an elastic job of process groups.
+    "auto" means no overlap if all ranks share a host: there the memory bus limits both
+    computation and communication, so overlap gains no time. An elastic job uses the
+    hosts with which it began: later the hosts may change, but the programs of all
+    ranks, including ranks that join, must make the same calls. `communicator` is that
+    of the participating ranks for a program on CPUs, and None on CUDA devices.
     """
     if config.elastic and config.group_size > 1:
         if overlap is True:

@@ -1,7 +1,7 @@
 """Writes lines to standard error from any thread, and drops lines on an error.
 
 A full disk, a closed pipe, or a notebook that has replaced `sys.stderr`, must not end a
-thread. The callers decide which lines to write.
+thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def line(text: str) -> None:
             stream.write(f"{text}\n")
             stream.flush()
             return
-        # Not through the stream's buffer: text that cannot be written would stay there,
-        # fail again with every line, and change the exit code of the program at last.
+        # Bypass the stream's buffer: text that cannot be written would stay there, fail
+        # again with every line, and change the exit code of the program at its end.
         stream.flush()
         os.write(stream.fileno(), f"{text}\n".encode(errors="replace"))

@@ -21,6 +21,6 @@ def until_closed() -> Iterator[None]:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        # The rest of the buffer would fail again when the interpreter ends.
+        # Without this, writing the rest of the buffer would fail again at the exit.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -1,8 +1,8 @@
 """Timeline: a Chrome trace of the collectives, started and stopped while the job runs.
 
-As in Horovod, rank 0 writes the timeline: the negotiation tells it which operations
-each rank has submitted. xla_ext/engine/eager/timeline.h describes the events. A profile
-(profile/) shows all ranks on one time base.
+As in Horovod, rank 0 writes the timeline: it receives each rank's submissions in the
+negotiation. xla_ext/engine/eager/timeline.h describes the events. A profile (profile/)
+shows all ranks on one time base.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def start_timeline(
 ) -> None:
     """Starts a timeline of all collectives on rank 0; does nothing on other ranks.
 
-    Named operations appear as in Horovod's timeline. Calls of compiled programs have
-    rows with "(compiled)" after the name, with marks of rank 0 only.
+    Named operations appear as in Horovod's timeline. The rows of calls of compiled
+    programs have "(compiled)" after the name, and show events of rank 0 only.
 
-    The file is replaced, and it is valid JSON at any time. A running timeline ends
-    first. At 128 MB the file is renamed to `file_path` with ".1" appended, and a new
-    file begins, so the newest part is kept. `RINGJAX_TIMELINE=path` (or
+    A running timeline ends first. An existing file is replaced, and the file is valid
+    JSON at any time. At 128 MB it is renamed to `file_path` with ".1" appended, and a
+    new file begins, so the newest part is kept. `RINGJAX_TIMELINE=path` (or
     `HOROVOD_TIMELINE`) starts a timeline in `init`.
 
     Args:

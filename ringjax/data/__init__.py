@@ -1,8 +1,8 @@
 """Data for each rank: shards of datasets, samplers of indices, loaders with a thread.
 
-The package works with tf.data, grain, PyTorch and plain iterators. It imports no
-framework; only `even_steps` needs JAX. When ranks join or leave within an epoch,
-`ElasticSampler` distributes the remaining samples.
+The package works with tf.data, grain, PyTorch and plain iterators, and imports no
+framework until a program uses `even_steps`, which needs JAX. When ranks join or leave
+within an epoch, `ElasticSampler` distributes the remaining samples.
 """
 
 from __future__ import annotations

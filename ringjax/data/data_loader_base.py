@@ -1,6 +1,6 @@
 """Horovod's loaders: a program defines the batches, and a thread reads them ahead.
 
-The module has Horovod's path and names. A loader yields its batches in `_iterate`.
+The module has Horovod's path and names. A program defines `_iterate` of its loader.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class _Epoch(Generic[_T]):
         """Ends the thread, and drops the batches in the queue."""
         self._closed.set()
         while self._thread.is_alive():
-            # The thread may wait for room in the queue, again and again until it
-            # sees the event.
+            # The thread may wait for space in the queue several times, until it checks
+            # the event.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()
@@ -94,7 +94,7 @@ class _Epoch(Generic[_T]):
 
 
 class AsyncDataLoaderMixin:
-    """Reads batches ahead in a thread. Precedes a `BaseDataLoader` in the base classes.
+    """Reads batches ahead in a thread. Put it before `BaseDataLoader` in the bases.
 
     The first iteration starts the thread. At the end of an epoch, the thread of the
     next epoch starts immediately, as in Horovod.

@@ -17,8 +17,8 @@ from ringjax import runtime
 class DistributedSampler:
     """Yields each rank's share of the indices, in an order that is equal on all ranks.
 
-    The arguments and attributes are the same as in PyTorch's sampler. It can be the
-    ``sampler`` of a `DataLoader`, but does not need PyTorch.
+    The arguments and attributes are those of PyTorch's sampler. A DistributedSampler
+    can be the ``sampler`` of a `DataLoader`, but does not need PyTorch.
 
     Args:
         dataset: an object with a length, or the number of samples.
@@ -27,7 +27,7 @@ class DistributedSampler:
         shuffle: whether every epoch has a random order.
         seed: the seed of the random order, equal on all ranks.
         drop_last: if the samples cannot be divided evenly: True drops the last samples,
-            and False repeats the first ones.
+            and False repeats the first samples.
 
     Raises:
         ValueError: a number is out of range.
@@ -90,7 +90,7 @@ class DistributedSampler:
         if self.shuffle:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
         if len(order):
-            # Repeats the first samples, or drops the last samples.
+            # np.resize repeats the first samples, or drops the last samples.
             order = np.resize(order, self.total_size)
         share: list[int] = order[self.rank :: self.num_replicas].tolist()
         return iter(share)

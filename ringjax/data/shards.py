@@ -27,15 +27,16 @@ def shard(
     """Returns every `num_shards`-th element of a dataset, beginning at `index`.
 
     Args:
-        dataset: an object with a method `shard` like that of `tf.data.Dataset` (whose
-            elements have equal shapes, unless `uneven` is "keep"); a sequence or array;
-            another object with a length and elements by index; or an iterable. The
-            first kind that fits is used.
+        dataset: one of these, of which the first that fits is used: an object with a
+            method `shard` like that of `tf.data.Dataset` (whose elements have equal
+            shapes, unless `uneven` is "keep"); a sequence or array; another object with
+            a length and elements by index; an iterable.
         num_shards: the number of parts; by default the number of ranks.
         index: the part to return, from 0; by default the part of this rank.
-        uneven: if the elements cannot be divided evenly: "keep" gives the first ranks
-            one element more, "drop" drops the last elements, and "repeat" repeats the
-            first elements at the end, so that all ranks make equally many steps.
+        uneven: if the elements cannot be divided evenly: with "keep", the first ranks
+            have one element more than the rest; "drop" drops the last elements, and
+            "repeat" repeats the first elements at the end, so that all ranks make
+            equally many steps.
 
     Returns:
         A dataset of `tf.data`; a slice of a sequence or array; or else an iterable. It
@@ -84,7 +85,7 @@ def _shard_tf_data(dataset: Any, count: int, index: int, uneven: Uneven) -> Any:
     """Shards a dataset whose elements have equal shapes."""
     nest = sys.modules["tensorflow"].nest
     if uneven == "repeat":
-        # The batches below drop an incomplete round. Append elements to complete it.
+        # `batch` below drops an incomplete last round: append elements to complete it.
         dataset = dataset.concatenate(dataset.repeat().take(count - 1))
 
     def own_element(*parts: Any) -> Any:
@@ -145,8 +146,8 @@ class _Shard(Generic[_T]):
             if len(first) < count:
                 first.append(element)
             round_.append(element)
-            # Yield only after a whole round, because "drop" must not yield elements of
-            # an incomplete round, and the end of the dataset is not known before.
+            # Yield only after a whole round: "drop" must not yield elements of an
+            # incomplete round, and whether a round is complete is not known earlier.
             if len(round_) == count:
                 yield round_[index]
                 round_ = []

@@ -27,14 +27,14 @@ def even_steps(
     batch_size: int | None = None,
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Iterator[tuple[Any, Mask]]:
-    """Yields batches until *all* ranks have had theirs, with masks for rows that count.
+    """Yields batches until *no* rank has more, with masks for the rows that count.
 
     Short batches are filled with copies of their own rows. A rank without further
     batches continues with copies of its first batch, of which no row counts. A rank
-    without any data gets a batch of another rank. So a compiled step sees only one
+    without any data uses a batch of another rank. So a compiled step receives only one
     shape. If the batches of all ranks have a length, the ranks compute the number of
     steps once, at the start. Otherwise, and in elastic jobs, they exchange a few bytes
-    before every step to find out whether any rank continues.
+    before every step to find out whether any rank has another batch.
 
     Args:
       batches: the batches of this rank: trees of arrays whose first dimension are the
@@ -70,8 +70,8 @@ def even_steps(
     members = process_set.ranks
     # For a rank outside of the set, the allreduce below raises the error.
     position = members.index(runtime.rank()) if runtime.rank() in members else 0
-    # In an elastic job, the rank with most batches may be lost, so that the number of
-    # steps is unknown. `first` is larger for a rank that comes earlier in the set.
+    # In an elastic job, the rank with most batches may be lost, so the number of steps
+    # is unknown. The maximum of `first_here` belongs to the first rank with a batch.
     unknown_here = length < 0 or runtime.elastic()
     first_here = has_any and len(members) - position
     numbers = (length, unknown_here, first_here, not has_any)
@@ -96,8 +96,7 @@ def even_steps(
             return
         yield _filled(_arrays(batch) if has_any else None, example, rows)
         done += 1
-        # Read the next batch only now, so that the program has used the last batch
-        # before.
+        # Read the next batch only after the program has used the previous batch.
         batch = next(own, _NOTHING)
 
 
@@ -110,7 +109,7 @@ def _maxima(*numbers: int, process_set: runtime.ProcessSet) -> list[int]:
 
 
 def _length(batches: Iterable[Any]) -> int:
-    """Returns -1 if the length is unknown, also if `__len__` raises a TypeError."""
+    """Returns the length; -1 if it is unknown, or if `__len__` raises a TypeError."""
     try:
         return len(batches) if isinstance(batches, Sized) else -1
     except TypeError:
@@ -140,7 +139,7 @@ def _rows(batch: Any) -> int:
 
 
 def _filled(batch: Any, example: Any, rows: int) -> tuple[Any, Mask]:
-    """Fills a batch to `rows` rows, and returns it with a mask of its own rows."""
+    """Fills a batch to `rows` rows. Returns it, and a mask of the rows that count."""
     count = 0 if batch is None else _rows(batch)
     if count > rows:
         raise ValueError(

@@ -21,19 +21,18 @@ def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
     """Compiles a training step as `jax.jit` does, and tunes how its gradients travel.
 
     The first calls are normal steps, which try settings of `allreduce_grads` one after
-    the other: bucket sizes, bytes on their way, with overlap and without. Each setting
-    is compiled once, and each of these calls waits for its result. Afterwards, all
-    ranks use the fastest setting. The fastest setting is the default, unless another
-    setting was faster by 2 % and in three of four rounds. Later jobs on the same hosts
-    use the result for 7 days.
+    the other: bucket sizes, bytes in flight, with overlap and without. Each setting is
+    compiled once, and each of these calls waits for its result. Afterwards, all ranks
+    use the fastest setting. A setting counts as faster than the default only if it was
+    faster by 2 % and in three of four rounds. Later jobs on the same hosts use the
+    result for 7 days.
 
-    Trials change only arguments of `allreduce_grads` that the step leaves open, so so
-    not `bucket_bytes=` or `overlap=` if the step sets it. A job of one rank uses the
-    defaults. An elastic job uses the defaults, too, because joining ranks have tried
-    nothing.
+    If the step itself passes `bucket_bytes=` or `overlap=` to `allreduce_grads`, no
+    trial changes that argument. A job of one rank uses the defaults. An elastic job
+    uses the defaults, too, because joining ranks have tried nothing.
 
     Args:
-        fun: the step, not compiled. All ranks call it equally often.
+        fun: the step, a function that is not compiled. All ranks call it equally often.
         options: options of `jax.jit`.
 
     Returns:
@@ -62,6 +61,8 @@ def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
 
 
 class _AutotunedStep(Generic[_P, _R]):
+    """A step with one compiled program for each setting, until a setting is chosen."""
+
     def __init__(self, fun: Callable[_P, _R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._options = fun, options

@@ -1,9 +1,9 @@
 """Tries settings in turns, and chooses the fastest setting.
 
 Every trial is a real step of the job: settings change the order and the time of
-messages, but not the results. Each round tries all settings once, so that a machine
-that is slow for a while is slow for all settings. A setting replaces the default only
-if it was faster in most rounds, and by more than noise.
+messages, but not the results. Each round tries all settings once, so that a slow phase
+of a machine slows all settings. A setting replaces the default only if it was faster in
+most rounds, and by more than noise.
 """
 
 from __future__ import annotations
@@ -22,18 +22,11 @@ Times = list[list[float]]  # seconds of a step by round, then by setting
 
 @dataclass(frozen=True)
 class Setting:
-    """The way in which gradients travel.
+    """The way in which gradients travel."""
 
-    Attributes:
-        bucket_bytes: the size of one message.
-        overlap_memory: the largest number of bytes on their way at one time.
-        overlap: whether gradients travel during the backward pass; None if the program
-            decides.
-    """
-
-    bucket_bytes: int
-    overlap_memory: int
-    overlap: bool | None = None
+    bucket_bytes: int  # the size of one message
+    overlap_memory: int  # the largest number of bytes in flight at one time
+    overlap: bool | None = None  # during the backward pass; None: the program decides
 
     def __str__(self) -> str:
         if self.overlap is False:
@@ -68,10 +61,9 @@ def use_setting(setting: Setting | None) -> Iterator[None]:
 def candidate_settings(default: Setting, overlapped: bool | None) -> list[Setting]:
     """Returns the settings to try, the default first.
 
-    Args:
-        overlapped: whether the default overlaps; None if overlap is not a choice.
+    `overlapped` says whether the default overlaps; None if overlap is not a choice.
     """
-    # The default may be without buckets. The trials then start from 25 MiB.
+    # The default may have no buckets (0). Then the other settings start from 25 MiB.
     bucket, memory = default.bucket_bytes or 25 << 20, default.overlap_memory
     overlap = None if overlapped is None or overlapped else True
     others = [
@@ -87,10 +79,8 @@ def candidate_settings(default: Setting, overlapped: bool | None) -> list[Settin
 class Trials:
     """Decides the setting of each step, and records the step's duration.
 
-    Args:
-        settings: the settings to try, the default first.
-        warmup: the number of rounds that do not count.
-        rounds: the number of rounds that count.
+    The first of the `settings` is the default. The first `warmup` rounds do not count,
+    and the next `rounds` rounds count.
 
     Example:
         >>> few = Trials([Setting(25, 40), Setting(5, 40)], warmup=1, rounds=4)
@@ -129,9 +119,8 @@ class Trials:
     def winner(self, times: Times) -> Setting:
         """Returns the fastest setting, or the default if none is clearly faster.
 
-        Args:
-            times: `times` of the slowest rank, equal on all ranks, so that all ranks
-                choose the same setting.
+        All ranks choose one setting, because the argument has the `times` of the
+        slowest rank.
         """
         typical = medians(times)
         for i in sorted(range(len(typical)), key=typical.__getitem__):

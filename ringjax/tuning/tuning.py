@@ -18,24 +18,12 @@ _COLUMNS = ["step", "bucket_bytes", "overlap_memory", "overlap", "ms", "chosen"]
 
 
 class Tuning:
-    """Finds the setting of a step by trials, or gets the setting from an earlier job.
+    """Finds the `setting` of a step by trials, or reads it from an earlier job's cache.
 
-    All ranks create this object at the same point of the program, and record the same
-    steps.
-
-    Args:
-        name: the name of the step in messages, equal on all ranks.
-        step: a description of the step that JSON can hold. A later job with an equal
-            description and the same hosts uses the result.
-        overlapped: whether the default overlaps with the backward pass; None if overlap
-            is not a choice.
-        process_set: the ranks that call the step.
-
-    Attributes:
-        setting: the setting of the next step.
-
-    Raises:
-        NotInitialized, PeerLost: as everywhere.
+    All ranks of `process_set` create this object for a step, and record all its steps.
+    `name` is the name of the step in messages, equal on all ranks. `step` describes the
+    step in a form that JSON can hold: a later job with an equal description and the
+    same hosts uses the result. `overlapped` is that of `trials.candidate_settings`.
     """
 
     def __init__(
@@ -75,7 +63,7 @@ class Tuning:
     def record_step(self, seconds: float) -> None:
         """Records the duration of the step that had `setting`.
 
-        After the last trial, chooses a setting. All ranks do so at the same step.
+        After the last trial, all ranks choose a setting together.
         """
         if self._trials is None:
             return
@@ -92,7 +80,7 @@ class Tuning:
     def _remembered(self) -> Setting | None:
         """Returns the setting in the cache of the first rank; None if there is none.
 
-        Each host has a cache of its own, and all ranks must use the same setting.
+        Other hosts may have other settings in their caches, but all ranks must use one.
         """
         found = None
         if self._set.rank() == 0:
