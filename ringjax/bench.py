@@ -75,7 +75,7 @@ def size_steps(first: int, last: int, factor: int) -> list[int]:
 def tensor(
     collective: str, rank: int, ranks: int, count: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Returns the input of `rank`, with `count` elements as the reported size."""
+    """Returns the input of `rank` for a reported size of `count` elements."""
     own = count // ranks if collective == "allgather" else count
     # Small integers, so that sums and products over ranks are exact in every dtype.
     cycle = 2 if collective in REDUCING else 7
@@ -221,15 +221,11 @@ class Bench:
                 # All ranks copy at the same time, as in a collective.
                 collectives.barrier()
                 copy_times.append(copies.seconds(calls))
-        slowest = self._slowest([*means, *single, *copy_times])
+        seconds = jnp.asarray([*means, *single, *copy_times], jnp.float32)
+        slowest = [float(t) for t in collectives.allreduce(seconds, ops.Max)]
         n, end = len(means), len(means) + len(single)
         copies.times = slowest[end:]
         return slowest[:n], slowest[n:end]
-
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        """Returns the largest of each number over all ranks."""
-        most = collectives.allreduce(jnp.asarray(seconds, jnp.float32), ops.Max)
-        return [float(t) for t in most]
 
     def _network_limit(self) -> float | None:
         """Returns the busbw that the network allows, in GB/s.

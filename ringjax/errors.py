@@ -240,9 +240,13 @@ def from_program(text: str) -> RingjaxError | None:
     found = re.match(r"(?s)\W*([A-Z_]+): .*?(RINGJAX\[.*?)(\n-{5,}|$)", text)
     if found is None:
         return None
-    cause = re.search(r"\brank (\d+)", found[2])
-    rank = int(cause[1]) if cause else -1
-    return from_code(found[1], found[2].strip(), rank)
+    return from_code(found[1], found[2].strip(), _rank_in(found[2]))
+
+
+def _rank_in(text: str) -> int:
+    """Returns the first rank that a text names; -1 if it names none."""
+    found = re.search(r"\brank (\d+)", text)
+    return int(found[1]) if found else -1
 
 
 def translate(error: BaseException) -> RingjaxError | None:
@@ -282,9 +286,9 @@ def _from_tensorflow(text: str, code: int) -> RingjaxError | None:
     found = re.search(r"(?s)RINGJAX\[.*?(?=\n\s*\[\[|$)", text)
     if found is None:
         return None
-    cause = re.search(r"\brank (\d+)", found[0])
-    name = _TENSORFLOW_CODES.get(code, "UNAVAILABLE" if cause else "UNKNOWN")
-    return from_code(name, found[0].strip(), int(cause[1]) if cause else -1)
+    rank = _rank_in(found[0])
+    name = _TENSORFLOW_CODES.get(code, "UNKNOWN" if rank < 0 else "UNAVAILABLE")
+    return from_code(name, found[0].strip(), rank)
 
 
 @contextlib.contextmanager

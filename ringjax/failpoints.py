@@ -17,7 +17,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringjax.errors import RingjaxError
@@ -55,39 +54,8 @@ NATIVE = (
 )
 
 
-def _sleep(seconds: float, _: str) -> None:
-    time.sleep(seconds)
-
-
-def _exit(code: float, _: str) -> None:
-    os._exit(int(code))
-
-
-def _kill(_: float, __: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _error(_: float, point: str) -> None:
-    raise RingjaxError(f"failpoint {point}")
-
-
-def _eof(_: float, point: str) -> None:
-    raise ConnectionResetError(errno.ECONNRESET, f"failpoint {point}")
-
-
-def _enospc(_: float, point: str) -> None:
-    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {point})")
-
-
-# name -> (default number, function)
-ACTIONS: dict[str, tuple[float, Callable[[float, str], None]]] = {
-    "kill": (0.0, _kill),
-    "exit": (1.0, _exit),
-    "sleep": (1.0, _sleep),
-    "error": (0.0, _error),
-    "eof": (0.0, _eof),
-    "enospc": (0.0, _enospc),
-}
+# name -> default number
+ACTIONS = {"kill": 0, "exit": 1, "sleep": 1, "error": 0, "eof": 0, "enospc": 0}
 _ENTRY = re.compile(
     r"(?P<point>[a-z.]+)=(?P<action>[a-z]+)(\((?P<number>[0-9.]{1,9})\))?"
     r"(@(any|(?P<target>\d{1,9})))?(#(?P<passage>\d{1,9}))?"
@@ -127,7 +95,7 @@ def parse(text: str) -> list[Failpoint]:
         if action not in ACTIONS:
             raise ValueError(f"{point}= one of {', '.join(ACTIONS)}, not {action!r}")
         try:
-            number = float(match["number"] or ACTIONS[action][0])
+            number = float(match["number"] or ACTIONS[action])
         except ValueError:
             raise ValueError(f"a number in {part!r}") from None
         target = None if match["target"] is None else int(match["target"])
@@ -186,4 +154,20 @@ def _run(point: str) -> None:
                 due.append(failpoint)
     for failpoint in due:
         os.write(2, f"ringjax: failpoint {point}: {failpoint.action}\n".encode())
-        ACTIONS[failpoint.action][1](failpoint.number, point)
+        _act(failpoint.action, failpoint.number, f"failpoint {point}")
+
+
+def _act(action: str, number: float, what: str) -> None:
+    match action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(int(number))
+        case "sleep":
+            time.sleep(number)
+        case "error":
+            raise RingjaxError(what)
+        case "eof":
+            raise ConnectionResetError(errno.ECONNRESET, what)
+        case "enospc":
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({what})")

@@ -166,7 +166,7 @@ def shutdown() -> None:
         if world is None or _forked:
             return
         if world.failed:
-            world.stop()  # the peers treat this rank as lost and answer no calls
+            world.stop()  # pending calls would wait for peers that have dropped us
         for callback in reversed(_on_shutdown):
             # Pending calls may fail here because a peer is gone. Leave nevertheless.
             with contextlib.suppress(Exception):
@@ -199,11 +199,7 @@ def current_or_forked(what: str) -> World:
     return _world
 
 
-def _rank_of_process(what: str) -> int:
-    return current_or_forked(what).rank_info.rank
-
-
-process_set_module.rank_of_process = _rank_of_process
+process_set_module.rank_of_process = lambda what: current_or_forked(what).rank
 
 
 def config() -> Config:

@@ -1,7 +1,7 @@
 """Parsers: functions that convert the text of an environment variable to a value.
 
-A parser raises a ValueError whose text says what is expected, such as "an integer".
-config.py puts the name and the text of the variable before it.
+A parser raises a ValueError whose text describes the expected value, for example "an
+integer". config.py adds the name and the text of the variable.
 """
 
 from __future__ import annotations
@@ -109,20 +109,16 @@ def hexadecimal(digits: int, *, exactly: bool) -> Parser:
     return parse
 
 
-def level(text: str) -> str:
-    """Parses the name of a log level; "warn" means "warning"."""
-    level = "warning" if text.lower() == "warn" else text.lower()
-    if level not in LOG_LEVELS:
-        raise ValueError("one of " + ", ".join(LOG_LEVELS))
-    return level
-
-
-def choice(*names: str) -> Parser:
-    """Returns a parser of one of these words, in upper or lower case."""
+def choice(*names: str, **synonyms: str) -> Parser:
+    """Returns a parser of one of these words or synonyms, in upper or lower case."""
 
     def parse(text: str) -> str:
-        if text.lower() not in names:
+        name = synonyms.get(text.lower(), text.lower())
+        if name not in names:
             raise ValueError("one of " + ", ".join(names))
-        return text.lower()
+        return name
 
     return parse
+
+
+level = choice(*LOG_LEVELS, warn="warning")

@@ -31,31 +31,19 @@ def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
     return [rank for rank, other in enumerate(workers) if other % group_size == index]
 
 
-class ReservedPort:
-    """A TCP port, its `number`, that no other program gets, for JAX's coordinator.
+def _bind_free_port() -> socket.socket:
+    """Reserves a TCP port for JAX's coordinator, whose port must be known beforehand.
 
-    The port must be known before JAX's coordinator listens. A bound socket that does
-    not listen reserves the port, and SO_REUSEPORT lets the coordinator bind it, too.
-
-    Example:
-        >>> port = ReservedPort()
-        >>> port.number > 0
-        True
-        >>> port.close()
+    A bound socket that does not listen keeps the port from other programs, and
+    SO_REUSEPORT lets the coordinator bind the port, too.
     """
-
-    def __init__(self) -> None:
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._socket.bind(("", 0))
-        self.number = int(self._socket.getsockname()[1])
-
-    def close(self) -> None:
-        """Releases the port. Further calls do nothing."""
-        self._socket.close()
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    reserved.bind(("", 0))
+    return reserved
 
 
 class Group:
@@ -72,7 +60,7 @@ class Group:
         self.size = size  # the number of processes in each group
         self.members: Sequence[Member] = ()  # a member's place is its index
         self.replicas: list[int] = []  # the ranks of the replica set
-        self._port: ReservedPort | None = None
+        self._port: socket.socket | None = None
 
     def check_job_size(self, size: int) -> None:
         """Raises StartupError if `size` processes do not fill whole groups."""
@@ -83,11 +71,11 @@ class Group:
             )
 
     def reserve_port(self, worker: int) -> dict[str, int]:
-        """Reserves a port in the first process of a group. Returns hello fields."""
+        """Reserves a port in the first process of a group. Returns it for the hello."""
         if self.size == 1 or worker % self.size:
             return {}
-        self._port = ReservedPort()
-        return {"group_port": self._port.number}
+        self._port = _bind_free_port()
+        return {"group_port": int(self._port.getsockname()[1])}
 
     def join(self, members: Sequence[Member], job_group_size: int) -> None:
         """Sets the members of this group, by index.

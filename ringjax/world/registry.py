@@ -24,7 +24,6 @@ class ProcessSetBackend(Protocol):
     """The part of `World` that connects and closes process sets."""
 
     sets: dict[int, list[int]]
-    elastic: bool
 
     def add(self, number: int, ranks: Sequence[int], what: str) -> None:
         """Connects a process set. All ranks of the world must call it."""
@@ -115,7 +114,10 @@ class Registry:
                 if equal_sets[0].ranks == process_set.ranks:
                     return self._assign(number, process_set)
             if self._unclaimed:
-                return self._claim(process_set, world)
+                number = self._unclaimed.pop(0)
+                process_set.ranks = list(world.sets[number])
+                self._by_id[number] = []
+                return self._assign(number, process_set)
             number, self._next_id = self._next_id, self._next_id + 1
         world.add(number, process_set.ranks, "add_process_set")
         with self._lock:
@@ -132,12 +134,6 @@ class Registry:
         if not any(known is process_set for known in equal_sets):
             equal_sets.append(process_set)
         return process_set
-
-    def _claim(self, process_set: ProcessSet, world: ProcessSetBackend) -> ProcessSet:
-        number = self._unclaimed.pop(0)
-        process_set.ranks = list(world.sets[number])
-        self._by_id[number] = []
-        return self._assign(number, process_set)
 
     def remove(self, process_set: ProcessSet, world: ProcessSetBackend) -> bool:
         """Removes a set and all equal sets. Returns False if it cannot be removed."""

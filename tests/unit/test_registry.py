@@ -13,8 +13,6 @@ from ringjax.world.registry import Registry
 class World:
     """A backend that only records what is added and removed."""
 
-    elastic = True
-
     def __init__(self) -> None:
         self.sets: dict[int, list[int]] = {}
         self.calls: list[str] = []
