@@ -1,4 +1,4 @@
-"""Synchronises values between ranks: parameters, Python objects and metrics.
+"""Synchronizes values between ranks: parameters, Python objects and metrics.
 
 The functions use the collectives of `ringjax.collectives`; `control/objects.py` encodes
 objects as bytes. All ranks of the process set must call a function together. Only

@@ -42,7 +42,7 @@ class BaseDataLoader(abc.ABC):
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Converts a batch before the program gets it. Trainers may override this."""
+        """Converts a batch that the loader then yields. Trainers may override this."""
         return batch
 
 

@@ -14,7 +14,7 @@ from ringjax.runtime.lifecycle import (
 
 
 def group_size() -> int:
-    """Returns how many processes JAX joins to one: `ringrun --group-size`, mostly 1."""
+    """Returns how many processes JAX joins to a group; 1 without --group-size."""
     return current_or_forked("group_size").config.group_size
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_AGE_DAYS = 7
 _FORMAT = 1
-_MAX_BYTES = 4096  # the most bytes of a file
+_MAX_BYTES = 4096  # the largest size of a file
 _CLOCK_TOLERANCE = 3600.0  # seconds that the clock of another host may be ahead
 
 

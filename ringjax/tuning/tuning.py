@@ -37,7 +37,8 @@ class Tuning:
         self._name, self._set = name, process_set
         self.setting = Setting(config.bucket_bytes, config.overlap_memory)
         self._trials: Trials | None = None
-        # A single rank sends nothing, and a rank that joins later has tried nothing.
+        # A single rank sends no gradients. In an elastic job, ranks that join later
+        # have tried no settings, but all ranks must use the same setting.
         if process_set.size() == 1 or config.elastic:
             return
         communicator = runtime.communicator(process_set, "autotune")
@@ -57,7 +58,7 @@ class Tuning:
 
     @property
     def settled(self) -> bool:
-        """Whether `setting` does not change any more."""
+        """Whether `setting` is final."""
         return self._trials is None
 
     def record_step(self, seconds: float) -> None:

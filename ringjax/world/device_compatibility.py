@@ -101,7 +101,7 @@ def _check_code(reports: Sequence[DeviceReport]) -> None:
 
 
 def _check_counts(reports: Sequence[DeviceReport]) -> None:
-    # Device i of each rank is in one NCCL communicator with device i of all ranks.
+    # The i-th devices of all ranks form one NCCL communicator.
     first = reports[0]["device"]
     for rank, report in enumerate(reports):
         if report["wanted"] not in (0, len(report["device"])):

@@ -78,7 +78,7 @@ CommunicatorSpec = tuple[int, Sequence[int], str]
 def communicators_of(members: EpochDirective) -> Iterator[CommunicatorSpec]:
     """Yields the communicators of this rank, the world's first.
 
-    All ranks of a communicator yield the same id, ranks and name for it.
+    All ranks of a communicator yield equal ids, ranks and names for it.
     """
     everybody = range(len(members.members))
     sets = {0: everybody, **{n: members.sets[n] for n in sorted(members.sets)}}

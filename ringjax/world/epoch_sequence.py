@@ -54,7 +54,7 @@ class EpochSequence:
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self.config, self.elastic = config, config.elastic
-        self.failed = ""  # why this rank fails; "" unless it does
+        self.failed = ""  # why this rank has failed; "" if it has not
         self.epoch_info: EpochInfo | None = None  # None while this rank is a newcomer
         self.changed = threading.Condition(threading.RLock())
         self.pending_update = 0  # the number of a change of members; 0 for none

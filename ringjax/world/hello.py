@@ -27,7 +27,7 @@ _COMMON_SETTINGS = (
 
 
 def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
-    """Returns the hello of this rank, without the addresses where it listens."""
+    """Returns the hello of this rank, except its listening addresses."""
     return {
         "rank": rank,
         "size": size,

@@ -29,8 +29,8 @@ class ProcessSet:
         timeout: seconds that calls on this set may wait for other ranks, 0 for no
             limit, None for the job's limit (RINGJAX_COLLECTIVE_TIMEOUT). The limit
             belongs to this object on this rank: other ranks, and equal sets, may have
-            other limits. It survives changes of the members of an elastic job. A limit
-            of `ringjax.collective_timeout` overrides it.
+            other limits. The limit survives when the members of an elastic job change.
+            A limit of `ringjax.collective_timeout` overrides it.
 
     Attributes:
         ranks: the sorted ranks. `global_process_set.ranks` is empty before `init`.

@@ -58,7 +58,7 @@ class Recovery:
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._connecting = -1  # the epoch that is being connected
-        # The epoch directives that have arrived since the current epoch.
+        # The epoch directives that have arrived since the current epoch began.
         self._directives: list[EpochDirective] = []
         # The directive to connect next; None if there is none, or it was revoked.
         self._next: EpochDirective | None = None
@@ -281,7 +281,7 @@ class _PhaseTimer:
         self._running = False
 
     def start(self) -> None:
-        """Starts a recovery, unless one is running."""
+        """Starts the time of a recovery, unless it is running already."""
         if not self._running:
             self._began = self._last = self._clock()
             self._phases, self._running = {}, True
@@ -294,7 +294,7 @@ class _PhaseTimer:
         self._last = now
 
     def end(self) -> str:
-        """Ends the recovery and returns its total time and the time of each phase."""
+        """Stops the time. Returns the total time and the time of each phase."""
         self._running = False
         phases = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._phases.items())
         return f"in {1000 * (self._last - self._began):.0f} ms: {phases}"

@@ -130,7 +130,7 @@ class World(EpochSequence):
             first = self.client.first
         if isinstance(first, EpochDirective):
             if not self.elastic:
-                # The coordinator of a static job knows nothing of groups.
+                # The directives of a static job's coordinator contain no group size.
                 first = replace(first, group=config.group_size)
             check_hellos(first.members)
             self.group.join(first.group_members, first.group)
@@ -345,7 +345,7 @@ class World(EpochSequence):
             kept = {epoch_info.workers[rank] for rank in ranks}
             ranks = [r for r, w in enumerate(self.epoch_info.workers) if w in kept]
         included = self.rank in self.sets[number]
-        # The recovery connects a set that another rank has reported.
+        # Wait for the recovery, which connects the set if another rank has reported it.
         self.wait(lambda: number in self.comm_table.active or not included)
 
     def _add(self, epoch: Epoch, number: int, ranks: Sequence[int], what: str) -> None:
