@@ -81,10 +81,8 @@ def processes(host: HostContext) -> Iterator[Finding]:
             yield warn(text, "ulimit -u unlimited")
     left, group = threads_left()
     if left < needed:
-        text = (
-            f"the control group lets {max(0, left):.0f} more threads start; {needed} "
-        )
-        text += "are needed (Docker: --pids-limit, systemd: TasksMax=)"
+        text = f"the control group lets {max(0, left):.0f} more threads start; "
+        text += f"{needed} are needed (Docker: --pids-limit, systemd: TasksMax=)"
         yield warn(text, f"echo max | sudo tee {group / 'pids.max'}")
 
 
@@ -143,10 +141,8 @@ def cpus(host: HostContext) -> Iterator[Finding]:
     share, group = quota()
     ranks = count(host.ranks, "rank")
     if share < min(here, host.ranks):
-        text = (
-            f"{ranks}, and the control group gives {share:.2g} of {here} CPUs (Docker: "
-        )
-        text += f"--cpus={host.ranks})"
+        text = f"{ranks}, and the control group gives {share:.2g} of {here} CPUs "
+        text += f"(Docker: --cpus={host.ranks})"
         old = (group / _QUOTA).exists()
         value, file = ("-1", group / _QUOTA) if old else ("max", group / "cpu.max")
         yield warn(text, f"echo {value} | sudo tee {file}", "without-an-error")

@@ -76,26 +76,20 @@ def own_name(host: HostContext) -> Iterator[Finding]:
     start = time.monotonic()
     found = _look_up(name)
     seconds = time.monotonic() - start
+    named, problem = f"{name!r} resolves to {', '.join(found)}", ""
     if not found:
-        yield warn(
-            f"{name!r} has no address, and JAX and Gloo ask for it", _hosts_line(name)
-        )
+        problem = f"{name!r} has no address, and JAX and Gloo ask for it"
     elif not host.alone and all(map(addresses.is_loopback, found)):
-        where = ", ".join(found)
-        text = (
-            f"{name!r} resolves to {where}: others that ask it would get that address"
-        )
-        yield warn(text, _hosts_line(name))
+        problem = f"{named}: others that ask it would get that address"
     elif not any(is_ours(address) for address in found):
-        text = f"{name!r} resolves to {', '.join(found)}, which is not this host"
-        yield warn(text, _hosts_line(name))
+        problem = f"{named}, which is not this host"
+    if problem:
+        yield warn(problem, _hosts_line(name))
     else:
         yield ok(f"{name} is {', '.join(found)}")
     if seconds > _SLOW_LOOKUP:
-        text = (
-            f"looking {name!r} up took {seconds:.1f} s: a name server does not answer"
-        )
-        yield warn(text, _hosts_line(name))
+        text = f"looking {name!r} up took {seconds:.1f} s"
+        yield warn(f"{text}: a name server does not answer", _hosts_line(name))
 
 
 def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
@@ -105,11 +99,8 @@ def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
         name = report.name.rpartition("@")[2]
         mine = name in ("localhost", socket.gethostname(), "127.0.0.1", "::1")
         found = _look_up(name)
-        if (
-            job.is_local.get(report.name)
-            and not mine
-            and any(map(addresses.is_loopback, found))
-        ):
+        is_loopback = any(map(addresses.is_loopback, found))
+        if job.is_local.get(report.name) and not mine and is_loopback:
             text = f"resolves to {found[0]}, this machine: its ranks would run here"
             yield report.name, fail(text, _edit_hosts(name))
             continue
@@ -155,9 +146,8 @@ def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
     others = [name for name in known if name != "lo"]
     for name in filter(None, map(str.strip, asked.split(","))):
         if name not in known:
-            text = (
-                f"{name!r} does not exist or has no address; here is {', '.join(known)}"
-            )
+            text = f"{name!r} does not exist or has no address"
+            text += f"; here is {', '.join(known)}"
             mend = f"ringrun --network-interfaces {(others or ['lo'])[0]}"
             yield fail(text, mend, "startuperror")
     if not (host.alone or others):
@@ -202,9 +192,8 @@ def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
                     owners.setdefault((name, address), []).append(report.name)
     for (name, address), hosts in owners.items():
         if len({job.reports[h].facts["machine"] for h in hosts}) > 1:
-            text = (
-                f"{name} is {address} on {', '.join(hosts)}: who calls it calls itself"
-            )
+            text = f"{name} is {address} on {', '.join(hosts)}"
+            text += ": who calls it calls itself"
             mend = f"ringrun --network-interfaces {_best(job)}"
             yield "", warn(text, mend, "unreachable")
     yield from _ways(job)

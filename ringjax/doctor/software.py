@@ -92,19 +92,15 @@ _REASONS = (
 
 def reached(job: JobContext) -> Iterator[tuple[str, Finding]]:
     """Checks that ringrun reaches each host, and finds Python and ringjax there."""
-    others = [r for r in job.reports.values() if not job.is_local.get(r.name)]
-    for report in others:
-        if report.facts:
-            yield report.name, ok("reached, and ringjax is there")
-        else:
-            yield report.name, _unreached(report)
     for report in job.reports.values():
-        if job.is_local.get(report.name) and not report.facts:
+        local = job.is_local.get(report.name)
+        if local and not report.facts:
             text = f"the checks did not run here: {report.trouble}"
-            yield (
-                report.name,
-                fail(text, f"{sys.executable} -m ringjax.doctor", "doctor"),
-            )
+            yield report.name, fail(text, f"{sys.executable} -m ringjax.doctor")
+        elif not report.facts:
+            yield report.name, _unreached(report)
+        elif not local:
+            yield report.name, ok("reached, and ringjax is there")
 
 
 def _unreached(report: HostReport) -> Finding:
@@ -152,7 +148,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def fitting(host: HostContext) -> Iterator[Finding]:
-    """Checks that ringjax supports this jax, and that jaxlib has jax's version."""
+    """Checks that ringjax supports this jax, and that jax supports this jaxlib."""
     jax, jaxlib = installed_version("jax"), installed_version("jaxlib")
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"

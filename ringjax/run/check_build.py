@@ -55,7 +55,7 @@ def library(pattern: str, packages: str) -> str | None:
     package below site-packages.
     """
     roots = [
-        *(os.path.join(path, packages) for path in _site_paths()),
+        *(os.path.join(p, packages) for p in sys.path if p.endswith("-packages")),
         *environ.library_paths(),
         "/usr/local/cuda/lib64",
         "/usr/local/cuda/compat",
@@ -68,10 +68,6 @@ def library(pattern: str, packages: str) -> str | None:
         if matches := sorted(glob.glob(os.path.join(root, pattern))):
             return matches[0]
     return None
-
-
-def _site_paths() -> list[str]:
-    return [path for path in sys.path if path.endswith("-packages")]
 
 
 def cuda_info() -> dict[str, Any]:

@@ -115,9 +115,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.set_defaults(ignored=[])
     parser.add_argument("-v", "--version", action="version", version=version)
     _add_basic(parser)
-    _add_rank(parser)
-    _add_agent(parser)
-    _add_forwarding(parser)
+    _add_processes(parser)
     _add_elastic(parser.add_argument_group("elastic jobs", _ELASTIC))
     _add_tuning(parser.add_argument_group("tuning"))
     _add_monitoring(parser.add_argument_group("watching a job", _MONITORING))
@@ -219,8 +217,9 @@ def _add_basic(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_rank(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "--group-size",
         type=_number(int, 1),
         metavar="K",
@@ -228,7 +227,7 @@ def _add_rank(parser: argparse.ArgumentParser) -> None:
         "shards over their devices; ringjax averages between these groups, and with "
         "--min-np groups are lost and join as a whole (1)",
     )
-    parser.add_argument(
+    add(
         "--devices-per-rank",
         type=devices,
         metavar="N",
@@ -236,10 +235,6 @@ def _add_rank(parser: argparse.ArgumentParser) -> None:
         "between the devices of the same index on all ranks. `all` gives a rank every "
         "device that it sees, for one rank on each host (1)",
     )
-
-
-def _add_agent(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "--listen",
         default="",
@@ -267,10 +262,6 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
         "blaunch or qrsh starts it in an allocation of a batch system, and ssh "
         "elsewhere",
     )
-
-
-def _add_forwarding(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add(
         "-x",
         dest="forwarded",
@@ -538,7 +529,6 @@ def forwarded_variables(
 
 
 def sizes(args: argparse.Namespace) -> SizeOptions:
-    """Returns the options about hosts and numbers of ranks."""
     given = {key: getattr(args, key) for key in (*_NAMES, "hosts", "hostfile")}
     return SizeOptions(names=_NAMES, **given)
 

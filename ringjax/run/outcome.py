@@ -57,7 +57,7 @@ def describe_failure(
         return f": {text}"
     words = report or last_words
     how = how or f"exit code {code}"
-    name = _signal_name(code - 128) if code > 128 else ""
+    name = signal_name(code - 128) if code > 128 else ""
     if name:
         how = f"killed by {name}"
         if code - 128 in _FROM_OUTSIDE and not report:
@@ -89,7 +89,8 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Returns the number and the name of a signal; empty if there is no such signal."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:

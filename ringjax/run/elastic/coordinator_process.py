@@ -8,7 +8,6 @@ sends the list of running workers. The secret goes through a pipe, never into ar
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import selectors
 import signal
@@ -30,6 +29,7 @@ from ringjax.run.hosts.channel import (
     open_process,
     standard_streams,
 )
+from ringjax.run.outcome import signal_name
 from ringjax.run.workers import take_events
 
 # More restarts than this within the window end the job.
@@ -57,7 +57,7 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class LivenessProbe:
-    """Decides when to send a question to another process, and whether it is hung.
+    """A probe that decides when to send a question to a process, and if it is hung.
 
     At most one question waits for its reply. The other process counts as hung after
     `limit` seconds without a reply. Only time in which this process runs counts,
@@ -80,7 +80,7 @@ class LivenessProbe:
         self._allowed = max(limit, _FIRST_REPLY_TIMEOUT)
 
     def should_ask(self, now: float) -> bool:
-        """Adds the time since the last call; returns whether to send a question now."""
+        """Measures the silence; returns whether to send a question to the process."""
         passed = min(now - self._last_tick, _MAX_STEP)
         self._last_tick = now
         if self._silence is not None:
@@ -102,7 +102,7 @@ class LivenessProbe:
 
 
 class CoordinatorProcess:
-    """Runs a `Coordinator` in another process, and has its methods.
+    """A process that runs a `Coordinator`. This class has the coordinator's methods.
 
     Args:
         secret, job: the secret and the id of the job.
@@ -143,7 +143,7 @@ class CoordinatorProcess:
         # State that a new process must get.
         self._expected: set[int] = set()  # running workers
         self._unanswered: set[int] = set()  # arguments of `ended` without a reply
-        self._ends: dict[int, tuple[str, bool]] = {}  # arguments of `process_ended`
+        self._ends: dict[int, tuple[str, bool]] = {}  # see `process_ended`
         self._finished: list[int] = []  # workers at the end of their program
         self._job_begun = resume
         silence = options.get("failure_timeout", _MIN_HANG_TIMEOUT)
@@ -199,10 +199,8 @@ class CoordinatorProcess:
         code = self._reap()
         if self._closing:
             return
-        how = f"exit code {code}"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                how = f"killed by signal {-code} ({signal.Signals(-code).name})"
+        name = signal_name(-code)
+        how = f"killed by {name}" if name else f"exit code {code}"
         if len(self._start_times) > _MAX_RESTARTS:
             self.events.put(("stop", f"the coordinator ends again and again ({how})"))
             return
@@ -283,7 +281,7 @@ class _CoordinatorServer:
         )
 
     def run(self) -> None:
-        """Serves until ringrun closes the pipe, or ends."""
+        """Serves until ringrun closes its end of the pipe."""
         while not self._channel.closed:
             dispatch(self._selector, self._selector.select())
         if self._coordinator is not None:

@@ -52,7 +52,7 @@ class ProcessObserver(Protocol):
 
 
 class AgentPool:
-    """Starts agents, and exchanges messages with the agents in `poll`.
+    """The agents of one job. `poll` exchanges messages with the agents.
 
     The job chooses the numbers of its processes, from 0 on. This class chooses negative
     numbers for clients and local commands, which are processes of an agent, too.
@@ -69,7 +69,6 @@ class AgentPool:
         self._descriptors: socket.socket | None = None
         self._local = AgentHandle("localhost", 0)
         self._remote: dict[str, AgentHandle] = {}  # agents on other hosts, by host
-        self._is_local: dict[str, bool] = {}  # whether a host is this machine
         self._clients: dict[int, AgentHandle] = {}  # agents by client number
         self._commands = LocalCommands()
         self._receiver: FileReceiver | None = None
@@ -101,15 +100,9 @@ class AgentPool:
             self._local.send(self._monitor_order())
 
     def is_local(self, host: str) -> bool:
-        """Returns whether a host is this machine. Looks up each name only once."""
-        if self.has_joined(host):
-            return False
-        if host not in self._is_local:
-            self._is_local[host] = is_local(host)
-        return self._is_local[host]
+        return not self.has_joined(host) and is_local(host)
 
     def remote_hosts(self, hosts: Iterable[str]) -> list[str]:
-        """Returns the hosts that are not this machine."""
         hosts = list(hosts)
         if len(hosts) > 1:  # look up all names at the same time
             name_lookup.start(host.rpartition("@")[2] for host in hosts)
@@ -204,7 +197,6 @@ class AgentPool:
     def _callbacks(
         self, agent: AgentHandle
     ) -> tuple[Callable[[Message], None], Callable[[], None]]:
-        """Returns the callbacks of the channel to an agent."""
         return partial(self.handle_message, agent), partial(self._closed, agent)
 
     # -- orders to the agents ----------------------------------------------------------
@@ -232,7 +224,8 @@ class AgentPool:
                 {**order, "env": {**kept, **order["env"], **via}} for order in orders
             ]
         self._send_spawn(agent, orders, env, payload)
-        if agent.ended and agent.rendezvous:  # the agent was lost after the decision
+        # The host may have gone since ringrun decided to start processes there.
+        if agent.ended and agent.rendezvous:
             self._report_lost(agent, "lost its host")
 
     def run_command(
