@@ -186,7 +186,7 @@ class Console:
 
     def _record_last_error(self, rank: int, data: bytes) -> None:
         last = self._last.get(rank, "")
-        if _CRASH in last:  # the stacks after that line explain less
+        if _CRASH in last:  # only stacks follow, which explain less than that line
             return
         if (at := data.find(_CRASH.encode())) >= 0:
             line = data[data.rfind(b"\n", 0, at) + 1 :].partition(b"\n")[0]
@@ -306,9 +306,8 @@ class Console:
 def pipe_standard_input(source: int = 0) -> int:
     r"""Returns a pipe from which rank 0 reads the input that arrives at `source`.
 
-    Ranks are in background process groups, which must not read from the terminal, so
-    that only ringrun gets Ctrl-C. Therefore a thread of ringrun reads the bytes and
-    writes them to the pipe.
+    Ranks are in background process groups, so that only ringrun gets Ctrl-C. Background
+    processes cannot read from the terminal, so a thread of ringrun copies the input.
 
     Example:
         >>> source, keys = os.pipe()

@@ -312,7 +312,7 @@ class EngineJob:
         self._stop = self._stop or why
 
     def results(self) -> list[Any]:
-        """Returns the results in the order of the last ranks.
+        """Returns the results of the last members, ordered by rank.
 
         Raises:
             LaunchError: the job has failed. The error names the rank that failed first,

@@ -64,7 +64,6 @@ _RANK_VARIABLES = tuple(
 
 
 def inherited() -> dict[str, str]:
-    """Returns the environment of this process."""
     return dict(os.environ)
 
 

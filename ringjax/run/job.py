@@ -60,7 +60,7 @@ class Job:
     ) -> None:
         self._spec, self.console = spec, console
         self._size = size or len(spec.slots)
-        # Seconds to wait for hosts, and for workers if there are too few.
+        # Seconds to wait for hosts, or for workers if fewer than the least are left.
         self._timeout = spec.config.elastic_timeout
         is_elastic = elastic is not None
         self._agents = AgentPool(spec, console, self)
@@ -187,7 +187,6 @@ class Job:
                 self._run_once()
 
     def _start(self) -> None:
-        """Starts the coordinator, and the ranks of a static job."""
         if self._policy is None and self._discovery is not None:
             found = sorted(self._discovery.hosts or (), key=natural_order)
             self._spec = replace(self._spec, slots=assign_slots(found, self._size))
@@ -262,7 +261,6 @@ class Job:
         return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
-        """Makes the agents on the hosts of the workers start them."""
         for host in dict.fromkeys(worker.slot.host for worker in workers):
             orders = [self._spawn_order(w) for w in workers if w.slot.host == host]
             if self._spec.stdin and orders[0]["id"] == 0:
@@ -304,7 +302,6 @@ class Job:
             self._signal(self._signals.pop(0), alone=True)
 
     def _stop_at_a_loss(self, now: float) -> None:
-        """Ends a static job if a rank has failed."""
         if not self.shutdown.started:
             hung = self._table.hung(now - _HANG_TIMEOUT)
             if hung is not None:

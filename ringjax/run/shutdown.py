@@ -76,7 +76,6 @@ class Shutdown:
         return min(longest, max(0.0, self._next - time.monotonic()))
 
     def due_signals(self) -> Iterator[int]:
-        """Yields the signals that are due now."""
         while self._plan and time.monotonic() >= self._next:
             number = self._plan.popleft()[1]
             if self._plan:

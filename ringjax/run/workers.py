@@ -166,7 +166,6 @@ class WorkerTable:
         self.stopping = False
 
     def add(self, slot: WorkerSlot) -> Worker:
-        """Adds a new worker in the slot."""
         slot.worker = self.next
         return self.adopt(self.next, slot)
 
@@ -277,7 +276,7 @@ class WorkerTable:
 
     def describe_end(self, worker: Worker) -> str:
         """Describes how a worker has failed, as the text after its name."""
-        if worker.with_group:  # the worker has ended because its group was lost
+        if worker.with_group:  # the worker did not fail by itself
             return worker.loss_text
         # The worker reported an error, and hung until ringrun ended the job.
         if worker.ended_while_stopping and worker.report:
@@ -298,7 +297,6 @@ class WorkerTable:
     # -- the first failure -------------------------------------------------------------
 
     def failure_text(self, worker: Worker) -> str:
-        """Returns the best known explanation of a failure."""
         return worker.report or worker.exit_text or self._last_words(worker.number)
 
     def failed_by_itself(self, worker: Worker) -> bool:
@@ -336,7 +334,6 @@ class WorkerTable:
         ]
 
     def with_report(self) -> list[Worker]:
-        """Returns the workers that have reported an error."""
         return [worker for worker in self.workers.values() if worker.report]
 
     def hung(self, since: float) -> Worker | None:

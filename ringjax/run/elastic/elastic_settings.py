@@ -77,7 +77,7 @@ class ElasticSettings:
 def refuse_elastic_options(options: SizeOptions, *, listens: bool) -> None:
     """Refuses options of elastic jobs in a static job.
 
-    If the job `listens` for hosts, the elastic timeout limits the wait for them.
+    A static job that `listens` for hosts may limit the wait by an elastic timeout.
 
     Raises ValueError if an option was given; the text names all such options.
     """

@@ -60,7 +60,7 @@ class ReplacementPolicy:
         )
         self.coordinator: CoordinatorProcess | None = None
         self.silent = False
-        # Ended workers, each with the time at which to report it to the coordinator.
+        # Ended workers, each with the time of the report to the coordinator.
         self._due_reports: list[tuple[float, Worker]] = []
         # Fenced workers about which the user has not read a line yet.
         self._unannounced: list[Worker] = []
@@ -98,7 +98,8 @@ class ReplacementPolicy:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # Wait one second longer than the coordinator, whose text explains more.
+        # After `timeout` the coordinator ends the job with a text that explains more.
+        # So wait one second longer.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"

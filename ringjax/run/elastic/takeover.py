@@ -25,7 +25,7 @@ _LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
-    """Registers the workers of an earlier ringrun when the agents of their hosts join.
+    """The takeover of workers of an earlier ringrun, when agents of their hosts join.
 
     `inform` reports a worker, which runs or has ended, to the coordinator.
     """

@@ -32,8 +32,8 @@ class Blacklist:
 
     The rules are Horovod's. Without a `cooldown` a host stays on the list forever. With
     a cooldown of MIN to MAX seconds a host stays for MIN seconds the first time, then
-    for twice as long each time, at most for MAX seconds. A random part (`draw` returns
-    0 to 1) prevents that all hosts return at one time.
+    for twice as long each time, at most for MAX seconds. `draw` returns a random number
+    from 0 to 1, so that not all hosts return at one time.
 
     Example:
         >>> blacklist = Blacklist((10.0, 60.0), draw=lambda: 0.0)
@@ -81,7 +81,7 @@ class Blacklist:
         return record is not None and record.until > now
 
     def take_announcement(self, host: str, now: float) -> float | None:
-        """Returns the seconds of a new entry the first time, and None later."""
+        """Returns, once for each new entry, the seconds until its host is usable."""
         record = self._records.get(host)
         if record is None or record.announced:
             return None

@@ -43,7 +43,7 @@ _GRACE = 1.0  # seconds between SIGTERM and SIGKILL to ranks after the end of ri
 
 
 class Agent:
-    """Runs a selector loop over the channel, the pipes of children, and signals."""
+    """A selector loop over the channel, the pipes of children, and signals."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -92,7 +92,7 @@ class Agent:
             reader,
             writer,
             self._handle_message,
-            lambda: self._connection_lost(),
+            self._connection_lost,
             keys,
         )
         return self._channel
@@ -211,7 +211,7 @@ class Agent:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._descriptor_socket, 1, 2)
         except BlockingIOError:
-            return  # `_next_descriptors` has received the descriptors already
+            return  # an earlier call has received the descriptors already
         if not data:
             self._kill_all_and_exit()
         self._descriptors.extend(descriptors)
@@ -331,7 +331,6 @@ class Agent:
 
     @property
     def _output_complete(self) -> bool:
-        """Whether all children have closed their pipes."""
         return not any(child.pipes for child in self._children.values())
 
     def _send_bye(self) -> None:
@@ -344,7 +343,6 @@ class Agent:
             self._channel.flush(limit=5.0)
 
     def _kill_all_and_exit(self, code: int = 1) -> NoReturn:
-        """Ends all descendants of this process, and exits."""
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE

@@ -23,7 +23,7 @@ LIMIT = 30.0  # seconds until a run of the script is killed
 
 
 class ScriptDiscovery:
-    """Runs the discovery script again and again.
+    """The runs of a discovery script, one after another.
 
     Attributes:
         hosts: the hosts in the last valid output; None before the first valid output.

@@ -63,7 +63,7 @@ def read_files(request: Message, since: float) -> Iterator[Message]:
 
 
 class FileReceiver:
-    """Writes the files that agents send into a folder on this machine."""
+    """A receiver that writes files from agents into a folder on this machine."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

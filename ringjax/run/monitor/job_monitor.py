@@ -32,7 +32,7 @@ _MAX_SAMPLES_PER_SECOND = 128  # most samples per second, of all ranks together
 _WINDOW = 5.0  # least seconds of an interval for current values
 _SEND_INTERVAL = 1.0  # seconds between two messages to `ringjax top`
 _MAX_EVENTS = 12  # most events in a message to `ringjax top`
-_LATE_AFTER = 30.0  # seconds without any sample until a report says so
+_LATE_AFTER = 30.0  # seconds until a report says that no sample has arrived
 _MAX_COMMAND = 200  # most characters of the job's command in a message
 
 _P = ParamSpec("_P")

@@ -14,10 +14,9 @@ class MonitorOptions:
 
     Attributes:
         report: seconds between two reports; 0 means no reports.
-        host, port: address at which metrics are served; no metrics if the host is
-            empty.
+        host, port: address of the server of metrics, if `host` is not empty.
         token: token that clients must send; empty if clients need no token.
-        file: file to which metrics are written; empty if no file is written.
+        file: file for metrics; empty if no file is written.
     """
 
     report: float = 0.0

@@ -30,7 +30,7 @@ Render = Callable[[], str]
 
 
 class PrometheusEndpoint:
-    """Serves metrics at /metrics until `close`.
+    """A server of metrics at /metrics, until `close`.
 
     Args:
         options: the address and the token.
@@ -52,7 +52,6 @@ class PrometheusEndpoint:
         return f"http://{where}/metrics"
 
     def close(self) -> None:
-        """Stops serving and closes every connection."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)
@@ -144,7 +143,7 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
 
 
 class PrometheusTextFile:
-    """Writes metrics for node_exporter's textfile collector until `close`.
+    """A file of metrics for node_exporter's textfile collector, until `close`.
 
     Args:
         render: returns the current metrics as text; called from a thread.

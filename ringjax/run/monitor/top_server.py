@@ -45,7 +45,7 @@ class _TopClient:
 
 
 class TopServer:
-    """Accepts clients of the same user and sends them messages.
+    """A server that accepts clients of this user and sends messages to the clients.
 
     Args:
         on_change: called when a client subscribes, and when such a client disconnects.
@@ -141,7 +141,6 @@ class TopServer:
             self._on_change()
 
     def close(self) -> None:
-        """Closes all connections and removes the socket."""
         for client in list(self._clients):
             self._close(client)
         with contextlib.suppress(KeyError):
