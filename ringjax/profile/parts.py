@@ -7,12 +7,12 @@ everything that is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """The clock of `rank` was `ahead` of this clock, with an error of `trip` / 2."""
+    """At `when`, the clock of `rank` was `ahead` of this clock, within `trip` / 2."""
 
     rank: int
     epoch: int
@@ -82,15 +82,15 @@ class ProfilePart:
 
     Attributes:
         who: "rank 3", or "worker 3" in an elastic job.
-        clock: an id, which processes with the same clock share.
-        monotonic, realtime: the time of that clock and the seconds since 1970 at one
-            moment.
+        clock: an id of the clock, which is equal for processes that share a clock.
+        monotonic, realtime: the time of the clock and the seconds since 1970, both at
+            the start of the profile.
         marks: the ends of steps that the program has marked.
         sent: (when, total bytes sent, total exposed seconds).
         lost: the number of calls that could not be written.
         skipped: the number of calls, from the first, that were not read.
         jax: the path of JAX's trace, and the seconds since 1970 at its time 0.
-        notes: sentences about the process for people.
+        notes: sentences for the user about the process.
         end: the time when the file was closed; None if the process died or its disk was
             full.
     """
@@ -157,25 +157,22 @@ def read(directory: Path, max_calls: int = MAX_CALLS) -> list[ProfilePart]:
 
 def complete(directory: Path, run: str) -> bool:
     """Returns whether all ranks of the last epoch have closed their parts."""
-    last = [(p.members[-1], p) for p in _heads(directory / PARTS, run) if p.members]
-    epoch = max((member.epoch for member, _ in last), default=0)
-    here = [(member, part) for member, part in last if member.epoch == epoch]
-    sizes = [member.size for member, _ in here]
-    return sizes == [len(here)] * len(here) != [] and all(_closed(p) for _, p in here)
+    ends = [_end_of(path) for path in (directory / PARTS).glob(f"{run}.*.jsonl")]
+    epoch, size = max(ends, default=(-1, 0))
+    return 0 < size <= ends.count((epoch, size))
 
 
-def _heads(folder: Path, run: str) -> Iterator[ProfilePart]:
-    for path in folder.glob(f"{run}.*.jsonl"):
-        if part := _read(path, 1, lines=50):
-            yield part
-
-
-def _closed(part: ProfilePart) -> bool:
-    with open(part.path, "rb") as file:
+def _end_of(path: Path) -> tuple[int, int]:
+    """Returns the last epoch of a closed part, and its size; (-1, 0) if it is open."""
+    with open(path, "rb") as file:
         # The record of the end is one short line, so the last page suffices.
-        file.seek(max(part.path.stat().st_size - 4096, 0))
+        file.seek(max(path.stat().st_size - 4096, 0))
         last = file.read().splitlines()[-1:]
-    return bool(last) and last[0].startswith(b'{"end"')
+    if last and last[0].startswith(b'{"end"'):
+        with contextlib.suppress(ValueError):  # the line is not complete yet
+            end = json.loads(last[0])
+            return end.get("epoch", -1), end.get("size", 0)
+    return -1, 0
 
 
 def describe_missing(parts: list[ProfilePart]) -> list[str]:
@@ -208,24 +205,20 @@ def describe_missing(parts: list[ProfilePart]) -> list[str]:
     return found
 
 
-def _read(path: Path, max_calls: int, lines: int | None = None) -> ProfilePart | None:
+def _read(path: Path, max_calls: int) -> ProfilePart | None:
     """Reads a part. Returns None if the file is no part, or has another format."""
     part: ProfilePart | None = None
-    for value in islice(_values(path), lines):
+    names = ("who", "run", "host", "clock", "monotonic", "realtime")
+    for value in _values(path):
         if "format" in value:
             if value["format"] != FORMAT:
                 return None
             if part is None:
-                part = _new_part(path, value, max_calls)
+                head = {name: value[name] for name in names}
+                part = ProfilePart(path, **head, calls=deque(maxlen=max_calls))
         elif part is not None:
             _add(part, value)
     return part
-
-
-def _new_part(path: Path, head: dict[str, Any], max_calls: int) -> ProfilePart:
-    names = ("who", "run", "host", "clock", "monotonic", "realtime")
-    calls: deque[RecordedCall] = deque(maxlen=max_calls)
-    return ProfilePart(path, **{name: head[name] for name in names}, calls=calls)
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:

@@ -91,7 +91,7 @@ class ProfileRecording:
             ),
         )
         self._heartbeat: _native.Heartbeat | None = None
-        self._epoch = -1
+        self._epoch, self._size = -1, 0
         self._traffic: tuple[int, float] = (0, 0.0)
         self._clock_requested_at = 0.0
         self._jax: JaxTrace | None = None
@@ -141,7 +141,10 @@ class ProfileRecording:
             self._source.log("warning", f"the profile ends here: {why}")
         self._end_jax_trace()
         self._source.recorder.keep(RECORDER_CAPACITY)
-        self._part.write_record(end=time.monotonic(), why=why)
+        # The membership at the end shows rank 0 how many parts to wait for.
+        self._part.write_record(
+            end=time.monotonic(), why=why, epoch=self._epoch, size=self._size
+        )
         self._part.close()
 
     def _poll(self) -> bool:
@@ -176,11 +179,11 @@ class ProfileRecording:
         if epoch is None or communicator is None or communicator.epoch == self._epoch:
             return
         self._heartbeat, self._epoch = epoch.heartbeat, communicator.epoch
-        rank = epoch.rank_info.rank
+        rank, self._size = epoch.rank_info.rank, epoch.rank_info.size
         self._part.write_header(
             epoch=self._epoch,
             rank=rank,
-            size=epoch.rank_info.size,
+            size=self._size,
             host=epoch.hostname_of(rank) or socket.gethostname(),
             at=time.monotonic(),
         )

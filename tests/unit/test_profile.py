@@ -71,8 +71,9 @@ class Rank:
             }
         )  # fmt: skip
 
-    def end(self) -> None:
-        self.file.write_record(end=shown(self.host, START + 100), why="")
+    def end(self, epoch: int = 0, size: int = 1) -> None:
+        at = shown(self.host, START + 100)
+        self.file.write_record(end=at, why="", epoch=epoch, size=size)
         self.file.close()
 
 
@@ -430,6 +431,22 @@ def test_a_part_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
     assert 50 < len(part.marks) < 999
     assert part.marks == [float(n) for n in range(1000 - len(part.marks), 1000)]
     assert len(part.members) == 1
+
+
+def test_a_profile_is_complete_although_a_rank_was_lost_late(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, rank, 3, "host-a", "abc") for rank in range(3)]
+    for rank in ranks[:2]:
+        for seq in range(100):
+            rank.call(seq, START, START, START)
+        rank.file.write_header(
+            epoch=1, rank=rank.rank, size=2, host="host-a", at=START + 50
+        )
+    ranks[2].file.close()  # rank 2 is lost
+    ranks[0].end(epoch=1, size=2)
+    assert not parts.complete(tmp_path, "abc")
+    ranks[1].end(epoch=1, size=2)
+    assert parts.complete(tmp_path, "abc")
+    assert not parts.complete(tmp_path, "other")
 
 
 def test_show_says_what_is_wrong(
