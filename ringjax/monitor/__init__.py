@@ -1,8 +1,7 @@
-"""Aggregates samples of all ranks while a job runs, and formats them for people.
+"""Aggregates samples of all ranks while a job runs, and formats the result for people.
 
 Each rank sends totals and its last waits (`sample`). The `aggregator` combines the
-samples of all ranks. `report`, `metrics` and ringjax.top show the result. The process
-that aggregates is ringrun (run/monitor/), or the first rank in a job without ringrun
-(world/reporter.py). Only `sockets` does I/O, and all modules need only the standard
-library.
+samples of all ranks. `report`, `metrics` and ringjax.top show the result. ringrun
+aggregates (run/monitor/); in a job without ringrun, rank 0 does (world/reporter.py).
+Only `sockets` does I/O, and all modules need only the standard library.
 """

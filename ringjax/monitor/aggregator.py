@@ -1,8 +1,8 @@
 """Aggregates the samples of all ranks: totals since the start, and windows of time.
 
-Ranks join and leave in an elastic job, and rank numbers are given to other processes.
-The totals of rank 3 are the totals of all processes that had this rank, each for the
-time when it had it, so no total ever falls. This module reads no clock and does no I/O.
+In an elastic job a rank number may pass from one process to another. The totals of rank
+3 then add up all processes that had this rank, each for its time as rank 3, so no total
+ever falls. This module reads no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax.ops import bus_factor
 OTHER_SETS = -1  # stands for all process sets beyond the first _MAX_SETS
 _MAX_SETS = 32
 _MAX_EVENTS = 100
-SILENT_SECONDS = 5.0  # after so many seconds without a sample, displays mark a rank
+SILENT_SECONDS = 5.0  # displays mark a rank that has sent no sample for this time
 
 
 @dataclass(slots=True)
@@ -39,14 +39,19 @@ class CallTotals:
         bus_bytes = sum(
             totals.bytes
             * bus_factor(op, sample.size)
-            # The sample counts the bytes that each rank contributes, and the factor
-            # of allgather refers to the bytes of its result.
+            # The sample counts the bytes that each rank contributes, but the factor of
+            # allgather refers to the bytes of the result.
             * (sample.size if op == "allgather" else 1)
             for (op, _, process_set), totals in sample.sums.items()
             if process_set == 0
         )
         spent = (sample.waiting, sample.moving, sample.exposed)
         return cls(sample.calls, *spent, bus_bytes)
+
+    @property
+    def busbw(self) -> float:
+        """Bytes per second over the busiest link while data moved; 0 if unknown."""
+        return self.bus_bytes / self.moving if self.moving > 1e-6 else 0.0
 
     def since(self, before: CallTotals) -> CallTotals:
         pairs = zip(astuple(self), astuple(before), strict=True)
@@ -70,8 +75,7 @@ class RankTotals:
     """Totals of all workers that had one rank.
 
     Attributes:
-        last: the number of calls in which the rank was last, among the calls that all
-            ranks have reported.
+        last: in how many of the calls that all ranks have reported the rank was last.
         lost: seconds that other ranks have waited for the rank, extrapolated to all
             calls.
     """
@@ -82,12 +86,13 @@ class RankTotals:
 
 
 class Window:
-    """An interval of the job that began at a known moment and has no end yet.
+    """An interval of the job that has not ended yet.
 
     Attributes:
         began: the start, on the clock of the caller of `Aggregator`.
-        tally: counts of the ranks that were last in the calls of the window.
-        baseline: the totals of each worker at the start, and when they were received.
+        tally: counts how often each rank was last in the calls of the window.
+        baseline: the totals of each worker at the start, and the time when they were
+            received.
     """
 
     def __init__(self, size: int, workers: dict[int, LatestSample], now: float) -> None:
@@ -108,8 +113,8 @@ class Aggregator:
     """Combines the samples of all ranks.
 
     Attributes:
-        epoch, size: the newest epoch of which a sample has arrived, and its number of
-            ranks; 0 ranks before the first sample.
+        epoch, size: the newest epoch among the samples, and its number of ranks; 0
+            ranks before the first sample.
         workers: the current workers by number. In a static job the number is the rank.
         sums: totals of all current and former workers, by collective, lane and process
             set.
@@ -145,8 +150,8 @@ class Aggregator:
             if base is None or totals.calls < base[0].calls:
                 window.baseline[worker] = totals, now
         old = CallTotals() if before is None else before.totals
-        # With fewer calls than before, the process has called `init` again: it counts
-        # from 0.
+        # If the calls became fewer, the process has called `init` again and counts from
+        # 0.
         restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
         new_totals = totals if restarted else totals.since(old)
@@ -159,7 +164,7 @@ class Aggregator:
             self._count(arrivals, sample.part)
 
     def _begin_epoch(self, sample: Sample, now: float) -> None:
-        # Sequence numbers restart, and ranks are given to other workers: waits of the
+        # Sequence numbers restart, and ranks pass to other workers, so waits of the
         # previous epoch cannot be compared with waits of this epoch.
         self.epoch, self.size = sample.epoch, sample.size
         self._stragglers = Stragglers(sample.size)
@@ -184,7 +189,7 @@ class Aggregator:
         return key
 
     def remove_worker(self, worker: int) -> None:
-        """Removes a worker that has ended. The totals still contain its numbers."""
+        """Removes a worker that has ended. Its numbers stay in the totals."""
         self.workers.pop(worker, None)
 
     def add_event(self, text: str, now: float) -> None:

@@ -3,7 +3,7 @@
 A rank sends a few lines of code, each with a share of its time. All ranks of a job run
 the same program, so a line where a slow rank spends more time than other ranks explains
 why the rank is slow: it loads data, compiles, or collects garbage. If only the
-processor is slow, the line is a usual line.
+processor of the rank is slow, no line stands out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 GARBAGE_COLLECTION = "garbage collection"
-# The end of a location at which the program is in a call.
+# The suffix of a location where the program is inside of a collective.
 IN_COLLECTIVE = " (exchanging)"
-_MAX_BYTES = 180  # most bytes of a location in the heartbeat's messages
+_MAX_BYTES = 180  # most bytes of packed locations in a message of the heartbeat
 _SEPARATOR = "|"
 
 
@@ -61,16 +61,11 @@ def unpack_shares(text: str) -> dict[str, float]:
 
 
 def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
-    """Returns the location where each rank spends more of its time than usual.
+    """Returns for each rank the location whose share exceeds that of other ranks most.
 
+    `packed` has the results of `pack_shares` by rank. A rank without locations has "".
     Locations inside of collectives have the lowest priority: a rank for which other
     ranks wait is not late because of calls in which it waits itself.
-
-    Args:
-        packed: results of `pack_shares` by rank.
-
-    Returns:
-        A location by rank; empty if none is known.
 
     Example:
         >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
@@ -102,9 +97,7 @@ def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
 def _median_of_others(known: Sequence[float], ranks: int, own: float) -> float:
     """Returns the median share of all ranks except the rank with the share `own`.
 
-    Args:
-        known: the shares that are not 0, in rising order.
-        ranks: the number of ranks. Ranks without a known share have 0.
+    `known` has the shares in rising order. Those of the other `ranks` are 0.
     """
     zeros, others = ranks - len(known), ranks - 1
     own_index = zeros + bisect_left(known, own)

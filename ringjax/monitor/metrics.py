@@ -1,7 +1,8 @@
-"""Formats a job as metrics with Prometheus's names, units and conventions.
+"""Formats the numbers of a job as metrics, by the conventions of Prometheus.
 
-Labels have few values: collectives, two lanes, process sets (32 of them, then "other")
-and ranks. run/monitor/ serves the metrics of a job, and observe/ the metrics of a rank.
+Labels have few values, to keep the number of time series small: collectives, two lanes,
+ranks, and at most 32 process sets ("other" stands for further ones). run/monitor/
+serves the metrics of a job, and observe/ those of one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class MetricFamily:
 
     Attributes:
         about: the help text.
-        samples: for each sample the suffix of its name, its labels and its value.
+        samples: the name's suffix, the labels and the value of each sample.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Formats the numbers of a job as a block of text, for reports and for the summary."""
+"""Formats the numbers of a job as text: reports while it runs, and the summary."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def format_summary(aggregator: Aggregator, seconds: float, step: float = 0.0) ->
 
 
 def _bandwidth(aggregator: Aggregator) -> str:
-    all_totals = [rank.totals for rank in aggregator.ranks.values()]
-    rates = [t.bus_bytes / t.moving for t in all_totals if t.moving > 0 and t.bus_bytes]
+    rates = [r.totals.busbw for r in aggregator.ranks.values() if r.totals.busbw]
     return f", busbw {min(rates) / 1e9:.3g} GB/s" if rates else ""
 
 
@@ -86,7 +85,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _shorten(lines: Sequence[str]) -> list[str]:
-    """Selects the first ranks, and the ranks at which an arrow points."""
+    """Selects the first lines, and the lines of other ranks that have an arrow."""
     most = _MAX_RANKS + 2
     if len(lines) <= most:
         return list(lines)

@@ -60,10 +60,10 @@ class Sample:
         epoch: the epoch to which `rank` and `size` belong.
         waiting, moving: seconds in which at least one call waited, or moved data.
         exposed: seconds that programs have waited for overlapped calls.
-        waits: waits of the last calls of the world, or of the fraction `part` of the
-            calls.
+        waits: the waits of the last calls of the world.
+        part: the fraction of these calls that `waits` contains.
         place: the lines of Python where the program spends its time, see locations.py.
-        tuned: the results of autotune.
+        tuned: a text about the result of autotune; "" if there is none.
         memory: resident bytes of the process.
         step: seconds of a training step, estimated from repeated calls; 0 if unknown.
         sums: totals by collective, lane and process set.
@@ -126,10 +126,7 @@ def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
 
 
 def parse_sample(text: str) -> Sample:
-    """Parses the line that a rank has sent.
-
-    Raises:
-        ValueError: the line is no sample.
+    """Parses the line that a rank has sent; raises ValueError if it is no sample.
 
     Example:
         >>> parse_sample('{"rank": 3, "size": 2}')

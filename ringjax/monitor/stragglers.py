@@ -2,17 +2,16 @@
 
 In a call of all ranks, the rank that waits least has come last, and the other ranks
 have waited for that rank. No clocks are compared. One call proves nothing. A rank is a
-straggler if it is last in most calls, or causes most of the waiting, and costs the
-other ranks a relevant part of their time. The second condition is needed because a
-training step may have a hundred calls: only in the first of them do all ranks wait for
-a rank that computed for too long.
+straggler if it is last in most calls, or causes most of the waiting, and if it costs
+the other ranks a relevant part of their time. Being last in most calls is too strict
+alone: a training step may have a hundred calls, and only in the first of them do all
+ranks wait for a rank that computed for too long.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # A wait record: whether the call ran in the eager lane, its sequence number, and the
@@ -21,9 +20,7 @@ WaitRecord = tuple[bool, int, int]
 
 MAX_PENDING_CALLS = 8192  # most calls that some ranks have not reported yet
 _MIN_SHARE = 0.5  # least share of a straggler in the last arrivals or in the waits
-_MIN_SHARE_OF_TWO = (
-    2 / 3
-)  # least share if there are two ranks, of which one is always last
+_MIN_SHARE_OF_TWO = 2 / 3  # least share of two ranks: half is usual
 MIN_COST = 0.02  # least share of their time that a straggler costs other ranks
 _MAX_OUTLIERS = 3  # the most expensive calls of each rank, which are ignored
 MIN_CALLS = 8  # least number of calls before a rank can be a straggler
@@ -55,10 +52,9 @@ class Stragglers:
         self._pending: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
 
     def add_waits(self, rank: int, waits: Iterable[WaitRecord]) -> list[LastArrival]:
-        """Adds wait records of one rank.
+        """Adds wait records of one rank; returns the calls that are complete now.
 
-        Returns:
-            A result for each call that all ranks have reported now.
+        A call is complete when all ranks have reported it.
         """
         touched = {}
         for named, sequence, us in waits:
@@ -82,34 +78,11 @@ def _last_arrival(waits: dict[int, int]) -> LastArrival:
     return LastArrival(last, behind * 1e-6)
 
 
-@dataclass
-class RankLateness:
-    """The calls in which one rank came last.
-
-    Attributes:
-        seconds: the delay of the rank in each of these calls.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def times(self) -> int:
-        return len(self.seconds)
-
-    @property
-    def lost(self) -> float:
-        """The seconds that other ranks have waited for this rank."""
-        return sum(self.seconds)
-
-    @property
-    def typical(self) -> float:
-        """The median delay in seconds."""
-        ordered = sorted(self.seconds)
-        return ordered[len(ordered) // 2] if ordered else 0.0
-
-
 class StragglerTally:
     """Counts the last arrivals in one interval.
+
+    Attributes:
+        delays: for each rank its delay in seconds, in each call in which it was last.
 
     Example:
         >>> tally = StragglerTally(2)
@@ -121,28 +94,32 @@ class StragglerTally:
 
     def __init__(self, size: int) -> None:
         self.calls = 0
-        self.late = [RankLateness() for _ in range(size)]
+        self.delays: list[list[float]] = [[] for _ in range(size)]
 
     def add(self, arrival: LastArrival) -> None:
         self.calls += 1
-        self.late[arrival.last].seconds.append(arrival.behind)
+        self.delays[arrival.last].append(arrival.behind)
+
+    def typical_delay(self, rank: int) -> float:
+        """Returns the median delay of a rank in seconds; 0 if it was never last."""
+        ordered = sorted(self.delays[rank])
+        return ordered[len(ordered) // 2] if ordered else 0.0
 
     def straggler(self, elapsed: float) -> int | None:
         """Returns the rank for which all other ranks wait, or None.
 
-        Args:
-            elapsed: seconds in which the calls were made.
+        The calls were made within `elapsed` seconds.
         """
         if self.calls < MIN_CALLS or elapsed <= 0:
             return None
-        costs = [late.lost for late in self.late]
-        times = [float(late.times) for late in self.late]
+        costs = [sum(delays) for delays in self.delays]
+        times = [float(len(delays)) for delays in self.delays]
         if (rank := self._worst(elapsed, costs, times)) is not None:
             return rank
         # A rank may be last in few calls, but very late in these calls. The worst calls
         # of each rank do not count, because one or two accidents do not make a rank a
         # straggler.
-        costs = [sum(sorted(late.seconds)[:-_MAX_OUTLIERS]) for late in self.late]
+        costs = [sum(sorted(delays)[:-_MAX_OUTLIERS]) for delays in self.delays]
         return self._worst(elapsed, costs, costs)
 
     def _worst(

@@ -1,4 +1,4 @@
-"""Numbers of one window of time, rank by rank, for reports, metrics and top."""
+"""Views: the numbers of one window of time, rank by rank, for reports and displays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ringjax.monitor import locations
-from ringjax.monitor.aggregator import Aggregator, CallTotals, Window
+from ringjax.monitor.aggregator import Aggregator, Window
 
 
 @dataclass(slots=True)
@@ -90,12 +90,8 @@ def _known(kind: type[RankView | View], message: object) -> dict[str, Any]:
 def make_view(
     aggregator: Aggregator, window: Window, now: float, every: float = 0.0
 ) -> View:
-    """Computes the numbers of a window that is still open.
-
-    Args:
-        every: seconds between two samples of a rank.
-    """
-    import statistics  # the import is slow, and only jobs with a view need it
+    """Computes the numbers of an open window; `every` is the interval of samples."""
+    import statistics  # slow to import, and only jobs with a view need it
 
     seconds = max(now - window.began, 1e-9)
     tally, rows = window.tally, []
@@ -105,9 +101,9 @@ def make_view(
     distinctive = locations.distinctive_locations(places)
     for rank, (worker, latest) in sorted(members.items()):
         totals, spent = window.since(worker, latest)
-        sample, late = latest.sample, tally.late[rank]
+        sample = latest.sample
         rates.append(totals.calls / spent)
-        speeds.append(_busbw(totals))
+        speeds.append(totals.busbw)
         parts.append(sample.part)
         if sample.step:
             steps.append(sample.step)
@@ -118,8 +114,8 @@ def make_view(
                 host=sample.host,
                 waits=min(totals.waiting / spent, 1.0),
                 moves=min(totals.moving / spent, 1.0),
-                last_in=late.times / tally.calls if tally.calls else 0.0,
-                late_by=late.typical,
+                last_in=len(tally.delays[rank]) / max(tally.calls, 1),
+                late_by=tally.typical_delay(rank),
                 busbw=speeds[-1],
                 memory=sample.memory,
                 place=distinctive[rank],
@@ -134,11 +130,7 @@ def make_view(
         rate=max(rates),
         step=statistics.median(steps) if steps else 0.0,
         busbw=min(filter(None, speeds), default=0.0),
-        # The tally covers only a part of the calls, and so only a part of the time.
+        # The tally covers the fraction `part` of the calls, so scale the time, too.
         culprit=tally.straggler(seconds * min(parts)),
         rows=rows,
     )
-
-
-def _busbw(totals: CallTotals) -> float:
-    return totals.bus_bytes / totals.moving if totals.moving > 1e-6 else 0.0

@@ -77,7 +77,7 @@ def write_scalars(
         "move": spent.moving / seconds,
         "calls": spent.calls / seconds,
         "bytes": (now.bytes - before.bytes) / seconds,
-        "busbw": spent.bus_bytes / spent.moving if spent.moving > 0 else 0.0,
+        "busbw": spent.busbw,
     }
     write({f"{prefix}{name}": value for name, value in scalars.items()}, step)
     return scalars
