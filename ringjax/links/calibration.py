@@ -1,10 +1,11 @@
 """Calibration: the constants of the cost model, measured at the start or remembered.
 
 The native cost model compares algorithms with a few constants. If ranks communicate
-over a network, the constants are measured here, by ordinary calls on the links of the
+over a network, this module measures the constants by ordinary calls on the links of the
 communicator, within tens of milliseconds. Rank 0 measures the time and decides. All
-ranks use its constants, because all must choose the same algorithms. If all ranks share
-memory, nothing is measured: the defaults are good, and the start should cost nothing.
+ranks use the constants of rank 0, because all must choose the same algorithms. If all
+ranks share memory, nothing is measured: the defaults are good, and the start should
+cost nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from ringjax.errors import PeerLost, StartupError
 from ringjax.links import cost_cache
 from ringjax.links.cost_cache import LIMITS, NAMES, Cost, Network
 
-# Algorithms that together determine all constants: a few long chains, a short chain
-# with many messages, and one algorithm that crosses hosts as rarely as possible.
+# Algorithms whose times together determine all constants: some have long chains of
+# messages, some a short chain of many messages, and one crosses hosts rarely.
 _ALGORITHMS = ("tree", "ring", "direct", "hierarchical")
-_SHORT = 8  # elements of a message whose time is all latency
+_SHORT = 8  # elements of a message whose time is only latency
 _CALLS = 3  # calls of one kind in a row
 _MAX_ROUNDS = 4
 _SHORT_BUDGET = 0.06  # seconds for all short calls without the warm-up
 _LONG_BUDGET = 0.02  # seconds for one long call
 _MIN_LONG, _MAX_LONG = 1 << 18, 1 << 22  # bytes of a long call
-_TINY = 1e-30  # the value of a constant that must not count
+_TINY = 1e-30  # the value of a constant that must have no influence on a prediction
 _MIN_SHARE = 0.05  # the least ratio of latency to message, and of message to latency
 _SWEEPS = 300
 _BARRIER = "barrier"
@@ -42,11 +43,8 @@ Array: TypeAlias = "array.array[float]"
 def describe_network(members: Sequence[Member], hosts: Sequence[int]) -> Network | None:
     """Describes the network of a job; None if all ranks share memory.
 
-    The description is equal on all ranks, and when the job is started again.
-
-    Args:
-        members: by rank.
-        hosts: the number of the host of each rank.
+    The description is equal on all ranks, and when the job is started again. `members`
+    and `hosts`, the numbers of their hosts, are in the order of the ranks.
     """
     if len(set(hosts)) == 1 and all(m.hello.get("shm") for m in members):
         return None
@@ -70,21 +68,17 @@ def calibrate(
     network: Network,
     before: Cost | None = None,
 ) -> tuple[Cost, str]:
-    """Measures or remembers the constants and sets them in the communicator.
+    """Measures or remembers the constants, and sets them in the world's communicator.
 
-    All ranks of the communicator must call it.
-
-    Args:
-        communicator: of all ranks.
-        network: the result of `describe_network`.
-        before: the constants of the epoch before; only those of rank 0 count.
+    All ranks must call this function. Those that were members of the epoch before pass
+    its constants as `before`, of which only those of rank 0 count.
 
     Returns:
         The constants, equal on all ranks, and "measured" or "remembered".
 
     Raises:
-        PeerLost: a rank was lost meanwhile.
-        StartupError: it took longer than the start timeout.
+        PeerLost: a rank was lost during the measurement.
+        StartupError: the measurement took longer than the start timeout.
     """
     # The timeout of the core is for training, where a rank may be late for a good
     # reason. The start has a shorter limit.
@@ -142,12 +136,9 @@ class _CalibrationProbe:
         return values.tolist()
 
     def time_call(self, algorithm: str, values: Array, calls: int) -> float:
-        """Runs calls in a row and returns the seconds of one.
+        """Runs calls in a row and returns the seconds of one call.
 
-        Args:
-            algorithm: of an allreduce, or "barrier".
-            values: the data of an allreduce.
-            calls: the number of calls.
+        A call is an allreduce of `values` by this algorithm, or a "barrier".
         """
         forced = "" if algorithm == _BARRIER else f"allreduce:{algorithm}"
         self.communicator.set_cost({}, forced, trial=True)
@@ -168,8 +159,8 @@ class _CalibrationProbe:
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
     """Returns how often each constant counts in a short call of `time_call`.
 
-    Each call begins with a barrier, in whose rounds every rank sends a message and
-    waits for one. One more barrier follows the last call.
+    Each call begins with a barrier. In each round of it, every rank sends a message and
+    waits for another. One more barrier follows the last call.
     """
     where = "remote" if len(set(hosts)) > 1 else "local"
     rounds = (len(hosts) - 1).bit_length() * (_CALLS + 1) / _CALLS
@@ -233,8 +224,8 @@ def _time_byte(probe: _CalibrationProbe, name: str) -> float:
     times = _LONG_BUDGET / max(seconds(_MIN_LONG), 1e-6)
     wanted = int(min(max(_MIN_LONG * times, _MIN_LONG), _MAX_LONG)) // 16 * 16
     size = int(probe.broadcast([wanted])[0])
-    # The difference of two sizes: both times contain the latency, and the burst that a
-    # traffic shaper lets pass at full speed.
+    # Use the difference between two sizes. It contains neither the latency nor the
+    # burst that a traffic shaper lets pass at full speed, which both times contain.
     part, whole = seconds(size // 4), seconds(size)
     grown = min(max((whole - part) / 0.75, whole / 2), whole)
     return grown / (crossing * size / (1 << 20))
@@ -248,10 +239,6 @@ def fit(
     The time of a call is the sum of its coefficients times the constants. The result
     minimizes the squares of the relative errors over constants that are not negative.
     Constants on which no call depends are left out.
-
-    Args:
-        times: seconds, by algorithm.
-        coefficients: how often each constant counts, by algorithm.
     """
     used = [n for n in NAMES if any(row.get(n, 0) > 0 for row in coefficients.values())]
     rows = [
@@ -261,7 +248,7 @@ def fit(
     for where in ("local", "remote"):
         pair = f"{where}_latency", f"{where}_message"
         most = max(cost.get(name, 0.0) for name in pair)
-        if most > 0:  # 0: no call depends on them
+        if most > 0:  # otherwise no call depends on these constants
             cost |= {n: max(cost.get(n, 0.0), _MIN_SHARE * most) for n in pair}
     return {name: value for name, value in cost.items() if value > 0}
 

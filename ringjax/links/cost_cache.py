@@ -1,7 +1,7 @@
-"""Cost cache: remembers the constants of the cost model for each network, in a file.
+"""Cost cache: remembers the constants of the cost model, in a file for each network.
 
-Each network has a file of settings/measurement_cache.py. A file with impossible values
-counts as missing. calibration.py explains the constants.
+settings/measurement_cache.py handles the files. A file with impossible values counts as
+missing. calibration.py explains the constants.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from ringjax.settings import measurement_cache
 
 Cost = dict[str, float]  # constant -> seconds
-# A description of a network that JSON can hold. The files are named after its hash.
+# A description of a network that JSON can hold. The hash of it names the file.
 Network = Mapping[str, object] | list[str]
 
-# The possible seconds, by the last word of a constant's name: a message takes from a
-# memory access to a second, a byte takes from 10 TB/s to 10 kB/s.
+# The possible seconds, by the last word of a constant's name. Latencies reach from a
+# memory access to a second, and bytes from 10 TB/s to 10 kB/s.
 LIMITS = {"latency": (1e-8, 1.0), "message": (1e-9, 1.0), "byte": (1e-13, 1e-4)}
 NAMES = tuple(f"{where}_{kind}" for kind in LIMITS for where in ("local", "remote"))
 _KIND = "network"

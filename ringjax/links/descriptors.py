@@ -1,7 +1,4 @@
-"""Link descriptors: the ends of a communicator's links on this rank, for the core.
-
-mesh.py makes them.
-"""
+"""Link descriptors: the ends of a communicator's links on this rank, for the core."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Any
 
 @dataclass
 class LinkDescriptors:
-    """Descriptors for `_native.Communicator` and `_native.Heartbeat`, which own them.
+    """Descriptors from mesh.py for `_native.Communicator` and `_native.Heartbeat`.
 
-    Peers are ranks within the communicator.
+    The native objects close the descriptors. Peers are ranks within the communicator.
 
     Attributes:
         links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer, process id
@@ -22,8 +19,9 @@ class LinkDescriptors:
             has a list of keys as its fourth element.
         doorbell: the eventfd of this rank.
         segment: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
-        control: (world rank, socket) for each peer, if wanted.
-        control_keys: the keys of these sockets; empty keys mean no encryption.
+        control: (world rank, socket) for each peer, if the caller wants control
+            connections.
+        control_keys: the keys of the control sockets; empty without encryption.
     """
 
     links: list[tuple[Any, ...]] = field(default_factory=list, repr=False)

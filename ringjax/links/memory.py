@@ -1,7 +1,8 @@
-"""Available memory of this process: the limit of the machine and of its cgroups.
+"""Available memory of this process, as the machine and its control groups limit it.
 
-Linux counts the page cache as used memory, but frees it when a process needs memory. A
-container that has read its data set has no free memory, but all of it is available.
+Linux counts the page cache as used memory, but frees the cache when a process needs
+memory. After reading a data set a container may have no free memory, but all memory of
+the cache is available.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ _NO_LIMIT = 1 << 62
 def available(root: Path = Path("/")) -> int:
     """Returns the bytes that this process can still use.
 
-    Args:
-        root: the folder with /proc and the control groups; another one in tests.
+    /proc and the control groups are in `root`, which is another folder in tests.
     """
     limits = [_NO_LIMIT]
     with contextlib.suppress(OSError, ValueError):
@@ -49,7 +49,7 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
     """Returns the bytes of the page cache that the kernel can free at little cost.
 
     Half of the active pages count, as in the kernel's MemAvailable. Pages that must be
-    written to disk first do not count. Their names have no prefix in version 2.
+    written to disk first do not count. In version 2 the names have no prefix.
     """
     inactive, active = (
         stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file")
@@ -61,11 +61,8 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
 def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yields the control groups that limit this process, and their versions.
 
-    The innermost group comes first.
-
-    Args:
-        root: the folder with /proc and the control groups; another one in tests.
-        controller: "memory", "cpu" or "pids"; version 2 has one tree for all.
+    The innermost group comes first. `controller` is "memory", "cpu" or "pids"; version
+    2 has one tree for all controllers.
     """
     with contextlib.suppress(OSError, ValueError):
         own = _own_groups((root / "proc/self/cgroup").read_text(), controller)

@@ -1,10 +1,10 @@
 """Mesh: connects each pair of a communicator's ranks in the fastest way.
 
-The ranks of a host share memory: a sealed memfd and the doorbells (eventfds) of both
-ranks are sent over a unix socket, after a check of its user. Other pairs get several
-TCP sockets, and so do pairs for which no shared memory is available. Every connection
-is authenticated (control/handshake.py). The result is a set of descriptors for
-the native core; nothing here moves tensors.
+Two ranks of a host share memory: they send a sealed memfd and their doorbells
+(eventfds) over a unix socket, after a check of its user. Other pairs use several TCP
+sockets, and so do pairs for which no shared memory is available. Every connection is
+authenticated (control/handshake.py). The result is a set of descriptors for the native
+core; this module moves no tensors.
 
 The higher rank of a pair connects to the `LinkListener` of the lower rank. The lower
 rank makes the memory.
@@ -40,16 +40,16 @@ from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
 from ringjax.links.pair import PairSetup, receive_early
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one attempt
-# Seconds after which a rank counts as dead if it refuses every connection. A rank
-# listens before it joins, so a refusal means that no process listens any more.
+# Seconds after which a rank that refuses every connection counts as dead. Each rank
+# listens before it joins, so a refusal means that its process has probably ended.
 _REFUSED_TIMEOUT = 3.0
 
 
 class LossMonitor(Protocol):
-    """Knows which ranks are lost. Asked repeatedly while a mesh is built."""
+    """Knows which ranks are lost. A mesh queries it repeatedly while connecting."""
 
     def departed_ranks(self) -> dict[int, str]:
-        """Ranks that are lost or have left, and why. May raise to end the building."""
+        """Returns lost ranks and why. An exception ends the attempt to connect."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,6 @@ class MeshFactory:
         rank: this rank in the world.
         members: the members of the epoch, by rank.
         hosts: the number of the host of each world rank.
-        epoch: the number of the epoch.
-        listener: accepts the connections of higher ranks.
-        loss_monitor: knows which ranks are lost.
         shm_bytes: computes the shared memory of a pair from the bytes of one ring.
         segment_bytes: computes the bytes of a shared segment from the number of ranks
             and the bytes of a tile.
@@ -85,13 +82,13 @@ class MeshFactory:
     def build(
         self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
     ) -> LinkDescriptors:
-        """Connects this rank to all other ranks of `ranks`. All of them must call it.
+        """Connects this rank to all other `ranks`, which must call this method, too.
 
         Args:
             comm: the number of the communicator, equal on all ranks.
             ranks: the world ranks of the communicator, in its order, with this rank.
             what: the name of the communicator in errors.
-            control: keep a control connection to each peer, too.
+            control: whether the result contains a control connection to each peer.
 
         Raises:
             Unreachable: a peer could not be reached within the start timeout.
@@ -123,7 +120,7 @@ class MeshFactory:
 class _MeshBuilder:
     """Builds the mesh of one communicator, in five phases.
 
-    In no phase does a rank wait for a peer that waits for a third rank.
+    No phase can deadlock: a rank waits only for peers that do not wait for others.
     """
 
     def __init__(
@@ -133,9 +130,9 @@ class _MeshBuilder:
         self.deadline = time.monotonic() + factory.config.start_timeout
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
         open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
-        # The kernel limits the descriptors of a user that are in flight on unix sockets
-        # to the limit of open files of the sending process. The descriptors of all
-        # ranks of this host count together.
+        # A descriptor is in flight after it was sent over a unix socket, and before it
+        # is received. The kernel counts those of all processes of a user together, and
+        # compares the count with the limit of open files of the sending process.
         open_files.raise_limit(2 * sum(pair.shared for pair in self.pairs) ** 2)
         self.mesh = LinkDescriptors(
             doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -150,22 +147,18 @@ class _MeshBuilder:
 
     def _descriptors(self) -> int:
         """Returns the largest number of descriptors that are open at the same time."""
-        # For a pair with shared memory: the connection, the memory, and the doorbell of
-        # the peer twice (once for the shared segment).
+        # A pair with shared memory has four: the connection, the memory, and the
+        # doorbell of the peer twice (the second is for the shared segment).
         tcp = 1 + self.factory.config.tcp_streams
         return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
     def _pair(self, rank: int) -> PairSetup:
-        hosts, members, own = (
-            self.factory.hosts,
-            self.factory.members,
-            self.factory.rank,
-        )
-        local = hosts[rank] == hosts[own]
-        both = all(members[r].hello.get("shm") for r in (rank, own))
+        factory, own = self.factory, self.factory.rank
+        local = factory.hosts[rank] == factory.hosts[own]
+        both = all(factory.members[r].hello.get("shm") for r in (rank, own))
         return PairSetup(rank, local=local, shm=both)
 
-    # Phase 1: connect to every lower rank, and again to those that did not answer.
+    # Phase 1: connect to every lower rank, and try again until all have replied.
 
     def connect_to_lower(self) -> None:
         # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
@@ -183,14 +176,10 @@ class _MeshBuilder:
                 except (OSError, AuthenticationError) as error:
                     if is_shortage(error):
                         raise
-                    why[rank] = str(error)
-                    if not _is_refusal(error):
+                    why[rank], now = str(error), time.monotonic()
+                    if not isinstance(error, ConnectionRefusedError):
                         refused_since.pop(rank, None)
-                    since = refused_since.setdefault(rank, time.monotonic())
-                    if (
-                        _is_refusal(error)
-                        and time.monotonic() - since > _REFUSED_TIMEOUT
-                    ):
+                    elif now - refused_since.setdefault(rank, now) > _REFUSED_TIMEOUT:
                         self._fail({rank: f"{why[rank]}, the process is gone"})
                 else:
                     del waiting[rank]
@@ -223,10 +212,10 @@ class _MeshBuilder:
             try:
                 left = max(0.05, self.deadline - time.monotonic())
                 sock = address.connect(where, min(_CONNECT_TIMEOUT, left))
-                if sock.family == socket.AF_UNIX and peer_uid(sock) != os.geteuid():
+                is_unix = sock.family == socket.AF_UNIX
+                if is_unix and peer_uid(sock) != os.geteuid():
                     raise AuthenticationError("it belongs to another user")
                 limit = min(HANDSHAKE_TIMEOUT, left)
-                is_unix = sock.family == socket.AF_UNIX
                 sent = replace(request, tls=TlsOffer.NONE if is_unix else tls_offer)
                 pair.keys[sock] = authenticate(sock, factory.secret, sent, limit).link
                 address.set_link_options(sock, factory.config.failure_timeout)
@@ -236,8 +225,8 @@ class _MeshBuilder:
                 errors.append(error)
             else:
                 return sock
-        # If another address failed in another way, that error says more than a refusal.
-        errors.sort(key=_is_refusal)
+        # An error of another address explains more than a refusal, so prefer it.
+        errors.sort(key=lambda error: isinstance(error, ConnectionRefusedError))
         raise errors[0] if errors else OSError("it gave no address")
 
     def _addresses_of(
@@ -282,13 +271,13 @@ class _MeshBuilder:
                 if pair.memory >= 0:
                     os.close(pair.memory)
                     pair.memory = -1
-        # Begin with the highest rank. It has nothing to send, so it receives at once,
-        # and few descriptors are in flight.
+        # Begin with the highest rank, which sends nothing in this phase. It receives
+        # immediately, so few descriptors are in flight.
         for pair in reversed(shared):
             fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
             self._send(pair, self.size if pair.shared else 0, fds)
 
-    # Phase 3: the higher rank receives the memory and answers with its own doorbell.
+    # Phase 3: the higher rank receives the memory and sends its own doorbell.
 
     def receive_memory(self) -> None:
         for pair in self.lower:
@@ -328,7 +317,7 @@ class _MeshBuilder:
     def share_segment(self) -> None:
         tile, ranks = self.factory.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
-            return  # all ranks come to the same result
+            return  # all ranks decide equally
         tile = sizes.tile_bytes(tile, ranks, self.factory.segment_bytes)
         size = self.factory.segment_bytes(ranks, tile)
         self.tile = tile
@@ -394,7 +383,7 @@ class _MeshBuilder:
                     raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            # A rank that cannot send must read here: see `receive_early`.
+            # A rank that cannot send must read, or no rank could: see `receive_early`.
             receive_early(self.pairs)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
@@ -417,8 +406,7 @@ class _MeshBuilder:
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
         """Raises an error if a rank of the mesh is lost or the time is over.
 
-        Args:
-            missing: returns the peers that are waited for, and why.
+        `missing` returns the peers for which this rank waits, and the reasons.
         """
         for rank, why in self.factory.loss_monitor.departed_ranks().items():
             if rank in self.ranks:
@@ -447,8 +435,8 @@ class _MeshBuilder:
             peer = index[pair.rank]
             if pair.shared:
                 side = int(index[self.factory.rank] > peer)
-                # Ask the kernel. A peer could lie, and name a process whose memory it
-                # is not allowed to read itself.
+                # Let the kernel name the process of the peer. A peer could lie, and
+                # name a process whose memory the peer itself must not read.
                 process = peer_pid(pair.control) if pair.control else 0
                 rings = (pair.memory, side, self.ring, pair.doorbell)
                 mesh.links.append(("shm", peer, *rings, process))
@@ -468,7 +456,7 @@ class _MeshBuilder:
             self.segment = -1
             for link in mesh.links:
                 doorbells[link[1]] = os.dup(link[5])
-        self.mesh = LinkDescriptors()  # `close` must not close what the caller has
+        self.mesh = LinkDescriptors()  # `close` must not close the caller's descriptors
         return mesh
 
     def close(self) -> None:
@@ -478,7 +466,3 @@ class _MeshBuilder:
         if self.segment >= 0:
             os.close(self.segment)
         self.mesh.close()
-
-
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, ConnectionRefusedError)

@@ -1,4 +1,4 @@
-"""Pair setup: this rank and one peer while mesh.py connects them."""
+"""Pair setup: the state of this rank and one peer while mesh.py connects them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PairSetup:
 
     Attributes:
         shared: the pair will have shared memory, unless none is available.
-        keys: the key of each socket for the native core; empty: not encrypted.
+        keys: the encryption key of each socket; empty if the socket is not encrypted.
     """
 
     def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
@@ -38,7 +38,7 @@ class PairSetup:
         self._has_received = False
 
     def receive(self, most: int, seconds: float) -> tuple[int, list[int]] | None:
-        """Receives the size and at most `most` descriptors; None if nothing comes."""
+        """Receives a size and up to `most` descriptors; None if no message arrives."""
         assert self.control is not None
         if not self._early:
             found = shared_memory.receive_descriptors(self.control, most, seconds)
@@ -57,16 +57,16 @@ class PairSetup:
         return self.control is not None and self.shared and not self._has_received
 
     def receive_early(self) -> None:
-        """Receives a message ahead of time; `receive` returns it later."""
+        """Receives a message ahead of time, which `receive` returns later."""
         assert self.control is not None
-        with contextlib.suppress(OSError):  # `receive` will meet the error again
+        with contextlib.suppress(OSError):  # `receive` raises the error later
             found = shared_memory.receive_descriptors(self.control, 2, 0.001)
             if found is not None:
                 self._early.append(found)
                 self._has_received = True
 
     def close(self) -> None:
-        """Closes the sockets and descriptors that nobody has taken over."""
+        """Closes the sockets and descriptors that this object still owns."""
         for sock in (self.control, *self.data):
             if sock is not None:
                 sock.close()
@@ -78,7 +78,7 @@ class PairSetup:
 
 
 def receive_early(pairs: Sequence[PairSetup]) -> None:
-    """Receives descriptors that have arrived, so that they are in flight no longer.
+    """Receives the descriptors that have arrived, so that they are no longer in flight.
 
     The kernel limits how many descriptors of a user are in flight on unix sockets. A
     rank that cannot send because of this limit calls this function. If all ranks waited
@@ -93,5 +93,6 @@ def receive_early(pairs: Sequence[PairSetup]) -> None:
     for fd, events in poll.poll(10):
         if events & select.POLLIN:
             waiting[fd].receive_early()
-    # A closed connection makes `poll` return at once. Do not use a whole core then.
+    # A closed connection makes `poll` return immediately. Without a pause, the loop of
+    # the caller would then use a whole core.
     time.sleep(0.005)

@@ -1,8 +1,8 @@
-"""Shared memory of two ranks of a host, and how its descriptors get to the other rank.
+"""Makes shared memory for two ranks of a host, and sends its descriptors.
 
-A memfd has no name and lives as long as a process has it open. So nothing is left
-behind after any crash, and the size of /dev/shm does not matter. The native core lays
-out the ring buffers inside.
+A memfd has no name and lives as long as a process has it open. So no file is left
+behind after a crash, and the size of /dev/shm does not matter. The native core places
+the ring buffers inside.
 """
 
 from __future__ import annotations
@@ -25,22 +25,18 @@ _MESSAGE = struct.Struct("!Q")  # bytes of the memory; 0 if there is none
 def create(size: int, free: int | None = None) -> int:
     """Creates a sealed memfd whose pages are allocated.
 
-    Args:
-        size: in bytes.
-        free: the available bytes, from a caller that creates many; None to measure.
-
-    Raises:
-        OSError: there is not enough memory, or the kernel has no memfd.
+    A caller that creates many passes the available bytes as `free`; with None, they are
+    measured. Raises OSError if memory is short, or the kernel has no memfd.
     """
     failpoints.passing("memory.make")
-    # Nothing limits the size of a memfd. If the machine runs out of memory, the call
-    # does not fail: the kernel kills processes instead.
+    # Check the size, because allocating a memfd does not fail if the machine has too
+    # little memory: the kernel kills processes instead.
     if size > (available() if free is None else free) // 2:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # Allocate now. Later a lack of memory would be a SIGBUS at the first access.
+        # Allocate now. Otherwise a lack of memory would cause SIGBUS at an access.
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -94,8 +90,8 @@ def receive_descriptors(
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
-            # The kernel drops descriptors if this process has too many. Then `dup`
-            # raises the error that says so.
+            # The kernel drops received descriptors if this process has too many. Then
+            # `dup` fails, too, and raises the right error.
             if flags & socket.MSG_CTRUNC:
                 os.close(os.dup(sock.fileno()))
             message += piece

@@ -12,12 +12,12 @@ _MAX_ON_HOST = 512 << 20  # bytes of all ring buffers of a communicator on one h
 
 
 def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
-    """Computes the size of a ring buffer.
+    """Computes the size of a ring buffer, which is at most the setting `wanted`.
 
     Args:
-        wanted: the setting.
         ranks: the number of ranks of the communicator on this host.
-        memory: the bytes that a pair of ranks needs with ring buffers of a size.
+        memory: a function that returns the bytes that a pair of ranks needs for ring
+            buffers of a given size.
 
     Example:
         >>> def memory(ring: int) -> int:
@@ -28,7 +28,7 @@ def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
     peers = ranks - 1
     while wanted > 1 << 16 and 2 * peers * wanted > _MAX_MAPPED:
         wanted //= 2
-    # The number of pairs grows with the square of the ranks. The memory must not.
+    # Limit the memory of all pairs, whose number grows with the square of the ranks.
     pairs = ranks * peers // 2
     while wanted > 1 << 12 and pairs * memory(wanted) > _MAX_ON_HOST:
         wanted //= 2
@@ -36,12 +36,10 @@ def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
 
 
 def tile_bytes(wanted: int, ranks: int, memory: Callable[[int, int], int]) -> int:
-    """Computes the size of a tile.
+    """Computes the size of a tile, which is at most the setting `wanted`.
 
-    Args:
-        wanted: the setting.
-        ranks: the number of ranks, all on this host.
-        memory: the bytes of a shared segment for a number of ranks and a size of tiles.
+    `memory` returns the bytes of a shared segment for a number of ranks and a size of
+    tiles. All ranks are on this host.
     """
     while wanted > 1 << 16 and memory(ranks, wanted) > _MAX_MAPPED:
         wanted = wanted // 2 & -4096
