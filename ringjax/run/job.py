@@ -277,7 +277,7 @@ class Job:
         env = {**slot.environment(), **self._env}
         order: Message = {"id": number, "argv": [*self._spec.command], "env": env}
         if policy is not None:
-            env["RINGJAX_WORKER"], order["takes_group"] = str(number), True
+            env["RINGJAX_WORKER"], order["kills_group"] = str(number), True
         return order
 
     # -- the loop ----------------------------------------------------------------------

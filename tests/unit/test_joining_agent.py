@@ -161,7 +161,7 @@ def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
     return sock, ask
 
 
-MEMORY: Message = {"job": "1" * 16, "next": 3, "places": [[0, "a"]]}
+STATE: Message = {"job": "1" * 16, "next": 3, "hosts": [[0, "a"]]}
 HELLO: Message = {
     "is": "hello",
     "host": "a",
@@ -169,7 +169,7 @@ HELLO: Message = {
     "token": "x",
     "via": "localhost",
     "ranks": [],
-    "memory": {},
+    "state": {},
 }
 
 
@@ -187,25 +187,25 @@ def test_what_agents_may_not_say(site: Site) -> None:
         ({"host": "localhost"}, "localhost is a host of ringrun's own"),
         ({"is": "bye"}, "it said no hello"),
         ({"token": None}, "it said no hello"),
-        ({"ranks": [{"id": -1, "pid": 1, "seat": 0}]}, "it has a rank"),
+        ({"ranks": [{"id": -1, "pid": 1, "local_rank": 0}]}, "it has a rank"),
         ({"ranks": [{}]}, "id"),
         ({"ranks": 5}, "iterable"),
-        ({"memory": MEMORY | {"next": "x"}}, "it remembers"),
-        ({"memory": MEMORY | {"places": [[0, 1]]}}, "it remembers hosts"),
-        ({"memory": MEMORY | {"places": [7]}}, ""),
-        ({"memory": MEMORY | {"job": "../x"}}, "it remembers job"),
-        ({"memory": {"job": "1" * 16}}, "places"),
+        ({"state": STATE | {"next": "x"}}, "it remembers"),
+        ({"state": STATE | {"hosts": [[0, 1]]}}, "it remembers hosts"),
+        ({"state": STATE | {"hosts": [7]}}, ""),
+        ({"state": STATE | {"job": "../x"}}, "it remembers job"),
+        ({"state": {"job": "1" * 16}}, "hosts"),
     ]
     for change, why in wrong:
         sock, ask = _knock(site)
         with sock:
             answer = ask({**HELLO, **change})
-        assert answer["do"] == "refuse" and not answer["again"], change
+        assert answer["do"] == "refuse" and not answer["retry"], change
         assert why in answer["text"]
     sock, ask = _knock(site)
     with sock:
         answer = ask({**HELLO, "host": "there"})
-    assert answer["again"]
+    assert answer["retry"]
     assert answer["text"] == "a host there is here already, from 127.0.0.1"
     with socket.create_connection(("127.0.0.1", site.port)) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n" * 20)

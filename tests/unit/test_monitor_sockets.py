@@ -84,7 +84,7 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
         rank.sendall(b"too late\n")
         loop.run()
     assert told == [
-        {"is": "told", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
+        {"is": "sample", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
     ]
     with _rank(
         relay, b'{"id":0}\n'

@@ -66,9 +66,9 @@ class Takeover:
 
     def add_host(self, host: str, hello: Message) -> None:
         """Registers the workers that the hello of a host's agent reports."""
-        state = hello["memory"] or {"next": 0, "places": []}
+        state = hello["state"] or {"next": 0, "hosts": []}
         self._table.reserve(state["next"])
-        self._hosts |= dict(state["places"])
+        self._hosts |= dict(state["hosts"])
         unwanted = []
         for rank in hello["ranks"]:
             worker = self._table.workers.get(rank["id"])
@@ -87,7 +87,7 @@ class Takeover:
             self._agents.signal(signal.SIGKILL, unwanted)
 
     def _adopt_running(self, host: str, rank: Message) -> None:
-        number, index = rank["id"], rank["seat"]
+        number, index = rank["id"], rank["local_rank"]
         if "code" in rank:
             self._record_end(number, WorkerSlot(host, index, 0), rank["code"], "")
             return
@@ -110,4 +110,4 @@ class Takeover:
             for worker in self._table.running()
             if (host := worker.slot.host)
         ]
-        return {"job": self._job, "next": self._table.next, "places": places}
+        return {"job": self._job, "next": self._table.next, "hosts": places}

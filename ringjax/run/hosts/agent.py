@@ -186,7 +186,7 @@ class Agent:
             text = f"cannot run {argv[0]!r}: {explain_start_error(argv[0], error)}"
             self._send({"is": "exited", "id": number, "code": code, "text": text})
             return
-        child.kills_group = order.get("takes_group", False)
+        child.kills_group = order.get("kills_group", False)
         self._children[number] = child
         self._numbers[child.pid] = number
         for stream, descriptor in child.pipes.items():
@@ -313,7 +313,7 @@ class Agent:
         """
         if number == signal.SIGTERM:
             self._end_requested = True
-            self._send({"is": "asked back"})
+            self._send({"is": "end requested"})
             for child in self._numbers.values():
                 if child >= 0:
                     self._children[child].signal(signal.SIGTERM, alone=True)

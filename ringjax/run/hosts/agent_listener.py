@@ -78,7 +78,7 @@ class AgentListener:
         listening = self._listening = spec.listening
         self._failure_timeout = spec.config.failure_timeout
         self._agents, self._note, self._on_joined = agents, note, on_joined
-        self._resolve_job = resolve_job or (lambda memory: "")
+        self._resolve_job = resolve_job or (lambda state: "")
         self._reconnect_timeout = spec.config.elastic_timeout if resolve_job else 0.0
         self._static_hosts = list(listening.static_hosts)
         self._connections: dict[str, _Connection] = {}  # connections by host
@@ -161,7 +161,7 @@ class AgentListener:
         assert connection.channel is not None
         why, again = self._check_hello(message)
         if why:
-            connection.channel.send({"do": "refuse", "text": why, "again": again})
+            connection.channel.send({"do": "refuse", "text": why, "retry": again})
             connection.channel.flush(1.0)
             connection.channel.close()
             if not again:
@@ -169,12 +169,12 @@ class AgentListener:
             return
         host, connection.token = message["host"], message["token"]
         before = self._connections.get(host)
-        job = self._resolve_job(message["memory"])
-        if message["memory"].get("job", job) != job:
+        job = self._resolve_job(message["state"])
+        if message["state"].get("job", job) != job:
             # The agent comes from another job, and ends its ranks on "welcome".
-            message = {**message, "ranks": [], "memory": {}}
+            message = {**message, "ranks": [], "state": {}}
         connection.channel.send(
-            {"do": "welcome", "patience": self._reconnect_timeout, "job": job}
+            {"do": "welcome", "reconnect_timeout": self._reconnect_timeout, "job": job}
         )
         if before is not None and before.token == connection.token:
             self._resume(before, connection, message)
@@ -255,17 +255,17 @@ class AgentListener:
 def _check_ranks(message: Message) -> None:
     """Raises an error if a number or a host in a hello has a wrong type."""
     for rank in message["ranks"]:
-        numbers = (rank["id"], rank["pid"], rank["seat"], rank.get("code", 0))
+        numbers = (rank["id"], rank["pid"], rank["local_rank"], rank.get("code", 0))
         if not all(
             type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers
         ):
             raise ValueError(f"it has a rank {rank!r}")
-    memory = message["memory"] or {"job": "", "next": 0, "places": []}
-    if not re.fullmatch("([0-9a-f]{16})?", memory["job"]):
-        raise ValueError(f"it remembers job {memory['job']!r}")
-    places = dict(memory["places"])
-    numbers = (memory["next"], *places)
+    state = message["state"] or {"job": "", "next": 0, "hosts": []}
+    if not re.fullmatch("([0-9a-f]{16})?", state["job"]):
+        raise ValueError(f"it remembers job {state['job']!r}")
+    hosts = dict(state["hosts"])
+    numbers = (state["next"], *hosts)
     if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers):
-        raise ValueError(f"it remembers {memory!r}")
-    if not all(isinstance(host, str) for host in places.values()):
-        raise ValueError(f"it remembers hosts {places!r}")
+        raise ValueError(f"it remembers {state!r}")
+    if not all(isinstance(host, str) for host in hosts.values()):
+        raise ValueError(f"it remembers hosts {hosts!r}")

@@ -301,7 +301,7 @@ class AgentPool:
         """Makes the agents of `ringrun --join` keep `state` for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
-                agent.send({"do": "remember", "memory": state})
+                agent.send({"do": "save_state", "state": state})
 
     # -- reports from the agents -------------------------------------------------------
 
@@ -346,9 +346,9 @@ class AgentPool:
             case "exited":
                 agent.pids.pop(number, None)
                 self._exited(agent, number, message["code"], message.get("text", ""))
-            case "told":
+            case "sample":
                 self.on_sample(number, message["text"])
-            case "asked back":
+            case "end requested":
                 agent.end_requested = True
             case "file" | "files" if self._receiver is not None:
                 self._receiver.receive(message)

@@ -169,7 +169,7 @@ class JoiningAgent(Agent):
     def _hello(self) -> Message:
         running = {number: pid for pid, number in self._numbers.items()}
         ranks = [
-            {"id": number, "pid": running.get(number, 0), "seat": local_rank}
+            {"id": number, "pid": running.get(number, 0), "local_rank": local_rank}
             | ({"code": self._exit_codes[number]} if number in self._exit_codes else {})
             for number, local_rank in self._local_ranks.items()
         ]
@@ -180,7 +180,7 @@ class JoiningAgent(Agent):
             "token": self._token,
             "via": self._options.address.rpartition(":")[0],
             "ranks": ranks,
-            "memory": self._job_state,
+            "state": self._job_state,
         }
 
     def _connection_lost(self) -> None:
@@ -217,13 +217,13 @@ class JoiningAgent(Agent):
                 if self._job_state.get("job", message["job"]) != message["job"]:
                     self._end_old_job()
                 self._welcomed = self._accepted = True
-                self._reconnect_timeout = float(message["patience"])
+                self._reconnect_timeout = float(message["reconnect_timeout"])
                 if self._leaving:
                     self._leave()
             case "refuse":
-                self._refused(message["text"], message["again"])
-            case "remember":
-                self._job_state = message["memory"]
+                self._refused(message["text"], message["retry"])
+            case "save_state":
+                self._job_state = message["state"]
             case "status":
                 os._exit(message["code"])
             case _:

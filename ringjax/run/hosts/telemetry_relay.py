@@ -141,7 +141,7 @@ class TelemetryRelay:
                     self._send_interval(connection)
             elif self._interval:
                 text = line.decode(errors="replace")
-                self._forward({"is": "told", "id": connection.number, "text": text})
+                self._forward({"is": "sample", "id": connection.number, "text": text})
 
     def _parse_hello(self, line: bytes) -> int | None:
         """Returns the number of a rank of this host, or None if the hello is wrong.
