@@ -14,16 +14,16 @@ from ringjax.horovod.api import *  # noqa: F403
 from ringjax.horovod.functions import gpu_available as gpu_available
 from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.tensorflow.compression import Compression as Compression
+from ringjax.tensorflow.functions import (
+    BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
+)
 from ringjax.tensorflow.functions import allgather_object as allgather_object
+from ringjax.tensorflow.functions import (
+    broadcast_global_variables as broadcast_global_variables,
+)
 from ringjax.tensorflow.functions import broadcast_object as broadcast_object
 from ringjax.tensorflow.functions import broadcast_object_fn as broadcast_object_fn
 from ringjax.tensorflow.functions import broadcast_variables as broadcast_variables
-from ringjax.tensorflow.global_variables import (
-    BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
-)
-from ringjax.tensorflow.global_variables import (
-    broadcast_global_variables as broadcast_global_variables,
-)
 from ringjax.tensorflow.gradients import (
     _make_allreduce_grads_fn as _make_allreduce_grads_fn,
 )

@@ -1,7 +1,7 @@
-"""Keeps AutoGraph away from ringjax's functions.
+"""Excludes ringjax's functions from AutoGraph.
 
-Inside a `tf.function` AutoGraph rewrites the source of every function that is called.
-For ringjax's functions that takes seconds and changes nothing.
+Inside a `tf.function`, AutoGraph rewrites the source of every function that is called.
+For ringjax's functions the rewriting would take seconds and change nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def do_not_convert(function: F) -> F:
     """Decorates a function so that AutoGraph rewrites neither it nor its callees."""
     marked = tf.autograph.experimental.do_not_convert(function)
-    # `tf.function(marked)` would look behind the decorator and rewrite the function
-    # that it finds there, so nothing may point to that function.
+    # `tf.function(marked)` would follow `__wrapped__` and rewrite the undecorated
+    # function. Delete the attribute, but keep the signature, which depends on it.
     marked.__signature__ = inspect.signature(function)
     del marked.__wrapped__
     result: F = marked

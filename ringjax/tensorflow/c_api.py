@@ -1,9 +1,9 @@
 """TensorFlow's C interface for kernels, as a table of functions. Nothing is compiled.
 
 The functions are declared in tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, which
-TensorFlow keeps stable for plug-ins that are built elsewhere. ctypes finds them in the
-library that the program's TensorFlow has loaded. Contexts, statuses and tensors are
-addresses here.
+TensorFlow keeps stable for plug-ins of other projects. ctypes finds the functions in
+the library that the program's TensorFlow has loaded. Contexts, statuses and tensors are
+addresses in this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringjax import _native
 from ringjax.eager import dtypes
 
 CFunction: TypeAlias = Callable[..., Any]
-"""A function of the library. Its result has whatever type ctypes makes of it."""
+"""A function of the library. The type of its result depends on the function."""
 
 Address = ctypes.c_void_p
 CREATE = ctypes.CFUNCTYPE(Address, Address)
@@ -165,11 +165,7 @@ class CApiStatus:
 
 
 def allocate(dtype: int, dims: Sequence[int]) -> int:
-    """Returns a new, uninitialised tensor, which the caller frees by `delete_tensor`.
-
-    Raises:
-        MemoryError: there is no memory for it.
-    """
+    """Returns a new, uninitialised tensor; the caller calls `delete_tensor`."""
     size = math.prod(dims) * _ITEM_SIZES[dtype]
     tensor: int | None = new_tensor(dtype, (_long * len(dims))(*dims), len(dims), size)
     if tensor is None:
@@ -193,7 +189,7 @@ def take_scalar(tensor: int) -> int:
 
 
 def put_handle(context: int, index: int, handle: bytes) -> None:
-    """Sets an output to the handle of a resource, which TensorFlow has serialized."""
+    """Sets an output to a resource whose handle TensorFlow has serialized."""
     tensor = new_tensor(RESOURCE, None, 0, len(handle))
     ctypes.memmove(data_of(tensor), handle, len(handle))
     tensors.put(context, index, [tensor])

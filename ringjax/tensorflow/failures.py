@@ -38,15 +38,15 @@ def _combined_class(own: Any, op_error: Any) -> Any:
     """Makes a subclass of `own` and of `op_error`, an error class of TensorFlow."""
 
     def init(self: Any, text: str) -> None:
-        # TensorFlow's __init__ calls the __init__ of `own` with arguments that `own`
-        # does not take. Copy the attributes of an `op_error` instead.
+        # TensorFlow's __init__ would call the __init__ of `own` with arguments that it
+        # does not accept. Copy the attributes of an `op_error` instead.
         vars(self).update(vars(op_error(None, None, text)))
 
     def to_text(self: Any) -> str:
         return str(self.message)
 
     def reduce(self: Any) -> tuple[object, tuple[Exception]]:
-        # pickle does not find this class by its name: rebuild it from `own`.
+        # pickle cannot find this class by its name, so pickle an instance of `own`.
         plain = own.__new__(own, str(self))
         state = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         vars(plain).update(state)
@@ -63,7 +63,7 @@ def _combined_class(own: Any, op_error: Any) -> Any:
 
 
 def to_tensorflow_error(error: Exception) -> Exception:
-    """Returns the same failure as an exception that is an error of TensorFlow, too.
+    """Returns an exception of the class of `error` and of a TensorFlow error class.
 
     Example:
         >>> error = to_tensorflow_error(Mismatch("shapes differ"))

@@ -1,8 +1,11 @@
 """Horovod's functions on variables and on Python objects.
 
-Objects are sent immediately, by `ringjax.eager.objects`, also while a graph is traced.
-As in Horovod an object of any type may be sent. Objects that are not plain data are
-pickled, so a rank runs code that the sender chose.
+`ringjax.eager.objects` sends objects immediately, also while TensorFlow traces a graph.
+As in Horovod, a rank may send an object of any type. Objects that are not plain data
+are pickled, so a rank that receives an object runs code that the sender chose.
+
+TensorFlow 2.21 runs graphs of TensorFlow 1 in `tf.compat.v1.Session` and in
+MonitoredTrainingSession. Only these graphs have global variables.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import tensorflow as tf
 
 from ringjax.eager import objects
 from ringjax.tensorflow.autograph import do_not_convert
-from ringjax.tensorflow.movement import broadcast_group
+from ringjax.tensorflow.movement import assign_root_values
 from ringjax.tensorflow.tf_types import Variable
 from ringjax.tensorflow.variables import as_variable_list
 from ringjax.world.process_set import ProcessSet, global_process_set
@@ -27,10 +30,10 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Gives every rank the root's values of variables.
+    """Sets variables on every rank to their values on the root.
 
-    All ranks call it with equal lists of variables: in eager mode, inside of
-    `tf.function`, or to get an operation for a session of TensorFlow 1.
+    All ranks call this function with equal lists of variables: in eager mode, inside of
+    a `tf.function`, or to create an operation for a session of TensorFlow 1.
 
     Args:
         variables: any number of variables of TensorFlow or Keras, of any dtypes.
@@ -56,12 +59,68 @@ def broadcast_variables(
     eager = tf.executing_eagerly()
     if not found:
         return None if eager else tf.no_op()
-    values = [tf.convert_to_tensor(variable) for variable in found]
-    received = broadcast_group(values, root_rank, process_set=process_set)
-    written = [
-        variable.assign(value) for variable, value in zip(found, received, strict=True)
-    ]
+    written = assign_root_values(found, root_rank, None, process_set)
     return None if eager else tf.group(*written)
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """Returns an operation that sets global variables to their values on the root.
+
+    Raises:
+        RuntimeError: called with eager execution.
+
+    Example:
+        >>> import ringjax.tensorflow as hvd, tensorflow as tf
+        >>> hvd.init()
+        >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        ...     variable = tf.Variable(2.0)
+        ...     session.run(tf.compat.v1.global_variables_initializer())
+        ...     session.run(hvd.broadcast_global_variables(root_rank=0))
+        ...     float(session.run(variable))
+        2.0
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please "
+            "use `hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Sets global variables to their values on the root when a session is created.
+
+    Args:
+        root_rank: the root's rank in the world.
+        device: the device of the operation that assigns the variables.
+
+    Attributes:
+        bcast_op: the operation; None before `begin`.
+
+    Example:
+        >>> import ringjax.tensorflow as hvd
+        >>> hvd.BroadcastGlobalVariablesHook(0).root_rank
+        0
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: tf.Operation | None = None
+
+    def begin(self) -> None:
+        """Adds the operation to the graph, unless it is there already."""
+        graph = tf.compat.v1.get_default_graph()
+        if self.bcast_op is None or self.bcast_op.graph is not graph:
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(
+        self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
+    ) -> None:
+        """Runs the operation."""
+        session.run(self.bcast_op)
 
 
 def broadcast_object(
@@ -73,9 +132,9 @@ def broadcast_object(
 ) -> Any:
     """Returns the root's object: the object itself on the root, copies on other ranks.
 
-    Any object that cloudpickle can pickle may be sent. A rank that receives it runs
-    code that the root chose. `ringjax.broadcast_object` takes only plain data by
-    default.
+    The root may send any object that cloudpickle can pickle. A rank that receives the
+    object runs code that the root chose. `ringjax.broadcast_object` accepts only plain
+    data by default.
 
     Args:
         obj: the object to send; only the root's argument is used.
@@ -127,7 +186,7 @@ def allgather_object(
 ) -> list[Any]:
     """Returns the objects of all ranks in the order of the ranks.
 
-    Args, Raises: as `broadcast_object`; every rank's object is read.
+    Args, Raises: as `broadcast_object`, but every rank sends its object.
 
     Example:
         >>> import ringjax.tensorflow as hvd

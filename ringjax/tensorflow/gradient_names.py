@@ -1,9 +1,9 @@
 """Names of the operations on gradients in a graph; all ranks derive equal names.
 
 Names have numbers, in the order in which a graph is traced. TensorFlow traces a
-function that creates variables twice, but not on all ranks: one rank may have trained
-before, or may have read its model from a file. A second trace of a function in the same
-position therefore gets the numbers of the first trace again.
+function that creates variables twice. This happens on some ranks only, because another
+rank may have created its variables before. A second trace of a function in the same
+position therefore uses the numbers of the first trace again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _TracePosition:
     outer: weakref.ref[tf.Graph]
     name: str
     calls: int  # the number of functions that `outer` has called before
-    before: Counter[str]  # the last numbers that were given before the trace
+    before: Counter[str]  # the last numbers in names before the trace
 
     def is_at(self, outer: tf.Graph, name: str, calls: int) -> bool:
         same_outer = self.outer() is outer
@@ -32,13 +32,13 @@ class _TracePosition:
 
 @dataclass
 class _GraphNames:
-    """The names given in an outermost graph, and in all functions traced in it.
+    """The names in an outermost graph, and in all functions traced in it.
 
     Attributes:
         counter: the last number for each prefix of names.
         last: the positions of the last name, from the outermost function to the
             innermost one.
-        positions: the position of each function.
+        positions: the position of each function graph.
     """
 
     counter: Counter[str] = field(default_factory=Counter)
@@ -48,11 +48,7 @@ class _GraphNames:
     )
 
     def enter(self, inner: Sequence[tf.Graph]) -> None:
-        """Prepares to give names in a function.
-
-        Args:
-            inner: the functions around that one, from outer to inner, and last itself.
-        """
+        """Prepares for names in the last of the nested functions `inner`."""
         path = []
         for graph in inner:
             if graph not in self.positions:
@@ -65,7 +61,7 @@ class _GraphNames:
         calls = _count_calls(outer)
         for position in self.last:
             if position.is_at(outer, name, calls):
-                # This is the second trace: TensorFlow has discarded the first one, so
+                # This is a second trace. TensorFlow has discarded the first trace, so
                 # its numbers are free.
                 self.counter = Counter(position.before)
                 return position
@@ -78,8 +74,8 @@ _names: weakref.WeakKeyDictionary[tf.Graph, _GraphNames] = weakref.WeakKeyDictio
 def gradient_namer(prefix: str) -> Callable[[], str]:
     """Returns a function that makes names that are unique in the current graph.
 
-    In eager mode the numbers begin again with each namer. Names may repeat there,
-    because an eager operation ends before the next one begins.
+    In eager mode each new function begins with the number 1. Names may repeat there,
+    because an eager operation ends before the next operation begins.
 
     Example:
         >>> name = gradient_namer("step")

@@ -42,7 +42,7 @@ def run(
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Adds a collective to the current graph; the shapes of tensors may be unknown.
 
-    If `call` has no name, it gets a name derived from its tensors. Ranks that build
+    If `call` has no name, a name is derived from its tensors. Ranks that build
     equal graphs derive equal names.
 
     Returns:
@@ -116,7 +116,7 @@ def _add_anchor() -> tf.Tensor:
     graph = tf.compat.v1.get_default_graph()
     while graph.building_function:
         if graph.is_control_flow_graph:
-            # The derivative of a loop takes no resources from outside of the loop.
+            # The derivative of a loop cannot use resources from outside of the loop.
             return tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=name)
         graph = graph.outer_graph
     with tf.init_scope():

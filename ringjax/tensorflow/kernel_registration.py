@@ -1,7 +1,8 @@
 """Registers TensorFlow operations whose kernels are Python functions.
 
-An asynchronous kernel returns before its operation has ended, so it occupies no thread
-of TensorFlow; it reports the end later through a `KernelDoneCallback`.
+An asynchronous kernel returns before its operation has ended, so the operation occupies
+no thread of TensorFlow. The kernel reports the end later through a
+`KernelDoneCallback`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from ringjax.tensorflow import c_api
+from ringjax.tensorflow.failures import error_code_of
 
 S = TypeVar("S")
-ErrorCode: TypeAlias = Callable[[BaseException], int]
 
 _Words = ctypes.c_void_p * 4
 _MANAGER, _INVOKER = 2, 3
@@ -32,24 +33,22 @@ _registered_callbacks: list[tuple[object, object]] = []
 class KernelDoneCallback:
     """The callback by which an asynchronous kernel reports that it has ended.
 
-    TF_NewAsyncKernelBuilder hands a kernel the address of a `std::function` that its
-    caller destroys as soon as the kernel returns (TensorFlow 2.21). The constructor
-    therefore moves the function away, exactly as libstdc++'s move constructor does: it
-    copies the four words and clears the manager in the original, so that the caller
-    destroys nothing. The words are the held object (two), the function that copies and
-    destroys that object (manager), and the function that calls it (invoker).
-
-    Args:
-        address: TensorFlow's TF_AsyncOpKernelDoneCallback.
-        run: TF_RunAsyncOpKernelDoneCallback.
+    TensorFlow 2.21 passes a kernel the address of a `std::function`, and destroys this
+    function as soon as the kernel returns. The constructor therefore moves the function
+    away, exactly as libstdc++'s move constructor does: it copies the four words and
+    clears the manager in the original, so that TensorFlow destroys nothing. The words
+    are the held object (two), the function that copies and destroys that object
+    (manager), and the function that calls the object (invoker).
 
     Attributes:
         outlives_kernel: True if the callback may run after the kernel has returned.
-            False if the words do not look like libstdc++'s; then the function stays
-            where it is and the kernel must call it before it returns.
+            False if the words do not look like libstdc++'s. Then the function stays
+            where it is, and the kernel must call it before the kernel returns.
     """
 
-    def __init__(self, address: int, run: Callable[[int], object]) -> None:
+    def __init__(
+        self, address: int, run: Callable[[int], object] = c_api.run_done
+    ) -> None:
         self._run = run
         original = _Words.from_address(address)
         # Both words must be addresses in a library, which dladdr then finds.
@@ -73,36 +72,25 @@ class KernelDoneCallback:
 class AsyncKernelRun:
     """A running execution of an asynchronous kernel.
 
-    Args:
-        context: TensorFlow's TF_OpKernelContext.
-        fail: makes the execution fail with an exception.
-        done: makes the graph continue.
-
     Attributes:
-        context: the argument.
+        context: TensorFlow's TF_OpKernelContext.
         outlives_kernel: whether `end` may be called after the kernel has returned.
     """
 
-    def __init__(
-        self,
-        context: int,
-        fail: Callable[[BaseException], None],
-        done: KernelDoneCallback,
-    ) -> None:
+    def __init__(self, context: int, done: KernelDoneCallback) -> None:
         self.context = context
         self.outlives_kernel = done.outlives_kernel
-        self._fail, self._done = fail, done
+        self._done = done
 
     def end(self, put_outputs: Callable[[], None]) -> None:
-        """Sets the outputs and ends the execution; call it once.
+        """Calls `put_outputs` and ends the execution; call this method once.
 
-        Args:
-            put_outputs: sets the outputs. If it raises, the execution fails.
+        If `put_outputs` raises an exception, the execution fails with it.
         """
         try:
             put_outputs()
         except BaseException as error:
-            self._fail(error)
+            _fail(c_api.fail, self.context, error)
         self._done()
 
 
@@ -113,7 +101,6 @@ def register_op(
     *,
     create: Callable[[str, str], S],
     compute: Callable[[S, int], None],
-    error_code_of: ErrorCode,
 ) -> None:
     """Registers a stateful operation and its kernel for CPUs, for the whole process.
 
@@ -123,10 +110,6 @@ def register_op(
             numbers of tensors, T is a list of dtypes.
         create: makes the state of a node from its `call` and the node's name.
         compute: runs a node with that state and the TF_OpKernelContext.
-        error_code_of: TensorFlow's code for an exception of `create` or `compute`.
-
-    Raises:
-        CApiError: an operation of that name exists, or a specification is wrong.
     """
     states: list[S] = []
 
@@ -134,9 +117,9 @@ def register_op(
         try:
             compute(states[index or 0], context)
         except BaseException as error:
-            _fail(c_api.fail, context, error_code_of(error), error)
+            _fail(c_api.fail, context, error)
 
-    callbacks = _creator(states, create, error_code_of), c_api.COMPUTE(run)
+    callbacks = _creator(states, create), c_api.COMPUTE(run)
     _register(name, inputs, outputs, c_api.new_kernel, callbacks)
 
 
@@ -147,39 +130,29 @@ def register_async_op(
     *,
     create: Callable[[str, str], S],
     compute: Callable[[S, AsyncKernelRun], None],
-    error_code_of: ErrorCode,
 ) -> None:
     """Registers as `register_op` does, but a running node occupies no thread.
 
-    Args:
-        name, inputs, outputs, create, error_code_of: as for `register_op`.
-        compute: starts a node, and ensures that the `end` of the execution is called
-            once. If `compute` raises an error, the execution fails with it.
+    `compute` starts a node, and ensures that `AsyncKernelRun.end` is called once. If
+    `compute` raises an exception, the execution fails with it.
     """
     states: list[S] = []
 
     def run(index: int | None, context: int, done: int) -> None:
-        def fail(error: BaseException) -> None:
-            _fail(c_api.fail, context, error_code_of(error), error)
-
-        execution = AsyncKernelRun(
-            context, fail, KernelDoneCallback(done, c_api.run_done)
-        )
+        execution = AsyncKernelRun(context, KernelDoneCallback(done))
         try:
             compute(states[index or 0], execution)
         except BaseException as error:
             execution.end(functools.partial(_raise, error))
 
-    callbacks = _creator(states, create, error_code_of), c_api.COMPUTE_ASYNC(run)
+    callbacks = _creator(states, create), c_api.COMPUTE_ASYNC(run)
     _register(name, inputs, outputs, c_api.new_async_kernel, callbacks)
 
 
-def _creator(
-    states: list[S], create: Callable[[str, str], S], error_code_of: ErrorCode
-) -> object:
+def _creator(states: list[S], create: Callable[[str, str], S]) -> object:
     """Makes the callback by which TensorFlow creates the kernel of a node.
 
-    The kernel is an index into `states`: one node in several graphs has one state.
+    The kernel is an index into `states`, so one node in several graphs has one state.
     """
 
     @functools.cache
@@ -192,8 +165,7 @@ def _creator(
             call = c_api.read_attribute(construction, b"call")
             return index_of(call, str(c_api.node_name(construction)))
         except BaseException as error:
-            code = error_code_of(error)
-            _fail(c_api.fail_construction, construction, code, error)
+            _fail(c_api.fail_construction, construction, error)
             return 0
 
     return c_api.CREATE(make)
@@ -208,8 +180,8 @@ def _register(
 ) -> None:
     _define(name, inputs, outputs)
     _registered_callbacks.append(callbacks)
-    # No function deletes a kernel: TensorFlow deletes kernels also after the
-    # interpreter has ended, when Python can no longer be called.
+    # The last argument would be a function that deletes a kernel. It stays None,
+    # because TensorFlow still deletes kernels after Python's interpreter has ended.
     builder = new_kernel(name.encode(), b"CPU", *callbacks, None)
     with c_api.CApiStatus() as status:
         c_api.register_kernel(name.encode(), builder, status)
@@ -236,10 +208,10 @@ def _define(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
 
 
 def _fail(
-    report: Callable[[int, int], None], address: int, code: int, error: BaseException
+    report: Callable[[int, int], None], address: int, error: BaseException
 ) -> None:
     status = c_api.new_status()
-    c_api.set_status(status, code, str(error).encode())
+    c_api.set_status(status, error_code_of(error), str(error).encode())
     report(address, status)
     c_api.delete_status(status)
 

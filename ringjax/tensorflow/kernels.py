@@ -1,14 +1,15 @@
-"""The nodes that a collective is in a graph, and the functions that TensorFlow runs.
+"""The kernels of ringjax's nodes in graphs: a collective consists of several nodes.
 
 RingjaxStart submits an operation and returns immediately. Its outputs are a number and
-a token queue. A reader of TensorFlow's own takes the token from the queue when the
-operation has ended; that reader occupies no thread. RingjaxFinish then finds the
-results under the number. Sessions do not see ringjax's token queues; graphs of sessions
-have RingjaxWait in place of the reader and RingjaxFinish. RingjaxNumber reads numbers
-such as rank and size.
+a token queue. QueueDequeueV2, a node of TensorFlow itself, takes the token from the
+queue when the operation has ended, and occupies no thread until then. RingjaxFinish
+then finds the results under the number. The graph of a session cannot use ringjax's
+token queues and has RingjaxWait in place of QueueDequeueV2 and RingjaxFinish.
+RingjaxNumber reads numbers such as rank and size.
 
 TensorFlow runs stateful nodes without a resource one after another, in the order of the
-program. RingjaxStart therefore takes a resource that no other node uses, the *anchor*.
+program. RingjaxStart therefore has a resource that no other node uses, the *anchor*, as
+an input.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ import re
 import time
 from dataclasses import replace
 
-from ringjax.tensorflow import c_api, failures, rank_queries, token_queues
+from ringjax.tensorflow import c_api, rank_queries, token_queues
 from ringjax.tensorflow.collective_spec import CollectiveSpec
-from ringjax.tensorflow.completion_threads import CompletionThreads
 from ringjax.tensorflow.kernel_registration import (
     AsyncKernelRun,
     register_async_op,
     register_op,
 )
-from ringjax.tensorflow.pending_operations import PendingOperation
+from ringjax.tensorflow.pending_operations import CompletionThreads, PendingOperation
 
-# Seconds until a result is dropped that no graph takes, because the graph has failed.
+# The seconds after which a result is dropped that a failed graph has not taken.
 _RESULT_TIMEOUT = 120.0
-# Iterations of a loop overlap, ten at most by default, and each needs its own names.
+# Up to ten iterations of a loop overlap by default, and each needs its own names.
 _ITERATION_NAMES = 16
 
 _completions = CompletionThreads()
@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 
 
 def _start(call: CollectiveSpec, context: int) -> None:
-    # RingjaxStart has an anchor only in a function, where a token queue does the wait.
+    # RingjaxStart has an anchor only in a function, where the graph reads a queue.
     anchors = 0 if call.waits else 1
     tensors = c_api.tensors.inputs(context, c_api.count_inputs(context) - anchors)
     name = call.name
@@ -55,13 +55,17 @@ def _start(call: CollectiveSpec, context: int) -> None:
     # store the operation under its number before.
     _operations[number] = operation
     if queue is not None:
-        if operation.done():
-            operation.wait_for_end()
-            operation.notify()
-        else:
-            _completions.add(operation)
+        _notify_at_end(operation, immediately=operation.done())
         c_api.put_handle(context, 1, queue.handle)
     c_api.put_scalar(context, 0, c_api.INT64, number)
+
+
+def _notify_at_end(operation: PendingOperation, *, immediately: bool) -> None:
+    if immediately:
+        operation.wait_for_end()
+        operation.notify()
+    else:
+        _completions.add(operation)
 
 
 def _finish(_: CollectiveSpec, context: int) -> None:
@@ -82,11 +86,7 @@ def _wait(_: CollectiveSpec, run: AsyncKernelRun) -> None:
         c_api.tensors.put(run.context, 0, operation.results())
 
     operation.on_end = functools.partial(run.end, put)
-    if operation.done() or not run.outlives_kernel:
-        operation.wait_for_end()
-        operation.notify()
-    else:
-        _completions.add(operation)
+    _notify_at_end(operation, immediately=operation.done() or not run.outlives_kernel)
 
 
 def _read_number(call: CollectiveSpec, context: int) -> None:
@@ -102,11 +102,11 @@ def _create_spec(text: str, node: str) -> CollectiveSpec:
 def name_on_all_ranks(call: CollectiveSpec, node: str) -> str:
     """Derives the name of an operation from the final name of its node.
 
-    TensorFlow inlines the nodes of functions, branches and loops into the graph that
-    calls them, and puts the path to them into their names. The path distinguishes two
-    executions of one line of the source. The path also contains numbers that depend on
-    all other nodes of the graph. This function removes these numbers, because a graph
-    may have nodes that exist on this rank only.
+    TensorFlow copies the nodes of functions, branches and loops into the graph that
+    uses them, and adds the path of the function, branch or loop to their names. The
+    path distinguishes two executions of one line of the source. The path also contains
+    numbers that depend on all other nodes of the graph. This function removes these
+    numbers, because the graph may have nodes that other ranks do not have.
 
     Example:
         >>> name_on_all_ranks(CollectiveSpec("allreduce"), "cond/then/_13/cond/x")
@@ -149,24 +149,13 @@ def drop_abandoned() -> None:
 def ensure_registered() -> None:
     """Registers the nodes with TensorFlow, once in a process."""
     token_queues.ensure_registered()
-    number, tokens, queues = (
-        "number: int64",
-        "token: N * int64",
-        "signals: M * resource",
-    )
-    register = functools.partial(
-        register_op, create=_create_spec, error_code_of=failures.error_code_of
-    )
+    number, queues, results = "number: int64", "signals: M * resource", ["results: T"]
+    register = functools.partial(register_op, create=_create_spec)
     inputs = ["tensors: T", "anchors: N * resource"]
     register("RingjaxStart", inputs, [number, queues], compute=_start)
-    inputs = [number, tokens, queues]
-    register("RingjaxFinish", inputs, ["results: T"], compute=_finish)
+    inputs = [number, "token: N * int64", queues]
+    register("RingjaxFinish", inputs, results, compute=_finish)
     register_async_op(
-        "RingjaxWait",
-        [number],
-        ["results: T"],
-        create=_create_spec,
-        compute=_wait,
-        error_code_of=failures.error_code_of,
+        "RingjaxWait", [number], results, create=_create_spec, compute=_wait
     )
     register("RingjaxNumber", [], ["number: int32"], compute=_read_number)

@@ -1,28 +1,177 @@
 """Distributed optimizers of TensorFlow 1, in graphs and in eager mode.
 
-They wrap `tf.compat.v1.train.Optimizer`, which TensorFlow 2.21 still has and runs in
-sessions. Optimizers of Keras are in ringjax.keras.
+The optimizers wrap a `tf.compat.v1.train.Optimizer`. TensorFlow 2.21 still has this
+class, and runs its graphs in sessions. Optimizers of Keras are in ringjax.keras.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from ringjax.tensorflow.aggregation import LocalAggregation
 from ringjax.tensorflow.autograph import do_not_convert
 from ringjax.tensorflow.gradients import (
     GradientBucketReducer,
     GradientSettings,
+    divide_gradient,
     group_indices,
     reduce_gradients,
 )
-from ringjax.tensorflow.tf_types import Gradient
+from ringjax.tensorflow.tf_types import Gradient, TensorLike, Variable
 
 LegacyOptimizer: TypeAlias = tf.compat.v1.train.Optimizer
 _Pairs: TypeAlias = Iterable[tuple[Gradient, tf.Variable]]
+_SPARSE = (
+    "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
+    "`sparse_as_dense` is False."
+)
+
+
+class LocalAggregation:
+    """Adds up the gradients of several calls, and reduces the sums in every n-th call.
+
+    In a graph of TensorFlow 1 the sums are local variables, which a program initializes
+    with `tf.compat.v1.local_variables_initializer`.
+
+    Args:
+        passes: `backward_passes_per_step`, the number n; at least 1.
+        reduce: reduces the sums over all ranks. Its arguments are the sums and the
+            variables.
+        sparse_as_dense: whether `tf.IndexedSlices` become dense tensors; otherwise they
+            cause a ValueError.
+        average: whether the sums are divided by `passes`.
+        name: the prefix of the names of the sums and of the counter.
+
+    Attributes:
+        counter: a variable, the number of calls since the last reduction.
+    """
+
+    def __init__(
+        self,
+        passes: int,
+        reduce: Callable[[list[Gradient], Sequence[Variable]], list[Gradient]],
+        sparse_as_dense: bool,
+        average: bool,
+        name: str,
+    ) -> None:
+        self._passes = passes
+        self._reduce = reduce
+        self._sparse_as_dense = sparse_as_dense
+        self._average = average
+        self._name = name
+        self._sums: dict[int, tf.Variable] = {}
+        with tf.init_scope():
+            self.counter = self._create_variable(0, tf.int32, "aggregation_counter")
+
+    @do_not_convert
+    def compute_gradients(
+        self, gradients: Sequence[Gradient], variables: Sequence[Variable]
+    ) -> list[Gradient]:
+        """Adds gradients to the sums.
+
+        Every n-th call returns the reduced sums and begins new sums. Other calls return
+        the current sums, which `apply_gradients` does not apply.
+        """
+        dense = [self._to_dense(gradient) for gradient in gradients]
+        present = [i for i, gradient in enumerate(dense) if gradient is not None]
+        self._create_sums(dense, present)
+        sums = [self._sums[i] for i in present]
+        added = [self._sums[i].assign_add(dense[i]) for i in present]
+        with tf.control_dependencies(added):
+            count = tf.identity(self.counter.assign_add(1))
+
+        def reduce() -> list[tf.Tensor]:
+            totals: list[Gradient] = [None] * len(dense)
+            for i, total in zip(present, sums, strict=True):
+                totals[i] = tf.identity(total.read_value())
+            with tf.control_dependencies([totals[i] for i in present]):
+                # Clear the sums before the reduction. If the reduction fails, the
+                # program may repeat the step, which must not add to old sums.
+                cleared = [total.assign(tf.zeros_like(total)) for total in sums]
+                cleared.append(self.counter.assign(0))
+            with tf.control_dependencies(cleared):
+                reduced = self._reduce(totals, variables)
+                divisor = self._passes if self._average else 1
+                return [
+                    tf.identity(divide_gradient(reduced[i], divisor)) for i in present
+                ]
+
+        def keep() -> list[tf.Tensor]:
+            return [tf.identity(total.read_value()) for total in sums]
+
+        if not present:
+            return dense
+        with tf.control_dependencies([count]):
+            found = tf.cond(tf.equal(count, self._passes), reduce, keep)
+        found = [found] if tf.is_tensor(found) else list(found)
+        for i, gradient in zip(present, found, strict=True):
+            dense[i] = gradient
+        return dense
+
+    @do_not_convert
+    def apply_gradients(
+        self,
+        apply: Callable[[], Any],
+        otherwise: Callable[[], Any],
+        gradients: Sequence[Gradient],
+    ) -> Any:
+        """Calls `apply` if the last call reduced the sums, and else `otherwise`.
+
+        `gradients` is the result of `compute_gradients`. In a graph the result of this
+        method is an operation.
+        """
+        if tf.executing_eagerly():
+            return otherwise() if int(self.counter.numpy()) else apply()
+        present = [gradient for gradient in gradients if gradient is not None]
+        with tf.control_dependencies(present):
+            return tf.cond(
+                tf.equal(self.counter.read_value(), 0),
+                lambda: _as_operation(apply()),
+                lambda: _as_operation(otherwise()),
+            )
+
+    def _to_dense(self, gradient: Gradient) -> tf.Tensor | None:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self._sparse_as_dense:
+            raise ValueError(_SPARSE)
+        return tf.convert_to_tensor(gradient)
+
+    def _create_sums(self, gradients: list[Gradient], present: list[int]) -> None:
+        for i in present:
+            if i in self._sums:
+                continue
+            gradient = gradients[i]
+            if not gradient.shape.is_fully_defined():
+                raise ValueError(
+                    f"gradient {i} has the shape {gradient.shape}, which must be known "
+                    "when backward_passes_per_step > 1"
+                )
+            shape, dtype = tuple(gradient.shape.as_list()), gradient.dtype
+            with tf.init_scope():
+                zeros = tf.zeros(shape, dtype)
+                self._sums[i] = self._create_variable(zeros, dtype, f"aggregation_{i}")
+
+    def _create_variable(
+        self, value: TensorLike, dtype: tf.DType, name: str
+    ) -> tf.Variable:
+        name = f"{self._name}_{name}"
+        if tf.executing_eagerly():
+            return tf.Variable(value, trainable=False, dtype=dtype, name=name)
+        return tf.compat.v1.Variable(
+            value,
+            trainable=False,
+            dtype=dtype,
+            name=name,
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+            use_resource=True,
+        )
+
+
+def _as_operation(result: Any) -> tf.Operation:
+    return tf.no_op() if result is None else tf.group(result)
 
 
 class _WrappedOptimizer(tf.compat.v1.train.Optimizer):
@@ -38,7 +187,7 @@ class _WrappedOptimizer(tf.compat.v1.train.Optimizer):
     def compute_gradients(
         self, *args: Any, **kwargs: Any
     ) -> list[tuple[Gradient, tf.Variable]]:
-        """Calls the method of the wrapped optimizer, as the methods below do."""
+        """Calls the wrapped optimizer's method, like all methods of this class."""
         return list(self._optimizer.compute_gradients(*args, **kwargs))
 
     @do_not_convert
@@ -63,17 +212,7 @@ class _WrappedOptimizer(tf.compat.v1.train.Optimizer):
 
 
 class _DistributedOptimizer(_WrappedOptimizer):
-    """Reduces gradients as soon as they are computed.
-
-    Args:
-        optimizer: applies the reduced gradients.
-        settings: how gradients travel.
-        use_locking: an argument of `tf.compat.v1.train.Optimizer`.
-        backward_passes_per_step: gradients of so many steps are added up before they
-            are reduced.
-        average_aggregated_gradients: whether these sums are divided by
-            `backward_passes_per_step`.
-    """
+    """Reduces gradients in `compute_gradients`; the wrapped optimizer applies them."""
 
     def __init__(
         self,
@@ -138,13 +277,9 @@ class _DistributedOptimizer(_WrappedOptimizer):
 
 
 class _DistributedAdasumOptimizer(_WrappedOptimizer):
-    """Lets the wrapped optimizer step on each rank, and combines the steps by Adasum.
+    """Applies gradients on each rank alone, and combines the ranks' steps by Adasum.
 
-    Args:
-        optimizer: makes the steps of this rank.
-        settings: how the steps travel.
-        use_locking: an argument of `tf.compat.v1.train.Optimizer`.
-        backward_passes_per_step: the ranks combine their steps after so many steps.
+    The ranks combine the sum of every `backward_passes_per_step` steps.
 
     References:
         S. Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020.
@@ -170,10 +305,9 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
         global_step: tf.Variable | None = None,
         name: str | None = None,
     ) -> tf.Operation:
-        """Makes a step; every `backward_passes_per_step` steps the ranks combine them.
+        """Makes a step of this rank, and in some steps combines the steps of all ranks.
 
-        Control dependencies order the parts of the step, because a graph does not order
-        reads and writes without them.
+        A graph orders reads and writes of variables only by control dependencies.
         """
         pairs = list(grads_and_vars)
         moved = [v for gradient, v in pairs if gradient is not None]
@@ -182,7 +316,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
         before = steps.read_value()
 
         def keep_starts() -> tf.Operation:
-            # The value that a reference variable of TensorFlow 1 returns shares its
+            # The value of a reference variable of TensorFlow 1 shares the variable's
             # memory, which the step below changes. DeepCopy makes a copy.
             copies = [tf.raw_ops.DeepCopy(x=v.read_value()) for v in moved]
             return tf.group(*(s.assign(c) for s, c in zip(starts, copies, strict=True)))
@@ -207,8 +341,8 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
                 values = [values] if tf.is_tensor(values) else list(values)
             else:
                 values = combine()
-        # Assign outside of the branches: in a branch there are no references to the
-        # reference variables of TensorFlow 1.
+        # Assign outside of the branches, because a branch cannot assign to a reference
+        # variable of TensorFlow 1.
         written = [v.assign(value) for v, value in zip(moved, values, strict=True)]
         with tf.control_dependencies(written):
             return tf.group(steps.assign_add(1))
@@ -216,7 +350,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
     def _combine_deltas(
         self, moved: list[tf.Variable], starts: list[tf.Variable], ends: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the values with which all ranks continue, and keeps these values."""
+        """Returns the new values of all ranks' variables, and stores them as starts."""
         deltas = [
             end - start.read_value() for end, start in zip(ends, starts, strict=True)
         ]

@@ -1,12 +1,13 @@
 """Horovod's operations that move TensorFlow's tensors, and operations that only wait.
 
 The module has allgather, broadcast and alltoall, join and barrier, and rank and size as
-tensors. operations.py runs them.
+tensors. operations.py runs the collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -130,7 +131,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Gives all variables their values on `root_rank`, as one operation.
+    """Sets variables on every rank to their values on the root, as one operation.
 
     Args:
         variables: a list of `tf.Variable`, of the same dtypes and shapes on all ranks.
@@ -144,19 +145,23 @@ def broadcast_(
     variables = as_variable_list(variables)
     if not variables:
         return []
-    values = broadcast_group(
-        [tf.convert_to_tensor(v) for v in variables],
-        root_rank,
-        name,
-        process_set=process_set,
-    )
-    written = [
-        variable.assign(value)
-        for variable, value in zip(variables, values, strict=True)
-    ]
+    written = assign_root_values(variables, root_rank, name, process_set)
     # A graph of TensorFlow 1 does not order reads after writes without this dependency.
     with tf.control_dependencies([] if tf_private.executing_eagerly() else written):
         return [variable.read_value() for variable in variables]
+
+
+def assign_root_values(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Assigns the root's values to variables, and returns the results of `assign`."""
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    received = broadcast_group(values, root_rank, name, process_set=process_set)
+    pairs = zip(variables, received, strict=True)
+    return [variable.assign(value) for variable, value in pairs]
 
 
 @do_not_convert
@@ -169,7 +174,7 @@ def alltoall(
 ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
     """Sends a part of the rows to each rank, and returns the rows for this rank.
 
-    The derivative sends each gradient back to the rank that the row came from.
+    The derivative sends the gradient of each row back to the rank that sent the row.
 
     Args:
         tensor: a tensor with at least one dimension; its dtype, and its dimensions
@@ -203,10 +208,10 @@ def alltoall(
 
 @do_not_convert
 def join() -> tf.Tensor:
-    """Declares that this rank has no more data, and waits until all ranks do so.
+    """Declares that this rank has no more data, and waits until all ranks have joined.
 
-    Until then this rank takes part in the operations that other ranks submit, with
-    zeros or no rows.
+    Meanwhile this rank takes part in the operations of the other ranks, with zeros or
+    without rows.
 
     Returns:
         The rank that was the last to join, an int32 tensor.

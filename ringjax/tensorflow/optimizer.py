@@ -44,8 +44,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             `tf.compat.v1.train.Optimizer`, whose `compute_gradients` then reduces.
         name: the prefix of the operations' names; None derives it from the class.
         use_locking: an argument of `tf.compat.v1.train.Optimizer`.
-        backward_passes_per_step: gradients of so many steps are added up before they
-            are reduced and applied.
+        backward_passes_per_step: the number of steps whose gradients are added up
+            before they are reduced and applied.
         op: Average, Sum, or Adasum (not for optimizers of Keras).
         average_aggregated_gradients: whether the sums of several steps are divided by
             `backward_passes_per_step`.

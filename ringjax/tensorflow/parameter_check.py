@@ -1,9 +1,9 @@
-"""Checks now and then whether all ranks have equal variables, eagerly and in graphs.
+"""Checks in some steps whether all ranks have equal variables, eagerly and in graphs.
 
-The warnings are in `ringjax.eager.parameter_check`. A graph counts its steps and reads
+`ringjax.eager.parameter_check` prints the warnings. A graph counts its steps, and reads
 its variables only in a step whose parameters are compared. A thread of ringjax compares
 the hashes, so no thread of TensorFlow waits for other ranks. In a graph that XLA
-compiles, the check is the same native call as in JAX's programs.
+compiles, the check is the native call that JAX's programs make, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class _ParameterCheck:
         title: the name of the check. All ranks use the same title, and no other check
             in the graph has it.
         step_key: identifies the step counter on this rank.
-        process_set_id: the number of the process set.
         names: the names of the variables.
     """
 
@@ -57,7 +56,7 @@ class _ParameterCheck:
 def check(
     title: str, variables: Sequence[Variable], process_set: ProcessSet, every: int
 ) -> list[tf.Operation]:
-    """Checks variables; all ranks call it where they reduce the gradients.
+    """Checks variables; all ranks call this function where they reduce gradients.
 
     Args:
         title: the owner of the variables; the same on all ranks.
@@ -68,9 +67,6 @@ def check(
 
     Returns:
         In a graph, the operations that the reduction must wait for.
-
-    Raises:
-        Exception: in eager mode, as a collective. In a graph, the reduction fails.
     """
     named = _with_names(variables)
     if not every or not named:
@@ -190,7 +186,7 @@ def _exchange(
             checked.step_key,
         )
     except (PeerLost, NotInitialized):
-        pass  # the operations on the gradients report the same failure
+        pass  # the reduction of the gradients reports this failure, too
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         stderr.line(f"[ringjax] warning: parameters could not be compared: {cause}")
@@ -202,8 +198,6 @@ def _create(text: str, _: str) -> _ParameterCheck:
 
 @functools.cache
 def _ensure_registered() -> None:
-    register = functools.partial(
-        register_op, create=_create, error_code_of=failures.error_code_of
-    )
+    register = functools.partial(register_op, create=_create)
     register("RingjaxCheckDue", [], ["step: int64"], compute=_count)
     register("RingjaxCheck", ["step: int64", "tensors: T"], [], compute=_compare)

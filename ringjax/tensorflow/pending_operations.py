@@ -1,7 +1,8 @@
 """Operations that one node of a graph has submitted and another node will finish.
 
-Tensors are addresses of TF_Tensor here. token_queues.py describes how graphs wait, and
-kernels.py has the nodes of a graph.
+Threads of this module wait for the operations, so that TensorFlow's threads need not.
+Tensors are addresses of TF_Tensor in this module. token_queues.py describes how graphs
+wait, and kernels.py has the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringjax import stderr
 from ringjax.eager import lane
 from ringjax.errors import RingjaxError
 from ringjax.tensorflow import c_api
 from ringjax.tensorflow.collective_spec import CollectiveSpec, finish_with_work
 from ringjax.tensorflow.token_queues import TokenQueue
 from ringjax.world import timeouts
+
+_POLL_INTERVAL = 0.002  # seconds between two polls of the younger operations
 
 
 class OwnedTensors:
@@ -27,8 +33,8 @@ class OwnedTensors:
     def __init__(self, tensors: Sequence[int]) -> None:
         self.tensors = list(tensors)
 
-    # When the interpreter ends, the names of this module may be None already, so the
-    # function is the default of an argument.
+    # When the interpreter ends, the names of this module may be None already. The
+    # default value of an argument still exists then.
     def __del__(
         self, delete: Callable[[Sequence[int]], None] = c_api.tensors.delete
     ) -> None:
@@ -40,18 +46,15 @@ class PendingOperation:
 
     Args:
         call: the operation.
-        name: its name on all ranks.
-        tensors: the arguments, and for alltoall the splits after them. This object
-            takes ownership of them.
+        name: the name of the operation on all ranks.
+        tensors: the arguments, and for alltoall the splits after them. The new object
+            owns these tensors and deletes them.
         queue: the queue from which the graph takes a token. If it is None, the caller
             sets `on_end`.
 
     Attributes:
-        queue: the argument.
         ended: the monotonic time at which the end was noticed; infinity before.
         on_end: a function that is called once when the operation has ended.
-
-    Raises: as `lane.submit`.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class PendingOperation:
         self.queue = queue
         self.ended = math.inf
         self.on_end: Callable[[], None] | None = None
-        # Later code can raise errors. The tensors must have an owner before.
+        # Give the tensors an owner now, because the code below may raise exceptions.
         inputs = OwnedTensors(tensors)
         self._work: Any = None  # the native work, after the wait
         self._error: RingjaxError | None = None
@@ -108,7 +111,7 @@ class PendingOperation:
             on_end()
 
     def note_end(self) -> None:
-        """Notes the end of a session's operation before RingjaxWait waits for it."""
+        """Records the end of a session's operation that RingjaxWait has not taken."""
         if self.queue is None and self.ended == math.inf and self.done():
             self.ended = time.monotonic()
 
@@ -127,8 +130,7 @@ class PendingOperation:
     def results(self) -> list[int]:
         """Returns the results, once; the caller deletes them.
 
-        Raises:
-            RingjaxError: the operation has failed.
+        Raises the error with which the operation has failed.
         """
         self.wait_for_end()
         if self._error is not None:
@@ -175,3 +177,69 @@ def _copy(tensor: int, memory: Any) -> None:
     if size:
         source = (ctypes.c_char * size).from_buffer(memory)
         ctypes.memmove(c_api.data_of(tensor), source, size)
+
+
+class CompletionThreads:
+    """Threads that wait for operations and notify each operation when it ends.
+
+    One thread waits for the oldest operation, and then notifies all operations that
+    have ended by then. Operations may end in any order, so a second thread polls the
+    younger operations. The threads start with the first operation and never end.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[PendingOperation] = deque()
+        self._changed = threading.Condition()
+        self._started = False
+
+    def add(self, item: PendingOperation) -> None:
+        """Adds an operation; returns immediately."""
+        with self._changed:
+            self._pending.append(item)
+            # With one operation the first thread has work, with two the second one.
+            # Neither thread sleeps on the condition while there are more operations.
+            if len(self._pending) <= 2:
+                self._changed.notify_all()
+            if not self._started:
+                self._started = True
+                for work in (self._wait_for_oldest, self._poll_others):
+                    name = f"ringjax-tensorflow{work.__name__}"
+                    threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _wait_for_oldest(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending:
+                    self._changed.wait()
+                first = self._pending[0]
+            first.wait_for_end()
+            ended = []
+            with self._changed:
+                while self._pending and self._pending[0].done():
+                    ended.append(self._pending.popleft())
+            for item in ended:
+                _notify(item)
+
+    def _poll_others(self) -> None:
+        while True:
+            with self._changed:
+                while len(self._pending) < 2:
+                    self._changed.wait()
+            time.sleep(_POLL_INTERVAL)
+            with self._changed:
+                # `_wait_for_oldest` waits for the first operation, so leave it out
+                # here.
+                ended = [item for item in list(self._pending)[1:] if item.done()]
+                for item in ended:
+                    self._pending.remove(item)
+            for item in ended:
+                _notify(item)
+
+
+def _notify(item: PendingOperation) -> None:
+    try:
+        item.wait_for_end()
+        item.notify()
+    except Exception as error:  # the thread must continue after a failed notification
+        cause = f"{type(error).__name__}: {error}"
+        stderr.line(f"[ringjax] error: a graph of TensorFlow waits for ever: {cause}")

@@ -174,7 +174,7 @@ def reducescatter(
 ) -> tf.Tensor:
     """Reduces a tensor over all ranks and returns this rank's part of the rows.
 
-    If the rows cannot be divided evenly, the first ranks get one row more. The
+    If the rows cannot be divided evenly, the first ranks receive one row more. The
     derivative is the allgather of the gradients, times the factors, and for Sum also
     times the number of ranks.
 

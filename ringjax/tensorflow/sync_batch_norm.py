@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks' batches, a layer of Keras.
 
-The means and squared deviations of the ranks are combined without cancellation, as in
-Chan, Golub and LeVeque.
+The means and squared deviations of the ranks are combined by the formula of Chan, Golub
+and LeVeque, which subtracts no large numbers from each other.
 
 References:
     S. Ioffe, C. Szegedy, Batch Normalization, ICML 2015.

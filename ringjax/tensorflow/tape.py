@@ -36,8 +36,8 @@ class _DistributedGradientTape(tf.GradientTape):
 
     def _pop_tape(self) -> None:
         super()._pop_tape()
-        # If this tape was made while `_recorder` records, the `with` block of
-        # `_recorder` ends later and must not pop the same tape again.
+        # If this tape was made inside of the `with` block of `_recorder`, the block
+        # ends later, and `_recorder` must not pop the tape a second time.
         self._recorder._recording = False
 
     def register_local_source(self, source: Variable) -> None:
@@ -104,8 +104,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> tf.GradientTape:
     """Makes a tape like `gradtape` whose `gradient` is reduced over all ranks.
 
-    All ranks call `gradient` of the same sources, in the same order of calls, in eager
-    mode or inside of `tf.function`. Gradients travel in buckets of
+    All ranks must call `gradient` with the same sources, in the same order of calls, in
+    eager mode or inside of `tf.function`. Gradients travel in buckets of
     RINGJAX_BUCKET_BYTES, each as soon as its gradients are computed.
 
     Args:
@@ -159,7 +159,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     )
     plain = type(gradtape)
     kind = type(plain.__name__, (_DistributedGradientTape, plain), {})
-    # The __init__ of a program's own class may take other arguments: do not call it.
+    # Do not call __init__, because a program's own class may require other arguments.
     tape: Any = object.__new__(kind)
     tape.__dict__.update(gradtape.__dict__)
     tape._recorder = gradtape
@@ -182,7 +182,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Makes a `DistributedGradientTape` that does not reduce gradients of some layers.
+    """Makes a `DistributedGradientTape` that leaves out the gradients of some layers.
 
     Args:
         local_layers: a layer of Keras, or several layers, whose trainable weights are
@@ -201,19 +201,9 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         >>> [g.shape[0] for g in tape.gradient(y, layer.trainable_weights)]
         [3, 1]
     """
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    # All other arguments are arguments of `DistributedGradientTape`.
+    options = {key: value for key, value in locals().items() if key != "local_layers"}
+    tape = DistributedGradientTape(**options)
     kind = tf.keras.layers.Layer
     for variable in local_variables(local_layers, kind, "tf.keras.layers.Layer type"):
         tape.register_local_source(variable)

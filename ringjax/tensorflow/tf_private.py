@@ -1,7 +1,7 @@
 """Access to TensorFlow's private Python modules; no other file of ringjax uses them.
 
-TensorFlow's generated wrappers of operations use the same private functions, which run
-operations that are registered at run time, eagerly or as nodes of a graph.
+The private functions run operations that are registered at run time, eagerly or as
+nodes of a graph. TensorFlow's own generated Python code uses these functions, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ may_record = record.could_possibly_record
 """Returns whether a gradient tape might be recording."""
 
 record_operation = record.record_operation
-"""Tells the tapes of an operation: its name, results, arguments and derivative."""
+"""Records an operation in the tapes: its name, results, arguments and derivative."""
 
 executing_eagerly = context.executing_eagerly
 """Returns whether operations run immediately."""
@@ -46,10 +46,7 @@ def execute_eagerly(
 def add_node(op: str, name: str | None, **arguments: object) -> tf.Operation:
     """Adds a node to the current graph.
 
-    Args:
-        op: the registered operation.
-        name: the wanted name of the node.
-        **arguments: inputs and attributes by name.
+    TensorFlow may change the `name`. `arguments` are the node's inputs and attributes.
     """
     _, _, node, _ = op_def_library._apply_op_helper(op, name=name, **arguments)
     return node

@@ -1,7 +1,7 @@
 """Names for types of TensorFlow and Keras in annotations.
 
-TensorFlow has no type stubs, so a type checker takes its classes (`tf.Tensor`) and the
-names below for Any. The names say what a function expects.
+TensorFlow has no type stubs, so for a type checker `tf.Tensor` and the names below are
+Any. For a reader, the names describe the objects that a function accepts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 TensorLike: TypeAlias = Any
-"""A `tf.Tensor`, or what `tf.convert_to_tensor` takes: a variable, array or number."""
+"""A `tf.Tensor`, or a variable, array or number that TensorFlow can convert to one."""
 
 Gradient: TypeAlias = Any
 """A `tf.Tensor`, `tf.IndexedSlices`, or None if there is no gradient."""
@@ -21,7 +21,7 @@ Splits: TypeAlias = Any
 """A list, array or tensor of integers: the rows for each rank, or None."""
 
 Structure: TypeAlias = Any
-"""Tensors or variables in nested lists, tuples and dicts, as `tf.nest` takes them."""
+"""Tensors or variables in nested lists, tuples and dicts, as `tf.nest` accepts them."""
 
 Groups: TypeAlias = Any
 """Horovod's `groups`: a number, lists of variables, or None."""

@@ -1,10 +1,10 @@
-"""Token queues: a graph waits for an operation by reading from a queue of TensorFlow's.
+"""Token queues: a graph waits for an operation by reading from a queue of TensorFlow.
 
-The reader of such a queue occupies no thread. The node that starts an operation
-acquires a queue from a pool and hands its handle to the graph. When the operation has
-ended, a token is put into the queue. When the graph has taken the token, the queue
-returns to the pool. A queue whose graph has failed in between is not used again,
-because its token may still be inside.
+The node that reads from a queue occupies no thread. The node that starts an operation
+acquires a queue from a pool and passes its handle to the graph. When the operation has
+ended, ringjax puts a token into the queue. When the graph has taken the token, the
+queue returns to the pool. If the graph fails before it takes the token, the queue is
+not used again, because its token may still be inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 
 import tensorflow as tf
 
-from ringjax.tensorflow import c_api, failures, tf_private
+from ringjax.tensorflow import c_api, tf_private
 from ringjax.tensorflow.kernel_registration import register_op
 
 _queue_ids = itertools.count()
@@ -27,11 +27,7 @@ _read: list[bytes] = []
 
 
 class TokenQueue:
-    """A queue for one token at a time.
-
-    Attributes:
-        handle: the handle of the queue, as TensorFlow serializes it.
-    """
+    """A queue for one token at a time; `handle` is its handle, as serialized bytes."""
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -54,8 +50,8 @@ class TokenQueue:
 
 def acquire() -> TokenQueue:
     """Takes an idle queue from the pool, or makes a new one."""
-    # Several threads of TensorFlow call this function. pop() and append() of a list are
-    # atomic, but a test of the length before pop() would be a race.
+    # Several threads of TensorFlow call this function at the same time. pop() of a list
+    # is atomic, but a test of the length before pop() would be a race.
     try:
         return _idle.pop()
     except IndexError:
@@ -89,5 +85,4 @@ def ensure_registered() -> None:
         [],
         create=lambda call, node: None,
         compute=_read_handle,
-        error_code_of=failures.error_code_of,
     )

@@ -15,14 +15,7 @@ from ringjax.tensorflow.tf_types import Variable
 
 
 def unwrap_variable(variable: object) -> tf.Variable:
-    """Returns the `tf.Variable` in a variable of Keras, or any other object as it is.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> variable = tf.Variable(1.0)
-        >>> unwrap_variable(variable) is variable
-        True
-    """
+    """Returns the `tf.Variable` in a variable of Keras, and any other object itself."""
     if isinstance(variable, tf.Variable):
         return variable
     value = getattr(variable, "value", None)
@@ -30,17 +23,9 @@ def unwrap_variable(variable: object) -> tf.Variable:
 
 
 def variable_key(variable: Variable) -> Hashable:
-    """Returns a key that is equal for a variable of Keras and the variable inside.
+    """Returns a key that is equal for a variable of Keras and the `tf.Variable` in it.
 
-    The key keeps the variable alive, so no other variable can get the same key.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> variable = tf.Variable(1.0)
-        >>> variable_key(variable) == variable_key(variable)
-        True
-        >>> variable_key(variable) == variable_key(tf.Variable(1.0))
-        False
+    The key keeps the variable alive, so no other variable can have an equal key.
     """
     plain = unwrap_variable(variable)
     ref = getattr(plain, "ref", None)
@@ -56,7 +41,7 @@ def as_variable_list(variables: Iterable[Variable] | Variable) -> list[tf.Variab
 
 
 def shape_and_dtype(tensor: tf.Tensor) -> tuple[tuple[int, ...], type[np.generic]]:
-    """Returns the static shape, () if it is unknown, and NumPy's dtype of a tensor."""
+    """Returns NumPy's dtype of a tensor, and its shape, or () for an unknown shape."""
     shape = tensor.shape
     known = tuple(shape.as_list()) if shape.is_fully_defined() else ()
     return known, tensor.dtype.as_numpy_dtype

@@ -1,12 +1,12 @@
 """Collectives in functions that XLA compiles: `tf.function(jit_compile=True)`.
 
 Each collective is a module of StableHLO with one custom call, which TensorFlow puts
-into the program. JAX makes the same custom call, on the same communicators. XLA runs
-calls that share no value in any order, so ranks could run them in different orders. The
-last operand and the last result of each call are therefore its *order*, which the next
-call of the graph takes. The order cannot leave a branch, a loop or an inner function,
-so collectives in branches, loops and inner functions are refused. XLA must know all
-shapes when it compiles, so shapes that only all ranks together know are refused, too.
+into the program. JAX makes the same custom call, on the same communicators. XLA may run
+calls that share no value in any order, so two ranks could run them in different orders.
+Each call therefore has an additional last result, its *order*, which is the additional
+last operand of the next call of the graph. The order cannot leave a branch, a loop or
+an inner function, so collectives there are refused. XLA must know all shapes when it
+compiles, so collectives whose shapes depend on data of other ranks are refused, too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def run(
 ) -> tuple[list[tf.Tensor], list[list[int]]]:
     """Adds a collective to the current graph, like `graph_collectives.run`.
 
-    Raises:
-        ValueError: XLA cannot compile the collective; the text says why.
-        RingjaxError: this TensorFlow does not accept ringjax's handlers.
+    If XLA cannot compile the collective, the text of the ValueError names the reason.
     """
     graph = tf.compat.v1.get_default_graph()
     if not tf_private.is_jit_function(graph):
@@ -88,12 +86,8 @@ def check(
 ) -> None:
     """Adds a comparison of parameters between the ranks; see `ffi/check.cc`.
 
-    Args:
-        call: the name of the check and the process set.
-        tensors: the parameters.
-        names: the names of the parameters.
-        every: the number of calls from one comparison to the next.
-        first: the first call whose parameters are compared.
+    The parameters are compared in the call number `first`, and then in every `every`th
+    call.
     """
     graph = tf.compat.v1.get_default_graph()
     if not tf_private.is_jit_function(graph) or not all(
@@ -138,7 +132,7 @@ def _not_compilable(call: CollectiveSpec, reason: str) -> ValueError:
 
 
 def _rows_by_rank(call: CollectiveSpec, shape: list[int], size: int) -> list[int]:
-    """Returns the part of the attribute `counts` for one tensor."""
+    """Returns the attribute `counts` of a call with this tensor alone."""
     if call.op not in (*_RAGGED, "reducescatter"):
         return []
     if not shape:
@@ -189,10 +183,6 @@ def _attributes(
     return found
 
 
-def _mlir_attributes(attributes: Mapping[str, Attribute]) -> str:
-    return ", ".join(f"{name} = {_to_mlir(x)}" for name, x in attributes.items())
-
-
 def _to_mlir(value: Attribute) -> str:
     if isinstance(value, list):
         numbers = ", ".join(map(str, value))
@@ -217,13 +207,9 @@ def _add_custom_call(
     results: Sequence[tuple[list[int], tf.DType]],
     attributes: Mapping[str, Attribute],
 ) -> list[tf.Tensor]:
-    """Adds a node that is one custom call.
+    """Adds a node that is one custom call of the handler `target`.
 
-    Args:
-        target: the handler.
-        tensors: the operands.
-        results: the shape and dtype of each result.
-        attributes: the attributes of the handler.
+    `results` has the shape and dtype of each result.
     """
     ins = [_mlir_type(t.shape.as_list(), t.dtype) for t in tensors]
     outs = [_mlir_type(*each) for each in results]
@@ -231,7 +217,7 @@ def _add_custom_call(
     operands = ", ".join(f"%a{i}" for i in range(len(ins)))
     values = ", ".join(f"%r#{i}" for i in range(len(outs)))
     ins_text, outs_text = ", ".join(ins), ", ".join(outs)
-    config = _mlir_attributes(attributes)
+    config = ", ".join(f"{name} = {_to_mlir(x)}" for name, x in attributes.items())
     module = f"""
     func.func public @main({parameters}) -> ({outs_text}) {{
       %r:{len(outs)} = stablehlo.custom_call @{target}({operands}) {{

@@ -1,10 +1,10 @@
 """Registers ringjax's XLA handlers with the XLA inside of TensorFlow.
 
-JAX calls the same handlers. TensorFlow contains its own XLA with an older version of
-the same interface, and exports XLA_FFI_GetApi. When a handler is registered, it reports
-the version that it was built for, and XLA refuses a newer version than its own. Each
-handler is therefore registered behind a small function that reports XLA's own version.
-This works because the handlers use nothing that the older version lacks.
+JAX calls these handlers, too. TensorFlow contains its own XLA, whose handler interface
+is older, and exports XLA_FFI_GetApi. When a handler is registered, the handler reports
+the version of the interface for which it was compiled, and XLA refuses a newer version
+than its own. Each handler is therefore registered behind a small function that reports
+XLA's own version. The handlers use nothing that the older version lacks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _METADATA = 1  # XLA_FFI_Extension_Metadata
 _MIN_API, _MAX_API = (0, 1), (0, 3)  # versions that have the structures below
 
 
-class _ApiVersion(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension", _Pointer),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    )
+class _Header(ctypes.Structure):
+    """The first fields of most structures of the interface."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("extension", _Pointer))
 
 
-class _Api(ctypes.Structure):
+class _ApiVersion(_Header):
+    _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int))
+
+
+class _Api(_Header):
     _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension", _Pointer),
         ("version", _ApiVersion),
         ("internal", _Pointer),
         ("create_error", _Pointer),
@@ -48,10 +47,8 @@ class _StringView(ctypes.Structure):
     _fields_ = (("data", ctypes.c_char_p), ("length", ctypes.c_size_t))
 
 
-class _HandlerRegistration(ctypes.Structure):
+class _HandlerRegistration(_Header):
     _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension", _Pointer),
         ("name", _StringView),
         ("platform", _StringView),
         ("instantiate", _Pointer),
@@ -60,10 +57,6 @@ class _HandlerRegistration(ctypes.Structure):
         ("execute", _Pointer),
         ("traits", ctypes.c_uint32),
     )
-
-
-class _CallFrame(ctypes.Structure):
-    _fields_ = (("struct_size", ctypes.c_size_t), ("extension", _Pointer))
 
 
 class _Extension(ctypes.Structure):
@@ -86,11 +79,7 @@ _registered_handlers: list[tuple[object, object]] = []
 
 @functools.cache
 def ensure_registered() -> None:
-    """Registers the handlers, once in a process.
-
-    Raises:
-        RingjaxError: this TensorFlow does not accept them.
-    """
+    """Registers the handlers, once in a process."""
     try:
         get = library.XLA_FFI_GetApi
     except AttributeError:
@@ -129,7 +118,7 @@ def _with_api_version(address: int, minor: int) -> ctypes._FuncPointer:
 
     def call(frame: int) -> int | None:
         error: int | None = handler(frame)
-        extension = _CallFrame.from_address(frame).extension
+        extension = _Header.from_address(frame).extension
         if extension:
             request = _Extension.from_address(extension)
             if request.kind == _METADATA:

@@ -14,7 +14,7 @@ from ringjax.compression import WireDtype
 from ringjax.keras.backends.base_backend import Backend, ReductionOptions
 from ringjax.keras.keras_types import Compressor, Tensor, Variable
 from ringjax.ops import Min, ReduceOp
-from ringjax.tensorflow import global_variables, movement, reductions
+from ringjax.tensorflow import functions, movement, reductions
 from ringjax.tensorflow.compression import Compression
 from ringjax.tensorflow.gradients import GradientSettings, reduce_gradients
 from ringjax.tensorflow.mpi_ops import size_op
@@ -117,7 +117,7 @@ class _TensorFlowBackend(Backend):
 
     def broadcast_global_variables(self, root_rank: int) -> object:
         """Broadcasts in graphs of TensorFlow 1, which have a list of all variables."""
-        return global_variables.broadcast_global_variables(root_rank)
+        return functions.broadcast_global_variables(root_rank)
 
 
 def _tensorflow_compressor(compression: Compressor) -> Compressor:

@@ -1,9 +1,9 @@
 """A registry of the dispatchers and workers of TensorFlow's data service.
 
-One process of the compute job has the registry, a `ComputeService`. All other processes
-and the training program use it through a `ComputeClient`. Both sides prove that they
-know the key. The connections between dispatchers, workers and trainers are TensorFlow's
-own and are not secured.
+One process of the compute job runs the registry, a `ComputeService`. All other
+processes and the training program use the registry through a `ComputeClient`. Registry
+and client prove to each other that they know the key. TensorFlow itself connects
+dispatchers, workers and trainers, and does not secure these connections.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ServiceAddresses: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class ComputeService(JobServer):
-    """Registers dispatchers and workers, and replies to a question when it can.
+    """Registers dispatchers and workers, and replies to questions about them.
 
-    A question about a dispatcher that is not registered yet waits for its registration.
+    The reply to a question about a dispatcher is delayed until it is registered.
 
     Args:
         dispatchers: the number of dispatchers.
@@ -83,7 +83,7 @@ class ComputeService(JobServer):
         return ""
 
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
-        """Registers a client's report, and replies to all questions that it settles."""
+        """Registers a client's report, and replies to the questions that it answers."""
         ask, number = str(message.get("ask")), message.get("dispatcher", 0)
         if not isinstance(number, int) or not 0 <= number < self._dispatchers:
             text = f"there is no dispatcher {number!r}, there are {self._dispatchers}"

@@ -1,9 +1,9 @@
 """TensorFlow's data service for a training job: its configuration and both its sides.
 
 The processes of the compute job run `compute_worker_fn`. The training program calls
-`send_to_data_service` on its dataset. The two jobs find each other through
-compute_registry.py. The import of this module adds Horovod's method
-`send_to_data_service` to the datasets of TensorFlow.
+`send_to_data_service` on its dataset. The two jobs find each other through the registry
+of compute_registry.py. The import of this module adds Horovod's method
+`send_to_data_service` to TensorFlow's class `tf.data.Dataset`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ringjax.tensorflow.reductions import allreduce
 from ringjax.tensorflow.tf_types import Server
 
 _service = tf.data.experimental.service
-# The seconds to wait until the readers of a worker have ended. The worker reports every
-# second, so at least one report arrives within this time.
+# The seconds to wait until nobody reads from a worker. A worker reports its readers
+# every second, so at least one report arrives within this time.
 _STOP_TIMEOUT = 1.5
 _kept_alive: list[Server] = []
 
@@ -224,8 +224,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
 
 @elastic.run
 def _wait_for_shutdown(state: elastic.State, compute: ComputeClient) -> None:
-    # All ranks leave the loop together: a rank that left alone would look lost to
-    # the others, which still wait in the allreduce.
+    # All ranks leave the loop together. If one rank left alone, the other ranks would
+    # wait for it in the allreduce and count it as lost.
     running = True
     while running:
         own = tf.constant(int(compute.is_running()))
@@ -251,10 +251,9 @@ def _host() -> str:
 def _stop(server: Server) -> None:
     """Stops a server; if trainers still read from it, it ends with the process.
 
-    TensorFlow's stop waits for every request, and holds Python's lock while it waits.
-    With `round_robin`, a request never ends if another consumer of its round has gone.
-    So this function first waits until no task is left. The worker's next report says
-    that a reader has ended.
+    TensorFlow's method `_stop` waits for every request, and holds Python's lock while
+    it waits. With `round_robin`, a request never ends if another consumer of its round
+    has ended. This function therefore waits for a limited time until no task is left.
     """
     # Dispatchers have no tasks, so `int()` returns 0.
     tasks = getattr(server, "_num_tasks", int)
