@@ -17,8 +17,8 @@ from ringjax.ops import Average
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's variables of model and optimizer, once.
 
-    The broadcast is before the first batch if the model is built by then, else after
-    the first batch.
+    The callback broadcasts before the first batch, or after the first batch if the
+    model is not built before.
 
     Args:
         root_rank: the rank that has the variables.
@@ -81,8 +81,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _is_local(self, variable: Variable) -> bool:
         if id(variable) in self._local:
             return True
-        # On JAX a variable has another array as its value after every step, so the id
-        # of the array that was registered may belong to another object now.
+        # On JAX the value of a variable is a new array after every step, so the id of
+        # the registered array may belong to another object now.
         return backend().name != "jax" and id(variable.value) in self._local
 
 
@@ -285,7 +285,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A ModelCheckpoint that saves the best model, and gets its `filepath` later.
+    """A ModelCheckpoint that saves the best model, and whose `filepath` is set later.
 
     The arguments are the same as for `keras.callbacks.ModelCheckpoint`.
 
@@ -311,8 +311,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            # Keras checks the name in its constructor. The program sets another name
-            # later.
+            # Keras' constructor requires a file name. The program sets its own file
+            # name later.
             filepath="best.weights.h5" if save_weights_only else "best.keras",
             monitor=monitor,
             verbose=verbose,

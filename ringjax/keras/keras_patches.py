@@ -1,13 +1,13 @@
-"""Patches Keras where a distributed optimizer needs another behaviour.
+"""Patches two methods of Keras for models with a distributed optimizer.
 
-Models with other optimizers behave as before. The patches wrap two methods:
+Models with other optimizers behave as before. The methods are:
 
-* `LossScaleOptimizer.check_finite`. In float16, Keras itself puts this optimizer around
-  the optimizer of a model. It skips steps whose gradients are not finite. All ranks
-  must skip the same steps, because a rank that skips a step does not reduce gradients,
-  and the other ranks would wait for it.
+* `LossScaleOptimizer.check_finite`. In float16, Keras wraps the optimizer of a model in
+  a LossScaleOptimizer, which skips steps whose gradients are not finite. All ranks must
+  skip the same steps, because a rank that skips a step does not reduce gradients, and
+  the other ranks would wait for this rank.
 * `Model.make_train_function`, with TensorFlow. XLA cannot compile a reduction inside of
-  a branch, and Keras does not check whether the optimizer allows XLA to compile a step.
+  a branch, but Keras checks only the layers before it lets XLA compile a step.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Variable: TypeAlias = Any
 Optimizer: TypeAlias = Any
 Model: TypeAlias = Any
 Layer: TypeAlias = Any
-# The metrics that Keras hands to a callback.
+# The metrics that Keras passes to a callback.
 Logs: TypeAlias = dict[str, Any] | None
 # A compressor of the backend, a `WireDtype`, or a class of the program.
 Compressor: TypeAlias = Any

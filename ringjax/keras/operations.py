@@ -26,7 +26,7 @@ def allreduce(
     Args:
         value: a number, an array or a tensor, of the same shape and dtype on all ranks.
         name: the name of the operation, the same on all ranks. If it is None, the
-            operation gets the number of the call.
+            operation is numbered in the order of the calls.
         average: Horovod's former argument: True means op=Average, False means op=Sum.
         prescale_factor: multiplies each rank's value before the reduction.
         postscale_factor: multiplies the result.
@@ -35,7 +35,7 @@ def allreduce(
             compression.
 
     Raises:
-        TypeError, ValueError: a bad argument; nothing was sent.
+        TypeError, ValueError: an argument is wrong; nothing was sent.
         HorovodInternalError: the ranks disagree, or a rank is lost; the text names the
             rank.
 
@@ -101,11 +101,10 @@ def reducescatter(value: Tensor, name: str | None = None, op: int = Average) -> 
 def broadcast_global_variables(root_rank: int) -> object:
     """Broadcasts all variables of a graph of TensorFlow 1.
 
-    The function calls `ringjax.tensorflow.broadcast_global_variables`. Outside of such
-    a graph there is no list of all variables, so the function raises an error, as in
-    Horovod.
+    The function calls `ringjax.tensorflow.broadcast_global_variables`.
 
     Raises:
-        RuntimeError: outside of a graph of TensorFlow 1; the text says what to use.
+        RuntimeError: called outside of a graph of TensorFlow 1, where Keras has no list
+            of all variables. The text names the alternatives.
     """
     return backend().broadcast_global_variables(root_rank)

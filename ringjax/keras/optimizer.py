@@ -1,8 +1,8 @@
 """DistributedOptimizer: any Keras optimizer, on gradients reduced over all ranks.
 
-Behaviour, names and errors are Horovod's; reducer.py reduces the gradients. The class
-of the result is a subclass of the plain optimizer's class and has its name, so that
-saved models can be loaded with and without ringjax.
+Behavior, names and errors are Horovod's, and reducer.py reduces the gradients. The
+class of the result is a subclass of the plain optimizer's class and has the name of
+that class, so that a program can load a saved model with and without ringjax.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ringjax.world.process_set import ProcessSet, global_process_set
 class AggregationCounter(NamedTuple):
     """Horovod's attribute `_agg_helper` of an optimizer, which programs read.
 
-    Attributes:
-        counter: the number of passes since the last step, a variable of the optimizer.
+    `counter` is the number of passes since the last step, a variable of the optimizer.
     """
 
     counter: Variable
 
 
-# The class of Keras that follows in the bases of the optimizer's class.
+# A type checker sees this class in place of the plain optimizer's class, which is the
+# second base of each class that `_distributed` makes.
 _PlainOptimizer: Any = object
 
 
 class _DistributedOptimizer(_PlainOptimizer):
-    """The base class that stands before the class of the plain optimizer."""
+    """The first base of a distributed optimizer's class, before the plain class."""
 
-    _ringjax_options: OptimizerOptions  # the options, an attribute of the class
+    _ringjax_options: OptimizerOptions  # the options, an attribute of the subclass
     _reducer: OptimizerReducer
     built: bool
 
@@ -50,8 +50,7 @@ class _DistributedOptimizer(_PlainOptimizer):
     def register_local_var(self, var: Variable) -> None:
         """Excludes the gradient of a variable from the reduction.
 
-        The gradient is divided by the number of ranks instead, unless
-        `scale_local_gradients` is False.
+        With `scale_local_gradients`, the gradient is divided by the number of ranks.
         """
         self._reducer.register_local_var(var)
 
@@ -116,8 +115,8 @@ class _DistributedOptimizer(_PlainOptimizer):
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        # Keras calls this method between the accumulation of gradients and the update.
-        # So this method reduces the accumulated gradients, once for each update.
+        # Keras calls this method between the accumulation of gradients and the update,
+        # so this is the place to reduce the accumulated gradients once for each update.
         reducer = self._reducer
         if (variables := reducer.deferred) is not None and not reducer.is_alone():
             due = (self._iterations + 1) % self.gradient_accumulation_steps == 0
@@ -130,7 +129,7 @@ class _DistributedOptimizer(_PlainOptimizer):
     # -- several passes for one step ---------------------------------------------------
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Makes the optimizer's variables, and variables for sums of gradients."""
+        """Makes the optimizer's variables, and variables for the sums of gradients."""
         super().build(variables)
         self._add_accumulators(variables)
 
@@ -152,7 +151,7 @@ class _DistributedOptimizer(_PlainOptimizer):
         return None if counter is None else AggregationCounter(counter)
 
     def _add_pass(self, grads: Sequence[Tensor], variables: Sequence[Variable]) -> None:
-        """Adds gradients up. After `passes` calls, makes a step with the sums."""
+        """Adds gradients to sums. After `passes` calls, makes a step with the sums."""
         reducer = self._reducer
         plain: Any = super()
         passes = reducer.options.passes
@@ -183,8 +182,8 @@ class _DistributedOptimizer(_PlainOptimizer):
         changed = [*self.variables, *self._trainable_variables]
         backend().cond(keras.ops.equal(reducer.counter, passes), step, skip, changed)
 
-    # A file has the variables of the plain optimizer only, so that the plain optimizer
-    # can load it, too.
+    # A file contains only the variables of the plain optimizer, so that a program
+    # without ringjax can load the file, too.
 
     def save_own_variables(self, store: Any) -> None:
         """Saves the variables that the plain optimizer has."""
@@ -211,7 +210,7 @@ class _DistributedOptimizer(_PlainOptimizer):
     # -- steps of Keras 2, which programs for Horovod call -----------------------------
 
     def get_gradients(self, loss: Tensor, params: Sequence[Variable]) -> list[Tensor]:
-        """Returns reduced gradients, if the optimizer's class has `get_gradients`."""
+        """Returns reduced gradients, if the plain class has the method."""
         return self._allreduce(super().get_gradients(loss, params), params)
 
     def _allreduce(
@@ -241,8 +240,7 @@ class _DistributedOptimizer(_PlainOptimizer):
 class _DistributedLossScaleOptimizer(_PlainOptimizer):
     """A LossScaleOptimizer around a distributed optimizer.
 
-    All ranks get the same result of the check whether gradients are finite; see
-    keras_patches.py.
+    All ranks agree whether the gradients are finite; see keras_patches.py.
     """
 
     def register_local_var(self, var: Variable) -> None:
@@ -278,12 +276,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     (`gradient_accumulation_steps`), the accumulated gradients are reduced.
 
     Args:
-        optimizer: any Keras optimizer, a LossScaleOptimizer included. The result shares
-            its variables, and is an instance of its class.
+        optimizer: any Keras optimizer, also a LossScaleOptimizer. The result shares the
+            variables of this optimizer, and is an instance of its class.
         name: the name of the gradients in messages, the same on all ranks. If it is
             None, the name is "Distributed" and the name of the optimizer's class.
-        device_dense: accepted and ignored.
-        device_sparse: accepted and ignored.
+        device_dense, device_sparse: accepted and ignored.
         compression: the form in which gradients are sent, see `Compression`; None means
             no compression.
         sparse_as_dense: whether sparse gradients are sent as dense tensors.
@@ -291,8 +288,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             this factor before the sum; the sum is multiplied by the factor and divided
             by the size.
         op: Average, Sum or Adasum.
-        backward_passes_per_step: the number of calls of `apply` that make one step.
-            Gradients add up locally until then; `iterations` counts the calls.
+        backward_passes_per_step: the number of calls of `apply` for one step. Each rank
+            adds up the gradients of these calls. `iterations` counts the calls.
         average_aggregated_gradients: whether these sums are divided by the number of
             passes.
         num_groups: Horovod's former name of `groups`, if that is an integer.
@@ -304,7 +301,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             number of ranks.
 
     Raises:
-        ValueError: a bad argument. Texts are Horovod's, if Horovod has a text.
+        ValueError: an argument is wrong; the text is Horovod's if Horovod has one.
         TypeError: `optimizer` is no Keras optimizer, or a DistributedOptimizer already.
 
     Example:

@@ -42,10 +42,10 @@ class OptimizerReducer:
     `key_of` returns the key by which the optimizer identifies a variable.
 
     Attributes:
-        bypassed: whether the methods of the optimizer behave as Keras' own methods. The
-            code of Keras calls these methods, too, and must not reduce a second time.
-        deferred: the variables whose gradients are reduced when Keras has accumulated
-            them; None if Keras does not accumulate.
+        bypassed: whether the methods of the optimizer behave like Keras' own methods.
+            Keras' code calls these methods, too, and must not reduce a second time.
+        deferred: the variables whose accumulated gradients will be reduced; None if
+            Keras does not accumulate gradients.
         counter: the number of passes since the last step, a variable of the optimizer.
             It is None before the optimizer is built, or if each pass is a step.
         accumulators: the sums of the gradients since the last step.
@@ -69,7 +69,7 @@ class OptimizerReducer:
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Makes a context in which `bypassed` is set."""
+        """Sets `bypassed` in a `with` block."""
         before, self.bypassed = self.bypassed, True
         try:
             yield
@@ -77,7 +77,7 @@ class OptimizerReducer:
             self.bypassed = before
 
     def is_alone(self) -> bool:
-        """Returns whether there is no other rank to reduce gradients with."""
+        """Returns whether no other rank reduces gradients with this rank."""
         process_set = self.options.reduction.process_set
         if not process_set.included():
             return True
@@ -89,8 +89,8 @@ class OptimizerReducer:
     ) -> list[Tensor]:
         """Returns the reduced gradients; None stays None.
 
-        Gradients of local variables are divided by the size instead, if
-        `scale_local` is set.
+        Gradients of local variables are not reduced. With `scale_local` they are
+        divided by the size.
         """
         out = list(gradients)
         if self.is_alone():
@@ -121,12 +121,15 @@ class OptimizerReducer:
     def reduce_for_apply(
         self, gradients: Sequence[Tensor], variables: Sequence[Variable]
     ) -> list[Tensor]:
-        """Reduces gradients for a program that gives them to `apply_gradients`."""
+        """Reduces gradients that a program passes to `apply_gradients` afterwards."""
         self._reduced = self.reduce(gradients, variables)
         return list(self._reduced)
 
     def consume_reduced(self, gradients: Sequence[Tensor]) -> bool:
-        """Returns whether `reduce_for_apply` returned the gradients, True only once."""
+        """Returns whether the gradients are the last result of `reduce_for_apply`.
+
+        A second call with these gradients returns False.
+        """
         known = {id(gradient) for gradient in self._reduced if gradient is not None}
         self._reduced = []
         given = [gradient for gradient in gradients if gradient is not None]

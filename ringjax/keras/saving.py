@@ -26,7 +26,7 @@ def load_model(
 ) -> Model:
     """Loads a model as `keras.models.load_model` does, with a distributed optimizer.
 
-    The optimizer gets its state from the file, whether the model was saved with a
+    The optimizer's state is read from the file, whether the model was saved with a
     distributed optimizer or with a plain one.
 
     Args:
@@ -60,7 +60,8 @@ def load_model(
     if optimizer is None:
         return model
     if (values := _optimizer_values(filepath)) is not None:
-        # Keras 3.15 has built the optimizer without variables, so its state is lost.
+        # Keras 3.15 loses the optimizer's state of HDF5 files, because it builds the
+        # optimizer without variables.
         optimizer = type(optimizer).from_config(optimizer.get_config())
         optimizer.build(model.trainable_variables)
         for variable, value in zip(optimizer.variables, values, strict=False):
@@ -79,9 +80,9 @@ def _set_optimizer(model: Model, optimizer: Optimizer) -> None:
 
 
 def _class_for(function: Callable[..., Optimizer]) -> type:
-    """Returns a class of which `from_config`, the only method in use, is `function`.
+    """Returns a class whose method `from_config` calls `function`.
 
-    Keras looks optimizers up among classes, not among functions.
+    Keras finds optimizers in a table of classes, and uses only this method of a class.
     """
 
     class FromFunction(keras.optimizers.Optimizer):

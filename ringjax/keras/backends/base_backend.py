@@ -26,16 +26,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced.
+    """The options of a reduction of gradients.
 
     Attributes:
-        name: the name of the reduction on all ranks. This name and a number are the
-            name of the operation on one gradient.
-        op: Average, Sum or Adasum.
-        compression: the form in which gradients are sent.
+        name: the name of the reduction on all ranks. The name of the operation on one
+            gradient consists of this name and a number.
         predivide: the argument `gradient_predivide_factor`.
         process_set: the ranks that take part; this rank is one of them.
-        sparse_as_dense: whether sparse gradients become dense before they are sent.
     """
 
     name: str
@@ -103,7 +100,7 @@ class Backend(abc.ABC):
         false_fn: Callable[[], None],
         variables: Sequence[Variable],
     ) -> None:
-        """Calls one of two functions, which use no other variables than `variables`."""
+        """Calls one of two functions, which use only the given variables."""
         keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
@@ -111,8 +108,8 @@ class Backend(abc.ABC):
     ) -> list[Tensor]:
         """Changes values in the steps in which Keras applies accumulated gradients.
 
-        Keras calls this where it clips gradients. With most backends, it clips only in
-        those steps, so `condition` is not needed.
+        The caller is the method by which Keras clips gradients. On most backends Keras
+        clips gradients in those steps only, so `condition` is not needed.
         """
         return change(values)
 
@@ -163,8 +160,7 @@ class Backend(abc.ABC):
         return keras.ops.convert_to_tensor(out)
 
     def _to_host(self, value: Tensor) -> Array:
-        # Make a tensor first, so that the array has the dtype that the backend would
-        # choose.
+        # Make a tensor first, so that the array has the dtype that the backend chooses.
         tensor = keras.ops.convert_to_tensor(value)
         array: Array = keras.ops.convert_to_numpy(tensor)
         return array

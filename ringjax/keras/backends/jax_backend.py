@@ -1,9 +1,9 @@
 """JaxBackend: the reduction is a part of the train step that Keras compiles.
 
-The primitive is the same as in `ringjax.allreduce_grads`. Its sequence number is always
-0. An optimizer that plain Keras can load has no place for one more variable, and the
-steps of a program are in order anyway, because each step needs the weights of the step
-before.
+The primitive is that of `ringjax.allreduce_grads`, but its sequence number is always 0.
+An optimizer that plain Keras can load has no variable for the sequence number. The
+steps of a program run in order without it, because each step needs the weights of the
+step before.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class _JaxBackend(Backend):
     ) -> None:
         """Makes the functions pure for `jax.lax.cond`.
 
-        A branch gets the values of the variables as arguments, and returns those values
-        after the function has changed them.
+        A branch receives the values of the variables as arguments, and returns the
+        values that the variables have after the function.
         """
 
         def pure(change: Callable[[], None]) -> TensorChange:
@@ -99,7 +99,7 @@ class _JaxBackend(Backend):
     ) -> list[Tensor]:
         """Changes the values if `condition` is true.
 
-        On JAX, Keras computes an update in every step and drops it in most of them.
+        On JAX, Keras computes an update in every step and applies only some updates.
         """
         out: list[Tensor] = jax.lax.cond(condition, change, list, values)
         return out

@@ -24,7 +24,7 @@ class _TorchBackend(Backend):
     name = "torch"
     compression = hvd.Compression
 
-    # torch.compile cannot trace collectives, so the two methods are kept out of a step
+    # torch.compile cannot trace collectives, so two methods are excluded from the step
     # that Keras compiles.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reduce(
@@ -87,7 +87,7 @@ class _TorchBackend(Backend):
 def _memory(variables: Sequence[Variable]) -> Iterator[tuple[str, int, int]]:
     for variable in variables:
         if isinstance(variable, keras.Variable):
-            # Usually this does not copy.
+            # On the CPU this does not copy a contiguous tensor.
             on_host = variable.value.detach().cpu().contiguous()
             yield variable.path, on_host.data_ptr(), on_host.nbytes
 
