@@ -28,7 +28,7 @@ _MODULES = {
     "run_elastic": "jobs",
 }
 
-__all__ = ["Distributor", "HorovodRunner", "run", "run_elastic"]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 from ringjax.run import environ, task
 from ringjax.run import run as run_locally
 from ringjax.run.engine_job import EngineJob
-from ringjax.spark.jobs import active_session, launch
-from ringjax.spark.task import RankTask
+from ringjax.spark.jobs import FUNCTION, active_session, launch
 
 
 class Distributor:
@@ -69,22 +68,14 @@ class Distributor:
             argv = [sys.executable, train, *map(str, args)]
             payload = None
         else:
-            argv = [sys.executable, "-m", "ringjax.run.task"]
+            argv = [sys.executable, *FUNCTION]
             payload = task.encode(train, args, kwargs)
         if self.local_mode:
             return self._run_locally(train, args, kwargs)
         spark = active_session()
         env = {**environ.rank_defaults(), **self._env}
         with EngineJob(self.num_processes, min_size=self.min_processes, env=env) as job:
-            rank_task = RankTask(
-                common_env=job.common_ticket(),
-                payload=payload,
-                argv=argv,
-                size=self.num_processes,
-                elastic=job.elastic,
-                use_gpu=self.use_gpu,
-            )
-            return launch(spark, job, rank_task)[0]
+            return launch(spark, job, argv, payload, use_gpu=self.use_gpu)[0]
 
     def _run_locally(
         self,

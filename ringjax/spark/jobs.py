@@ -22,6 +22,7 @@ from ringjax.spark.task import SCHEMA, RankTask
 
 T = TypeVar("T")
 log = logging.getLogger("ringjax.spark")
+FUNCTION = ("-m", "ringjax.run.task")  # the program that runs a function as a rank
 _POLL_INTERVAL = 0.1  # seconds between two polls of the coordinator
 _STOP_TIMEOUT = 2.0  # seconds to wait for tasks that were stopped
 _START_TIMEOUT = 600.0  # seconds until Spark must have started all tasks
@@ -76,18 +77,11 @@ def run(
     spark = active_session()
     size = num_proc or parallelism(spark)
     with EngineJob(size, env=_rank_environment(env, nics), note=log.info) as job:
-        rank_task = RankTask(
-            common_env=job.common_ticket(),
-            payload=task.encode(fn, args, kwargs or {}),
-            argv=[executable or sys.executable, "-m", "ringjax.run.task"],
-            size=size,
-            elastic=False,
-            keep_output=stdout is not None or stderr is not None,
-        )
         return launch(
             spark,
             job,
-            rank_task,
+            [executable or sys.executable, *FUNCTION],
+            task.encode(fn, args, kwargs or {}),
             start_timeout=start_timeout,
             stdout=stdout,
             stderr=stderr,
@@ -149,25 +143,19 @@ def run_elastic(
     with EngineJob(
         size, min_size=min_size, max_size=max_size, env=settings, note=log.info
     ) as job:
-        rank_task = RankTask(
-            common_env=job.common_ticket(),
-            payload=task.encode(fn, args, kwargs or {}),
-            argv=[sys.executable, "-m", "ringjax.run.task"],
-            size=max_size,
-            elastic=True,
-            keep_output=stdout is not None or stderr is not None,
-        )
         return launch(
-            spark, job, rank_task, stdout=stdout, stderr=stderr, reset_limit=reset_limit
+            spark,
+            job,
+            [sys.executable, *FUNCTION],
+            task.encode(fn, args, kwargs or {}),
+            stdout=stdout,
+            stderr=stderr,
+            reset_limit=reset_limit,
         )
 
 
 def active_session() -> SparkSession:
-    """Returns the session of this thread, or of another thread.
-
-    Raises:
-        RuntimeError: there is no session.
-    """
+    """Returns the session of this thread, or of another thread."""
     try:
         return SparkSession.active()
     except PySparkException as error:
@@ -181,9 +169,8 @@ def parallelism(spark: SparkSession) -> int:
     try:
         return int(spark.sparkContext.defaultParallelism)
     except Exception:
-        # Spark Connect has no context. Spark divides a range without a given number of
-        # partitions into as many partitions as tasks can run at the same time: count
-        # these partitions.
+        # Spark Connect has no context. Count the partitions of a range: by default
+        # there are as many partitions as tasks can run at the same time.
         parts = spark.range(1 << 16).selectExpr("spark_partition_id() AS part")
         return int(parts.selectExpr("max(part) + 1").head()[0])
 
@@ -198,8 +185,10 @@ def _rank_environment(
 def launch(
     spark: SparkSession,
     job: EngineJob,
-    rank_task: RankTask,
+    argv: Sequence[str],
+    payload: bytes | None,
     *,
+    use_gpu: bool = True,
     start_timeout: float | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -207,20 +196,22 @@ def launch(
 ) -> list[Any]:
     """Runs the tasks of a job to their end, and returns the results by rank.
 
-    Args:
-        spark: runs the tasks.
-        job: brings the ranks together.
-        rank_task: the work of each task.
-        start_timeout, stdout, stderr: as for `run`.
-        reset_limit: as for `run_elastic`.
-
-    Raises:
-        LaunchError: the job failed.
+    `argv`, `payload` and `use_gpu` are as for `RankTask`, all other options as for
+    `run` and `run_elastic`.
     """
+    rank_task = RankTask(
+        common_env=job.common_ticket(),
+        payload=payload,
+        argv=argv,
+        size=job.max_size,
+        elastic=job.elastic,
+        keep_output=stdout is not None or stderr is not None,
+        use_gpu=use_gpu,
+    )
     slots = None
     if start_timeout is not None and not isinstance(spark, SparkSession):
-        # While Spark Connect waits for free slots it sends no replies, so count slots
-        # before.
+        # Count the slots now, because Spark Connect sends no replies while it waits for
+        # free slots.
         slots = parallelism(spark)
     tasks = _SparkJob(spark, job, rank_task, slots)
     tasks.start()
@@ -237,7 +228,7 @@ def launch(
             if not checked and waited > (start_timeout or _START_TIMEOUT):
                 checked = True
                 tasks.check_started(waited)
-        # Ranks that were stopped may end without an error, and then report more.
+        # Give ranks that were stopped the time to end and to report their errors.
         tasks.ended.wait(_STOP_TIMEOUT)
     finally:
         tasks.interrupt()
@@ -250,8 +241,7 @@ def launch(
         if row.code:
             job.lost(row.worker, row.error)
         else:
-            is_function = rank_task.payload is not None
-            job.finished(row.worker, task.decode(row.result) if is_function else None)
+            job.finished(row.worker, task.decode(row.result) if payload else None)
     return job.results()
 
 
@@ -264,9 +254,9 @@ def _forward_output(row: Row, stdout: TextIO | None, stderr: TextIO | None) -> N
 
 
 def _short_reason(error: Exception) -> str:
-    """Returns the line of Spark's long text that names a rank's error or lack of slots.
+    """Returns the line of Spark's text that names a rank's error or a lack of slots.
 
-    If no line names them, the result is the first line.
+    If the text has no such line, the result is its first line.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ranks = [line for line in lines if "RuntimeError: worker" in line]
@@ -277,10 +267,8 @@ def _short_reason(error: Exception) -> str:
 class _SparkJob(threading.Thread):
     """Runs Spark's job in a thread, so that the caller can interrupt it.
 
-    Attributes:
-        ended: set when Spark's job has ended.
-        rows: the results of the tasks.
-        error: the error with which Spark's job has failed.
+    When `ended` is set, `rows` has the results of the tasks, or `error` the error with
+    which Spark's job has failed.
     """
 
     def __init__(
@@ -317,7 +305,8 @@ class _SparkJob(threading.Thread):
         if not self.ended.is_set():
             with contextlib.suppress(Exception):
                 self._spark.interruptTag(self._tag)
-            # While Spark waits for free slots it does not react, so wait with a limit.
+            # Wait with a limit, because Spark ignores interrupts while it waits for
+            # free slots.
             self.ended.wait(_STOP_TIMEOUT)
 
     def check_started(self, seconds: float) -> None:

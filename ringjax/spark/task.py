@@ -1,8 +1,7 @@
 """A task of Spark that starts a rank as a process and waits for its end.
 
-Spark reuses its Python workers for later jobs. A training leaves much behind in its
-process, such as JAX with its threads, so the rank gets a process of its own. That
-process ends with the task.
+Spark reuses its Python workers for later jobs. A rank loads JAX, which starts threads
+and keeps memory, so the rank runs in a process of its own that ends with the task.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class RankTask:
         env["PYTHONPATH"] = environ.agent_path()
         result = _run_process(self.argv, env, self.payload, number)
         if self.elastic and result.code:
-            # An error makes Spark repeat the task, which then joins the job as a new
-            # worker.
+            # After an error Spark repeats the task, whose rank then joins the job as a
+            # new worker.
             raise RuntimeError(f"worker {number} (on {node}){result.one_line_error}")
         row = {
             "worker": number,
@@ -117,7 +116,7 @@ def host_hash(salt: str | None = None) -> str:
 def _assign_rank(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:
     """Returns the rank of this task and its variables.
 
-    The tasks of one host get consecutive ranks.
+    The tasks of one host have consecutive ranks.
     """
     nodes = context.allGather(node)
     order = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
@@ -130,7 +129,7 @@ class _ProcessResult:
     """The result of a rank's process.
 
     Attributes:
-        code: the exit code; 128 more than the number of a signal.
+        code: the exit code; 128 plus the number if a signal has ended the process.
         lines: the lines of output, each with the name of its stream.
         payload: the result of `ringjax.run.task`.
     """

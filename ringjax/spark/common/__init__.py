@@ -1,7 +1,7 @@
 """The parts that all estimators share, at Horovod's module paths.
 
 `store` has the paths of data and checkpoints, and `backend` runs the ranks. `params`,
-`estimator` and `params_io` are the side of Spark ML. `training_data` writes a DataFrame
-as Parquet files, `parquet_rows` reads a rank's rows of them, and `training_loop` runs
-epochs. The modules that run in ranks import nothing of Spark.
+`estimator` and `params_io` implement the interface of Spark ML. `training_data` writes
+a DataFrame as Parquet files, `parquet_rows` reads a rank's rows of these files, and
+`training_loop` runs epochs. The modules that run in ranks import nothing of Spark.
 """

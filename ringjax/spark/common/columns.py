@@ -86,8 +86,8 @@ def get_spark_df_output_schema(
         input_df_schema: the schema without predictions.
         label_cols, output_cols: the columns of labels and of their predictions.
         metadata: the metadata of the labels.
-        vectors: for each output whether it has several values. Such an output becomes
-            a vector, whatever the type of its label.
+        vectors: for each output, whether it has several values. An output with several
+            values becomes a vector for every type of its label.
 
     Raises:
         ValueError: an output column exists already, or the numbers of columns differ.
@@ -112,11 +112,7 @@ def get_spark_df_output_schema(
 def _get_col_info(
     df: DataFrame,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Returns Python types, shapes and sizes of all columns; reads every row.
-
-    Raises:
-        ValueError: the rows of a column differ in length.
-    """
+    """Returns Python types, shapes and sizes of all columns; reads every row."""
 
     def value_sizes(value: object) -> Sizes:
         shape = size = 1

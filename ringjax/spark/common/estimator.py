@@ -23,6 +23,7 @@ from ringjax.spark.common.columns import (
     Shapes,
     check_shape_compatibility,
     get_spark_df_output_schema,
+    to_list,
 )
 from ringjax.spark.common.params import EstimatorParams, ModelParams
 from ringjax.spark.common.params_io import PersistentParams
@@ -43,7 +44,7 @@ Trained: TypeAlias = tuple[Any, bytes]
 
 
 class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
-    """Trains a model on a DataFrame; a subclass for each framework completes it.
+    """Trains a model on a DataFrame; each framework has a subclass.
 
     Args:
         params: the Params by their names, see `explainParams`.
@@ -66,16 +67,16 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         return shapes
 
     @abstractmethod
-    def _pickle_spec(self) -> bytes:
-        """Pickles the model and the Params of its training."""
+    def _spec(self) -> dict[str, Any]:
+        """Returns the optimizer, the losses and further values for the ranks."""
 
     @abstractmethod
     def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
-        """Returns the function that each rank calls with the job and `_pickle_spec`."""
+        """Returns the function that each rank calls with the job and a pickled spec."""
 
     @abstractmethod
-    def _create_model(self, result: Trained, run_id: str, metadata: Metadata) -> Any:
-        """Makes the trained model from the result of rank 0."""
+    def _create_model(self, checkpoint: bytes, **params: Any) -> Any:
+        """Makes the trained model from rank 0's checkpoint and further Params."""
 
     def _env(self) -> dict[str, str]:
         """Returns environment variables for the ranks."""
@@ -102,7 +103,8 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
     def fit_on_parquet(self, params: Any = None) -> Any:
         """Trains on the Parquet files at the store's `get_train_data_path()`.
 
-        If `validation` is given, it validates on the files at `get_val_data_path()`.
+        With the Param `validation`, the files at `get_val_data_path()` are for
+        validation.
         """
         return (self.copy(params) if params else self)._fit_on_parquet()
 
@@ -178,13 +180,42 @@ class HorovodEstimator(Estimator, EstimatorParams, PersistentParams):
         job = self._training_job(run_id, val_rows > 0, dataset_idx)
         if self._has_checkpoint(run_id):
             job.checkpoint = self._load_checkpoint(run_id)
+        spec = {
+            "model": self.getModel(),
+            "label_shapes": self.getLabelShapes(),
+            "gradient_compression": self.getGradientCompression(),
+            **self._spec(),
+        }
         results: list[Any] = backend.run(
             self._train_function(),
-            args=(job, self._pickle_spec()),
+            args=(job, cloudpickle.dumps(spec)),
             kwargs={},
             env=self._env(),
         )
-        return self._create_model(results[0], run_id, metadata)
+        history, checkpoint = results[0]
+        return self._create_model(
+            checkpoint,
+            history=history,
+            feature_columns=self.getFeatureCols(),
+            label_columns=self.getLabelCols(),
+            run_id=run_id,
+            _metadata=metadata,
+        )
+
+    def _spec_by_label(self) -> dict[str, Any]:
+        """Returns optimizer, losses and metrics, with a loss for each label."""
+        count = len(self.getLabelCols())
+        weights = to_list(self.getLossWeights(), count)
+        return {
+            "optimizer": self.getOptimizer(),
+            "loss": to_list(self.getLoss(), count),
+            "loss_weights": weights or [1 / count] * count,
+            "metrics": [
+                group if isinstance(group, list) else [group]
+                for group in self.getMetrics() or []
+            ],
+            "input_shapes": self.getInputShapes(),
+        }
 
     def _training_job(
         self, run_id: str, validates: bool, number: int | None
@@ -258,7 +289,7 @@ class HorovodModel(Model, ModelParams, PersistentParams):
     def transform(self, df: DataFrame, params: Any = None) -> DataFrame:
         """Adds a column with predictions for each label, ``<label>__output``.
 
-        `setOutputCols` gives other names. A prediction has the type of its label, or is
+        `setOutputCols` sets other names. A prediction has the type of its label, or is
         a vector if it has several values.
 
         Raises:
@@ -287,8 +318,8 @@ class _PartitionPredictor:
 
     Attributes:
         make: makes the function that predicts, once in a partition.
-        features: the columns that this function takes.
-        names, kinds: the names and types of the columns that it returns.
+        features: the columns that are the arguments of this function.
+        names, kinds: the names and types of the columns with predictions.
     """
 
     make: Callable[[], Predict]
@@ -313,11 +344,9 @@ class _PartitionPredictor:
 
 
 def encode_output(rows: Array, kind: DataType) -> pa.Array:
-    """Converts outputs to an Arrow array for a type of Spark.
+    """Converts outputs, an array of [rows, values], to an Arrow array of Spark's type.
 
-    Args:
-        rows: an array of [rows, values].
-        kind: the type of Spark; vectors are converted to Spark's form of dense vectors.
+    Vectors become dense vectors of Spark.
     """
     if not isinstance(kind, VectorUDT):
         from pyspark.sql.pandas.types import to_arrow_type
@@ -339,9 +368,3 @@ def encode_output(rows: Array, kind: DataType) -> pa.Array:
         ],
         ["type", "size", "indices", "values"],
     )
-
-
-def pickle_with_classes(**values: Any) -> bytes:
-    """Pickles values so that a rank can load them, also if it lacks their classes."""
-    data: bytes = cloudpickle.dumps(values)
-    return data

@@ -1,8 +1,7 @@
 """Saves and loads estimators and models as Spark ML does, with their Params.
 
-The values of Params are pickled, models by value, into the text file of Spark ML. Do
-not load a file from a place where other users can write, because loading runs code in
-the file.
+The values of Params are pickled into the text file of Spark ML. Do not load a file from
+a place where other users can write, because loading runs code in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pyspark.ml.util import (
     MLWriter,
 )
 
-_NOT_SAVED = ("backend", "store")  # the Params that belong to a cluster
+_NOT_SAVED = ("backend", "store")  # Params that another cluster cannot use
 
 
 class HorovodParamsWriter(MLWriter):
@@ -37,8 +36,8 @@ class HorovodParamsWriter(MLWriter):
             for param, value in self.instance._paramMap.items()
             if param.name not in _NOT_SAVED and value is not None
         }
-        # Leave the defaults out: JSON cannot express some of them, and the class has
-        # them anyway.
+        # Leave the defaults out: JSON cannot express some defaults, and the class
+        # defines all of them.
         copy = self.instance.copy()
         copy._defaultParamMap = {}
         DefaultParamsWriter.saveMetadata(copy, path, self.sparkSession, paramMap=values)

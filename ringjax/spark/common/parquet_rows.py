@@ -1,7 +1,7 @@
-"""A rank's rows of a set of Parquet files, in batches; row groups are read in turn.
+"""Reads a rank's rows of a set of Parquet files in batches, row group by row group.
 
-The memory holds a part of one row group and the rows that are shuffled together. Ranks
-use this module, so nothing of Spark is imported.
+The memory contains a part of one row group, and the rows that are shuffled together.
+Ranks use this module, so it imports nothing of Spark.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ _SHUFFLE_BYTES = 256 << 20  # bytes that are shuffled together if no number is g
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group of a Parquet file.
-
-    Attributes:
-        path: the path of the file.
-        number: the number of the row group in the file.
-        rows: the number of rows.
-        size: bytes before compression.
-    """
+    """A row group of a Parquet file; `size` is in bytes before compression."""
 
     path: str
     number: int
@@ -48,9 +41,9 @@ class Batch:
     Attributes:
         columns: the rows.
         rows: the number of rows that count: all rows, or 0 in a placeholder.
-        share: a factor for the mean over these rows. With it, the mean over the ranks
-            is the mean over the rows of all ranks. It differs from 1 only in the last
-            step of an epoch, if the ranks have different numbers of rows there.
+        share: the factor of this rank's mean. With these factors, the mean over the
+            ranks is the mean over the rows of all ranks. The factor differs from 1 only
+            in the last step of an epoch, if the ranks have different numbers of rows.
     """
 
     columns: Columns
@@ -62,11 +55,8 @@ class Batch:
 class ParquetRows:
     """The rows of Parquet files, and their division among ranks.
 
-    Attributes:
-        store: has the filesystem.
-        groups: all row groups, in order.
-        names: the names of the columns.
-        keep: whether a rank keeps its decoded rows in memory.
+    `names` are the names of the columns. If `keep` is true, a rank keeps its decoded
+    rows in memory.
     """
 
     store: FilesystemStore
@@ -129,9 +119,6 @@ class ParquetRows:
             epoch: the number of the epoch; each epoch has another order.
             buffer: the number of rows that are shuffled together, besides the shuffling
                 of row groups; 0 keeps the order of the files.
-
-        Raises:
-            ValueError: there are fewer rows than ranks.
         """
         if self.count < size:
             raise ValueError(f"{self.count} rows are too few for {size} ranks")
@@ -158,8 +145,8 @@ class ParquetRows:
             if own:
                 columns = next(batches)
             else:
-                # Other ranks have one row more. This rank must make the step as well,
-                # so it gets a placeholder with a row that does not count.
+                # Other ranks still have a row for this step. All ranks must make the
+                # step, so this rank yields a placeholder, a row that does not count.
                 columns = {name: x[:1] for name, x in columns.items()}
             yield Batch(columns, own, size * own / int(by_rank.sum()))
 
@@ -247,15 +234,11 @@ def _row_count(columns: Columns) -> int:
 
 
 def decode_column(array: pa.Array, name: str = "a column") -> Array:
-    """Converts an Arrow array to NumPy, with one dimension more per level of lists.
+    """Converts an Arrow array to NumPy, with one more dimension per level of lists.
 
-    Args:
-        array: numbers, lists of equal lengths, or Spark's dense or sparse vectors. Any
-            other values become objects.
-        name: the name of the column in the error.
-
-    Raises:
-        ValueError: the rows differ in length.
+    The array has numbers, lists of equal lengths, or Spark's dense or sparse vectors.
+    Any other values become objects. The error about rows of different lengths names the
+    column.
 
     Example:
         >>> import pyarrow as pa

@@ -1,7 +1,7 @@
 """The stores in which estimators keep their intermediate data and their checkpoints.
 
-A store is a folder that the driver and all executors reach under one name. It is on a
-filesystem that pyarrow supports, or fsspec if that is installed.
+A store is a folder that the driver and all executors can open under one name. pyarrow
+must support its filesystem, or fsspec if fsspec is installed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class FilesystemStore(Store):
         train_path, val_path, test_path, runs_path: folders for training, validation and
             test data and for runs. A folder that is None is below `prefix_path`.
         save_runs: whether the store keeps checkpoints.
-        storage_options: arguments for a filesystem of fsspec, which is then preferred
-            to pyarrow's.
+        storage_options: arguments for a filesystem of fsspec. With these arguments, the
+            store uses fsspec even if pyarrow supports the filesystem.
         checkpoint_filename: the file name of a run's checkpoint.
     """
 
@@ -87,13 +87,13 @@ class FilesystemStore(Store):
     # -- paths -------------------------------------------------------------------------
 
     def get_full_path(self, path: str) -> str:
-        """Returns the URL of a path, as Spark takes it."""
+        """Returns the URL of a path, which Spark needs."""
         if re.match(r"\w[\w+.-]*:/", path):
             return path.rstrip("/")
         return "file://" + os.path.abspath(path)
 
     def get_localized_path(self, path: str) -> str:
-        """Returns a path without protocol, as the filesystem takes it."""
+        """Returns a path without protocol, which the filesystem needs."""
         return path.split("://", 1)[-1]
 
     def get_train_data_path(self, idx: int | None = None) -> str:
@@ -185,7 +185,7 @@ class FilesystemStore(Store):
             return bytes(file.read())
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file; a reader gets the whole old or the whole new contents."""
+        """Replaces a file at once: a reader receives either the old or the new file."""
         target = self.get_localized_path(path)
         self.fs.create_dir(target.rpartition("/")[0], recursive=True)
         with self.fs.open_output_stream(f"{target}.part") as file:

@@ -1,6 +1,6 @@
-"""A DataFrame as Parquet files in a store, and the metadata of its columns.
+"""Writes a DataFrame as Parquet files to a store, with metadata of its columns.
 
-The files of a DataFrame are written once: a second `fit` on it reuses them.
+The files of a DataFrame are written once. A second `fit` on the DataFrame reuses them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class _CachedDataset:
 
     Attributes:
         index: the number of the files in the store.
-        frame: the DataFrame. The reference keeps its id unique.
-        columns: the columns in the files.
-        properties: the properties of the files.
+        frame: the DataFrame. The cache finds a DataFrame by its id, and this reference
+            ensures that no other DataFrame has the same id.
         users: the number of calls of `fit` that use the files now.
     """
 
@@ -63,10 +62,8 @@ class TrainingDataCache:
     ) -> Iterator[int]:
         """Yields the number of a DataFrame's files; writes them first if necessary.
 
-        Args:
-            frame, columns, validation, seed: identify the files.
-            store: the store of the files.
-            write: writes the files under a number, and returns their properties.
+        `write` writes the files under a number, and returns their properties. All other
+        arguments identify the files.
         """
         # The lock is held while files are written, so that two threads that fit on one
         # DataFrame do not write the same files.
@@ -78,7 +75,8 @@ class TrainingDataCache:
                 or not columns <= found.columns
                 or not store.exists(store.get_train_data_path(found.index))
             ):
-                # Reuse a number, and so the space, of files that nobody uses.
+                # Reuse the number of files that no `fit` uses now. The new files then
+                # replace these files in the store.
                 used = {d.index for d in self._datasets.values() if d.users}
                 index = next(i for i in range(len(used) + 1) if i not in used)
                 self._datasets = {
@@ -94,11 +92,7 @@ class TrainingDataCache:
                 found.users -= 1
 
     def properties(self, index: int) -> Properties:
-        """Returns the properties of files.
-
-        Raises:
-            KeyError: there are no files with this number.
-        """
+        """Returns the properties of the files with this number."""
         for dataset in self._datasets.values():
             if dataset.index == index:
                 return dataset.properties
@@ -272,11 +266,7 @@ def _check_columns(names: Sequence[str], columns: Sequence[str]) -> None:
 def check_validation(
     validation: float | str | None, df: DataFrame | None = None
 ) -> None:
-    """Checks that `validation` is a fraction, or a column of the DataFrame.
-
-    Raises:
-        ValueError: `validation` is neither a fraction nor a column.
-    """
+    """Checks that `validation` is a fraction, or a column of the DataFrame."""
     if isinstance(validation, str):
         if df is not None:
             _check_columns([validation], df.columns)
@@ -291,7 +281,7 @@ def _train_val_split(
 ) -> tuple[DataFrame, DataFrame | None, float]:
     """Returns the rows for training and for validation, and the validation fraction.
 
-    The fraction is 0 if it is not known.
+    If a column selects the rows for validation, the fraction is unknown and is 0.
     """
     if not validation:
         return df, None, 0.0

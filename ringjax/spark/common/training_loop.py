@@ -26,19 +26,13 @@ class TrainingJob:
     """The arguments of a training on a rank, without the model.
 
     Attributes:
-        run_id: the id of the run.
-        store: receives the checkpoint of the run.
-        rows, val_rows: the rows for training and for validation.
         features, labels, weight: the names of the columns.
         batch_size, val_batch_size: rows of one step on one rank.
         steps, val_steps: the number of steps of an epoch; None means all rows.
-        epochs: passes over the data.
         seed: the seed of the row order and of the framework.
         seeded: whether the user has chosen the seed.
-        shuffle: whether each epoch has another order.
         buffer: the number of rows that are shuffled together.
         transformation: changes the columns of a batch.
-        use_gpu: whether to use a GPU if there is one.
         verbose: whether rank 0 prints the results of each epoch.
         checkpoint: the checkpoint from which the run continues.
     """
@@ -104,7 +98,14 @@ class TrainingJob:
 
 
 class ModelTrainer(Protocol):
-    """A model in training, of any framework."""
+    """A model in training, of any framework.
+
+    Attributes:
+        metrics: groups of metrics. A group has one function for all labels, or one for
+            each label.
+    """
+
+    metrics: list[Any]
 
     def train_step(self, batch: Batch) -> Sequence[float]:
         """Makes a step; returns the means of loss and metrics over the rows."""
@@ -112,11 +113,8 @@ class ModelTrainer(Protocol):
     def validation_step(self, batch: Batch) -> Sequence[float]:
         """Returns the means of loss and metrics over the rows, without a step."""
 
-    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Returns the means with their names, for the history."""
-
     def dumps(self, history: History) -> bytes:
-        """Returns a checkpoint."""
+        """Returns a checkpoint of the model, the optimizer and the history."""
 
     def loads(self, checkpoint: bytes) -> History:
         """Restores a checkpoint; returns its history."""
@@ -127,11 +125,9 @@ def train(
 ) -> tuple[History, bytes] | None:
     """Trains with the trainer `make(job, *args)`.
 
-    A run with a checkpoint continues until it has `job.epochs` epochs. If it has so
-    many epochs already, it continues for `job.epochs` more epochs.
-
-    Returns:
-        The history and the last checkpoint on rank 0, None on other ranks.
+    A run with a checkpoint continues until it has `job.epochs` epochs. A run that has
+    as many epochs already continues for `job.epochs` more epochs. Rank 0 returns the
+    history and the last checkpoint, other ranks return None.
     """
     with ringjax_initialized():
         trainer = make(job, *args)
@@ -143,11 +139,13 @@ def train(
         for epoch in range(done, done + left):
             steps = itertools.islice(stream, job.epoch_steps)
             means = _global_means(trainer.train_step, steps)
-            entry = {"epoch": epoch, "train": trainer.name_means(means)}
+            named = group_metrics(means, job.labels, trainer.metrics)
+            entry = {"epoch": epoch, "train": named}
             if job.val_rows is not None:
                 validation = job.validation_batches()
                 means = _global_means(trainer.validation_step, validation)
-                entry["validation"] = trainer.name_means(means)
+                named = group_metrics(means, job.labels, trainer.metrics)
+                entry["validation"] = named
             history.append(entry)
             if runtime.rank() == 0:
                 checkpoint = trainer.dumps(history)
@@ -160,12 +158,9 @@ def train(
 def group_metrics(
     means: Sequence[float], labels: Sequence[str], groups: Sequence[Any]
 ) -> dict[str, Any]:
-    """Returns the loss, and the metrics of each group by label, as Horovod's history.
+    """Names the means of an epoch as Horovod's history does.
 
-    Args:
-        means: the loss, and then the metrics of each group for each label.
-        labels: the labels.
-        groups: the groups of metrics.
+    `means` are the loss, and then the metrics of each group for each label.
 
     Example:
         >>> group_metrics([0.5, 0.9], ["y"], [["accuracy"]])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import Metadata, to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
     Trained,
-    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.training_loop import TrainingJob, train
@@ -49,20 +48,10 @@ class FlaxEstimator(HorovodEstimator):
     input_shapes = Param(Params._dummy(), "input_shapes", "the shape of each input")
     _run_prefix = "flax"
 
-    def _pickle_spec(self) -> bytes:
+    def _spec(self) -> dict[str, Any]:
         if self.getLoss() is None or self.getOptimizer() is None:
             raise ValueError("loss and optimizer must be given")
-        count = len(self.getLabelCols())
-        return pickle_with_classes(
-            model=self.getModel(),
-            optimizer=self.getOptimizer(),
-            loss=to_list(self.getLoss(), count),
-            loss_weights=to_list(self.getLossWeights(), count) or [1 / count] * count,
-            metrics=[g if isinstance(g, list) else [g] for g in self.getMetrics()],
-            input_shapes=self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-            gradient_compression=self.getGradientCompression(),
-        )
+        return self._spec_by_label()
 
     def _env(self) -> dict[str, str]:
         return super()._env() if self.getUseGpu() else {"JAX_PLATFORMS": "cpu"}
@@ -70,19 +59,9 @@ class FlaxEstimator(HorovodEstimator):
     def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
         return partial(train, trainer.FlaxModelTrainer)
 
-    def _create_model(
-        self, result: Trained, run_id: str, metadata: Metadata
-    ) -> FlaxModel:
-        history, checkpoint = result
-        return FlaxModel(
-            history=history,
-            model=cloudpickle.loads(checkpoint)["model"],
-            feature_columns=self.getFeatureCols(),
-            input_shapes=self.getInputShapes(),
-            label_columns=self.getLabelCols(),
-            run_id=run_id,
-            _metadata=metadata,
-        )
+    def _create_model(self, checkpoint: bytes, **params: Any) -> FlaxModel:
+        model = cloudpickle.loads(checkpoint)["model"]
+        return FlaxModel(model=model, input_shapes=self.getInputShapes(), **params)
 
 
 class FlaxModel(HorovodModel):

@@ -10,13 +10,11 @@ import cloudpickle
 import keras
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import Metadata
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
     Trained,
-    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.params_io import PersistentParams
@@ -79,23 +77,19 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
     def _input_shapes(self) -> list[list[int]]:
         return self.get_model_shapes()[0]
 
-    def _pickle_spec(self) -> bytes:
-        model = self.getModel()
-        optimizer = self.getOptimizer() or getattr(model, "optimizer", None)
+    def _spec(self) -> dict[str, Any]:
+        optimizer = self.getOptimizer() or getattr(self.getModel(), "optimizer", None)
         if self.getLoss() is None or optimizer is None:
             raise ValueError("loss and optimizer must be given")
-        return pickle_with_classes(
-            model=model,
-            optimizer=keras.optimizers.get(optimizer),
-            loss=self.getLoss(),
-            loss_weights=self.getLossWeights(),
-            metrics=self.getMetrics(),
-            callbacks=self.getCallbacks() or [],
-            checkpoint_callback=self.getCheckpointCallback(),
-            gradient_compression=self.getGradientCompression(),
-            label_shapes=self.getLabelShapes(),
-            floatx=keras.config.floatx(),
-        )
+        return {
+            "optimizer": keras.optimizers.get(optimizer),
+            "loss": self.getLoss(),
+            "loss_weights": self.getLossWeights(),
+            "metrics": self.getMetrics(),
+            "callbacks": self.getCallbacks() or [],
+            "checkpoint_callback": self.getCheckpointCallback(),
+            "floatx": keras.config.floatx(),
+        }
 
     def _env(self) -> dict[str, str]:
         backend = {"KERAS_BACKEND": keras.backend.backend()}
@@ -114,22 +108,15 @@ class KerasEstimator(_CustomObjects, HorovodEstimator):
     def _load_checkpoint(self, run_id: str) -> bytes:
         return self._load_model_from_checkpoint(run_id)
 
-    def _create_model(
-        self, result: Trained, run_id: str, metadata: Metadata
-    ) -> KerasModel:
-        history, checkpoint = result
+    def _create_model(self, checkpoint: bytes, **params: Any) -> KerasModel:
         pickled = cloudpickle.dumps(self.getModel())
         model = trainer.unpickle_model(pickled, self._pickle_custom_objects())
         model.set_weights(cloudpickle.loads(checkpoint)["weights"])
         return KerasModel(
-            history=history,
             model=model,
-            feature_columns=self.getFeatureCols(),
-            label_columns=self.getLabelCols(),
             custom_objects=self.getCustomObjects() or {},
-            run_id=run_id,
-            _metadata=metadata,
             _floatx=keras.config.floatx(),
+            **params,
         )
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.param.shared import Param, Params
 
-from ringjax.spark.common.columns import Metadata, to_list
+from ringjax.spark.common.columns import to_list
 from ringjax.spark.common.estimator import (
     HorovodEstimator,
     HorovodModel,
     Predict,
     Trained,
-    pickle_with_classes,
 )
 from ringjax.spark.common.params import EstimatorParams as EstimatorParams
 from ringjax.spark.common.params import ParamAccessors
@@ -43,7 +42,7 @@ class TorchEstimator(_BoundOptimizer, HorovodEstimator):
         model: a module, called with a tensor for each of `feature_cols`.
         optimizer: an optimizer with the parameters of the model.
         loss: a function of output and label, or a list with one function for each
-            label. With `sample_weight_col` it must take `reduction="none"`.
+            label. With `sample_weight_col`, it must accept `reduction="none"`.
         loss_constructors: functions that make the losses, instead of `loss`.
         metrics: groups of functions of output and label. A group has one function for
             all labels, or one for each label.
@@ -52,7 +51,7 @@ class TorchEstimator(_BoundOptimizer, HorovodEstimator):
         train_minibatch_fn: makes a step in place of the built-in function. Its
             arguments are ``(model, optimizer, transform_outputs, loss_fn, inputs,
             labels, sample_weights)``, and it returns outputs and loss.
-        backward_passes_per_step: gradients are reduced after so many steps.
+        backward_passes_per_step: the number of steps between two reductions.
         params: the Params of all estimators, see `explainParams`.
 
     Raises:
@@ -79,49 +78,32 @@ class TorchEstimator(_BoundOptimizer, HorovodEstimator):
         if params.get("loss") is not None and params.get("loss_constructors"):
             raise ValueError("loss and loss_constructors are both given")
 
-    def _pickle_spec(self) -> bytes:
-        count = len(self.getLabelCols())
+    def _spec(self) -> dict[str, Any]:
         losses = self.getLoss(), self.getLossConstructors()
         if losses == (None, None) or self.getOptimizer() is None:
             raise ValueError("loss and optimizer must be given")
-        weights = to_list(self.getLossWeights(), count) or [1 / count] * count
-        groups = [g if isinstance(g, list) else [g] for g in self.getMetrics() or []]
-        return pickle_with_classes(
-            model=self.getModel(),
-            optimizer=self.getOptimizer(),
-            loss=to_list(losses[0], count),
-            loss_constructors=to_list(losses[1], count),
-            loss_weights=weights,
-            metrics=groups,
-            input_shapes=self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-            train_minibatch_fn=self.getTrainMinibatchFn(),
-            gradient_compression=self.getGradientCompression(),
-            backward_passes_per_step=self.getBackwardPassesPerStep(),
-        )
+        return {
+            **self._spec_by_label(),
+            "loss_constructors": to_list(losses[1], len(self.getLabelCols())),
+            "train_minibatch_fn": self.getTrainMinibatchFn(),
+            "backward_passes_per_step": self.getBackwardPassesPerStep(),
+        }
 
     def _train_function(self) -> Callable[[TrainingJob, bytes], Trained | None]:
         return partial(train, trainer.TorchModelTrainer)
 
-    def _create_model(
-        self, result: Trained, run_id: str, metadata: Metadata
-    ) -> TorchModel:
-        history, checkpoint = result
+    def _create_model(self, checkpoint: bytes, **params: Any) -> TorchModel:
         state = trainer.load_checkpoint(checkpoint)
         model, optimizer = copy.deepcopy((self.getModel(), self.getOptimizer()))
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return TorchModel(
-            history=history,
             model=model.eval(),
             optimizer=optimizer,
-            feature_columns=self.getFeatureCols(),
             input_shapes=self.getInputShapes(),
-            label_columns=self.getLabelCols(),
-            run_id=run_id,
-            _metadata=metadata,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
+            **params,
         )
 
 

@@ -15,12 +15,7 @@ from flax import nnx
 from ringjax.compression import Compression
 from ringjax.optim import allreduce_grads
 from ringjax.spark.common.parquet_rows import Array, Batch
-from ringjax.spark.common.training_loop import (
-    History,
-    TrainingJob,
-    batch_shape,
-    group_metrics,
-)
+from ringjax.spark.common.training_loop import History, TrainingJob, batch_shape
 from ringjax.sync import broadcast_parameters
 
 Module: TypeAlias = Any
@@ -34,9 +29,7 @@ RowFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 class FlaxModelTrainer:
     """A Flax module in training; see `ModelTrainer`. A step is one compiled program.
 
-    Args:
-        job: the rows, and how to iterate over them.
-        spec: the pickled module, optimizer, losses and other Params.
+    `spec` is the pickled module, optimizer, losses and other Params.
     """
 
     def __init__(self, job: TrainingJob, spec: bytes) -> None:
@@ -44,6 +37,7 @@ class FlaxModelTrainer:
         self._params: State
         self._rest: State
         self._spec: dict[str, Any] = cloudpickle.loads(spec)
+        self.metrics: list[Any] = self._spec["metrics"]
         compression = self._spec["gradient_compression"] or Compression.none
         self._tx = optax.chain(
             allreduce_grads(compression=compression), self._spec["optimizer"]
@@ -63,24 +57,17 @@ class FlaxModelTrainer:
         self._params, self._rest = parts[1:]
 
     def train_step(self, batch: Batch) -> list[float]:
-        """Makes a step; returns the means of loss and metrics over the rows."""
         arrays = self._to_arrays(batch, self._job.batch_size)
         found: Any = self._train(self._params, self._rest, self._state, *arrays)
         self._params, self._rest, self._state, means = found
         return [float(mean) for mean in means]
 
     def validation_step(self, batch: Batch) -> list[float]:
-        """Returns the means of loss and metrics over the rows, without a step."""
         arrays = self._to_arrays(batch, self._job.val_batch_size)
         means = self._validate(self._params, self._rest, *arrays)
         return [float(mean) for mean in means]
 
-    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Returns the loss, and the metrics in their groups."""
-        return group_metrics(means, self._job.labels, self._spec["metrics"])
-
     def dumps(self, history: History) -> bytes:
-        """Returns a checkpoint."""
         model = nnx.merge(self._graph, self._params, self._rest)
         state = {
             "model": model,
@@ -91,7 +78,6 @@ class FlaxModelTrainer:
         return checkpoint
 
     def loads(self, checkpoint: bytes) -> History:
-        """Restores a checkpoint; returns its history."""
         state = cloudpickle.loads(checkpoint)
         self._split_model(state["model"])
         self._state = jax.tree.map(jnp.asarray, state["optimizer"])
@@ -103,8 +89,8 @@ class FlaxModelTrainer:
     ) -> tuple[list[Array], list[Array], Array, np.float32]:
         """Returns inputs, labels, weights of the rows, and the number of rows.
 
-        The arrays always have `size` rows, so that JAX compiles one program. Rows that
-        fill them up are copies with the weight 0.
+        The arrays always have `size` rows, so that JAX compiles one program. Missing
+        rows are filled up by copies with the weight 0.
         """
         columns, job = batch.columns, self._job
         shapes = self._spec["input_shapes"] or [None] * len(job.features)
@@ -133,7 +119,7 @@ class FlaxModelTrainer:
     def _forward(
         self, graph: nnx.GraphDef[nnx.Module], params: State, rest: State, *arrays: Any
     ) -> tuple[list[jax.Array], State]:
-        """Returns the means over the rows that count, and the module's other state."""
+        """Returns the means over the real rows, and the state beside the parameters."""
         inputs, labels, weights, rows = arrays
         model = nnx.merge(graph, params, rest, copy=True)
         outputs = model(*inputs)
@@ -169,7 +155,7 @@ class FlaxModelTrainer:
                 )
             )
         ]
-        for group in spec["metrics"]:
+        for group in self.metrics:
             functions = group * len(pairs) if len(group) == 1 else group
             means += [
                 mean(f, *p, counted) for f, p in zip(functions, pairs, strict=True)
@@ -188,12 +174,10 @@ class FlaxModelTrainer:
 def to_array(
     values: Array, shape: Sequence[int] | None, rows: int | None = None
 ) -> Array:
-    """Converts rows to the dtypes and shapes that JAX takes.
+    """Converts an array of [rows, ...] to JAX's dtypes, and reshapes it.
 
-    Args:
-        values: an array of [rows, ...]; float64 becomes float32, and int64 int32.
-        shape: the shape of a row. The dimension of the rows is -1 or left out.
-        rows: the number of rows of the result; rows are repeated or cut off.
+    float64 becomes float32, and int64 int32. `shape` is the shape of a row, after -1 or
+    without it. The result has `rows` rows, which are repeated or cut off.
     """
     found = np.asarray(values, jax.dtypes.canonicalize_dtype(values.dtype))
     if found.dtype == np.float64:

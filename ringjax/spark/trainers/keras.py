@@ -46,8 +46,7 @@ def train(
 ) -> tuple[dict[str, Any], bytes] | None:
     """Compiles the model on a rank and trains it with `fit`.
 
-    Returns:
-        The history and the last checkpoint on rank 0, None on other ranks.
+    Rank 0 returns the history and the last checkpoint, other ranks return None.
     """
     import keras
 
@@ -153,7 +152,7 @@ def _validation(keras: Keras, job: TrainingJob, batches: _KerasBatches) -> Any:
 
 
 class _KerasBatches:
-    """Batches as `fit` takes them: inputs, labels and weights."""
+    """Converts batches for `fit`: inputs, labels and weights."""
 
     def __init__(
         self,
@@ -200,11 +199,10 @@ def _unwrap_single(arrays: list[Array]) -> Arrays:
 
 
 def reshape(values: Array, shape: Sequence[int | None]) -> Array:
-    """Reshapes rows for an input or output, if they have as many values.
+    """Reshapes an array of [rows, ...] for an input or output; float64 becomes float32.
 
-    Args:
-        values: an array of [rows, ...]; float64 becomes float32.
-        shape: the shape of a row; None in a dimension that is not known.
+    `shape` is the shape of a row. If an unknown dimension (None) is in it, or if the
+    rows have another number of values, the shape of the array stays as it is.
     """
     if values.dtype == np.float64:
         values = values.astype(np.float32)

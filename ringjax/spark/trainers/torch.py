@@ -13,12 +13,7 @@ import torch
 
 import ringjax.torch as hvd
 from ringjax.spark.common.parquet_rows import Array, Batch
-from ringjax.spark.common.training_loop import (
-    History,
-    TrainingJob,
-    batch_shape,
-    group_metrics,
-)
+from ringjax.spark.common.training_loop import History, TrainingJob, batch_shape
 
 Loss: TypeAlias = Callable[..., torch.Tensor]
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -28,14 +23,13 @@ Shapes: TypeAlias = Sequence[Sequence[int]] | None
 class TorchModelTrainer:
     """A PyTorch model in training; see `ModelTrainer`.
 
-    Args:
-        job: the rows, and how to iterate over them.
-        spec: the pickled model, optimizer, losses and other Params.
+    `spec` is the pickled model, optimizer, losses and other Params.
     """
 
     def __init__(self, job: TrainingJob, spec: bytes) -> None:
         params: dict[str, Any] = cloudpickle.loads(spec)
         self._job, self._params = job, params
+        self.metrics: list[Any] = params["metrics"]
         if job.seeded:
             torch.manual_seed(job.seed)
         self._device = torch.device("cpu")
@@ -61,7 +55,6 @@ class TorchModelTrainer:
         self._passes = 0
 
     def train_step(self, batch: Batch) -> list[float]:
-        """Makes a step; returns the means of loss and metrics over the rows."""
         self._model.train()
 
         def loss(
@@ -83,17 +76,12 @@ class TorchModelTrainer:
         return [mean, *self._metrics(*self._match_labels(outputs, labels))]
 
     def validation_step(self, batch: Batch) -> list[float]:
-        """Returns the means of loss and metrics over the rows, without a step."""
         self._model.eval()
         inputs, labels, weights = self._to_tensors(batch)
         with torch.no_grad():
             outputs, labels = self._match_labels(self._model(*inputs), labels)
             mean = float(self._loss(outputs, labels, weights))
         return [mean, *self._metrics(outputs, labels)]
-
-    def name_means(self, means: Sequence[float]) -> dict[str, Any]:
-        """Returns the loss, and the metrics in their groups."""
-        return group_metrics(means, self._job.labels, self._params["metrics"])
 
     def dumps(self, history: History) -> bytes:
         """Returns a checkpoint, with the learning rate for one rank."""
@@ -108,7 +96,6 @@ class TorchModelTrainer:
         return file.getvalue()
 
     def loads(self, checkpoint: bytes) -> History:
-        """Restores a checkpoint; returns its history."""
         state = load_checkpoint(checkpoint)
         self._model.load_state_dict(state["model"])
         optimizer = scale_learning_rate(state["optimizer"], hvd.size())
@@ -158,7 +145,7 @@ class TorchModelTrainer:
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Returns the outputs as a list, and the labels reshaped to fit them.
 
-        Labels get the shapes of `label_shapes`, or else of their outputs.
+        Labels have the shapes of `label_shapes`, or else of their outputs.
         """
         found: Any = outputs if isinstance(outputs, list | tuple) else [outputs]
         shapes = self._params["label_shapes"]
@@ -190,7 +177,7 @@ class TorchModelTrainer:
     def _metrics(self, outputs: Tensors, labels: Tensors) -> list[float]:
         found = []
         with torch.no_grad():
-            for group in self._params["metrics"]:
+            for group in self.metrics:
                 functions = group * len(labels) if len(group) == 1 else group
                 for metric, output, label in zip(
                     functions, outputs, labels, strict=True
