@@ -31,14 +31,7 @@ _MODULES = {
     "BaseHorovodWorker": "worker",
 }
 
-__all__ = [
-    "BaseHorovodWorker",
-    "ElasticRayExecutor",
-    "RayExecutor",
-    "RingConfig",
-    "report",
-    "run",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

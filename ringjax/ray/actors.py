@@ -13,8 +13,8 @@ from ringjax.ray.ray_types import ActorHandle, ObjectRef, SchedulingStrategy
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.run.engine_job import EngineJob
 
-# Seconds between two polls of the `EngineJob`. Its events come through sockets, so
-# `ray.wait` does not return when one arrives.
+# Seconds between two polls of the `EngineJob`. Its events arrive through sockets,
+# so `ray.wait` does not return when an event arrives.
 POLL_INTERVAL = 0.1
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _Worker = ray.remote(BaseHorovodWorker)
@@ -29,10 +29,7 @@ def start_actor(
 ) -> ActorHandle:
     """Returns a new actor, which Ray starts as soon as the cluster has room.
 
-    Args:
-        resources: the resources of the actor, as in Ray's
-            `ScalingConfig.resources_per_worker`.
-        strategy: Ray's scheduling strategy.
+    The resources are as in Ray's `ScalingConfig.resources_per_worker`.
     """
     custom = {k: v for k, v in resources.items() if k not in ("CPU", "GPU")}
     return _Worker.options(
@@ -52,7 +49,7 @@ def kill_actors(handles: Sequence[ActorHandle]) -> None:
 
 
 def count_free_slots(resources: Mapping[str, float]) -> int:
-    """Returns the largest number of such actors that fit into the cluster.
+    """Returns how many actors with these resources fit into the cluster at most.
 
     Ray may place fewer actors, because the free resources may be on different nodes.
     """
@@ -64,7 +61,7 @@ def count_free_slots(resources: Mapping[str, float]) -> int:
 def describe_shortage(
     resources: Mapping[str, float], count: int, seconds: float
 ) -> str:
-    """Explains why `count` times these resources were not free; ends a sentence."""
+    """Returns the end of a sentence: why `count` times the resources were not free."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     able = sum(all(has.get(k, 0) >= v for k, v in resources.items()) for has in nodes)
     total, free = (
@@ -96,8 +93,8 @@ def record_outcome(job: EngineJob, number: int, ref: ObjectRef) -> None:
     except RayTaskError as error:  # the function of the worker has raised an error
         job.lost(number, _COLOURS.sub("", str(error)))
     except RayError as error:  # the actor or its node is lost
-        # Only ActorDiedError proves that the process has ended. With other errors the
-        # node may be unreachable, and the worker may still train.
+        # Only ActorDiedError proves that the process has ended. After other errors the
+        # worker may still train on a node that the driver cannot reach.
         certain = type(error).__name__ == "ActorDiedError"
         job.lost(number, describe_loss(error), certain=certain)
 

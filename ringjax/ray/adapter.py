@@ -1,6 +1,6 @@
 """Adapter: the part of a `RayExecutor` that starts workers, for static or elastic jobs.
 
-Horovod's module path; the module also reads Horovod's settings.
+The module path is Horovod's. The module also reads Horovod's settings.
 """
 
 from __future__ import annotations
@@ -71,14 +71,8 @@ class Executable(NamedTuple):
 class Adapter(abc.ABC):
     """Starts and ends the workers of a `RayExecutor`.
 
-    An adapter lives in the driver. For a client of a cluster it is an actor there.
-
-    Args:
-        settings: the result of `RayExecutor.create_settings`.
-        params: the parameters of the job, of the class that belongs to the adapter.
-
-    Attributes:
-        workers: the actors that stay between two calls.
+    An adapter is an object of the driver. For a client of a cluster, the adapter is an
+    actor in the cluster. `workers` are the actors that stay between two calls.
     """
 
     def __init__(self, settings: object, params: Any) -> None:

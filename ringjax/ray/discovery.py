@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 
-DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # between two calls of a discovery
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # seconds between two calls of a discovery
 
 
 class HostDiscovery(abc.ABC):
@@ -57,7 +57,7 @@ class RayHostDiscovery(HostDiscovery):
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Hides some nodes, and changes the hidden nodes at intervals; for experiments.
+    """Hides some nodes, and hides other nodes after an interval; for experiments.
 
     Args:
         min_hosts, max_hosts: the smallest and the greatest number of visible nodes.

@@ -107,7 +107,7 @@ class ElasticRayExecutor:
 
         Args:
             worker_fn: a function that uses `ringjax.elastic.run`.
-            callbacks: functions that get the messages of `ray_logger.log`.
+            callbacks: functions that receive the messages of `ray_logger.log`.
 
         Returns:
             The results of the members at the end of the job, by rank.

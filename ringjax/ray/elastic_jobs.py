@@ -18,8 +18,8 @@ from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
 from ringjax.run.engine_job import EngineJob
 
 log = logging.getLogger("ringjax.ray")
-# A worker that fails within these seconds after it became a member has failed early:
-# its successor would probably fail, too.
+# A worker has failed early if it fails within these seconds after it became a member.
+# The worker that replaces it would probably fail, too.
 _EARLY = 3.0
 # The seconds to wait for more actors after the smallest number has started.
 _GATHER_TIME = 10.0
@@ -32,13 +32,12 @@ class _Actor:
     """An actor of an elastic job.
 
     Attributes:
-        handle: Ray's handle of the actor.
         pending: the reference to its pending call: first `host_and_gpus`, then the
             function of the job.
-        host: the host on which it must start; "" for any host.
-        node: the node on which it has started; "" before it has started.
-        number: the number of its worker; -1 before it has a ticket.
-        deadline: the time at which it is killed; 0 without a deadline.
+        host: the host on which the actor must start; "" for any host.
+        node: the node on which the actor has started; "" before the start.
+        number: the number of its worker; -1 before the actor has a ticket.
+        deadline: the time at which the job kills the actor; 0 without a deadline.
     """
 
     handle: ActorHandle
@@ -55,11 +54,8 @@ class ElasticJob:
 
     Args:
         fn: the function; each actor calls `fn(None)`.
-        resources: the resources of an actor.
         sizes: the smallest and the greatest number of workers.
-        env: variables for all workers.
         start_timeout: seconds for the smallest number of actors to start.
-        strategy: Ray's scheduling strategy.
         reset_limit: the number of times that the members may change; None means no
             limit.
         cooldown: the shortest and the longest pause, in seconds, before a new actor
@@ -96,12 +92,7 @@ class ElasticJob:
         self._start_failure = ""  # the error of the last actor that did not start
 
     def run(self) -> list[Result]:
-        """Runs the job until its end, and returns the results by rank.
-
-        Raises:
-            LaunchError: the job has failed.
-            TimeoutError: the cluster has no room for the smallest number of workers.
-        """
+        """Runs the job until its end, and returns the results by rank."""
         try:
             with self._start_job() as job:
                 while not job.over:
@@ -113,7 +104,7 @@ class ElasticJob:
     def _start_job(self) -> EngineJob:
         """Starts the job with the actors that have started.
 
-        Further actors, which Ray has not started, remain requested and join later.
+        Actors that Ray has not started yet remain requested, and join the job later.
         """
         begin, enough_since = time.monotonic(), 0.0
         room = actors.count_free_slots(self.resources)
@@ -161,7 +152,8 @@ class ElasticJob:
             self._next_discovery = now + DISCOVER_HOSTS_FREQUENCY_SECS
             try:
                 self._offered = dict(self.discovery.find_available_hosts_and_slots())
-            # The user's code may fail for a while, for example if a server is down.
+            # A discovery of the user may fail for some time, for example if its server
+            # is down.
             except Exception:
                 log.exception("the discovery of hosts failed; the known hosts are used")
         used: Counter[str] = Counter()

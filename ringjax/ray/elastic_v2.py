@@ -1,4 +1,4 @@
-"""ElasticAdapter: the elastic half of `RayExecutor`. Horovod's module path."""
+"""ElasticAdapter runs the elastic jobs of `RayExecutor`; Horovod's module path."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ElasticParams(BaseParams):
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
-        """The class of the adapter for these parameters."""
+        """The class that runs a job with these parameters."""
         return ElasticAdapter
 
 
@@ -80,11 +80,7 @@ class ElasticAdapter(Adapter):
         queue: RayQueue = None,
         on_poll: Callable[[], None] = no_callback,
     ) -> list[Result]:
-        """Calls `fn(executable)` on all workers.
-
-        Returns:
-            The results of the members at the end of the job, by rank.
-        """
+        """Calls `fn(executable)` on all workers; returns the last members' results."""
         params, settings = self.params, self.settings
         cls, args, kwargs = self._executable
 

@@ -48,7 +48,7 @@ class RayExecutor:
     """Actors that form a job; Horovod's class, with its arguments.
 
     With `num_workers`, the workers are packed onto few nodes. With `num_hosts`, each of
-    so many nodes gets `num_workers_per_host` workers. With `min_workers`, the job is
+    that many nodes has `num_workers_per_host` workers. With `min_workers`, the job is
     elastic: `run` starts and ends the actors itself, and no actor stays after it. For a
     client of a cluster (`ray://`), an actor in the cluster does the work.
 
@@ -161,7 +161,8 @@ class RayExecutor:
             ray.init()
         adapter: Any = self.params.adapter
         self._remote = is_client()
-        # Allow two calls at a time, so that `shutdown` can end another call.
+        # Let the actor run two calls at the same time, so that `shutdown` can end a
+        # call that is running.
         if self._remote:
             adapter = ray.remote(num_cpus=0, max_concurrency=2)(adapter).remote
         self.adapter = adapter(self.settings, self.params)
@@ -189,8 +190,8 @@ class RayExecutor:
         """Calls `fn(executable)` on all workers, and returns the results by rank.
 
         Args:
-            fn: the function, which gets the object of its worker.
-            callbacks: functions that get the messages of `ray_logger.log`.
+            fn: the function, which receives the object of its worker.
+            callbacks: functions that receive the messages of `ray_logger.log`.
 
         Raises:
             LaunchError: a worker has failed; in an elastic job, the job has failed.

@@ -46,13 +46,13 @@ def run(
         num_workers: the number of ranks, or their smallest and greatest number.
         resources_per_worker: the resources of an actor, such as `{"GPU": 1}`; None
             means one CPU.
-        env: variables for the ranks. The ranks also get the RINGJAX_* variables of this
-            process.
+        env: variables for the ranks. The ranks also receive the RINGJAX_* variables of
+            this process.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray. An
             elastic job has no placement group and only distinguishes SPREAD.
         start_timeout: seconds until the cluster must have room.
         reset_limit: the number of times that the members of an elastic job may change.
-        callbacks: functions that get the messages of `ringjax.ray.ray_logger.log`.
+        callbacks: functions that receive the messages of `ringjax.ray.ray_logger.log`.
 
     Returns:
         The results of the ranks, in their order; in an elastic job, the results of the

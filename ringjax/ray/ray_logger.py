@@ -70,10 +70,7 @@ class DriverLogger:
                 callback(message)
 
     def wait_for(self, ref: ObjectRef) -> Any:
-        """Waits for a call in the cluster, and dispatches messages while it waits.
-
-        Raises: as the function that is called.
-        """
+        """Waits for a call in the cluster, and dispatches messages while it waits."""
         try:
             while not ray.wait([ref], timeout=0.1)[0]:
                 self.dispatch()

@@ -17,5 +17,5 @@ SchedulingStrategy: TypeAlias = Any
 # A function that a worker calls with its executable; its result.
 Task: TypeAlias = Callable[[Any], Any]
 Result: TypeAlias = Any
-# Functions in the driver that get the messages of `ray_logger.log`.
+# Functions in the driver that receive the messages of `ray_logger.log`.
 Callbacks: TypeAlias = Sequence[Callable[[Any], None]]

@@ -1,4 +1,4 @@
-"""StaticJob and StaticAdapter: jobs of fixed size, whose actors stay between calls."""
+"""Jobs of fixed size, whose actors stay between calls: StaticJob and StaticAdapter."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ _AFTER_FAILURE = 1.0
 
 
 class StaticJob:
-    """Actors that run several functions in turn, as a job of fixed size.
-
-    Args:
-        strategy: starts the actors.
-        env: variables for all workers.
-
-    Raises:
-        TimeoutError: the cluster has no room, or not all actors have started.
-    """
+    """Actors that run several functions in turn, as a job of fixed size."""
 
     def __init__(self, strategy: BaseStrategy, env: Mapping[str, str]) -> None:
         self._strategy = strategy
@@ -58,13 +50,10 @@ class StaticJob:
         """Calls `fn(executable)` on all workers, and returns the results by rank.
 
         Args:
-            fn: the function, which gets the executable of its worker.
+            fn: the function, which receives the executable of its worker.
             queue: the queue into which `ray_logger.log` of the workers puts messages.
             on_poll: a function that is called several times a second.
             leave: whether the workers leave the job at the end of the call.
-
-        Raises:
-            LaunchError: a worker failed.
         """
         if queue is not None:
             ray.get([worker.set_queue.remote(queue) for worker in self.workers])
@@ -76,10 +65,7 @@ class StaticJob:
     def gather(
         self, calls: Sequence[ObjectRef], on_poll: Callable[[], None] = no_callback
     ) -> list[Result]:
-        """Waits for a call of each worker, and returns the results in their order.
-
-        Raises: as `call`.
-        """
+        """Waits for a call of each worker, and returns the results in their order."""
         job = self._job
         assert job is not None
         job.again()
@@ -118,7 +104,7 @@ class StaticParams(BaseParams):
 
     @property
     def adapter(self) -> type[StaticAdapter]:
-        """The class of the adapter for these parameters."""
+        """The class that runs a job with these parameters."""
         return StaticAdapter
 
     def strategy(self, settings: object) -> BaseStrategy:

@@ -18,8 +18,8 @@ from ringjax.ray import actors
 from ringjax.ray.adapter import BaseParams, get_setting
 from ringjax.ray.ray_types import ActorHandle
 
-# The seconds in which the processes of actors must start, after the cluster has found
-# room.
+# The seconds in which the processes of actors must start after the cluster has reserved
+# the resources.
 _PROCESSES = 30.0
 
 
@@ -56,8 +56,7 @@ class BaseStrategy:
     """Starts workers in the bundles of a placement group.
 
     Args:
-        resources: the resources of a worker.
-        num_workers: the number of workers.
+        resources, num_workers: the resources of a worker, and the number of workers.
         placement: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray.
         timeout: seconds until the cluster must have room.
         workers_per_bundle: the number of workers that share a bundle.
@@ -132,8 +131,8 @@ class BaseStrategy:
 
     def _locate_workers(self) -> list[tuple[str, list[int | str]]]:
         """Waits until all workers have started; returns their nodes and GPUs."""
-        # Wait with a time limit, because a node may be lost after its bundle was
-        # placed. Its actors then wait for another node, maybe forever.
+        # Wait with a time limit. If a node is lost after Ray has placed a bundle there,
+        # the actors of this bundle wait for another node, maybe forever.
         refs = [worker.host_and_gpus.remote() for worker in self.workers]
         limit = self._timeout + _PROCESSES
         try:

@@ -20,7 +20,7 @@ from ringjax import runtime
 from ringjax.run.engine_job import EngineJob
 from ringjax.runtime import reused_process
 
-# A worker group of Ray Train: all workers of a run, or the replacement of one worker.
+# A worker group of Ray Train: all workers of a run, or one replacement.
 WorkerGroup: TypeAlias = Any
 TrainWorker: TypeAlias = Any
 
@@ -29,7 +29,7 @@ log = logging.getLogger("ringjax.ray")
 
 @dataclass
 class RingConfig(BackendConfig):
-    """The `backend_config` of a `DataParallelTrainer` whose workers are a ringjax job.
+    """The `backend_config` of a `DataParallelTrainer` whose workers form a ringjax job.
 
     The training function calls `ringjax.init()`. If it uses `ringjax.elastic.run`, and
     the trainer has a `FailureConfig(max_failures=...)`, a lost worker is replaced
@@ -61,7 +61,7 @@ class RingConfig(BackendConfig):
 
 
 class _StaticTrainBackend(Backend):
-    """Forms a static job. The backend lives in the controller of Ray Train."""
+    """Forms a static job. Ray Train's controller has the object of the backend."""
 
     # All workers of a node see all GPUs of the node, and each worker selects a GPU by
     # its local rank.
@@ -72,17 +72,15 @@ class _StaticTrainBackend(Backend):
 
     def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:
         """Forms the job; Ray calls it after all workers have started."""
-        self._start_job(worker_group, backend_config)
-
-    def _start_job(self, group: WorkerGroup, config: RingConfig) -> None:
         self._close()
-        nodes = [worker.metadata.node_id for worker in group.get_workers()]
+        config = backend_config
+        nodes = [worker.metadata.node_id for worker in worker_group.get_workers()]
         min_size = min(config.min_workers, len(nodes)) if config.elastic else None
         self._job = EngineJob(
             len(nodes), min_size=min_size, env=config.env, note=log.info
         )
         for index, ticket in enumerate(self._job.tickets(nodes)):
-            group.execute_single(index, reused_process.set_environment, ticket)
+            worker_group.execute_single(index, reused_process.set_environment, ticket)
 
     def on_shutdown(
         self, worker_group: WorkerGroup, backend_config: RingConfig
@@ -120,7 +118,7 @@ class _ElasticTrainBackend(_StaticTrainBackend):
                     index, reused_process.set_environment, ticket
                 )
             return
-        self._start_job(worker_group, backend_config)
+        super().on_start(worker_group, backend_config)
         workers = worker_group.get_workers()
         self._workers = {_id(worker): n for n, worker in enumerate(workers)}
         self._numbers = itertools.count(len(workers))
@@ -135,8 +133,8 @@ class _ElasticTrainBackend(_StaticTrainBackend):
         for worker in worker_group.get_workers():
             number = self._workers.pop(_id(worker), None)
             if number is not None and self._job is not None:
-                # Ray calls no method of a backend between start and shutdown, so this
-                # is the first chance to poll the job.
+                # Ray calls no method of a backend between start and shutdown, so the
+                # events of the job have not been processed since the start.
                 self._job.poll()
                 self._job.lost(number, "Ray Train replaces it")
 
@@ -152,9 +150,9 @@ def _id(worker: TrainWorker) -> str:
 def report(metrics: Mapping[str, Any], **options: Any) -> bool:
     """Calls `ray.train.report`, unless a worker is being replaced.
 
-    All ranks call this function at the same step. Ray's function waits for all workers,
-    also for a worker that is being replaced, and that worker waits for the next commit
-    of the other workers. So in this case the report is omitted.
+    All ranks call this function at the same step. Ray's function waits for all workers.
+    A worker that is being replaced reports nothing before the next commit of the other
+    workers, so the other workers would wait for ever. They report nothing in this case.
 
     Args:
         metrics: the metrics to report.

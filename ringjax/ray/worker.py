@@ -14,7 +14,7 @@ from ringjax.runtime import lifecycle, reused_process
 
 
 class BaseHorovodWorker:
-    """A worker of a job. `ray.remote` makes an actor of it; Horovod's class.
+    """A worker of a job; Horovod's class, of which `ray.remote` makes actors.
 
     Args:
         world_rank, world_size: rank and size in the environment of the process, until
