@@ -116,7 +116,7 @@ class ElasticJob:
             now = time.monotonic()
             if len(started) >= self._min_size:
                 # Actors that find room start at about the same time. A short wait for
-                # these actors saves the job a change of its members at the beginning.
+                # these actors avoids a change of the members right after the start.
                 enough_since = enough_since or now
                 complete = len(started) >= min(room, len(self._actors))
                 if complete or now > enough_since + _GATHER_TIME:
@@ -167,8 +167,8 @@ class ElasticJob:
         if now < self._pause_until:
             return
         for host, slots in self._offered.items():
-            # Each node of Ray has 1.0 of a resource `node:<address>`. A request for a
-            # little of it makes Ray start the actor there.
+            # Each node of Ray has 1.0 of a resource `node:<address>`. If an actor needs
+            # a small part of this resource, Ray starts the actor on that node.
             here = {f"node:{host}": 0.001} if host else {}
             free = min(slots - used[host], self._max_size - len(self._actors))
             for _ in range(free):

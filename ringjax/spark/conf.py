@@ -17,8 +17,8 @@ SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", SPARK_CONF_MA
 SPARK_CONF_BLACKLIST_DISABLED = (f"{_EXCLUDE}.enabled", "false")
 SPARK_CONF_BLACKLIST_ENABLED = (f"{_EXCLUDE}.enabled", "true")
 
-# Whether other tasks of a stage may use an executor on which a task has failed, or a
-# node on which executors have failed.
+# These settings decide whether other tasks of a stage may use an executor on which a
+# task has failed, or a node on which executors have failed.
 _IN_STAGE = f"{_EXCLUDE}.stage.maxFailedTasksPerExecutor"
 SPARK_CONF_REUSE_FAILED_EXECUTOR = (_IN_STAGE, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR = (_IN_STAGE, "1")
@@ -26,7 +26,7 @@ _NODE_IN_STAGE = f"{_EXCLUDE}.stage.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILING_NODE = (_NODE_IN_STAGE, SPARK_CONF_MAX_INT_MINUS_ONE)
 SPARK_CONF_DONT_REUSE_FAILING_NODE = (_NODE_IN_STAGE, "1")
 
-# Whether the failed task itself may use the executor or node again.
+# These settings decide whether the failed task may use the executor or node again.
 _FOR_TASK = f"{_EXCLUDE}.task.maxTaskAttemptsPerExecutor"
 SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK = (_FOR_TASK, SPARK_CONF_MAX_INT)
 SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK = (_FOR_TASK, "2")
@@ -39,7 +39,7 @@ SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK = (
 SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK = (_NODE_FOR_TASK, "2")
 SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK = (_NODE_FOR_TASK, "1")
 
-# Whether the whole application may use the executor or node again.
+# These settings decide whether the whole application may use them again.
 _IN_APP = f"{_EXCLUDE}.application.maxFailedTasksPerExecutor"
 SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, "1")

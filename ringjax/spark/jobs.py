@@ -228,7 +228,7 @@ def launch(
             if not checked and waited > (start_timeout or _START_TIMEOUT):
                 checked = True
                 tasks.check_started(waited)
-        # Give ranks that were stopped the time to end and to report their errors.
+        # Wait until ranks that were stopped have ended and have reported their errors.
         tasks.ended.wait(_STOP_TIMEOUT)
     finally:
         tasks.interrupt()

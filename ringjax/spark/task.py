@@ -62,9 +62,8 @@ class RankTask:
         partition, node = context.partitionId(), socket.gethostname()
         if self.elastic:
             rank, number = -1, partition + self.size * context.attemptNumber()
-            # The coordinator assigns the rank. `likely` is the probable rank: first
-            # attempts are ranked by their numbers, and a later attempt joins as the
-            # last rank.
+            # The coordinator assigns the rank. `likely` is the probable rank: the
+            # number of the partition, or the last rank for a repeated task.
             likely = self.size - 1 if context.attemptNumber() else partition
             own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
             own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}

@@ -51,7 +51,7 @@ class KernelDoneCallback:
     ) -> None:
         self._run = run
         original = _Words.from_address(address)
-        # Both words must be addresses in a library, which dladdr then finds.
+        # Both words must be addresses of functions, whose library dladdr finds.
         self.outlives_kernel = all(
             _dladdr(original[i], _Words()) for i in (_MANAGER, _INVOKER)
         )

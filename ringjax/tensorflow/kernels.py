@@ -29,7 +29,7 @@ from ringjax.tensorflow.kernel_registration import (
 )
 from ringjax.tensorflow.pending_operations import CompletionThreads, PendingOperation
 
-# The seconds after which a result is dropped that a failed graph has not taken.
+# After these seconds a result is dropped. No graph takes it if the graph has failed.
 _RESULT_TIMEOUT = 120.0
 # Up to ten iterations of a loop overlap by default, and each needs its own names.
 _ITERATION_NAMES = 16

@@ -196,8 +196,8 @@ class CompletionThreads:
         """Adds an operation; returns immediately."""
         with self._changed:
             self._pending.append(item)
-            # With one operation the first thread has work, with two the second one.
-            # Neither thread sleeps on the condition while there are more operations.
+            # The first operation wakes `_wait_for_oldest`, the second `_poll_others`.
+            # With more operations neither thread waits for the condition.
             if len(self._pending) <= 2:
                 self._changed.notify_all()
             if not self._started:

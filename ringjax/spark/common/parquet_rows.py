@@ -272,7 +272,8 @@ def _decode_vectors(array: pa.StructArray, name: str) -> Array:
     width = _common_length(np.where(dense, counts, sizes), name)
     if dense.all():
         return values.reshape(len(array), width)
-    # The column of each value: consecutive in a dense vector, given in a sparse vector.
+    # The column of each value is its position in a dense vector, and is stored in a
+    # sparse vector.
     starts = np.cumsum(counts) - counts
     positions = np.arange(len(values)) - np.repeat(starts, counts)
     indices = array.field("indices").flatten().to_numpy(zero_copy_only=False)

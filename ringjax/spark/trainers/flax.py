@@ -200,7 +200,7 @@ def predictor(
 
     def predict(columns: Sequence[Array]) -> list[Array]:
         count = len(columns[0])
-        # Round up to a power of two, so that few programs serve all numbers of rows.
+        # Round up to a power of two, so that JAX compiles few programs for all batches.
         rows = 1 << (count - 1).bit_length()
         shapes: Sequence[Sequence[int] | None] = input_shapes or [None] * len(columns)
         pairs = zip(columns, shapes, strict=True)

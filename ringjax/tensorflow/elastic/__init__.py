@@ -214,8 +214,8 @@ class TensorFlowKerasState(_State):
             )
         optimizer = optimizer or getattr(model, "optimizer", None)
         if not getattr(optimizer, "built", True):
-            # A rank that joins has not trained, but receives the optimizer's variables
-            # of the other ranks and so must have equally many.
+            # A rank that joins has not trained. It receives values for all variables of
+            # the optimizer from another rank, so these variables must exist.
             optimizer.build(model.trainable_variables)
         super().__init__(model=model, optimizer=optimizer, **kwargs)
         self.backend = backend
