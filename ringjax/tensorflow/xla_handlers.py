@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -25,7 +27,10 @@ _MIN_API, _MAX_API = (0, 1), (0, 3)  # versions that have the structures below
 class _Header(ctypes.Structure):
     """The first fields of most structures of the interface."""
 
-    _fields_ = (("struct_size", ctypes.c_size_t), ("extension", _Pointer))
+    _fields_: ClassVar[Sequence[tuple[str, type[Any]]]] = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension", _Pointer),
+    )
 
 
 class _ApiVersion(_Header):
