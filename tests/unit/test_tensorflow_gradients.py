@@ -216,7 +216,7 @@ def test_tapes_of_other_classes_and_in_every_state(tf: Any) -> None:
 
 
 def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
-    from ringjax.tensorflow.legacy_optimizer import LocalAggregation
+    from ringjax.tensorflow.aggregation import LocalAggregation
 
     fails = [True]
 
