@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class PrometheusCollector:
     """Collects the metrics of this rank for a registry of `prometheus_client`.
 
-    Names and labels are the same as for `ringrun --metrics`. A scrape costs some
-    microseconds and no communication; without a scrape there is no cost. Before
-    `ringjax.init` there is only the version.
+    Names and labels are those of `ringrun --metrics`. A scrape costs some microseconds
+    and no communication; without a scrape there is no cost. Before `ringjax.init` the
+    only metric is the version.
 
     Example:
         >>> from prometheus_client import CollectorRegistry, generate_latest

@@ -32,13 +32,14 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
 
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
         * ``wait_seconds``: from the call (of a named operation, from its submission)
-          until all ranks had entered it; ``most_waited`` is the longest wait
-        * ``move_seconds``: from then until the result was available; for CUDA devices
-          until the operation was enqueued
+          until all ranks had entered the call; ``most_waited`` is the longest wait
+        * ``move_seconds``: from the end of the wait until the result was available; for
+          CUDA devices until the operation was enqueued
         * ``device_seconds``: time on the streams of CUDA devices, including a short
-          delay until the end is noticed
+          delay until the core detects the end
         * ``wait_histogram``, ``move_histogram``: numbers of calls by time. The first
-          bucket ends at 1 µs, each further one at twice the time, the last is open
+          bucket ends at 1 µs, each further bucket at twice the time of the bucket
+          before, and the last bucket has no end
 
         If a process has several CUDA devices, calls and times are from the first
         device, and ``bytes`` are the bytes of all devices.
@@ -112,17 +113,17 @@ def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str
 def recent_calls() -> list[dict[str, Any]]:
     """Returns the last calls of this rank, 1,024 at most, the oldest first.
 
-    When the job ends with an error, each rank also writes them to a file in the folder
-    `RINGJAX_RECORD_DIR`, and prints its name.
+    When the job ends with an error, each rank also writes these calls to a file in the
+    folder `RINGJAX_RECORD_DIR`, and prints the name of the file.
 
     Returns:
         For each call: ``op``, ``name``, ``named`` (whether it ran in the named lane),
-        ``set``, ``epoch``, ``seq`` (its sequence number there, the same on all ranks),
-        ``bytes``, ``algorithm`` (the way of the data: "inline", "tiles" or "piggyback"
-        through memory that the ranks share, or else the name of a schedule),
-        ``device``, ``ok``, and the moments ``entered``, ``agreed`` and ``done`` in
-        seconds of `time.monotonic`. ``agreed`` is None if some rank has never entered
-        the call.
+        ``set`` (the number of the process set), ``epoch``, ``seq`` (the sequence number
+        in this lane of the set, equal on all ranks), ``bytes``, ``algorithm`` (how the
+        data moved: "inline", "tiles" or "piggyback" through memory that the ranks
+        share, or else the name of a schedule), ``device``, ``ok``, and the moments
+        ``entered``, ``agreed`` and ``done`` in seconds of `time.monotonic`. ``agreed``
+        is None if some rank has never entered the call.
 
     Raises:
         NotInitialized: before `init`.

@@ -25,7 +25,7 @@ __all__ = ["Profile", "profile"]
 
 MERGE_TIMEOUT = 10.0  # seconds for which `stop` waits for the parts of other ranks
 # `Profile.stop` reads only this share of MAX_CALLS and MAX_EVENTS, because the other
-# ranks wait for rank 0 during the merge.
+# ranks may wait for rank 0, which merges the parts.
 SHARE_IN_PROGRAM = 0.2
 
 
@@ -45,16 +45,16 @@ def profile(
     newest calls are kept. A full disk ends the profile, but not the program.
 
     Args:
-        directory: the folder, which is created if needed. A new profile replaces an
-            earlier profile in the folder, and ends a profile that is still recording.
+        directory: the folder, which is created if it is missing. A new profile replaces
+            an earlier profile in the folder, and ends a profile that is recording.
         steps: how many training steps to record. With None, the profile ends with
             `Profile.stop` or with the job. A step ends when the operation that moves
             most data is repeated, or when the program calls `Profile.step`.
-        jax_trace: whether to record JAX's own trace. A process can make only one such
-            trace at a time.
+        jax_trace: whether to record JAX's own trace. JAX can record only one trace of a
+            process at a time.
 
     Returns:
-        The profile, which can be stopped, and used in `with`.
+        The profile. `Profile.stop`, or the end of a `with` block, ends it.
 
     Raises:
         NotInitialized: before `init`.
@@ -135,12 +135,8 @@ class Profile:
 def merge(directory: Path, share: float = 1.0) -> str:
     """Writes both files from the parts in a folder, and returns the breakdown.
 
-    Args:
-        share: the share of MAX_CALLS and MAX_EVENTS to use.
-
-    Raises:
-        ProfileNotFound: the folder contains no parts.
-        OSError: a file cannot be written.
+    The files contain only a `share` of MAX_CALLS and MAX_EVENTS. Raises ProfileNotFound
+    without parts, and OSError if a file cannot be written.
     """
     from ringjax.profile import archive, breakdown, parts
 
@@ -154,8 +150,7 @@ def merge(directory: Path, share: float = 1.0) -> str:
 def show(directory: Path) -> str:
     """Returns the breakdown of the profile in a folder, and writes nothing.
 
-    Raises:
-        ProfileNotFound: the folder contains no profile.
+    Raises ProfileNotFound if the folder contains no profile.
     """
     from ringjax.profile import breakdown, parts
 

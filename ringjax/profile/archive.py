@@ -31,13 +31,9 @@ MAX_EVENTS = 200_000  # most events of JAX's traces, of all ranks together
 def write(
     directory: Path, profile: MergedProfile, max_events: int = MAX_EVENTS
 ) -> list[str]:
-    """Writes both files.
+    """Writes both files, and returns a line about each file.
 
-    Returns:
-        A line about each file.
-
-    Raises:
-        OSError: a file cannot be written. An earlier file with this name stays.
+    Raises OSError if a file cannot be written. An earlier file of this name remains.
     """
     processes = list(trace_processes(profile))
     jax_traces = dict(_jax_traces(profile, max_events // len(profile.parts)))
@@ -97,7 +93,8 @@ def _write_archive(
 ) -> None:
     with tarfile.open(fileobj=file, mode="w") as tar:
         _add_member(tar, "perfetto_manifest.json", _manifest(profile, jax_traces))
-        # A tar needs the size first, and the trace may be too large for memory.
+        # Write to a temporary file: a tar needs the size of the trace before its data,
+        # and the trace may be too large for memory.
         with tempfile.TemporaryFile() as trace:
             for packet in perfetto.packets(processes):
                 trace.write(packet)
@@ -119,7 +116,7 @@ def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
     """Returns a manifest: https://perfetto.dev/docs/reference/perfetto-manifest."""
     files: list[dict[str, Any]] = [{"path": TRACE}]
     for name in jax_traces:
-        # All files have the same clock already, but JAX's files do not name the clock.
+        # The times of all files are on one clock, but JAX's files do not name a clock.
         clock = {"file": TRACE, "clock": "BOOTTIME"}
         files.append({"path": name, "clocks": {"sync_to": clock, "offset_ns": 0}})
     attributes = {f"ringjax.{k}": v for k, v in _attributes(profile).items()}

@@ -1,10 +1,10 @@
 """Computes where the time of a profile went, and formats it as text.
 
-The time of each rank is split into computing, moving data and waiting for others. Named
-operations and overlapped buckets may run beside the program. For overlapped buckets,
-the core measures how long the program waited at the end of a step. This time is split
-in the ratio in which the buckets waited and moved. For named operations, only the time
-between start and end is known.
+The time of each rank is split into computing, moving data and waiting for other ranks.
+Named operations and overlapped buckets may run while the program computes. For
+overlapped buckets, the core measures how long the program waited at the end of a step.
+This time is split in the ratio in which the buckets waited and moved data. For named
+operations, only the time between start and end is known, and all of it counts.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ringjax.profile.parts import ProfilePart, describe_missing
 
 @dataclass(frozen=True, slots=True)
 class RankBreakdown:
-    """The time of one rank, in seconds of a mean step, or of the profile without steps.
+    """The times of one rank in seconds. Without steps, the whole profile counts as one.
 
     Attributes:
         steps: the number of steps.
         typical: the median duration of a step.
-        step: the mean duration of a step, of which the next three are parts.
+        step: its mean duration, of which `computes`, `moves` and `waits` are parts.
         last_in: the share of the exchanges in which the rank came last.
-        late_by: the median delay in those exchanges, if it costs other ranks enough
-            time.
+        late_by: the median delay in those exchanges. Short delays are left out if there
+            are long ones, which cost the other ranks time.
         lost: an estimate of the time that other ranks waited for this rank.
     """
 
@@ -167,10 +167,9 @@ def format_size(count: float) -> str:
 
 
 def format_breakdown(profile: MergedProfile, files: Iterable[str] = ()) -> str:
-    """Formats the text that `show` prints. Only long names exceed 80 columns.
+    """Formats the text that `show` prints, with a line for each file that was written.
 
-    Args:
-        files: a line for each file that was written.
+    Only long names exceed 80 columns.
     """
     lines = [_head(profile)]
     if profile.exchanges:

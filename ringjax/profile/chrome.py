@@ -1,4 +1,4 @@
-"""Writes traces as Chrome's trace events, one JSON for viewers other than Perfetto.
+"""Converts traces to Chrome's trace events, for viewers other than Perfetto.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -37,7 +37,7 @@ def events(processes: Iterable[TraceProcess]) -> Iterator[Event]:
 
 
 def _flows(processes: Iterable[TraceProcess]) -> dict[int, list[tuple[float, int]]]:
-    """Returns the slices of each flow, as start and process in the order of time."""
+    """Returns start and process of the slices of each flow, in the order of time."""
     found: dict[int, list[tuple[float, int]]] = {}
     for process in processes:
         for thread in process.threads:

@@ -1,9 +1,9 @@
-"""The common clock of all parts of a profile: seconds since its start.
+"""The common clock of all parts of a profile, in seconds since the profile's start.
 
 Processes on one host share a clock. Processes on other hosts have repeatedly requested
 the time of rank 0's clock. In each interval of SPAN seconds, the reply with the
-shortest round trip counts, and between two of these replies the clocks are assumed to
-drift evenly. The error is half of the round trip (Cristian, Probabilistic clock
+shortest round trip counts. Between two of these replies the clocks are assumed to drift
+evenly. The error is half of the round trip (Cristian, Probabilistic clock
 synchronization, Distributed Computing 3, 1989).
 """
 
@@ -16,15 +16,14 @@ from operator import add
 
 from ringjax.profile.parts import ProfilePart
 
-SPAN = 10.0  # seconds of an interval, in which the best reading counts
-ENDS = 1.0  # first and last seconds, in which ranks send many requests
+SPAN = 10.0  # seconds of an interval, of which the best reading counts
+ENDS = 1.0  # the first and the last interval, in which ranks send many requests
 
 
 class ClockOffset:
     """The offset of another clock against this clock, as a function of time.
 
-    Args:
-        readings: (when, ahead, round trip), in seconds of this clock.
+    It is computed from readings (when, ahead, round trip), in seconds of this clock.
 
     Example:
         >>> offset = ClockOffset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
@@ -68,9 +67,9 @@ class CommonClock:
         self.error: float | None = 0.0
         errors = {first.clock: 0.0}
         offsets = _offsets(parts)
-        # Search breadth-first from the first rank: after its loss, ranks of later
-        # epochs have read the clock of another rank, which is known from an earlier
-        # epoch.
+        # Search breadth-first from the first rank. After its loss, the ranks of later
+        # epochs have read the clock of another rank 0, which in an earlier epoch has
+        # read the clock of the first rank.
         reached = [first.clock]
         while reached:
             known = reached.pop(0)

@@ -24,9 +24,9 @@ class RankExchange:
 
     Attributes:
         calls: the call, or the named operations that were done in one call.
-        entered: when the rank entered the call; if it had several operations, when it
+        entered: when the rank entered the call; for several operations, when it
             submitted the last of them.
-        agreed: when all ranks had entered the call; None if some rank never did.
+        agreed: when all ranks had entered the call; None if some rank never entered it.
     """
 
     part: ProfilePart
@@ -57,7 +57,7 @@ class RankExchange:
 
 @dataclass(slots=True)
 class Exchange:
-    """A call on all ranks whose part of the profile exists."""
+    """A call, with its parts on all ranks that have recorded a profile."""
 
     call_id: CallId
     ranks: list[RankExchange] = field(default_factory=list)

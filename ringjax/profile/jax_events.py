@@ -1,9 +1,9 @@
-"""Converts JAX's own traces: to the common clock, and to process ids by rank.
+"""Converts the events of JAX's own traces, so that those of all ranks fit together.
 
-jax.profiler writes Chrome's trace events. Their times count from a moment that its
-protobuf contains (world/profile_recording.py). Its process ids are equal on all ranks.
-XLA names operations of ringjax `ringjax_allreduce.7`, and this module
-`ringjax.allreduce`.
+jax.profiler writes Chrome's trace events. Their times count from a moment that the
+protobuf of the trace contains (world/profile_recording.py), and their process ids are
+equal on all ranks. This module converts the times to the common clock, and makes the
+process ids distinct. XLA's name `ringjax_allreduce.7` becomes `ringjax.allreduce`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ PIDS_PER_RANK = 1_000_000  # greater than all process ids of JAX
 def events(
     part: ProfilePart, clock: CommonClock, most: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields at most `most` events of one rank. A rank may have no trace of JAX.
+    """Yields at most `most` events of one rank, which may have no trace of JAX.
 
-    Raises:
-        OSError, ValueError: the trace cannot be read.
+    Raises OSError or ValueError if the trace cannot be read.
     """
     if part.jax is None:
         return
@@ -37,7 +36,7 @@ def events(
     shift = clock.seconds(part, began - part.realtime + part.monotonic) * 1e6
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found = json.load(file)["traceEvents"]
-    # An empty event closes the list.
+    # The last event of a list by JAX is empty.
     found = [e for e in found if "pid" in e and not e["name"].startswith(NOISE)]
     if len(found) > most:
         found.sort(key=lambda event: event.get("ts", -math.inf))

@@ -1,7 +1,7 @@
-"""Writes traces in Perfetto's own format, with the messages that a profile needs.
+"""Writes traces in Perfetto's own format, a sequence of protobuf messages.
 
-Messages and fields: https://perfetto.dev/docs/reference/synthetic-track-event. Fields
-are written by number. The tests read them with Perfetto's own parser.
+https://perfetto.dev/docs/reference/synthetic-track-event lists messages and fields.
+Fields are written by number. The tests read the traces with Perfetto's own parser.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Converts a profile to slices in threads for each rank, with arrows and counters.
+"""Converts a profile to the terms of trace viewers: processes, threads and slices.
 
 perfetto.py and chrome.py write traces from the result. Two slices of one thread follow
-each other, or one contains the other. A slice that would overlap another slice goes to
-a further thread with the same name.
+each other, or one contains the other. A slice that would overlap another slice is in a
+further thread with the same name.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _counters(
     """Returns the speed of the links between two readings of their byte counters."""
     speeds: list[tuple[float, float]] = []
     for (before, low, _), (after, high, _) in pairwise(part.sent):
-        # Ignore the pair at a new epoch, which counts from 0.
+        # Skip the pair of readings around a new epoch, which counts from 0.
         if high >= low and after > before:
             start = profile.clock.seconds(part, before)
             speeds.append((start, (high - low) / (after - before) / 1e6))

@@ -1,8 +1,8 @@
 """`ringjax top`: connects to the ringrun of a running job, and shows its ranks.
 
-While a viewer is connected, ringrun asks the ranks for samples. On a terminal the view
-fills the screen, with colours if rich is installed. Elsewhere each view is printed as a
-block of text.
+While a viewer is connected, ringrun requests samples from the ranks. On a terminal the
+view fills the screen, with colors if rich is installed. Otherwise each view is printed
+as a block of text.
 """
 
 from __future__ import annotations
@@ -56,13 +56,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find(wanted: str | None) -> Path:
-    """Returns the socket of a job.
+    """Returns the socket of the job whose ringrun has the process id `wanted`.
 
-    Args:
-        wanted: process id of the job's ringrun; None for the only job of this user.
-
-    Raises:
-        JobSocketError: there is no such job, or there are several.
+    None finds the only job of this user. Raises JobSocketError if no job is found, or
+    several.
     """
     known = sockets.find_jobs()
     if wanted is not None:
@@ -121,7 +118,7 @@ def _first(job: JobConnection) -> JobStatus:
     while (left := deadline - time.monotonic()) > 0:
         status = job.read(left)
         found = status or found
-        # A share needs two samples of each rank.
+        # Wait for two samples of each rank, from which shares of time are computed.
         if status is not None and status.view.rows and status.view.seconds > 2.0:
             return status
     if found is None:
@@ -166,8 +163,8 @@ def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
 def _keys() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether the user has typed `q`.
 
-    The terminal is in cbreak mode inside of the context, because otherwise input
-    arrives only at the end of a line.
+    Inside of the context the terminal is in cbreak mode. In other modes the program
+    receives input only at the end of a line.
     """
     if not sys.stdin.isatty():
         yield lambda: False

@@ -27,13 +27,12 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        view: the current values of the ranks.
         pid: process id of ringrun.
         command: command of the ranks.
         seconds: time since the job began.
         joins: number of workers that have joined after the start.
         losses: number of members that were lost.
-        events: for each event its age in seconds, and a text. The latest event is last.
+        events: the age in seconds and the text of each event. The latest event is last.
     """
 
     view: View
@@ -47,10 +46,7 @@ class JobStatus:
 
 
 def parse_status(text: bytes) -> JobStatus:
-    """Parses a message.
-
-    Raises:
-        ValueError: the message is not valid, or comes from another version of ringrun.
+    """Parses a message; raises ValueError if it is not valid.
 
     Example:
         >>> parse_status(b'{"view": {"seconds": 1.0}, "job": {"pid": 7}}').pid
@@ -74,10 +70,7 @@ def parse_status(text: bytes) -> JobStatus:
 
 
 class JobConnection:
-    """A connection to the ringrun of a job.
-
-    Args:
-        path: the socket of ringrun.
+    """A connection to the ringrun of a job that listens at `path`.
 
     Raises:
         JobSocketError: connecting is not possible.

@@ -1,6 +1,6 @@
-"""Draws a job on a terminal with rich: the table of table.py, in colours.
+"""Draws a job on a terminal with rich: the table of table.py, in colors.
 
-This module is imported only if rich is installed and there is a terminal.
+cli.py imports this module only if rich is installed and the output is a terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
 _FRAME_LINES = 12  # lines of the screen that show neither ranks nor events
-_EVENT_COLUMNS = 17  # columns next to the text of an event
+_EVENT_COLUMNS = 17  # columns that the text of an event cannot use
 
 
 def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Panel:

@@ -1,6 +1,6 @@
 """Formats a job as lines of text, for terminals with 80 columns or more.
 
-`ringjax top` prints these lines if there is no terminal. Its screen has the same cells.
+`ringjax top` prints these lines. The screen of rich (screen.py) shows the same cells.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cells(row: RankView) -> list[str]:
 
 
 def kind(row: RankView, status: JobStatus) -> str:
-    """Returns LATE if all wait for this rank, SILENT_RANK without samples, or PLAIN."""
+    """Returns LATE if all ranks wait for this one, SILENT_RANK, or else PLAIN."""
     if row.rank == status.view.culprit:
         return LATE
     return SILENT_RANK if row.silent > SILENT_SECONDS else PLAIN
@@ -140,11 +140,7 @@ def straggler_text(status: JobStatus) -> str:
 
 
 def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
-    """Yields all lines, which have at most `width` characters.
-
-    Args:
-        most: the most ranks to show.
-    """
+    """Yields all lines, for `most` ranks at most, with up to `width` characters."""
     for line in head(status):
         yield line[:width]
     yield ""
