@@ -111,16 +111,13 @@ def _allgather(
 def exchange_rows(
     own: Sequence[int], size: int, call: dict[str, Any]
 ) -> tuple[tuple[int, ...], ...]:
-    """Exchanges numbers between the ranks.
+    """Returns for each number of `own` the numbers of all ranks.
 
     A number is sent as two 32-bit words, because JAX has no 64-bit arrays unless
     jax_enable_x64 is set.
-
-    Returns:
-        For each number of `own`, the numbers of all ranks.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    # A program may forbid transfers; this internal array must be exempt.
+    # A program may forbid transfers, but not that of this internal array.
     with jax.transfer_guard("allow"):
         (gathered,) = primitive.bind(
             "allgather",

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from ringjax import _native, runtime
@@ -258,16 +257,13 @@ def _product_tangents(
         "size": size,
         "counts": ((1,) * size,) * len(xs),
     }
-    fs = primitive.bind(
-        "allgather", [primitive.scale(x, before)[None] for x in xs], **gather
+    fs, ds = (
+        primitive.bind(
+            "allgather", [primitive.scale(v, before)[None] for v in values], **gather
+        )
+        for values in (xs, ts)
     )
-    ds = primitive.bind(
-        "allgather", [primitive.scale(t, before)[None] for t in ts], **gather
-    )
-    return [
-        primitive.scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
-        for f, d in zip(fs, ds, strict=True)
-    ]
+    return primitive.product_tangents(fs, ds, after)
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:

@@ -129,7 +129,7 @@ def _alltoall(
         if eager:
             rows = _received(what, sent, rows, communicator, call)
         counts = (sent + rows,) * len(leaves.arrays)
-        # A program may forbid transfers; this internal array must be exempt.
+        # A program may forbid transfers, but not that of this internal array.
         with jax.transfer_guard("allow"):
             received = jnp.asarray(np.array(rows, np.int32))
     out = tree
@@ -165,7 +165,7 @@ def _splits(
     communicator: Communicator,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Checks the splits; the received splits are empty if ranks must exchange them."""
+    """Checks both splits; the second are () if the ranks must exchange them."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):
@@ -202,8 +202,8 @@ def _received(
 ) -> tuple[int, ...]:
     """Exchanges the splits of all ranks and returns the rows that this rank receives.
 
-    The exchange also contains the received splits that each rank expects, so that all
-    ranks raise the same error if one rank expects other rows.
+    Each rank also sends the received splits that it expects, so that all ranks raise
+    one error if a rank expects other rows.
     """
     size = communicator.size
     if size == 1:

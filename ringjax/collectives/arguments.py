@@ -64,9 +64,6 @@ def flatten(
             without arithmetic in the core can then be sent, too: see `to_sendable`.
         whole: True if a result is the whole tensor of one rank. Sparse arrays can then
             be sent, too.
-
-    Raises:
-        TypeError: a leaf is not an array of numbers, or is part of a sparse array.
     """
     if not whole:
         _refuse_sparse(what, tree)
@@ -100,8 +97,7 @@ def to_sendable(
     Floats of 8 or fewer bits are sent as bfloat16, which has all of their values and a
     derivative. A key of jax.random is sent as its data.
 
-    Args:
-        rows: True if a key without dimensions becomes one row.
+    If `rows`, a key without dimensions becomes one row.
 
     Returns:
         An array with all values of `array`, and a function that converts back. None if
@@ -118,7 +114,7 @@ def to_sendable(
         return None
     if jnp.issubdtype(dtype, jnp.integer):
         sent: Any = jnp.int8
-    # In bfloat16 the least value of this dtype is a denormal number: send the bits.
+    # In bfloat16 the least value of this dtype would be denormal, so send the bits.
     elif dtype.name == "float8_e8m0fnu":
         return jax.lax.bitcast_convert_type(array, jnp.uint8), (
             lambda out: jax.lax.bitcast_convert_type(out, dtype)
@@ -241,9 +237,7 @@ def reduce_op(
 ) -> ReduceOp:
     """Returns `op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
 
-    Args:
-        adasum_ranks: the number of ranks, for functions that allow Adasum. 0 means that
-            the function does not allow Adasum.
+    `adasum_ranks` is the number of ranks, or 0 if the function does not allow Adasum.
     """
     try:
         if isinstance(op, bool):

@@ -1,4 +1,4 @@
-"""barrier: no rank continues before all ranks have called it.
+"""barrier: no rank continues before all ranks have called `barrier`.
 
 A barrier sends no tensor, so it has no rules for batching or derivatives.
 """
@@ -22,10 +22,10 @@ def barrier(
     process_set: runtime.ProcessSet = runtime.global_process_set,
     name: str | None = None,
 ) -> None:
-    """Waits until every rank of `process_set` has called it.
+    """Waits until every rank of `process_set` has called `barrier`.
 
-    Outside of jit the function returns when all ranks have called it. Inside a compiled
-    program it is an operation, in order with the other collectives of the program.
+    Outside of jit the function itself waits. Inside a compiled program the barrier is
+    an operation, in order with the other collectives of the program.
 
     Args:
         process_set: the ranks that take part; this rank must be among them.

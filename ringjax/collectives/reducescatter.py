@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
 from ringjax import runtime
 from ringjax.collectives import arguments
 from ringjax.compression import Compression, WireDtype
@@ -164,7 +161,7 @@ def _shape(avals: Sequence[Aval], *, rows: Sequence[int], **params: Any) -> list
 def _jvp(
     p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
 ) -> Jvp:
-    """Returns ``dy_r = Σ_s (dx_s)_r`` for Sum, a P-th for Average; see also below."""
+    """Returns ``dy_r = Σ_s (dx_s)_r`` for Sum, ``Σ_s (dx_s)_r / P`` for Average."""
     op = ReduceOp(params["reduce_op"])
     if op in primitive.LINEAR:
         return primitive.linear_jvp(p, xs, ts, **params)
@@ -226,10 +223,7 @@ def _product_tangents(
             )
         ]
 
-    return [
-        primitive.scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (d,))[1], after)
-        for f, d in zip(factors_of(xs), factors_of(ts), strict=True)
-    ]
+    return primitive.product_tangents(factors_of(xs), factors_of(ts), after)
 
 
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:

@@ -1,4 +1,4 @@
-"""A collective as a JAX primitive: lowering, order, buckets, JAX's private names.
+"""Collectives as JAX primitives: lowering, order, buckets, JAX's private names.
 
-Knows no operation: those are in `ringjax.collectives`.
+The operations themselves are in `ringjax.collectives`.
 """

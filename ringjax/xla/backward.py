@@ -13,26 +13,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
+from ringjax.xla.jax_types import IrValue
+
 ir = mlir.ir
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import IrValue
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import IrValue
 
 
 class BackwardPass:
     """The operations of the block that is lowered, before a START is inserted.
 
-    Args:
-        leaves: the values that the STARTs will take.
-        after: values that must be computed before the first START.
+    The STARTs will take `leaves`, and the first START comes behind the values `after`.
     """
 
     def __init__(self, leaves: Sequence[IrValue], after: Sequence[IrValue]) -> None:
@@ -61,10 +55,8 @@ class BackwardPass:
     def delay(self, order: IrValue, waiting: Sequence[IrValue]) -> IrValue:
         """Delays the computation of `waiting` until `order` exists.
 
-        Call this method inside `insert_after`.
-
-        Returns:
-            The value that replaces `order`.
+        Call this method inside `insert_after`. It returns the value to use in place of
+        `order`.
         """
         newest = self._newest_input(waiting)
         if newest is None:
@@ -76,7 +68,7 @@ class BackwardPass:
             position = self._positions.get(operation, -1)
             if position > self._last:
                 operation.operands[number] = results[0]
-                # The hash of an operation covers its operands: enter it again.
+                # The hash of an operation covers its operands, which have changed.
                 self._positions[operation] = position
         return results[1]
 
@@ -99,7 +91,7 @@ class BackwardPass:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Returns True for a computed tensor of floats: no index and no constant."""
+    """Returns True for a tensor of floats that is computed and not a constant."""
     constant = ("stablehlo.constant", "stablehlo.broadcast_in_dim", "stablehlo.iota")
     return (
         isinstance(value.type, ir.RankedTensorType)

@@ -1,8 +1,8 @@
 """Plans which gradients are sent together, and which are in flight at the same time.
 
-The plans are computed from sizes only: this module uses neither JAX nor communication,
-so it can be tested and simulated anywhere. `optim.py` finds out the order of readiness.
-The native core copies leaves into the memory of a bucket.
+The plans depend on sizes only. This module uses neither JAX nor communication, so it
+can be tested and simulated anywhere. `optim.py` finds out the order in which gradients
+become ready. The native core copies leaves into the memory of a bucket.
 
 References:
     Li et al, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
@@ -27,9 +27,8 @@ ALIGNMENT = 64
 # `refine` does not cut buckets below these bytes: the latency of the calls would cost
 # more than overlap gains.
 MIN_CUT_BYTES = 1 << 18
-# The most tensors of one call. XLA's compile time grows with the square of the tensors
-# of each call. For a few hundred tensors, as in most models, this part of the compile
-# time is small.
+# The most tensors of one call. XLA's compile time grows with the square of the number
+# of tensors in a call, but is still short for a few hundred, as in most models.
 MAX_TENSORS = 512
 
 
@@ -100,12 +99,8 @@ def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
     """Cuts buckets that cross a slow wire into buckets that become smaller and smaller.
 
     No computation remains that could hide the last bucket. So a bucket holds at most a
-    quarter of the bytes that are not sent yet.
-
-    Args:
-        cuts: the indices of the leaves of each bucket, in the order of readiness.
-        sizes: the bytes of each leaf.
-        most: the most bytes of a bucket that has more than one leaf.
+    quarter of the bytes that are not sent yet, and at most `most` bytes if it has more
+    than one leaf.
 
     Example:
         >>> refine(((0, 1, 2, 3, 4, 5),), [4 << 20] * 5 + [1 << 20], 8 << 20)
@@ -135,15 +130,10 @@ def packed_bytes(sizes: Sequence[int]) -> int:
 def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
     """Orders the calls of overlapped buckets so that `memory` suffices.
 
-    A bucket is in flight from its START to its DONE. The DONE of the oldest bucket
-    comes as late as possible: when the next bucket does not fit into the memory, or at
-    the end. A bucket that alone needs more than `memory` is reduced in place by a RUN,
-    which waits.
-
-    Args:
-        needs: the bytes that each bucket needs in flight, in the order of readiness.
-        memory: the most bytes in flight. If it is infinity, all STARTs come before all
-            DONEs.
+    A bucket is in flight from its START to its DONE, and needs that many of `needs`
+    bytes. The DONE of the oldest bucket comes as late as possible: when the next bucket
+    does not fit into the memory, or at the end. A bucket that alone needs more than
+    `memory` is reduced in place by a RUN, which waits.
 
     Returns:
         The (call, bucket) pairs in order, and the most bytes in flight at one time.
@@ -171,10 +161,7 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
 
 
 def split_evenly(count: int, most: int = MAX_TENSORS) -> Cuts:
-    """Splits the indices below `count` into as few even parts as possible.
-
-    Args:
-        most: the most indices of a part.
+    """Splits the indices below `count` into few even parts of at most `most` indices.
 
     Example:
         >>> split_evenly(5, most=2), split_evenly(0)
@@ -198,11 +185,10 @@ def plan_calls(
         sizes: the bytes of each leaf.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
         memory: the most bytes in flight; infinity for a CUDA device.
-        elastic_memory: for an elastic job, which reduces all leaves over the same
-            ranks. All STARTs come before all DONEs if these bytes suffice for two
-            copies of each bucket, its input and its sum, so that all buckets can run
-            again. Otherwise, and without overlap, there is one call. `elastic_memory`
-            is None if the job is not elastic.
+        elastic_memory: the most bytes for buckets in an elastic job; None if the job is
+            not elastic. After a loss all buckets run again, over the remaining ranks.
+            So all STARTs come before all DONEs, and each bucket needs two copies, its
+            input and its sum. If the bytes do not suffice, there is one call.
         overlapped: if it is False, the calls work in place, one after another.
 
     Returns:

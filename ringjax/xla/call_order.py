@@ -12,18 +12,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
 from ringjax.xla import tokens
+from ringjax.xla.jax_types import Context, IrValue
 
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import Context, IrValue
-
-    OrderValue = tuple[IrValue, jax.core.AbstractValue]
+OrderValue = tuple[IrValue, jax.core.AbstractValue]
 
 
 class _CallOrder(threading.local):
@@ -35,8 +33,8 @@ class _CallOrder(threading.local):
     enabled = True
 
     def of(self, module: mlir.ir.Module) -> dict[mlir.ir.Block, OrderValue]:
-        # The reference to the module keeps its blocks alive, so that no later block can
-        # have the address, and thus the entry, of an earlier block.
+        # The reference to the module keeps its blocks alive. Otherwise a later block
+        # could have the address, and thus the entry, of an earlier block.
         if self.module is not module:
             self.module, self.values, self.chains = module, {}, 0
         return self.values
@@ -73,7 +71,7 @@ def set_previous_value(
 
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
-    """Lowers without the dependency, only for the control experiment of the tests."""
+    """Lowers calls without order, so that a test can show that the order matters."""
     _order.enabled = False
     try:
         yield

@@ -1,4 +1,4 @@
-"""The allreduce of gradients: a primitive that an array orders instead of an effect.
+"""The allreduce of gradients: a primitive whose calls an array orders, not an effect.
 
 `optim.py` decides which gradients are sent together and when, and `buckets.py` plans
 the calls. `primitive.py` has the parts that all collectives share.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,30 +23,16 @@ from ringjax.xla import (
     primitive,
 )
 from ringjax.xla.backward import BackwardPass
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import (
-        Batched,
-        Context,
-        IrValue,
-        Jvp,
-        Params,
-        Tangent,
-        Traced,
-    )
-    from ringjax.xla.program import Program
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import (
-        Batched,
-        Context,
-        IrValue,
-        Jvp,
-        Params,
-        Tangent,
-        Traced,
-    )
-    from ringjax.xla.program import Program
+from ringjax.xla.jax_types import (
+    Batched,
+    Context,
+    IrValue,
+    Jvp,
+    Params,
+    Tangent,
+    Traced,
+)
+from ringjax.xla.program import Program
 
 _gradients_p = jax_private.new_primitive("allreduce")
 
@@ -75,27 +61,19 @@ def bucketed_allreduce(
     failure does not make later programs fail.
 
     Args:
-        leaves: arrays of any shapes and dtypes.
-        seq: uint32[1], the result of the previous call of the same chain.
-        op: a `ReduceOp`.
+        seq: uint32[1], the result of the previous call of the chain.
         wire: the number of the wire dtype; -1 without compression.
-        prescale: multiplies each rank's leaves.
-        postscale: multiplies the results.
-        comm: the id of the communicator.
         timeout: seconds to wait for other ranks.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
-        overlapped: if it is False, there is one call that works in place. If it is
-            True, each bucket has one START as soon as its leaves exist, and one DONE as
-            late as possible: after the last START, or, on CPUs, when the gradients in
-            flight are `memory` bytes. CPUs also cut buckets to stay within `memory`. If
-            the settings of the ranks differ, the error names the calls of each rank. In
-            an elastic job all buckets are in flight; if `elastic_memory` does not
-            suffice, there is one call.
-        overlapped_on_device: as `overlapped`, for a program that is compiled for a CUDA
-            device; the device is known only then. If it is None, `overlapped` counts.
-        memory: as RINGJAX_OVERLAP_MEMORY, in bytes.
-        elastic_memory: as RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes. It is None if the
-            job is not elastic.
+        overlapped: if True, each bucket has one START as soon as its leaves exist, and
+            one DONE as late as possible, see `buckets.plan_calls`. If False, one call
+            works in place. If the settings of the ranks differ, the error names the
+            calls of each rank.
+        overlapped_on_device: the value of `overlapped` for CUDA devices, because only
+            the lowering knows the device. None means `overlapped`.
+        memory: RINGJAX_OVERLAP_MEMORY, in bytes.
+        elastic_memory: RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes; None if the job is not
+            elastic.
         name: stands for the call in error messages.
         names: for error messages, a name for each leaf, or none.
 
@@ -248,7 +226,7 @@ def _emit_chain(
 def _gradients_batch(
     args: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches an ensemble: all members have the same `seq`, and one call sends all."""
+    """Batches an ensemble: one call sends all members, which have equal `seq`."""
     primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_VMAP)
     *leaves, seq = args
     *leaf_dims, seq_dim = dims
@@ -272,7 +250,7 @@ def _gradients_jvp(args: Sequence[Traced], ts: Sequence[Tangent], **params: Any)
             )
         return primitive.bind("allreduce", live, **kept)
 
-    # `seq` is an integer: its tangent becomes a symbolic zero, which is not sent.
+    # `seq` is an integer. Its tangent becomes a symbolic zero, which is not sent.
     symbolic = [
         t if _is_live(t) else jax_private.zero_tangent(x)
         for x, t in zip(args, ts, strict=True)

@@ -25,13 +25,8 @@ _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 def initialize_group(world: World, started: bool, *, place: int) -> None:
     """Calls ``jax.distributed.initialize`` in a job of groups; called at each init.
 
-    Args:
-        started: True if JAX's backends have been started already.
-        place: the number of this process in its group.
-
-    Raises:
-        StartupError: JAX's backends have been started already, or a process of the
-            group did not join in time.
+    `started` says whether JAX's backends have been started already, and `place` is the
+    number of this process in its group.
     """
     if not world.group.members:
         return

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -27,25 +27,22 @@ from jax._src.api_util import InternalFloatingPointError
 from jax._src.lib import xla_client as _client  # type: ignore[attr-defined]
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, Sharding
 
 from ringjax import runtime
 from ringjax.world.world import World
 from ringjax.xla import call_order, jax_distributed, placement, tokens
+from ringjax.xla.jax_types import (
+    Aval,
+    Context,
+    IrValue,
+    Primitive,
+    Rule,
+    Traced,
+)
+from ringjax.xla.program import Program
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh, Sharding
-
-    from ringjax.xla.jax_types import (
-        Aval,
-        Context,
-        IrValue,
-        Primitive,
-        Rule,
-        Traced,
-    )
-    from ringjax.xla.program import Program
-
-    AnyAval = jax.core.AbstractValue  # the abstract value of an array or a token
+AnyAval = jax.core.AbstractValue  # the abstract value of an array or a token
 
 Zero = ad.Zero
 
@@ -61,8 +58,7 @@ def new_primitive(name: str) -> Primitive:
     primitive = jax.extend.core.Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     primitive.def_impl(partial(_apply, primitive))
-    # Results may hold NaNs of other ranks: with this flag checkify checks all results,
-    # too.
+    # Results may hold NaNs of other ranks. This entry makes checkify check them.
     check = partial(_checkify.nan_error_check, primitive)
     _checkify.error_checks[primitive] = check
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -76,9 +72,6 @@ def _apply(primitive: Primitive, *values: Traced, **params: Any) -> Any:
     operation, inside the handler of its own exception. Other ranks may have no NaN and
     not make the call again. So the second call has another name: the ranks then
     disagree, and the error says why.
-
-    Raises:
-        FloatingPointError: a call that was made again has failed.
     """
     if not isinstance(sys.exc_info()[1], InternalFloatingPointError):
         return _dispatch.apply_primitive(primitive, *values, **params)
@@ -101,9 +94,8 @@ def set_shape_rule(
 ) -> None:
     """Installs the rule ``(*avals, **params) -> avals of the results``.
 
-    Args:
-        ordered: True gives the primitive the ordered effect, so that JAX keeps its
-            calls in the order of the program.
+    If `ordered`, the primitive has the ordered effect, so that JAX keeps its calls in
+    the order of the program.
     """
     if ordered:
         primitive.def_effectful_abstract_eval(
@@ -172,10 +164,9 @@ def device_count(value: object) -> int:
 
 
 def producers(values: Sequence[Any]) -> list[int]:
-    """Returns the position of the equation that produces each traced value.
+    """Returns the position, in the trace, of the equation that makes each value.
 
-    Returns:
-        Positions in the order in which JAX traces; -1 for an input of the program.
+    The position of an input of the program is -1.
 
     Raises:
         AttributeError, TypeError: the values are not traced together, or this version
@@ -184,7 +175,7 @@ def producers(values: Sequence[Any]) -> list[int]:
     if len({id(v._trace) for v in values}) != 1:
         raise TypeError("values of several traces, or of none")
     equations = values[0]._trace.frame.tracing_eqns
-    # Versions of JAX hold either the equations or weak references to them.
+    # The entries are equations or, in some versions of JAX, weak references to them.
     entries = [e() if callable(e) else e for e in equations]
     positions = {id(e): i for i, e in enumerate(entries) if e is not None}
     return [positions.get(id(v.parent), -1) for v in values]
@@ -195,14 +186,9 @@ def has_collective(
     arguments: Sequence[object],
     named: Mapping[str, object],
 ) -> bool | None:
-    """Traces `function` and returns whether it calls a collective.
+    """Traces `function` and returns whether it calls a collective; None if this fails.
 
-    Args:
-        arguments: positional arguments; only as many as `function` takes are passed.
-        named: keyword arguments; only those that `function` takes are passed.
-
-    Returns:
-        None if `function` cannot be traced.
+    Only the arguments that `function` takes are passed.
     """
     try:
         parameters = list(inspect.signature(function).parameters)
@@ -220,20 +206,17 @@ def has_collective(
 def has_transposed_collective(values: Sequence[object]) -> bool:
     """Returns True if gradients come from a derivative through a collective.
 
-    Such gradients already contain cotangents of all ranks. Gradients that another
-    program has computed are not seen: see `may_have_transposed_collective`.
-
-    Args:
-        values: traced gradients.
+    Such gradients already contain cotangents of all ranks. For gradients that another
+    program has computed see `may_have_transposed_collective`.
     """
     return any(map(_is_transposed, _upstream(values)))
 
 
 def may_have_transposed_collective(values: Sequence[object]) -> bool:
-    """Returns True if another program may have taken such a derivative.
+    """Returns True if another program may have derived gradients through a collective.
 
-    The result is True if some gradients are inputs of this program, and this process
-    has taken a derivative through a collective before.
+    That is the case if some gradients are inputs of this program, and this process has
+    taken a derivative through a collective before.
     """
     return _has_transposed and any(next(_upstream([v]), None) is None for v in values)
 
@@ -304,14 +287,12 @@ def emit(
     Args:
         target: the name of the native handler.
         aliases: maps an operand to the result that may use the memory of the operand.
-            An alias that would cost a copy is dropped. In an elastic job all aliases
-            are dropped, because a call that the loss of a rank interrupts is repeated.
-        attributes: the attributes of the call.
-        tie: makes the call depend on the previous call of the block, because XLA runs
-            calls that share no value in any order (see `call_order.py`).
-        inside: True if XLA asks for the call of one device while it compiles, on its
-            own thread. Then nothing may be remembered in the thread, and the caller
-            provides aliases and order.
+            This function drops an alias that would cost a copy, and all aliases in an
+            elastic job, where a call that a loss interrupts is repeated.
+        tie: makes the call depend on the previous call of the block (`call_order.py`).
+        inside: True if XLA requests the call of one device while it compiles, on a
+            thread of XLA. This function then stores nothing in the thread, and the
+            caller provides aliases and order.
     """
     kept = () if inside else unaliasable(program, operands)
     previous = call_order.previous_value(ctx) if tie and not inside else []
@@ -343,10 +324,10 @@ def unaliasable(program: Program, values: Sequence[IrValue]) -> tuple[int, ...]:
 def _is_undonated_argument(value: Any) -> bool:
     """Returns True for an argument of the whole program that its caller keeps.
 
-    XLA must not write to an argument that is not donated. If a result aliased it, XLA
-    would first copy it, which is one more pass over memory. This function cannot tell
-    for arguments of an inner jit or a loop; in a training step, gradients are
-    temporaries.
+    XLA must not write to an argument that is not donated. For a result that aliases the
+    argument, XLA would first copy it, which is one more pass over memory. The function
+    returns False for arguments of an inner jit or a loop, which it cannot check; in a
+    training step, gradients are temporaries.
     """
     # A reshape uses the memory of its operand.
     while isinstance(value.owner, stablehlo.ReshapeOp):
@@ -376,10 +357,9 @@ def emit_ordered(
 ) -> list[IrValue]:
     """Emits calls whose order value is JAX's token of `CollectiveTokenEffect`.
 
-    Args:
-        calls: for each native call the positions of its operands, and its attributes.
-            Together the calls hold all operands, in order.
-        in_place: True if results may use the memory of the operands.
+    Each of `calls` has the positions of its operands, and its attributes. Together the
+    calls have all operands, in order. If `in_place`, results may use the memory of the
+    operands.
     """
     out: list[IrValue] = []
     token = ctx.tokens_in.get(tokens.EFFECT)
@@ -429,10 +409,8 @@ def tiled_sharding(
 ) -> Sharding:
     """Returns a sharding that cuts a tensor into tiles, one for each device.
 
-    Args:
-        devices: the devices of the program, in its order.
-        assignment: an array with one element for each tile, at the tile's position in
-            the tensor: the position of its device in `devices`.
+    `assignment` has, at the position of each tile in the tensor, the position of the
+    tile's device in `devices`.
     """
     tiles = np.ascontiguousarray(assignment, np.int64)
     hlo = _client.HloSharding.subgroup_with_device_ordering(tiles)
@@ -444,7 +422,7 @@ def without_mesh(aval: Aval) -> Aval:
 
 
 def varying_axes(aval: Aval) -> frozenset[str] | None:
-    """Returns the mesh axes over which a value in shard_map differs; None: unknown."""
+    """Returns the mesh axes over which a value in shard_map differs, or None."""
     # Some versions of JAX have the axes in `aval.mat`, others in `aval`.
     kind: Any = getattr(aval, "mat", aval)
     axes: frozenset[str] | None = getattr(kind, "varying", getattr(kind, "vma", None))
@@ -452,9 +430,9 @@ def varying_axes(aval: Aval) -> frozenset[str] | None:
 
 
 def checks_varying() -> bool:
-    """Returns True if the shard_map that is lowered tracks what varies (check_vma).
+    """Returns True if the shard_map that is lowered tracks varying axes (check_vma).
 
-    Without check_vma JAX says of every value that it varies over no axis.
+    Without check_vma, JAX reports no varying axis for any value.
     """
     return bool(_config._check_vma.value)
 

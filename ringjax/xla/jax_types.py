@@ -1,4 +1,4 @@
-"""JAX's types in the annotations of this package.
+"""Names for JAX's types in annotations.
 
 Aval: shape and dtype of a value, as JAX traces it.
 Context: the state of a lowering: module, avals, tokens.

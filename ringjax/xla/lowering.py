@@ -9,31 +9,28 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.interpreters import mlir
 
 from ringjax import _native, runtime
 from ringjax.xla import tokens
+from ringjax.xla.jax_types import Context, IrValue, Primitive
 from ringjax.xla.program import check_joined_devices, check_processes, program_of
 
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import Context, IrValue, Primitive
-
-    LoweringRule = Callable[..., Sequence[IrValue]]
+LoweringRule = Callable[..., Sequence[IrValue]]
 
 
 def register(primitive: Primitive, rule: LoweringRule) -> None:
-    """Lowers `primitive` on CPU and CUDA devices; refuses other platforms.
+    """Lowers `primitive` on CPU and CUDA devices by `rule`; refuses other platforms.
+
+    The rule is ``(ctx, program, *operands, **params) -> results``. The parameter
+    `elastic` of the primitive, if it has one, becomes part of `program`.
 
     ``cacheable=False`` is essential. By default JAX lowers each equation into a
-    function of its own: no two calls would then share a block, and nothing would order
+    function of its own. No two calls would then share a block, and nothing would order
     them.
-
-    Args:
-        rule: ``(ctx, program, *operands, **params) -> results``. The parameter
-            `elastic` of the primitive, if it has one, becomes part of `program`.
     """
     name = primitive.name.removeprefix("ringjax.")
 
@@ -42,8 +39,8 @@ def register(primitive: Primitive, rule: LoweringRule) -> None:
             ctx: Context, *operands: IrValue, elastic: bool = False, **params: Any
         ) -> Sequence[IrValue]:
             program = program_of(ctx, name, platform)._replace(elastic=elastic)
-            # The part of one device has no parameter "comm": its program was checked
-            # when the whole call was lowered.
+            # The primitive of one device (`multi_device._part_p`) has no "comm". Its
+            # program was checked when the whole call was lowered.
             if platform == "cuda" and "comm" in params:
                 devices = runtime.current(name).devices
                 program = program._replace(joined=devices.numbers)
@@ -82,8 +79,8 @@ _lowering_mode = _LoweringMode()
 def without_device() -> Iterator[None]:
     """Lowers for CUDA devices that this machine does not have.
 
-    This serves compilation ahead of time for the description of a device, for example
-    in the test of XLA's schedules. If such a program ran, it would raise an error.
+    A test of XLA's schedules compiles programs for the description of a device. If such
+    a program ran, it would raise an error.
     """
     before = _lowering_mode.without_device
     _lowering_mode.without_device = True

@@ -2,7 +2,7 @@
 
 Each device calls with its shard of each tensor (`shards.py`), on CUDA with a share of a
 replicated tensor (`shares.py`). In `jit`, XLA decides long after the lowering how
-tensors are sharded. It then asks for the call of one device through JAX's
+tensors are sharded. It then requests the call of one device through JAX's
 custom_partitioning, whose rule here allows every sharding. Inside shard_map the tensors
 are sharded already.
 """
@@ -12,21 +12,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ringjax.xla import call_order, jax_private, lowering, shards, shares
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh, Sharding
-
-    from ringjax.xla.call_order import OrderValue
-    from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
-    from ringjax.xla.program import Program
+from ringjax.xla.call_order import OrderValue
+from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
+from ringjax.xla.program import Program
 
 _AXIS = "devices"  # the mesh axis of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
@@ -45,48 +41,28 @@ _TARGETS = {
 
 
 def lower_chain(
-    ctx: Context, program: Program, operands: Sequence[IrValue], calls: Calls
-) -> list[IrValue]:
-    """Lowers calls in one chain; the last operand and result is its order value."""
-    if program.mesh is not None:
-        return _emit_manual(ctx, program, operands, calls)
-    avals = jax_private.avals_in(ctx)
-    previous = call_order.previous_value(ctx)
-    out = _lower_partitioned(ctx, program, operands, avals, calls, previous)
-    call_order.set_previous_value(ctx, out[-1], avals[-1])
-    return out
-
-
-def lower_check(
     ctx: Context,
     program: Program,
     operands: Sequence[IrValue],
-    whole: Mapping[str, Any],
-) -> IrValue:
-    """Lowers a call that only reads its tensors.
+    calls: Calls,
+    avals: Sequence[Aval] | None = None,
+    *,
+    reads: bool = False,
+) -> list[IrValue]:
+    """Lowers calls in one chain; the last operand and result is its order value.
 
-    Args:
-        operands: the tensors, and the order value.
-        whole: the attributes of the call if the tensors were not sharded.
-
-    Returns:
-        The order value.
+    If `reads`, the calls only read their tensors, and the only result is the order
+    value. `avals` are those of the operands, if the primitive orders them otherwise.
     """
-    # In the primitive the order value is the first operand, in calls the order value is
-    # the last operand.
-    order_aval, *leaf_avals = jax_private.avals_in(ctx)
-    avals = [*leaf_avals, order_aval]
-    calls = [(tuple(range(len(avals) - 1)), whole, "check")]
+    avals = avals or jax_private.avals_in(ctx)
     if program.mesh is not None:
-        held = shards.of_mesh(program, shares.varying_axes(leaf_avals))
-        own = _shard_calls(program, held, calls)
-        return _emit(ctx, program, operands, avals, own, kept=(), reads=True)[-1]
+        return _emit_manual(ctx, program, operands, avals, calls, reads=reads)
     previous = call_order.previous_value(ctx)
-    (order,) = _lower_partitioned(
-        ctx, program, operands, avals, calls, previous, reads=True
+    out = _lower_partitioned(
+        ctx, program, operands, avals, calls, previous, reads=reads
     )
-    call_order.set_previous_value(ctx, order, avals[-1])
-    return order
+    call_order.set_previous_value(ctx, out[-1], avals[-1])
+    return out
 
 
 def lower_ordered(
@@ -99,9 +75,8 @@ def lower_ordered(
 ) -> list[IrValue]:
     """Lowers calls that JAX's token orders.
 
-    Args:
-        wholes: for each call the positions of its operands, and its attributes if the
-            tensors were not sharded.
+    Each of `wholes` has the positions of the operands of a call, and its attributes for
+    tensors that are not sharded.
     """
     calls = [(cut, whole, "run") for cut, whole in wholes]
     if program.mesh is not None:
@@ -136,11 +111,21 @@ def _tensor_count(calls: Calls) -> int:
 
 
 def _emit_manual(
-    ctx: Context, program: Program, operands: Sequence[IrValue], calls: Calls
+    ctx: Context,
+    program: Program,
+    operands: Sequence[IrValue],
+    avals: Sequence[Aval],
+    calls: Calls,
+    *,
+    reads: bool,
 ) -> list[IrValue]:
-    *avals, order = jax_private.avals_in(ctx)
-    inside = shares.ManualShares(ctx, program, avals)
-    own = _shard_calls(program, shards.of_mesh(program, inside.varying), calls)
+    """Emits a chain inside a shard_map. Calls that only read send whole values."""
+    *tensors, order = avals
+    inside = shares.ManualShares(ctx, program, [] if reads else tensors)
+    varying = shares.varying_axes(tensors) if reads else inside.varying
+    own = _shard_calls(program, shards.of_mesh(program, varying), calls)
+    if reads:
+        return _emit(ctx, program, operands, avals, own, kept=(), reads=True)[-1:]
     sent = inside.slice_values(operands[:-1])
     operands, avals = [*sent, operands[-1]], [*inside.avals, order]
     *out, last = _emit(ctx, program, operands, avals, own, kept=())
@@ -233,16 +218,11 @@ def _lower_partitioned(
     *,
     reads: bool = False,
 ) -> list[IrValue]:
-    """Lowers calls in a program that XLA will partition.
+    """Lowers calls in a program that XLA will partition; `after`, `reads` as `_emit`.
 
-    XLA asks for the calls of one device when it partitions. XLA caches programs by
-    their text, which does not contain the calls; so a digest of the calls is one more
-    operand.
-
-    Args:
-        after: more values on which the first call depends.
-        reads: True if the calls only read their tensors. The only result is then the
-            order value, and the tensors keep their shardings.
+    XLA requests the calls of one device when it partitions the program. XLA caches
+    programs by their text, which does not contain the calls. So a digest of the calls
+    is one more operand. Tensors that calls only read keep their shardings.
     """
     # The number of tensors; the last operand is the order value.
     count = len(operands) - 1
@@ -251,8 +231,8 @@ def _lower_partitioned(
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    # XLA may call this on a thread of its own, whose Python state ends with the thread.
-    # So the function must not store anything in a threading.local.
+    # XLA may call `partition` on its own thread, whose Python state ends with the
+    # thread. So `partition` must not store anything in a threading.local.
     def partition(
         _mesh: Mesh, args: Sequence[Any], results: Sequence[Any]
     ) -> tuple[Any, ...]:
@@ -309,10 +289,10 @@ def _device_part(
 ) -> tuple[Traced, ...]:
     """Binds the calls of one device, with its shares of the tensors in `cut`.
 
-    XLA asks for these calls while it compiles. With jax 0.12 XLA asks on the thread
-    that compiles, where `jax.set_mesh` is in effect. Hide that mesh: with explicit axes
-    JAX would add shardings to values that are on one device already, after the passes
-    of XLA that remove shardings.
+    XLA requests these calls while it compiles; with jax 0.12, on the thread where
+    `jax.set_mesh` is in effect. This function hides that mesh: with explicit axes JAX
+    would add shardings to values that are on one device already, and the passes of XLA
+    that remove shardings have run before.
     """
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         position = jax.lax.axis_index(_AXIS)

@@ -1,26 +1,24 @@
-"""Periodic comparison of parameters between ranks, in compiled steps.
+"""Compares parameters between ranks in some compiled steps.
 
 The comparison is a native call in the chain of `seq`, before the call of the gradients.
 In most steps the call returns immediately. The handler (`ffi/check.cc`) decides when a
-comparison is due, compares hashes, and prints the warning. On CUDA devices there is no
-such call, because handlers there must not wait for the device. The lowering then warns
-only about values that the program visibly computes without a collective.
+comparison is due, compares hashes, and prints the warning. On CUDA devices handlers
+must not wait for the device, so there the program contains no comparison. Its lowering
+only warns about values that the program visibly computes without a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from ringjax import stderr
 from ringjax.eager import dtypes
 from ringjax.xla import buckets, jax_private, lowering, multi_device
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import Batched, Context, IrValue, Jvp, Tangent, Traced
-    from ringjax.xla.program import Program
+from ringjax.xla.jax_types import Batched, Context, IrValue, Jvp, Tangent, Traced
+from ringjax.xla.program import Program
 
 _check_p = jax_private.new_primitive("check_alike")
 
@@ -37,27 +35,22 @@ def check(
     first: int = -1,
     own: Sequence[str] = (),
 ) -> Traced:
-    """Adds a comparison of parameters to a program.
+    """Adds a comparison of parameters to a program; returns a `seq` that depends on it.
 
     If parameters differ between ranks, the first rank prints a warning.
 
     Args:
         seq: uint32[1], the number of the step.
         params: the parameters. Values that are not arrays of numbers are ignored.
-        names: the names of the parameters, for the warning.
-        comm: the id of the communicator.
         every: the number of steps from one comparison to the next.
         name: stands for the call in error messages.
         timeout: seconds to wait for other ranks.
         first: -1 if `seq` is the number of the step. Otherwise the handler counts its
             calls, and `first`, from 0 on, is the number of the first call that
-            compares. In elastic jobs no such call compares.
+            compares. In elastic jobs no call compares if `first` is given.
         own: the names of the parameters that this rank computes without a collective.
             They may still be equal on all ranks, so on CPUs they are compared like the
             other parameters. On CUDA devices each of them causes a warning.
-
-    Returns:
-        `seq`, which depends on the comparison.
     """
     chosen: list[tuple[Any, str]] = [
         (x, n)
@@ -88,8 +81,17 @@ def _lower(
         return [seq]
     whole = _attributes(**params)
     if program.devices:
-        # Each shard is compared with the shard of its position on the other ranks.
-        return [multi_device.lower_check(ctx, program, [*leaves, seq], whole)]
+        # Each shard is compared with the shard of its position on the other ranks. The
+        # order value `seq` is the last operand of a call.
+        seq_aval, *avals = jax_private.avals_in(ctx)
+        return multi_device.lower_chain(
+            ctx,
+            program,
+            [*leaves, seq],
+            [(tuple(range(len(leaves))), whole, "check")],
+            [*avals, seq_aval],
+            reads=True,
+        )
     return jax_private.emit(
         ctx,
         program,
@@ -126,7 +128,7 @@ def _attributes(
 def _batch(
     args: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches an ensemble: compares all members together, with one `seq` for all."""
+    """Batches an ensemble: one call with one `seq` compares all members."""
     seq, *leaves = args
     if dims[0] is not None:
         seq = seq[(slice(None),) * dims[0] + (0,)]

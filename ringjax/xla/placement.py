@@ -1,4 +1,4 @@
-"""Assignment of a host's CUDA devices to its ranks, during `ringjax.init`.
+"""Assigns the CUDA devices of a host to its ranks, during `ringjax.init`.
 
 Unless the user has chosen devices, each rank gets one device, or
 RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which knows no framework, builds
@@ -23,10 +23,8 @@ def open_devices(world: World, started: bool) -> None:
 
     A query for JAX's devices starts its backends. So if no rank has a CUDA driver, this
     function does not query. NCCL is opened after the query, because JAX has then loaded
-    its own copy of NCCL, which JAX and ringjax use.
-
-    Args:
-        started: True if JAX's backends have been started already.
+    its own copy of NCCL, which JAX and ringjax use. `started` says whether the backends
+    have been started already.
     """
     if not world.devices.possible:
         if world.config.devices_per_rank != 1 and world.rank == 0:
@@ -64,12 +62,8 @@ def restrict_visible_devices(
 def cuda_devices(each: int = 1) -> tuple[Sequence[int], str]:
     """Returns the driver's numbers of the CUDA devices that JAX computes on.
 
-    Args:
-        each: if it is 1, the result is the number of JAX's default device; otherwise,
-            the numbers of all devices that JAX sees.
-
-    Returns:
-        The numbers and an empty text; or no numbers, and the reason.
+    If `each` is 1, the only number is that of JAX's default device. The second result
+    is the reason if there is no number, else empty.
     """
     settings: Any = jax.config
     platforms = settings.jax_platforms

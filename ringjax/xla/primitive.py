@@ -1,46 +1,44 @@
-"""Construction of JAX primitives: shapes, batching, derivatives, native calls.
+"""Makes JAX primitives of collectives: shapes, batching, derivatives, native calls.
 
 A collective takes any number of operands and is one native call. `collectives/<op>.py`
-defines each collective with the functions of this module. The allreduce of gradients is
-in `gradient_allreduce.py`. Arguments are checked in `collectives/arguments.py`.
+defines each collective with the functions of this module, and
+`collectives/arguments.py` checks arguments. The allreduce of gradients is in
+`gradient_allreduce.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ringjax import _native, errors, runtime
 from ringjax.ops import ReduceOp
 from ringjax.xla import buckets, jax_private, lowering, multi_device
+from ringjax.xla.jax_types import (
+    Aval,
+    Batched,
+    Context,
+    IrValue,
+    Jvp,
+    Params,
+    Primitive,
+    Tangent,
+    Traced,
+)
+from ringjax.xla.program import Program
 
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from ringjax.xla.jax_types import (
-        Aval,
-        Batched,
-        Context,
-        IrValue,
-        Jvp,
-        Params,
-        Primitive,
-        Tangent,
-        Traced,
-    )
-    from ringjax.xla.program import Program
-
-    ShapeRule = Callable[..., list[Aval]]
-    # ``(cotangents, avals of the operands, params) -> cotangents of the operands``
-    TransposeRule = Callable[[list[Traced], list[Aval], Params], Sequence[Traced]]
-    # ``(operands, tangents, results, params) -> tangents of the results``
-    TangentRule = Callable[
-        [list[Traced], list[Traced], list[Traced], Params], Sequence[Traced]
-    ]
+ShapeRule = Callable[..., list[Aval]]
+# ``(cotangents, avals of the operands, params) -> cotangents of the operands``
+TransposeRule = Callable[[list[Traced], list[Aval], Params], Sequence[Traced]]
+# ``(operands, tangents, results, params) -> tangents of the results``
+TangentRule = Callable[
+    [list[Traced], list[Traced], list[Traced], Params], Sequence[Traced]
+]
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
@@ -78,8 +76,8 @@ def define_collective(
     Args:
         name: a key of `_native.COLLECTIVES`.
         shape: the shape rule, ``(avals, **params) -> avals of the results``.
-        in_place: True if results have the shapes of the operands; they may then use the
-            memory of the operands.
+        in_place: True if results have the shapes of the operands. Results may then use
+            the memory of the operands.
         batch: JAX's batching rule, with the primitive as an additional first argument.
         jvp: JAX's rule of forward derivatives, with the primitive as an additional
             first argument. If it is None, the collective has no derivative.
@@ -137,9 +135,8 @@ def bind(
 ) -> list[Traced]:
     """Binds a collective; parameters that are not given have their defaults.
 
-    Args:
-        collective: the name of the collective. It is a name and not a primitive,
-            because the derivatives of collectives use each other.
+    The collective is a name and not a primitive, because the derivatives of collectives
+    use each other.
     """
     elastic = runtime.elastic()
     primitive = _primitives[collective]
@@ -156,7 +153,7 @@ def bind(
             )
         ]
     except ValueError as error:
-        # If a call fails while JAX's C++ dispatches its program, JAX raises ValueError.
+        # JAX raises ValueError if a call fails while C++ dispatches its program.
         if "RINGJAX[" in str(error):
             raise jax.errors.JaxRuntimeError(str(error)) from None
         raise
@@ -166,10 +163,7 @@ def read_result(result: Traced) -> np.ndarray[Any, Any]:
     """Returns the result of a collective outside of jit as a numpy array.
 
     On a CUDA device a call is enqueued before the ranks have compared their calls. If
-    their calls differ, the result has wrong values, which the host must not use.
-
-    Raises:
-        jax.errors.JaxRuntimeError: the ranks made different calls, or a rank is lost.
+    the calls differ, the result has wrong values, which the host must not use.
     """
     array = np.asarray(result)
     confirm()
@@ -177,11 +171,7 @@ def read_result(result: Traced) -> np.ndarray[Any, Any]:
 
 
 def confirm() -> None:
-    """Waits until the ranks have compared all calls on their devices.
-
-    Raises:
-        jax.errors.JaxRuntimeError: the calls differ, or have failed.
-    """
+    """Waits until the ranks have compared all calls on their devices; raises errors."""
     try:
         runtime.confirm()
     except errors.RingjaxError as error:
@@ -193,8 +183,8 @@ def split_programs(operands: Sequence[ArrayLike], elastic: bool) -> buckets.Cuts
     """Returns the positions of the operands of each program.
 
     Outside of jit an operation on many tensors is several programs, because the time to
-    compile grows faster than the program. In an elastic job it is one program, so that
-    no rank can be lost between the parts of an operation.
+    compile grows faster than the program. In an elastic job the operation is one
+    program, so that no rank can be lost between its parts.
     """
     count = len(operands)
     many = count > buckets.MAX_TENSORS and not elastic
@@ -205,10 +195,10 @@ def split_programs(operands: Sequence[ArrayLike], elastic: bool) -> buckets.Cuts
 def call_attributes(op: str, params: Params, **extra: int) -> dict[str, Any]:
     """Returns the attributes of a native call.
 
-    Rank and size are not among them unless a shape depends on them: after an elastic
-    restart a compiled program may serve another rank. All calls have the same
-    attributes, except for the timeout, which only calls with a timeout of their own
-    have. The core counts the attributes to detect the timeout.
+    Rank and size are attributes only if a shape depends on them, because a compiled
+    program may serve another rank after an elastic restart. All calls have equally many
+    attributes, and one more if they have their own timeout: the core counts the
+    attributes to detect it.
     """
     out = {k: v for k, v in params.items() if k in DEFAULTS}
     if out["timeout"] < 0:
@@ -258,6 +248,16 @@ def same_shape(avals: Sequence[Aval], **params: Any) -> list[Aval]:
 def scale(x: Traced, factor: float) -> Traced:
     """Returns ``factor * x`` in the dtype of x; x itself if the factor is 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
+def product_tangents(
+    factors: Sequence[Traced], tangents: Sequence[Traced], scaling: float
+) -> list[Traced]:
+    """Returns the tangents of products over the first dimension, times `scaling`."""
+    return [
+        scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (t,))[1], scaling)
+        for f, t in zip(factors, tangents, strict=True)
+    ]
 
 
 def refuse_adasum(what: str, op: int, lacks: str) -> None:
@@ -315,11 +315,8 @@ def sparse_jvp(
 ) -> Jvp:
     """Returns results and tangents; tangents that are symbolic zeros are not sent.
 
-    Whether a tangent is a symbolic zero is part of the program, hence equal on all
-    ranks.
-
-    Args:
-        tangents: computes the other tangents from their operands, tangents and results.
+    The program decides whether a tangent is a symbolic zero, so all ranks agree.
+    `tangents` computes the other tangents from their operands, tangents and results.
     """
     ys: list[Any] = p.bind(*xs, **params)
     out: list[Any] = [jax_private.zero_tangent(y) for y in ys]

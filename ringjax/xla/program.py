@@ -1,15 +1,13 @@
-"""The program that a primitive is lowered for: its platform, its devices, its mesh."""
+"""The program for which a primitive is lowered: its platform, its devices, its mesh."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from ringjax.world.communicator_ids import REPLICA_SET
-
-if TYPE_CHECKING:
-    from ringjax.xla.jax_types import Context, Params
+from ringjax.xla.jax_types import Context, Params
 
 
 class Program(NamedTuple):
@@ -41,11 +39,9 @@ class Program(NamedTuple):
 
 
 def program_of(ctx: Context, name: str, platform: str) -> Program:
-    """Returns the program that a rule lowers for.
+    """Returns the program for which a rule lowers the collective `name`.
 
-    Raises:
-        ValueError: the collective `name` is in a shard_map that leaves some axes of its
-            mesh to JAX, or that has no devices yet.
+    Refuses a shard_map that leaves some axes of its mesh to JAX, or has no devices yet.
     """
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
@@ -89,8 +85,7 @@ def check_processes(program: Program, name: str, params: Params) -> None:
 def check_joined_devices(name: str, problem: str, program: Program) -> None:
     """Checks that all CUDA devices of the program have a communicator.
 
-    Args:
-        problem: why this rank has no device communicator; empty if it has one.
+    `problem` says why this rank has no device communicator, and is empty if it has one.
     """
     wanted = [device.local_hardware_id for device in program.local_devices]
     if not problem and not set(wanted) <= set(program.joined):

@@ -11,16 +11,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from ringjax.xla import shares
-
-if TYPE_CHECKING:
-    from jax.sharding import Sharding
-
 from ringjax.xla.program import Program
 
 
@@ -48,10 +45,8 @@ class Shards(NamedTuple):
     def merged_attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of calls that become one call of all devices.
 
-        An attribute with one entry for each tensor gets one entry for each shard.
-
-        Args:
-            whole: the attributes of the call if its tensors were not sharded.
+        `whole` has the attributes for tensors that are not sharded. An attribute with
+        one entry for each tensor gets one entry for each shard.
         """
         count = [len(parts) for parts in self.parts]
         names = whole["names"].split("\n") if whole["names"] else [""] * len(count)
@@ -111,11 +106,7 @@ def of_shardings(
 ) -> Shards:
     """Returns the shards of tensors, numbered by their positions in the tensor.
 
-    Args:
-        program: the local devices of this program take part.
-        shapes: the shape of each tensor.
-        shardings: the sharding of each tensor.
-        cut: for each tensor the replicas of which each device holds a share, or None.
+    `cut` has for each tensor the replicas of which each device holds a share, or None.
     """
     of, parts, here = [], [], program.local_devices
     position = {device: i for i, device in enumerate(program.devices)}
@@ -148,10 +139,8 @@ def of_shardings(
 def of_mesh(program: Program, varying: Sequence[frozenset[str] | None]) -> Shards:
     """Returns the shards of values inside a shard_map, named by positions in the mesh.
 
-    Args:
-        program: the local devices of its mesh take part.
-        varying: for each value the axes over which it differs; None if it may differ
-            over all axes.
+    `varying` has for each value the axes over which the value differs, or None if it
+    may differ over all axes.
     """
     mesh = program.mesh
     assert mesh is not None

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from ringjax.xla import jax_private
-
-if TYPE_CHECKING:
-    from jax.sharding import Sharding
-
-    from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
-    from ringjax.xla.program import Program
+from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
+from ringjax.xla.program import Program
 
 # Bytes of a shard below which this module slices the shard, not XLA.
 MIN_SHARDED_BYTES = 1 << 16
@@ -70,11 +67,7 @@ class Replicas(NamedTuple):
 def replicas_of(
     devices: Sequence[jax.Device], shape: Sequence[int], sharding: Sharding
 ) -> Replicas:
-    """Returns the replicas of a tensor whose shards have equal shapes.
-
-    Args:
-        devices: the devices of the program, in its order.
-    """
+    """Returns the replicas of a tensor whose shards have equal shapes."""
     part = sharding.shard_shape(tuple(shape))
     grid = tuple(n // max(1, m) for n, m in zip(shape, part, strict=True))
     where = sharding.devices_indices_map(tuple(shape))
@@ -92,12 +85,8 @@ def finer_sharding(
 ) -> Sharding | None:
     """Returns a sharding that gives each device of a group another part of the shard.
 
-    Args:
-        width: the bytes of an element.
-        same: the replicas of the tensor.
-
-    Returns:
-        None if the tensor is small, or if no dimension can be divided evenly.
+    Returns None if the tensor is small, or if no dimension can be divided evenly.
+    `width` is the bytes of an element.
     """
     part = [n // m for n, m in zip(shape, same.grid, strict=True)]
     if math.prod(part) * width < MIN_SHARDED_BYTES:
@@ -121,9 +110,8 @@ def assign_shares(
 ) -> tuple[list[Sharding], list[Replicas | None]]:
     """Assigns a share of each replicated tensor to each device of a program.
 
-    Returns:
-        For each tensor a sharding, which is finer if that suffices; and the replicas of
-        the tensors that `slice_all` must slice, None for all other tensors.
+    Returns for each tensor a sharding, which is a finer one where that suffices, and
+    the replicas if `slice_all` must slice the tensor, else None.
     """
     chosen: list[Sharding] = []
     cut: list[Replicas | None] = []
@@ -140,10 +128,9 @@ def assign_shares(
 def slice_all(
     values: Sequence[Traced], cut: Sequence[Replicas | None], position: Traced
 ) -> list[Traced]:
-    """Replaces each value with replicas in `cut` by the share of one device.
+    """Replaces each value that has replicas in `cut` by the share of one device.
 
-    Args:
-        position: the position of the device in the program.
+    `position` is the position of the device in the program.
     """
     out = list(values)
     for i, same in enumerate(cut):
@@ -161,8 +148,7 @@ def gather_all(
 ) -> list[Traced]:
     """Gathers the shares of all devices along a named axis: the inverse of `slice_all`.
 
-    Args:
-        values: the values before `slice_all`; only their shapes are used.
+    `values` are the values before `slice_all`, of which only the shapes are used.
     """
     out = list(shares)
     for i, same in enumerate(cut):
@@ -193,9 +179,8 @@ def gather_share(
 ) -> Traced:
     """Gathers the shares of all devices along a named axis: inverse of `slice_share`.
 
-    Args:
-        groups: the positions on the axis of the devices that hold shares of one tensor.
-            If it is None, all devices hold shares of one tensor.
+    Each of `groups` has the positions on the axis of the devices that hold the shares
+    of one tensor. Without groups, all devices hold shares of one tensor.
     """
     flat: Traced = jax.lax.all_gather(share, axis, axis_index_groups=groups, tiled=True)
     return flat[: math.prod(shape)].reshape(shape)

@@ -1,7 +1,7 @@
 """JAX's ordered effect and its tokens, which order the collectives without a `seq`.
 
 Like `jax_private.py`, this module uses private names of JAX. It defines the effect of a
-stand-alone collective, and changes JAX in these places:
+stand-alone collective, and changes JAX as follows:
 
 * the token of one program is not placed again on the device of the next program;
 * a finished lane of a vmapped loop keeps its values if the condition has a collective;
@@ -62,7 +62,8 @@ for _allowed in (
     _effects.ordered_effects,
 ):
     _allowed.add_type(CollectiveTokenEffect)
-# Otherwise JAX refuses a program over several devices before program.py can say why.
+# Otherwise JAX would refuse a program over several devices before program.py can refuse
+# it with a better text.
 _effects.shardable_ordered_effects.add_type(CollectiveTokenEffect)
 
 
@@ -214,9 +215,7 @@ _create_first_token_in_program()
 
 
 def wait_for_programs() -> None:
-    """Waits until all programs that this thread has called are finished.
-
-    It also waits for programs whose results have been dropped.
+    """Waits for all programs that this thread has called, also without live results.
 
     Raises:
         JaxRuntimeError: a program that takes a token has failed.
@@ -277,9 +276,9 @@ _keep_multi_device_tokens_out_of_cache()
 def drop_failed_tokens() -> None:
     """Drops the tokens of a failed program: each later program would fail with them.
 
-    The core calls it on the main thread as soon as a handler has failed. A small
-    program runs inside its own dispatch, so JAX stores its failed token only after this
-    function has returned. A thread therefore looks for failed tokens again, twice.
+    The core calls this function on the main thread as soon as a handler has failed. A
+    small program runs inside its own dispatch, so JAX stores its failed token only
+    after this function has returned. A thread therefore looks again, twice.
     """
     tokens = _dispatch.runtime_tokens
     stores = (tokens.current_tokens, tokens.output_runtime_tokens)

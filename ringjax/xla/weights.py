@@ -8,22 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ringjax.ops import ReduceOp
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from ringjax.xla.jax_types import Traced
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from ringjax.xla.jax_types import Traced
+from ringjax.xla.jax_types import Traced
 
 
 def check_weight(
@@ -34,18 +25,11 @@ def check_weight(
     *,
     compressed: bool,
 ) -> Traced:
-    """Checks the weight of this rank and returns it as it is sent.
+    """Checks the weight of this rank; returns it as a 0-d array of the widest dtype.
 
-    Args:
-        what: the name of the function, for errors.
-        weight: the number of samples, or an equivalent number from 0.
-        op: must be Average.
-        arrays: the gradients, of floating or complex dtypes.
-        compressed: True if gradients are sent in another dtype. The weight is then a
-            complex number, because complex numbers are never compressed.
-
-    Returns:
-        A 0-d array of the widest dtype of the gradients.
+    `what` is the name of the function, for errors. If `compressed`, gradients are sent
+    in another dtype. The weight is then a complex number, because complex numbers are
+    never compressed.
     """
     if op != ReduceOp.Average:
         raise ValueError(
