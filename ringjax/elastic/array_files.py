@@ -1,9 +1,9 @@
 """Checkpoint layout for trees of JAX and plain values: orbax for arrays, else JSON.
 
-An attribute that contains an array is an orbax checkpoint of its own, which
-``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. The checkpoint
-holds the data of keys of jax.random, a zero for each empty array, and, for an attribute
-that is just one array, a dict with the one entry ``value``.
+Each attribute that contains an array is a separate orbax checkpoint, which
+``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. In the files, a
+key of jax.random is its data, an empty array is a zero, and an attribute that is only
+one array is a dict with the one entry ``value``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckpointLayout(Protocol):
     """Reads and writes the files of one kind of state."""
 
     def prepare(self, committed: Attributes) -> Any:
-        """Returns data for `write`, which nothing changes any more.
+        """Returns data for `write` that training does not change.
 
         Raises:
             TypeError: the state contains an object that cannot be written.
@@ -47,11 +47,8 @@ class CheckpointLayout(Protocol):
     def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes in the folder.
 
-        Args:
-            present: the current attributes, which have the structure to read.
-
-        Raises:
-            ValueError: the attributes in the folder have another structure.
+        Raises ValueError if their structure differs from that of the current attributes
+        `present`.
         """
 
 
@@ -203,7 +200,7 @@ def _to_json(name: str, value: object) -> object:
 
 
 def _is_same(read: object, value: object) -> bool:
-    """Returns whether values and types are equal. JSON turns tuples into lists."""
+    """Returns whether values and types are equal, because JSON makes tuples lists."""
     if type(read) is not type(value):
         return False
     if isinstance(value, dict) and isinstance(read, dict):

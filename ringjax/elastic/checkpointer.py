@@ -1,7 +1,7 @@
 """Checkpointer: writes the committed state to disk, in case all ranks are lost.
 
-Rank 0 writes in a thread of its own, one folder for each checkpoint. A folder gets its
-name when all files in it are complete, so a folder with a number for a name is a
+Rank 0 writes one folder for each checkpoint, in a separate thread. A folder receives
+its name when all its files are complete, so a folder with a number for a name is a
 complete checkpoint. Its files depend on the kind of state (`array_files.py`,
 `ringjax.torch.elastic.state`).
 """
@@ -180,9 +180,8 @@ class Checkpointer:
     def attach(self, state: State) -> Callable[[], bool]:
         """Begins to write commits of the state.
 
-        Returns:
-            A function that loads the newest checkpoint and returns whether there was
-            one.
+        The returned function loads the newest checkpoint, and returns whether there is
+        a checkpoint.
         """
         _refuse_groups()
         self._state = state
@@ -227,9 +226,9 @@ class Checkpointer:
             unfinished.mkdir(parents=True)
             failpoints.passing("checkpoint.begun")
             files.write(unfinished, prepared)
-            # After a crash of the host, a folder with a name must be complete. So the
-            # files and their folder are on the disk before the folder gets its name,
-            # and the parent folder is forced to the disk with the new name.
+            # After a crash of the host, a folder with a number must be complete. So
+            # force the files and their folder to the disk before the folder receives
+            # its number, and then the parent folder with the new name.
             with synced(unfinished / _ABOUT) as file:
                 file.write(json.dumps({"format": 1, "number": number}).encode())
             _force_to_disk(unfinished)
@@ -251,7 +250,7 @@ class Checkpointer:
                 self._remove(old)
 
     def _remove(self, number: int) -> None:
-        # Rename first: a folder that is removed in part must not look complete.
+        # Rename first, because a folder that is removed in part must not look complete.
         renamed = self.directory / f".{number}.old{_UNFINISHED}"
         with contextlib.suppress(OSError):
             (self.directory / str(number)).rename(renamed)

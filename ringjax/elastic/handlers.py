@@ -1,7 +1,7 @@
-"""Handlers: save, restore and send objects that have a state of their own.
+"""Handlers save, restore and send objects that contain their own state.
 
-This module has the handler of samplers. PyTorch's modules and optimizers have handlers
-in `ringjax.torch.elastic.state`.
+This module has the handler of samplers. The handlers of PyTorch's modules and
+optimizers are in `ringjax.torch.elastic.state`.
 """
 
 from __future__ import annotations

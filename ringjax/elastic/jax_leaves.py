@@ -1,7 +1,7 @@
 """JAX's part of a training state: arrays as memory, and registered nodes.
 
-`ringjax.elastic` imports no framework. It imports this module if the program has
-imported JAX. Traced values do not occur here.
+`ringjax.elastic` imports this module only if the program has imported JAX. Traced
+values do not occur here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class JaxNode(NamedTuple):
     Attributes:
         names: JAX's names of the children.
         children: the values one level below.
-        rebuild: a function that makes a value of the same type from other children.
+        rebuild: makes a value of this type from other children.
     """
 
     names: list[str]
@@ -72,11 +72,9 @@ def data_of(value: jax.Array) -> Array:
 def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Array:
     """Returns a JAX array of `data`, which belongs to the array from now on.
 
-    Args:
-        data: the memory. A memory aligned to 64 bytes is used without a copy on CPUs.
-        kind, detail: the results of `describe`.
-        like: the value of this rank in the same place. If the program has put it on a
-            device, the new array goes there, too.
+    On CPUs, memory aligned to 64 bytes is used without a copy. `kind` and `detail` are
+    the results of `describe`. `like` is the value of this rank in the same place of the
+    state. If the program has put `like` on a device, the new array is put there, too.
     """
     if kind == "shards":
         return shards.array_of(data, str(detail), like)

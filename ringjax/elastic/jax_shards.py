@@ -80,13 +80,9 @@ def data_of(value: jax.Array) -> Array:
 def array_of(data: Array, detail: str, like: object) -> jax.Array:
     """Returns an array of which this process has some shards.
 
-    All processes of the group call this, each with its own shards.
-
-    Args:
-        data: the result of `data_of`.
-        detail: the result of `describe`.
-        like: the value of this process in the same place. If `detail` contains no
-            sharding, the sharding of `like` is used.
+    All processes of the group call this function, each with its own shards. `data` is
+    the result of `data_of`, and `detail` the result of `describe`. If `detail` contains
+    no sharding, the sharding of `like`, the present value, is used.
 
     Raises:
         ValueError: the sharding of this process has other bounds.

@@ -25,8 +25,8 @@ class Leaf(NamedTuple):
     """How a receiver stores the bytes of an array.
 
     Attributes:
-        kind: "jax", "key" (of jax.random), "shards" (of a jax array of which other
-            processes hold parts, too), "torch" or "numpy".
+        kind: "jax", "key" (of jax.random), "shards" (of a JAX array of which other
+            processes hold other shards), "torch" or "numpy".
         dtype: the name of the data's dtype.
         shape: the shape of the data.
         detail: for "jax", whether the type is weak; for "key", the implementation of
@@ -54,9 +54,8 @@ class Leaf(NamedTuple):
     def value(self, memory: Array, own: object) -> Any:
         """Returns the array whose bytes are in `memory`, and which then owns `memory`.
 
-        Args:
-            own: the value of this rank in the same place. If it is an array on a
-                device, the new array is put there, too.
+        If the value `own` of this rank is an array on a device, the new array is put on
+        that device, too.
         """
         if self.kind == "torch":
             torch = _torch()
@@ -82,9 +81,9 @@ _reserved: dict[int, list[Array]] = {}
 def preallocate(leaves: Iterable[Leaf]) -> None:
     """Reserves memory for arrays like these.
 
-    A joining rank calls this before it requests admission, because after that all other
-    ranks wait for the joining rank, and the kernel needs more time to map new pages
-    than the rank needs to fill them.
+    A joining rank calls this function before it requests admission. Afterwards all
+    other ranks wait for the joining rank, and the kernel takes longer to map new pages
+    than the rank takes to fill them.
     """
     for memory in [leaf.memory() for leaf in leaves]:
         memory.fill(0)  # the kernel maps a page only when it is written
@@ -99,11 +98,8 @@ def release_reserved() -> None:
 def read(value: Any) -> tuple[Leaf, Array] | None:
     """Returns an array's `Leaf` and its bytes, which the caller must not change.
 
-    Returns:
-        None if `value` is no array, or its bytes mean nothing to other processes.
-
-    Raises:
-        ValueError: the memory of `value` was donated to a program.
+    Returns None if `value` is no array, or if its bytes have no meaning in other
+    processes. Raises ValueError if the memory of `value` was donated to a program.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

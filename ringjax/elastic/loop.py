@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from ringjax import errors, runtime
 from ringjax.elastic import sync_plan, transfer, values
@@ -28,30 +28,18 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=State)
 
-# A scheduler may signal both ringrun and its ranks, and ringrun forwards the signal:
+# A scheduler may signal both ringrun and its ranks, and ringrun forwards the signal. So
 # several SIGTERMs within this number of seconds count as one request.
 _SIGTERM_GRACE = 1.0
 _MAX_ATTEMPTS = 3  # most consecutive restarts without a commit or a loss
 
 
-class _JobLoop(Protocol):
-    """The steps around each call of the training function."""
-
-    def begin(self) -> None:
-        """Prepares the rank for a call of the training function."""
-
-    def finish(self) -> None:
-        """Completes the job after the training function has returned on this rank."""
-
-    def failed(self, failure: RingjaxError) -> None:
-        """Handles a failure. Raises the error if there have been too many attempts."""
-
-    def updated(self, interrupt: HostsUpdatedInterrupt) -> None:
-        """Handles a change of the ranks."""
-
-
 class _StaticJobLoop:
-    """Resets a job by shutdown and init of all ranks."""
+    """Resets a job by shutdown and init of all ranks.
+
+    `_repeat` calls `begin` before the training function, and `finish` after it has
+    returned; `failed` after an error, and `updated` after a change of the ranks.
+    """
 
     def __init__(
         self, state: State, reset: Callable[[], None], load: Callable[[], bool] | None
@@ -86,7 +74,10 @@ class _StaticJobLoop:
 
 
 class _ElasticJobLoop:
-    """Follows a job that the runtime repairs, and that ranks can join."""
+    """Follows a job that the runtime repairs, and that ranks can join.
+
+    Its methods are those of `_StaticJobLoop`.
+    """
 
     def __init__(
         self,
@@ -100,10 +91,10 @@ class _ElasticJobLoop:
         self._save = save
         self._held = HeldState.COMMITTED
         self._first = True
-        # Reset callbacks may run collectives. A rank that joins has run the program's
-        # collectives before `run` alone, while the first ranks ran them together. The
-        # callbacks of a joining rank run at the first start, too, so that the
-        # collectives match.
+        # Reset callbacks may run collectives. A rank that joins has run alone the
+        # collectives before `run`, which the first ranks ran together. Its callbacks
+        # also run at its first start, so that it calls the collectives that the other
+        # ranks call after this change.
         self._resets = runtime.has_run_solo()
         self._change = 0
         self._attempts = 0
@@ -127,7 +118,7 @@ class _ElasticJobLoop:
         change, self._change = self._change, 0
         if change:
             writes = self._save is not None and runtime.rank() == 0
-            # This rank has left, because it was asked to leave.
+            # False means that this rank was to leave, and has left.
             if not runtime.pause(change):
                 if self._save is not None and writes:
                     self._save()  # save, because all other ranks may have left, too
@@ -171,7 +162,7 @@ class _ElasticJobLoop:
         runtime.check_updates()
 
     def failed(self, failure: RingjaxError) -> None:
-        self._count_attempt(failure)
+        self._count_attempt(failure)  # raises the error after too many attempts
         runtime.restart(str(failure))
         part = values.jax_part()
         # The shape of an allgather's result contains the number of ranks, so its
@@ -195,7 +186,7 @@ class _ElasticJobLoop:
         self._change = self._state._change
 
 
-def _repeat(train: Callable[[], _R], job: _JobLoop) -> _R:
+def _repeat(train: Callable[[], _R], job: _StaticJobLoop | _ElasticJobLoop) -> _R:
     while True:
         try:
             job.begin()
@@ -350,7 +341,7 @@ def reset() -> None:
 def _leaving_on_sigterm() -> Iterator[None]:
     """Converts the first SIGTERM to a request to leave; a later one ends the process.
 
-    Only the main thread may set handlers. In other threads, nothing changes.
+    Only the main thread may set handlers. In other threads, the context has no effect.
     """
     before = signal.getsignal(signal.SIGTERM)
     main = threading.current_thread() is threading.main_thread()

@@ -25,12 +25,12 @@ class ElasticSampler:
     Make the sampler an attribute of a `State`, call `record_batch` after every step,
     and `set_epoch` at the end of every epoch. Then every sample is in exactly one
     committed step of an epoch, even if ranks are lost: if other ranks have finished a
-    step without a lost rank, the samples of the lost rank come again later. A restart
+    step without a lost rank, its samples are distributed again later. A restart
     from a commit repeats the samples after the commit.
 
     All ranks make the same number of steps. If the samples cannot be divided evenly,
-    some ranks get some samples again in the last step. These samples fill the batch and
-    do not count.
+    some ranks receive some samples again in the last step. These samples fill the batch
+    and do not count.
 
     Args:
         dataset: an object with a constant length, or the length.
@@ -67,7 +67,7 @@ class ElasticSampler:
         self.processed_num = 0
         # A function that waits until the step has finished.
         self.wait: Callable[[], None] | None = None
-        # Positions before processed_num in the order that must come again.
+        # Positions before processed_num whose samples must come again.
         self._returned: list[int] = []
         self._drawn: tuple[tuple[bool, int, int, int], Indices] | None = None
         self._taken = 0  # samples that each rank has taken from its share
@@ -128,7 +128,7 @@ class ElasticSampler:
             shares = steps + np.arange(self.num_replicas)
             is_absent = np.isin(np.arange(self.num_replicas), sorted(absent))
             missed = shares[:, is_absent].ravel()
-            # Keep real positions; later positions are repetitions.
+            # Positions from `known` on are repetitions, which need not come again.
             missed = missed[missed < known]
             self._missed.update(missed.tolist())
         if self._missed and stop * self.num_replicas > known:
@@ -136,7 +136,7 @@ class ElasticSampler:
         self._count_processed()
 
     def _fill_up(self, start: int, stop: int, absent: frozenset[int]) -> None:
-        """Counts samples of lost ranks that other ranks got to fill their batches."""
+        """Counts samples of lost ranks that have filled batches of other ranks."""
         for step in range(start, min(stop, self.num_samples)):
             for share in range(self.num_replicas):
                 position = step * self.num_replicas + share
@@ -145,12 +145,12 @@ class ElasticSampler:
 
     def _count_processed(self) -> None:
         taken = self._taken * self.num_replicas
-        # The first _returned_at_cut entries of _positions lie before processed_num. The
-        # entries that are not taken yet must come again, like samples of lost ranks.
-        ahead = sorted(self._missed) + list(range(taken, self._returned_at_cut))
+        # The first _returned_at_reset entries of _positions lie before processed_num.
+        # Those that no rank has taken yet must come again, like samples of lost ranks.
+        ahead = sorted(self._missed) + list(range(taken, self._returned_at_reset))
         self._returned = self._positions[ahead].tolist() if ahead else []
-        beyond = max(0, taken - self._returned_at_cut)
-        self.processed_num = self._processed_at_cut + beyond
+        beyond = max(0, taken - self._returned_at_reset)
+        self.processed_num = self._processed_at_reset + beyond
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch, the position, and earlier positions that come again."""
@@ -179,8 +179,8 @@ class ElasticSampler:
         self._positions: Indices = np.concatenate(
             [np.array(sorted(self._returned), np.int64), ahead]
         )
-        self._returned_at_cut = len(self._returned)
-        self._processed_at_cut = self.processed_num
+        self._returned_at_reset = len(self._returned)
+        self._processed_at_reset = self.processed_num
         self._taken = 0
         # Indices into _positions of samples that lost ranks had.
         self._missed: set[int] = set()
@@ -214,7 +214,7 @@ class ElasticSampler:
         return self._drawn[1]
 
     def _share(self) -> Indices:
-        # Use modulo, because there may be fewer samples than ranks.
+        # The modulo repeats samples, because there may be fewer samples than ranks.
         own = np.arange(self.rank, self.total_size, self.num_replicas)
         return self._order()[self._positions[own % max(len(self._positions), 1)]]
 

@@ -25,7 +25,7 @@ class State:
     Assign to the attributes and call `commit` at the end of a step, on all ranks. When
     a rank is lost, the other ranks finish the step without that rank, and nothing is
     undone. After an exception, or if no such repair is possible, all ranks go back to
-    the last commit. A rank that joins gets the state of rank 0.
+    the last commit. A rank that joins receives the state of rank 0.
 
     An attribute may be a number, string, list, tuple or dict, an array of numpy or JAX,
     a tree of JAX (parameters, an optimizer's state, a flax TrainState), all nested, or
@@ -171,7 +171,7 @@ class State:
         """Sets the attributes to their values at the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
-        # The snapshot must survive the next step, which may donate its inputs.
+        # The next step may donate its inputs, and the snapshot must survive that.
         restored = {
             name: values.kept(value, copied=self._donation.is_possible(name))
             for name, value in self._saved_state.items()
@@ -191,7 +191,7 @@ class State:
             self._to_be_sent(), allow_pickle=self._allow_pickle
         )
         for name, handler in self._handlers.items():
-            if _is_sent_by_itself(handler):
+            if _has_own_sync(handler):
                 handler.sync()
             elif sent is not None:
                 handler.load(sent.pop(name))
@@ -261,7 +261,7 @@ class State:
         handled = {
             name: handler.state()
             for name, handler in self._handlers.items()
-            if not _is_sent_by_itself(handler)
+            if not _has_own_sync(handler)
         }
         return plain | handled
 
@@ -306,7 +306,7 @@ class State:
             raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
 
 
-def _is_sent_by_itself(handler: StateHandler) -> bool:
+def _has_own_sync(handler: StateHandler) -> bool:
     """Returns whether a program's own handler has replaced `sync`."""
     return type(handler).sync is not StateHandler.sync
 

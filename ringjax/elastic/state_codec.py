@@ -37,10 +37,6 @@ class StateEncoder(ObjectEncoder):
         leaves: how a receiver stores each array.
         memory: the bytes of each array. The bytes belong to the array, so only read
             them.
-
-    Raises:
-        TypeError: the state contains an object that cannot be sent.
-        ValueError: the memory of an array was donated.
     """
 
     kinds = NUMPY_KINDS
@@ -55,8 +51,8 @@ class StateEncoder(ObjectEncoder):
         self.structure = self._pack({"dict": nodes})
 
     def _key(self, value: object, where: str, depth: int) -> Node:
-        # A key or an element of a set has no place in the receiver's state, which the
-        # tags of this module need.
+        # The tags of this module refer to a place in the receiver's state. A key of a
+        # dict and an element of a set have no such place.
         self._in_key += 1
         node = super()._key(value, where, depth)
         self._in_key -= 1
@@ -120,17 +116,12 @@ class StateDecoder(ObjectDecoder):
     The first pass checks that the structure fits this rank's state, before any array
     travels, and allocates memory for the arrays.
 
-    Args:
-        structure: the structure of the `StateEncoder` of another rank.
-        own: the state of this rank. It decides how objects of JAX's registered types
-            are made, and on which devices arrays are placed.
-        allow_pickle: whether to read pickles.
+    The state `own` of this rank decides how objects of JAX's registered types are made,
+    and on which devices arrays are placed. A decoder raises ValueError if the state of
+    this rank has another structure.
 
     Attributes:
         memory: buffers for the bytes of the arrays, in the order of the encoder.
-
-    Raises:
-        ValueError: this rank's state has another structure.
     """
 
     kinds = NUMPY_KINDS

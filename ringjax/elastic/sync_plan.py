@@ -71,11 +71,7 @@ def clear_plan() -> None:
 
 
 def negotiate(held: HeldState) -> SyncPlan:
-    """Makes a plan from the states that ranks hold. Every rank calls this.
-
-    Raises:
-        RingjaxError: the negotiation could not be finished.
-    """
+    """Makes a plan from the states that ranks hold. Every rank calls this function."""
     global _current
     _, epoch = runtime.check_updates()
     failpoints.passing("agreement.halfway")
@@ -119,10 +115,9 @@ def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participan
 
 
 def absent_from_last_call() -> frozenset[int]:
-    """Returns the positions of workers that the last result of all ranks lacks.
+    """Returns the positions of workers whose data the last result does not contain.
 
-    These workers were lost during the call, and the other workers have repeated the
-    call.
+    These workers were lost during the call, and the other workers have repeated it.
     """
     if _current is None:
         return frozenset()

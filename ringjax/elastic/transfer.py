@@ -1,7 +1,7 @@
-"""Copies the state of one rank to others: its structure first, then bare memory.
+"""Copies the state of one rank to other ranks: its structure first, then bare memory.
 
 If all ranks receive, the data travel over the eager lane. If only joining ranks
-receive, these ranks get links of their own, so that the other ranks need not call
+receive, separate links connect these ranks, so that the other ranks need not call
 anything. Arrays are sent from their own memory into their final memory, in chunks.
 Nothing is pickled unless the caller allows pickles.
 """
@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from ringjax.elastic.state_codec import StateDecoder, StateEncoder
 from ringjax.elastic.values import Attributes
 
 CHUNK = 8 << 20
-_MAX_IN_FLIGHT = 4  # most chunks that the lane has got and not finished
+_MAX_IN_FLIGHT = 4  # most unfinished chunks of the lane
 _BYTE = dtypes.NUMBERS["uint8"]
 _BROADCAST = (_native.COLLECTIVES["broadcast"], _native.REDUCE_OPS["Sum"])
 
@@ -59,11 +59,9 @@ def between(participants: Participants) -> Iterator[None]:
 def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
     """Sends the source's values to the receivers. Every rank calls this.
 
-    Args:
-        values: the values of this rank. Receivers use their values for parts that are
-            not sent, and to rebuild objects of JAX's registered types.
-        allow_pickle: whether to send objects of unknown types as pickles; equal on all
-            ranks.
+    Receivers use their own `values` for parts that are not sent, and to rebuild objects
+    of JAX's registered types. If `allow_pickle` is True, which it must be on all ranks,
+    objects of unknown types are sent as pickles.
 
     Returns:
         The source's values on the receivers; None on all other ranks.
@@ -71,7 +69,6 @@ def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
     Raises:
         TypeError, ValueError: the source's values cannot be sent, or the receivers'
             values have another structure. Both ends raise the error.
-        PeerLost: a rank was lost.
     """
     if not values:
         return None
@@ -94,16 +91,6 @@ def preallocate(values: Attributes, *, allow_pickle: bool = False) -> None:
     leaf.preallocate(StateEncoder(values, allow_pickle=allow_pickle).leaves)
 
 
-class _Transfer(Protocol):
-    """A way for bytes from the source to the receivers."""
-
-    def move(self, pieces: Sequence[Array]) -> None:
-        """Sends pieces of memory, or receives into them; may return before the end."""
-
-    def finish(self) -> None:
-        """Returns when all pieces have arrived."""
-
-
 def _send(
     values: Attributes, transfer: _Transfer, rank: int, allow_pickle: bool
 ) -> None:
@@ -113,12 +100,10 @@ def _send(
         # The receivers already wait for a structure, so send them the error instead.
         text = f"the state of rank {rank} cannot be sent: {error}"
         _broadcast_object({"error": text}, transfer, rank, is_source=True)
-        raise type(error)(text) if type(error) in _ARGUMENTS else error from error
+        is_argument = type(error) in (TypeError, ValueError)
+        raise type(error)(text) if is_argument else error from error
     _broadcast_object({"state": state.structure}, transfer, rank, is_source=True)
     _move_all(state.memory, transfer)
-
-
-_ARGUMENTS = (TypeError, ValueError)
 
 
 def _receive(
@@ -194,7 +179,11 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
 
 
 class _LaneTransfer:
-    """Sends to all ranks by named operations, a few chunks at a time."""
+    """Sends to all ranks by named operations, a few chunks at a time.
+
+    `move` sends pieces of memory, or receives into them, and may return before the end.
+    `finish` waits until all pieces have arrived.
+    """
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -237,7 +226,10 @@ class _LinkTransfer:
         )
 
     def finish(self) -> None:
-        pass  # nothing to do, because `move` returns after its pieces have arrived
+        pass  # `move` returns after its pieces have arrived
+
+
+_Transfer: TypeAlias = _LaneTransfer | _LinkTransfer
 
 
 def _writable(piece: Array) -> Array:

@@ -1,8 +1,8 @@
 """Maps the values of a state: containers, nodes that JAX has registered, and leaves.
 
-This module knows lists, tuples and dicts. If the program uses JAX, `jax_leaves` takes
-optax's named tuples, flax's dataclasses and the like apart. Every other value is a
-leaf. `leaf.py` converts leaves to bytes.
+This module takes lists, tuples and dicts apart. If the program uses JAX, `jax_leaves`
+takes values apart that are registered with JAX, such as optax's named tuples. Every
+other value is a leaf. `leaf.py` converts leaves to bytes.
 """
 
 from __future__ import annotations
@@ -106,10 +106,8 @@ def kept(value: Any, *, copied: bool) -> Any:
     """Returns a snapshot of `value`, which later changes of `value` do not affect.
 
     Containers, and leaves that programs change in place, are copied. JAX's arrays
-    cannot change, so the snapshot shares these arrays.
-
-    Args:
-        copied: whether to copy JAX's arrays, too, because the program may donate them.
+    cannot change, so the snapshot shares them, unless `copied` says that the program
+    may donate them.
     """
     part = jax_part()
 
