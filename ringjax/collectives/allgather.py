@@ -117,7 +117,7 @@ def exchange_rows(
     jax_enable_x64 is set.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    # A program may forbid transfers, but not that of this internal array.
+    # Allow the transfer of this array, even if the program forbids its own transfers.
     with jax.transfer_guard("allow"):
         (gathered,) = primitive.bind(
             "allgather",

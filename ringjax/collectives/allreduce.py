@@ -91,7 +91,7 @@ def allreduce(
     Derivatives: Average and Sum are linear and symmetric, so the tangent is the
     allreduce of the tangents, and the cotangent is the allreduce of the cotangents. Min
     and Max pass tangents and cotangents to the rank that holds the extreme element; if
-    several ranks hold the extreme element, these ranks get equal shares. Product
+    several ranks hold the extreme element, they receive equal shares. Product
     follows the product rule, also if elements are zero. Adasum has neither derivative
     nor vmap: `grad` and `vmap` raise a TypeError.
 

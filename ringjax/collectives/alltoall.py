@@ -129,7 +129,7 @@ def _alltoall(
         if eager:
             rows = _received(what, sent, rows, communicator, call)
         counts = (sent + rows,) * len(leaves.arrays)
-        # A program may forbid transfers, but not that of this internal array.
+        # Allow the transfer of this array, even if the program forbids its own.
         with jax.transfer_guard("allow"):
             received = jnp.asarray(np.array(rows, np.int32))
     out = tree

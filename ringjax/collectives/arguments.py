@@ -1,4 +1,4 @@
-"""Checks and conversions of the arguments of all collectives, before anything is sent.
+"""Checks and converts the arguments of all collectives, before anything is sent.
 
 Converts trees to arrays and back; checks dtypes, reduce ops, factors, roots and splits.
 Errors name the function, the argument and the value. In this module `what` is the name

@@ -20,7 +20,7 @@ from ringjax.ops import ReduceOp
 AFTER_FIRST_STEP = 1
 """The first step to compare in Horovod's programs, which broadcast after step 0."""
 
-# The process set and the counter of each comparison that found a difference last time.
+# The (process set, `whose`) keys whose last comparison has found a difference.
 _differing: set[tuple[int | None, str]] = set()
 runtime.on_init(_differing.clear)
 _numbers: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Horovod's module path of the operations, which are imported. No MPI is used."""
+"""Imports all operations under Horovod's module path. No operation uses MPI."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ class Reducer:
         `unscale_` divides gradients in place without a new version of the tensors, so
         `InFlightGradient.is_changed` cannot see the change. But `unscale_` first reads
         `param_groups`, whose getter calls this method. So the frame above the getter
-        tells whether `GradScaler` reads.
+        shows whether `GradScaler` reads.
         """
         in_flight = [p for unit in self._in_flight for p in unit]
         in_flight += [g.parameter for g in self._unsent]
@@ -456,7 +456,7 @@ def _queue_callback(action: Callable[[], None]) -> None:
 
 
 def _call(owner: weakref.ref[Reducer], method: str, *arguments: object) -> None:
-    """Calls a method of a reducer if it still exists: parameters outlive optimizers."""
+    """Calls a method unless the reducer is gone: hooks may outlive their optimizer."""
     if (reducer := owner()) is not None:
         getattr(reducer, method)(*arguments)
 

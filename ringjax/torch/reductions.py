@@ -218,8 +218,8 @@ def sparse_allreduce_async(
     def finish() -> Tensor:
         (indices, _), (values, _) = both.wait()
         values = values / process_set.size() if op == Average else values
-        # PyTorch must check the indices, because they come from other ranks: with wrong
-        # indices, to_dense would write outside of the memory of the tensor.
+        # PyTorch must check the indices of other ranks: with wrong indices, to_dense
+        # would write outside of the memory of the tensor.
         entries = indices.t(), values
         return torch.sparse_coo_tensor(*entries, tensor.shape, check_invariants=True)
 
@@ -250,7 +250,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduces like `allreduce`, and returns this rank's share of the rows.
 
-    If the rows cannot be divided evenly, the first ranks get one row more.
+    If the rows cannot be divided evenly, the first ranks receive one row more.
 
     Args, Raises: as `allreduce`; the tensor is not 0-d.
 

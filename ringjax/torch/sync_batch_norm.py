@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
 
     All ranks must call their layers in the same order. Their batches may differ in
     size. With one rank the layer is an ordinary batch normalization. The gradients of
-    weight and bias come from this rank's batch; `DistributedOptimizer` reduces them
+    weight and bias are those of this rank's batch; `DistributedOptimizer` reduces them
     like other gradients.
 
     Args:

@@ -1,4 +1,4 @@
-"""The allreduce of gradients: a primitive whose calls an array orders, not an effect.
+"""The allreduce of gradients: a primitive that has a sequence number and no effect.
 
 `optim.py` decides which gradients are sent together and when, and `buckets.py` plans
 the calls. `primitive.py` has the parts that all collectives share.

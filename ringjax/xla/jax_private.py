@@ -204,7 +204,7 @@ def has_collective(
 
 
 def has_transposed_collective(values: Sequence[object]) -> bool:
-    """Returns True if gradients come from a derivative through a collective.
+    """Returns True if gradients were derived through a collective of this program.
 
     Such gradients already contain cotangents of all ranks. For gradients that another
     program has computed see `may_have_transposed_collective`.
@@ -488,7 +488,7 @@ def _init_arguments() -> tuple[World, bool]:
     return runtime.current("init"), _bridge.backends_are_initialized()
 
 
-# The group comes first: JAX must join it before it looks for its devices.
+# First the group, because JAX must join a group before it searches for its devices.
 runtime.on_init(
     lambda: jax_distributed.initialize_group(
         *_init_arguments(), place=runtime.group_rank()
@@ -496,5 +496,5 @@ runtime.on_init(
 )
 runtime.on_init(_clear_stale_programs)
 runtime.on_shutdown(_wait_for_programs)
-# The devices come last, because opening them may raise.
+# Last the devices, because opening them may raise an error.
 runtime.on_init(lambda: placement.open_devices(*_init_arguments()))

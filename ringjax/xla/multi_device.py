@@ -27,8 +27,8 @@ from ringjax.xla.program import Program
 _AXIS = "devices"  # the mesh axis of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
 
-# The positions of the operands, the attributes, and the kind: "run", "start", "done" or
-# "check". The attributes describe tensors that are not sharded.
+# A call has the positions of its operands, its attributes for tensors that are not
+# sharded, and its kind: "run", "start", "done" or "check".
 Call = tuple[tuple[int, ...], Mapping[str, Any], str]
 Calls = Sequence[Call]
 # The handlers on CPUs. On CUDA devices each device uses the handlers of one device.
@@ -94,7 +94,7 @@ def _target(program: Program, kind: str) -> str:
 
 
 def _shard_calls(program: Program, which: shards.Shards, calls: Calls) -> Calls:
-    """Returns the calls of each device, with their attributes and handlers."""
+    """Returns the calls with the attributes and handlers of a sharded program."""
     out = []
     for cut, whole, kind in calls:
         own = which.select(cut)

@@ -1,6 +1,6 @@
 """Assigns the CUDA devices of a host to its ranks, during `ringjax.init`.
 
-Unless the user has chosen devices, each rank gets one device, or
+Unless the user has chosen devices, each rank receives one device, or
 RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which knows no framework, builds
 the device communicators. CPU devices need none. This module uses public names of JAX
 only.

@@ -46,7 +46,7 @@ class Shards(NamedTuple):
         """Returns the attributes of calls that become one call of all devices.
 
         `whole` has the attributes for tensors that are not sharded. An attribute with
-        one entry for each tensor gets one entry for each shard.
+        one entry for each tensor then has one entry for each shard.
         """
         count = [len(parts) for parts in self.parts]
         names = whole["names"].split("\n") if whole["names"] else [""] * len(count)

@@ -6,7 +6,7 @@ results might differ in their last bits, because NCCL may add in a different ord
 each device. So each device sends a share of the tensor, and XLA gathers the shares in
 the process afterwards: a hierarchical allreduce.
 
-A large tensor gets a finer sharding, so that XLA can fuse the sum over the devices with
+A large tensor has a finer sharding, so that XLA can fuse the sum over the devices with
 the division into shares. A small tensor, or a tensor that cannot be divided evenly, is
 flattened and sliced by this module.
 """
@@ -31,7 +31,7 @@ MIN_SHARDED_BYTES = 1 << 16
 
 
 def splits_replicas(platform: str) -> bool:
-    """Returns True if each device sends only a share of what devices replicate."""
+    """Returns True if each device sends only a share of a replicated tensor."""
     return platform == "cuda"
 
 

@@ -32,7 +32,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
 
 ABSTRACT = _core.abstract_token
-Tokens = dict[Any, Any]  # tokens by effect, or by device for the results of programs
+Tokens = dict[Any, Any]  # keys: effects, or devices for the results of programs
 
 
 class CollectiveTokenEffect(_effects.Effect):
@@ -155,7 +155,7 @@ class _TokenlessProgram(threading.local):
 
 
 _tokenless_program = _TokenlessProgram()
-# Set if this process has lowered such a program.
+# Set if this process has lowered a program that creates its first token.
 _has_tokenless_programs = threading.Event()
 
 
@@ -200,13 +200,13 @@ def _create_first_token_in_program() -> None:
 
 
 def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
-    """Returns True if XLA keeps the order of calls and results show the errors."""
+    """Returns True if XLA orders the calls, and if a failure shows in a result."""
     return bool(
         tuple(options["platforms"]) == ("cpu",)
         and options["num_partitions"] == 1
         and options["backend"] is not None
         and options["backend"].local_device_count() == 1
-        # A result, because otherwise only the token shows a failure.
+        # Without a result only the token would show a failure.
         and jaxpr.out_avals
     )
 

@@ -50,7 +50,7 @@ def check_weight(
         raise _bad_weight(what, weight)
     if not isinstance(own, jax.core.Tracer) and not 0 <= float(own) < float("inf"):
         raise _bad_weight(what, weight)
-    # Choose the dtype here: JAX's promotion of dtypes may be set to "strict".
+    # Convert here, because a program may have forbidden JAX's promotion of dtypes.
     is_double = any(jnp.finfo(array.dtype).bits == 64 for array in arrays)
     kind = jnp.float64 if is_double else jnp.float32
     if compressed:
@@ -83,7 +83,7 @@ def divide_by_total(sums: Sequence[Traced]) -> list[Traced]:
 def _scaled(
     array: Traced, by: Callable[[Traced, Traced], Traced], weight: Traced
 ) -> Traced:
-    """Returns ``by(array, weight)``, at least in float32; 0 if the weight is 0."""
+    """Returns ``by(array, weight)``, computed in float32 or wider; 0 for weight 0."""
     is_narrow = jnp.finfo(array.dtype).bits < 32
     wide = array.astype(jnp.float32) if is_narrow else array
     out = by(wide, weight.astype(wide.dtype))
