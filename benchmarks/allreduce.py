@@ -27,15 +27,13 @@ def main(words: Sequence[str] | None = None) -> None:
     """Runs all cases, prints the tables and writes the JSON file."""
     options = parse(words)
     print("# times in us, algbw and busbw in GB/s; see benchmarks/README.md")
-    rows, whole = session.run(options, cases, show)
+    rows, complete = session.run(options, cases, show)
     if text := report.counts_table(rows):
         print(text)
-    print(f"\n# written to {options.json}")
     if options.plot:
         for file in plots.draw(rows, options.plot):
             print(f"# drawn: {file}")
-    if not whole:
-        raise SystemExit("benchmarks.allreduce: a peer has failed, see above")
+    session.finish(options, complete)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import collectives
-from benchmarks.harness import report, session
+from benchmarks.harness import machine, session
 from benchmarks.hosts import many_ranks
 
 DEFAULTS = "-np 2,3,4,8,16,32 --sizes 4K 1M 16M --peers limit ringjax --rounds 5"
 DEFAULTS += " --json build/benchmarks/by_ranks.json"
 DATA = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "ranks.json"
-# Seconds until a job that only starts and measures its memory has failed.
-PATIENCE = 600.0
+JOB_LIMIT = 600.0  # seconds for a job that only starts and measures its memory
 Row = dict[str, Any]
 
 
@@ -74,18 +73,13 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measures times and memory, prints tables and writes the picture's data."""
     given = sys.argv[1:] if words is None else words
     options = collectives.parse([*DEFAULTS.split(), *given])
-    rows, whole = session.run(options, collectives.cases, collectives.show)
-    for ranks in options.ranks:
-        if found := [row for row in rows if row["ranks"] == ranks]:
-            print(f"\n{ranks} ranks, float32\n{collectives.table(found)}")
-    starts = [many_ranks.job(ranks, PATIENCE) for ranks in options.ranks]
+    options.program = "benchmarks.by_ranks"
+    rows, complete = collectives.measure(options)
+    starts = [many_ranks.job(ranks, JOB_LIMIT) for ranks in options.ranks]
     print("\n" + many_ranks.table(starts))
-    found = report.about() | {"times": times(rows)}
-    found["memory"] = [memory(row) for row in starts]
-    write(found)
-    print(f"\n# written to {options.json} and {DATA}")
-    if not whole:
-        raise SystemExit("benchmarks.by_ranks: a peer has failed, see above")
+    points = {"times": times(rows), "memory": [memory(row) for row in starts]}
+    write(machine.describe() | points)
+    session.finish(options, complete, DATA)
 
 
 if __name__ == "__main__":

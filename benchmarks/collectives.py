@@ -145,16 +145,20 @@ def show(case: Case, ranks: int, rows: Sequence[Row]) -> None:
     print(f"# {case.title}: {', '.join(times)}", flush=True)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Runs all cases, prints a table by number of ranks and writes the JSON file."""
-    options = parse(words)
-    rows, whole = session.run(options, cases, show)
+def measure(options: argparse.Namespace) -> tuple[list[Row], bool]:
+    """Runs all cases, and prints a table for each number of ranks; see session.run."""
+    rows, complete = session.run(options, cases, show)
     for ranks in options.ranks:
         if found := [row for row in rows if row["ranks"] == ranks]:
             print(f"\n{ranks} ranks, float32\n{table(found)}")
-    print(f"\n# written to {options.json}")
-    if not whole:
-        raise SystemExit("benchmarks.collectives: a peer has failed, see above")
+    return rows, complete
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs all cases, prints the tables and writes the JSON file."""
+    options = parse(words)
+    _, complete = measure(options)
+    session.finish(options, complete)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import jobs, report
+from benchmarks.harness import jobs, machine, report
 from benchmarks.harness.memory_rank import VARIANTS
 from benchmarks.harness.options import parse_ranks
 from benchmarks.harness.shapes import SETS
@@ -192,8 +192,6 @@ def main(words: Sequence[str] | None = None) -> None:
     """Runs all cases, prints the tables and writes the JSON file."""
     options = parse(words)
     rows: list[Row] = []
-    about = report.about()
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     for case in cases(options):
         try:
             rows.append(measure(case, options.timeout))
@@ -203,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
             rows[-1]["alone"] = alone(rows[-1], rows)
         print(f"# {rows[-1]['set']}: {rows[-1]['variant']}", flush=True)
         # Write after each case, so that an interrupted run keeps its results.
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        machine.write_results(options.json, {"rows": rows})
     for table, kept in (
         (extra_table, [row for row in rows if not row["steps"]]),
         (growth_table, [row for row in rows if row["steps"]]),

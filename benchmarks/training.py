@@ -118,10 +118,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = parse(words)
-    _, whole = session.run(options, cases, show)
-    print(f"\n# written to {options.json}")
-    if not whole:
-        raise SystemExit("benchmarks.training: a peer has failed, see above")
+    _, complete = session.run(options, cases, show)
+    session.finish(options, complete)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import frameworks, leaks, rank_worker, skips, warm
-from support.launch import Job, StartJob, cheap_code
+from support.launch import Jobs, StartJob, cheap_code
 from support.rank_items import RUNS, RankItem, Runs, share
 from support.rank_worker import VARIABLE, RankWorker, World
 
@@ -190,20 +190,9 @@ def world() -> World:
 @pytest.fixture
 def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
     """Starts jobs of several ranks; the test fails if one leaves anything behind."""
-    jobs: list[Job] = []
-
-    def start(
-        np: int,
-        script: str | Sequence[str],
-        env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
-    ) -> Job:
-        job = Job(np, script, tmp_path_factory.mktemp("job"), env, options)
-        jobs.append(job.start())
-        return job
-
-    yield start
-    left = [text for job in jobs for text in job.close()]
+    jobs = Jobs(lambda: tmp_path_factory.mktemp("job"))
+    yield jobs.start
+    left = jobs.close()
     assert not left, "\n".join(left)
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.harness import machine
 from benchmarks.harness.launchers import PEERS_FOLDER
 
 PROGRAM = Path(__file__).with_name("losses_rank.py")
@@ -166,7 +166,7 @@ class Jax(Job):
         self._heartbeat, self._started = heartbeat, 0
 
     def begin(self) -> None:
-        port, self._started = _free_port(), self._started + 1
+        port, self._started = machine.free_port(), self._started + 1
         for rank in range(self.replicas):
             self.spawn(
                 f"{self._started}-{rank}",
@@ -198,7 +198,7 @@ class Torchft(Job):
 
     def __init__(self, lighthouse: str, *job: Any) -> None:
         super().__init__(*job)
-        self._lighthouse, self._port = lighthouse, _free_port()
+        self._lighthouse, self._port = lighthouse, machine.free_port()
 
     def begin(self) -> None:
         server = Path(self.python).with_name("torchft_lighthouse")
@@ -231,11 +231,6 @@ PEERS: dict[str, Callable[[int, Path], Job]] = {
     "jax, 4 devices": partial(Jax, 100),
     "jax, 4 devices, quick": partial(Jax, 10),
 }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def lose(job: Job, chance: random.Random) -> dict[str, float | None]:

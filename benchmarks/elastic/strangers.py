@@ -1,13 +1,14 @@
-"""The cost of a siege for a job: `python -m benchmarks.elastic.strangers`.
+"""The cost of hostile connections for a job: `python -m benchmarks.elastic.strangers`.
 
 Strangers connect to every port of a static job that trains, in turns with times without
-strangers; see tests/support/strangers.py for their actions. The strangers run on this
-machine, at the lowest priority, so the numbers include the CPU time of the strangers.
+strangers. tests/support/strangers.py describes what strangers do. They run on this
+machine at the lowest priority, so the numbers include their CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -18,7 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.elastic.soak import ROOT, jobs
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+from support.launch import Job  # noqa: E402
 
 TRAIN = """
 import json, sys, time
@@ -49,24 +53,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rates: dict[str, list[float]] = {"peace": [], "siege": []}
     visits = 0
-    with tempfile.TemporaryDirectory() as folder, jobs(folder) as start:
-        Path(folder, "train.py").write_text(TRAIN)
-        words = [sys.executable, str(Path(folder, "train.py")), folder]
-        job = start(2, words, env={"RINGJAX_SHM": "0"})
-        lines = Path(folder, "0")
-        while not lines.exists() or len(lines.read_text().splitlines()) < 20:
-            if job.poll() is not None:
-                raise RuntimeError(job.logs())
-            time.sleep(0.1)
-        for _ in range(options.turns):
-            rates["peace"].append(rate(lines, options.seconds))
-            name, seconds = name_of(job.rank_pid(0)), options.seconds + 1
-            siege = besiege(job.id, name, seconds, options.rate)
-            time.sleep(0.5)
-            rates["siege"].append(rate(lines, options.seconds))
-            visits += int(siege.communicate()[0])
-            if job.poll() is not None:
-                raise RuntimeError(job.logs())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        program, lines = folder / "train.py", folder / "0"
+        program.write_text(TRAIN)
+        words = [sys.executable, str(program), name]
+        job = Job(2, words, Path(tempfile.mkdtemp(dir=name)), {"RINGJAX_SHM": "0"})
+        with contextlib.closing(job.start()):
+            while not lines.exists() or len(lines.read_text().splitlines()) < 20:
+                if job.poll() is not None:
+                    raise RuntimeError(job.logs())
+                time.sleep(0.1)
+            for _ in range(options.turns):
+                rates["peace"].append(rate(lines, options.seconds))
+                siege = besiege(
+                    job.id, name_of(job.rank_pid(0)), options.seconds + 1, options.rate
+                )
+                time.sleep(0.5)
+                rates["siege"].append(rate(lines, options.seconds))
+                visits += int(siege.communicate()[0])
+                if job.poll() is not None:
+                    raise RuntimeError(job.logs())
     peace, under = (statistics.median(rates[kind]) for kind in ("peace", "siege"))
     print(f"{peace:.0f} steps a second in peace, {under:.0f} under siege by", end=" ")
     print(f"{visits / options.turns / (options.seconds + 1):.0f} connections a second:")
@@ -84,19 +91,9 @@ def rate(lines: Path, seconds: float) -> float:
 def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Popen[str]:
     """Runs the strangers in a process of their own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    words = ["nice", "-n", "19", sys.executable, "-c", SIEGE]
     return subprocess.Popen(
-        [
-            "nice",
-            "-n",
-            "19",
-            sys.executable,
-            "-c",
-            SIEGE,
-            job,
-            name,
-            str(seconds),
-            str(rate),
-        ],
+        [*words, job, name, str(seconds), str(rate)],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,

@@ -86,8 +86,8 @@ def how(p: argparse.ArgumentParser, benchmark: str) -> Any:
         help="MPICH's (mpirun.mpich)",
         metavar="MPIRUN",
     )
-    path = Path("build/benchmarks", f"{benchmark}.json")
-    add("--json", type=Path, default=path)
+    add("--json", type=Path, default=Path("build/benchmarks", f"{benchmark}.json"))
+    p.set_defaults(program=f"benchmarks.{benchmark}")
     return group
 
 

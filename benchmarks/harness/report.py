@@ -1,13 +1,9 @@
-"""The tables of allreduce.py, and the data in JSON files besides the rows."""
+"""Tables of text, and the tables of allreduce.py."""
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
-import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -106,24 +102,3 @@ def counts_table(rows: Iterable[Row]) -> str:
         growth = ends[1] / ends[0] if ends[0] and ends[1] else None
         lines.append([name, str(ranks), dtype, *cells, _number(growth)])
     return f"\n{total} in so many tensors, mean\n{columns(lines)}"
-
-
-def about() -> Row:
-    return {
-        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "cpu": _cpu_name(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()

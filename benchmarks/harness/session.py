@@ -6,14 +6,13 @@ allreduce.py and collectives.py decide on the cases and on the output.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import launchers, report
+from benchmarks.harness import launchers, machine
 from benchmarks.harness.turns import Case, Quiet, measure
 from benchmarks.harness.worlds import World, WorldError, close_when_terminated
 from benchmarks.peers.table import PEERS
@@ -66,18 +65,25 @@ def compare(
 def run(
     options: argparse.Namespace, cases: Cases, show: Show
 ) -> tuple[list[Row], bool]:
-    """Measures all; writes the JSON file; returns rows and whether no peer failed."""
+    """Measures all cases. Returns the rows, and whether no peer failed.
+
+    `finish` reports the result after the caller has printed its tables.
+    """
     close_when_terminated()
-    about = report.about()
     rows: list[Row] = []
     versions: dict[str, str] = {}
-    whole, quiet = True, Quiet(options.quiet)
+    complete, quiet = True, Quiet(options.quiet)
     for ranks in options.ranks:
-        found, theirs, complete = compare(ranks, options, quiet, cases, show)
-        rows, versions, whole = rows + found, versions | theirs, whole and complete
-        # Write after each run, so that an interrupted session keeps its results.
-        said = {**about, "ranks": options.ranks, "rounds": options.rounds}
-        said |= {"versions": versions, "rows": rows}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
-    return rows, whole
+        found, theirs, ok = compare(ranks, options, quiet, cases, show)
+        rows, versions, complete = rows + found, versions | theirs, complete and ok
+        # Write after each number of ranks, so that an interrupted run keeps its rows.
+        about = {"ranks": options.ranks, "rounds": options.rounds, "versions": versions}
+        machine.write_results(options.json, {**about, "rows": rows})
+    return rows, complete
+
+
+def finish(options: argparse.Namespace, complete: bool, *others: Path) -> None:
+    """Prints the files of results. Ends the program with an error if a peer failed."""
+    print(f"\n# written to {' and '.join(map(str, [options.json, *others]))}")
+    if not complete:
+        raise SystemExit(f"{options.program}: a peer has failed, see above")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import machine
 from benchmarks.harness.shapes import Shapes, count
 from benchmarks.harness.worlds import World, WorldError
 
@@ -212,7 +211,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measures one case: all variants of all worlds, in turns. Drops failed worlds."""
     asked = [(world, names) for world in worlds if (names := able(world, case))]
-    most = affordable([len(n) for _, n in asked], case.size, ranks, _free_memory())
+    most = affordable(
+        [len(n) for _, n in asked], case.size, ranks, machine.usable_memory()
+    )
     if any(len(names) > most for _, names in asked):
         print(f"# only {most} variants of each peer: memory holds no more", flush=True)
     variants: list[Variant] = []
@@ -259,16 +260,4 @@ def _drop(worlds: list[World], world: World, error: WorldError) -> None:
 
 def _clocks() -> tuple[float, float, float]:
     """Returns wall clock, CPU seconds of the machine, and of this process."""
-    with Path("/proc/stat").open() as stat:
-        # user nice system idle iowait irq softirq steal, then guests (in user already)
-        ticks = [int(n) for n in stat.readline().split()[1:9]]
-    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return time.monotonic(), busy, own.ru_utime + own.ru_stime
-
-
-def _free_memory() -> int:
-    """Returns the bytes to use: three quarters of the available memory."""
-    with Path("/proc/meminfo").open() as lines:
-        known = dict(line.split(":") for line in lines)
-    return int(known["MemAvailable"].split()[0]) * 1024 * 3 // 4
+    return time.monotonic(), machine.cpu_seconds(), time.process_time()

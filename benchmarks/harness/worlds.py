@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import machine
 from benchmarks.harness.launchers import Launch
 from benchmarks.peers.adapter import KINDS
 
@@ -173,12 +174,5 @@ class World:
 def _commands(ranks: int, worker: list[str], launch: Launch) -> list[list[str]]:
     if not launch.each:
         return [[*launch.words, *worker]]
-    place = ["--size", str(ranks), "--port", str(_free_port())]
+    place = ["--size", str(ranks), "--port", str(machine.free_port())]
     return [[*worker, "--rank", str(rank), *place] for rank in range(ranks)]
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port

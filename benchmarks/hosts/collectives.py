@@ -2,7 +2,7 @@
 
 Builds hosts as network namespaces with links of a given rate. Times ringjax in these
 hosts next to plain TCP streams, lower bounds of the links, and the backward pass of a
-real model. rank.py is the program of a rank, namespaces.py makes the network,
+real model. rank.py is the program of a rank, support/namespaces.py makes the network,
 layouts.py places ranks and computes the bounds, and README.md explains the tables.
 """
 
@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import about, columns
+from support.namespaces import Namespaces, spawn
+
+from benchmarks.harness import machine
+from benchmarks.harness.report import columns
 from benchmarks.hosts.layouts import LOOPBACK, Layout, parse_rate, parse_size
-from benchmarks.hosts.namespaces import Namespaces, spawn
 from benchmarks.peers.adapter import COLLECTIVES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,9 +325,8 @@ def main(words: Sequence[str] | None = None) -> None:
             where = {"layout": layout.title, "hosts": layout.hosts}
             where |= {"ranks_per_host": layout.ranks, "rate": layout.rate}
             found.append({**where, "collectives": rows, "model": step})
-    said = {**about(), "congestion_control": control, "rounds": options.rounds}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**said, "worlds": found}, indent=1) + "\n")
+    results = {"congestion_control": control, "rounds": options.rounds, "worlds": found}
+    machine.write_results(options.json, results)
     print(f"\n# written to {options.json}")
 
 

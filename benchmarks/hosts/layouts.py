@@ -1,6 +1,7 @@
 """The placement of ranks, and lower bounds for collectives between hosts.
 
-This module only computes. namespaces.py makes the hosts, and collectives.py runs jobs.
+This module only computes. tests/support/namespaces.py makes the hosts, and
+collectives.py runs jobs.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.hosts.namespaces import address
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from support.namespaces import address
 
 LOOPBACK = "loopback"
 PORT = 29400  # the port of the rendezvous; each host has its own ports

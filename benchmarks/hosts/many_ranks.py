@@ -9,6 +9,7 @@ README.md explains the tables.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -26,8 +27,8 @@ from benchmarks.harness import jobs, report
 
 MODULE = "benchmarks.hosts.many_ranks"
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-# Ranks that share a core with a hundred other ranks may be silent for long.
-PATIENCE = {
+# Seconds. A rank that shares a core with a hundred other ranks may be silent for long.
+LIMITS = {
     "RINGJAX_START_TIMEOUT": 1500,
     "RINGJAX_FAILURE_TIMEOUT": 120,
     "RINGJAX_HEARTBEAT": 1,
@@ -94,7 +95,7 @@ def rank() -> None:
 def job(ranks: int, timeout: float) -> Row:
     """Runs a job of `ranks` ranks."""
     env = {**os.environ, "MANY_BEGAN": str(time.time())}
-    for name, seconds in PATIENCE.items():
+    for name, seconds in LIMITS.items():
         env.setdefault(name, str(seconds))
     (row,) = jobs.run(ranks, MODULE, "--rank", env=env, timeout=timeout)
     return row | {"end s": time.time() - row.pop("done")}
@@ -105,17 +106,18 @@ def job(ranks: int, timeout: float) -> Row:
 
 def elastic(ranks: int, timeout: float) -> Row:
     """Kills a worker, waits for the new worker, and checks all steps."""
-    from benchmarks.elastic import soak
+    sys.path.append(str(jobs.ROOT / "tests"))
+    from chaos.deeds import EAGER, Chaos
+    from support.launch import Jobs
 
-    env = {k: os.environ.get(k, str(seconds)) for k, seconds in PATIENCE.items()}
+    env = {k: os.environ.get(k, str(seconds)) for k, seconds in LIMITS.items()}
     with (
         tempfile.TemporaryDirectory(prefix="ringjax-many-") as name,
-        soak.jobs(name) as start,
+        contextlib.closing(Jobs(lambda: Path(tempfile.mkdtemp(dir=name)))) as started,
     ):
-        folder = Path(name, "traces")
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=name))
         times = [time.monotonic()]
-        chaos = soak.Chaos(start, folder, ranks, env=env, program=soak.EAGER)
+        chaos = Chaos(started.start, folder, ranks, env=env, program=EAGER)
         training = chaos.wait_for(ranks, timeout)
         times.append(time.monotonic())
         chaos.wait_for_steps(20, timeout)
@@ -126,7 +128,7 @@ def elastic(ranks: int, timeout: float) -> Row:
         chaos.wait_for_steps(20, timeout)
         chaos.wait_for(ranks, timeout)  # the new worker is among these ranks
         times.append(time.monotonic())
-        verdict = chaos.end(timeout)
+        outcome = chaos.end(timeout)
         times.append(time.monotonic())
     began, steps, _, end = (b - a for a, b in itertools.pairwise(times))
     return {
@@ -135,9 +137,9 @@ def elastic(ranks: int, timeout: float) -> Row:
         "step ms": 1e3 * steps / 20,
         "MiB/rank": sum(own) / ranks,
         "shared MiB": sum(shared),
-        "recovery s": median(verdict.recoveries),
-        "most s": max(verdict.recoveries),
-        "newcomer s": max(verdict.pauses),
+        "recovery s": median(outcome.recoveries),
+        "most s": max(outcome.recoveries),
+        "newcomer s": max(outcome.pauses),
         "end s": end,
     }
 

@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ringjax
-from benchmarks.harness import patterns
+from benchmarks.harness import machine, patterns
 from ringjax import _native, runtime
 
 Step = Callable[[], Any]
@@ -149,13 +148,13 @@ class Item:
     def burst(self, core: Core) -> float:
         """Runs a burst; returns the seconds per call on the slowest rank."""
         core.allreduce(np.zeros(1))  # all ranks start together
-        wall, busy = time.perf_counter(), _busy()
+        wall, busy = time.perf_counter(), machine.cpu_seconds()
         waited = [core.exposed()]
         for _ in range(self.calls):
             self.step()
             waited.append(core.exposed())
         own = time.perf_counter() - wall
-        self.wall, self.busy = self.wall + own, self.busy + _busy() - busy
+        self.wall, self.busy = self.wall + own, self.busy + machine.cpu_seconds() - busy
         # The last rank waits only for the network, and the other ranks also for that
         # rank.
         self.exposed.append(float(np.mean(core.allreduce(np.diff(waited), "Min"))))
@@ -178,13 +177,6 @@ class Item:
             "exposed": statistics.median(self.exposed),
             "busy": min(1.0, busy),
         }
-
-
-def _busy() -> float:
-    """Returns the CPU seconds that the machine has worked so far."""
-    with Path("/proc/stat").open() as stat:
-        ticks = [int(n) for n in stat.readline().split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def in_turns(items: Sequence[Item], rounds: int, core: Core) -> None:

@@ -17,7 +17,15 @@ from support.launch import ROOT
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.harness import launchers, options, plots, report, shapes, turns
+from benchmarks.harness import (
+    launchers,
+    machine,
+    options,
+    plots,
+    report,
+    shapes,
+    turns,
+)
 from benchmarks.harness.turns import Case, Variant
 from benchmarks.peers.table import PEERS, Entry
 
@@ -307,6 +315,6 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_it_was_measured_is_told() -> None:
-    about = json.loads(json.dumps(report.about()))
+    about = json.loads(json.dumps(machine.describe()))
     assert about["machine"]["cpus"] >= 1 and about["machine"]["cpu"]
     assert about["when"][:2] == "20"

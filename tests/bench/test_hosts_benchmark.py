@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import namespaces
 from support.launch import ROOT
+from support.namespaces import Namespaces, address
 
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
-from benchmarks.hosts import collectives, namespaces
+from benchmarks.hosts import collectives
 from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
-from benchmarks.hosts.namespaces import Namespaces, address
 from benchmarks.peers.adapter import COLLECTIVES
 from ringjax.config import Config
 from ringjax.control.launch_environment import detect_launch

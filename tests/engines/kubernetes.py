@@ -30,9 +30,7 @@ from typing import Any
 import kmock
 from support import leaks
 from support.launch import ROOT
-
-sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import Namespaces, address
+from support.namespaces import Namespaces, address
 
 Object = dict[str, Any]
 PODS = 16  # pods in the life of a cluster: an address is never used again

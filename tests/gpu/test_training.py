@@ -6,7 +6,6 @@ programs/training.py also compares each training with the same training by one r
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from typing import Any
 
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 from support import gpu_ranks
 from support.launch import Job
+
+from benchmarks.harness import machine
 
 PROGRAM = str(gpu_ranks.PROGRAMS / "training.py")
 WAYS = ("in place", "overlapped", "compressed")
@@ -69,9 +70,7 @@ def test_nccl_carries_the_gradients_of_a_gpu(trained) -> None:
 
 def test_the_sum_is_that_of_psum(run, trained, record_property) -> None:
     """The libraries may add in another order, but nothing else may differ."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = machine.free_port()
     ours = np.array(trained[0]["sum"])
     theirs = np.array(run(2, "0", "psum", PSUM_PORT=str(port))[0]["sum"])
     assert len(ours) == len(theirs) > 1000

@@ -228,6 +228,29 @@ class Job:
             self._process.wait(10)
 
 
+class Jobs:
+    """Jobs that end together, each with a folder that `new_folder` makes."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._jobs: list[Job] = []
+
+    def start(
+        self,
+        np: int,
+        script: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Job:
+        """Starts a job; see `Job`."""
+        self._jobs.append(Job(np, script, self._new_folder(), env, options))
+        return self._jobs[-1].start()
+
+    def close(self) -> list[str]:
+        """Ends all jobs. Returns the leaked processes of jobs that had ended."""
+        return [text for job in self._jobs for text in job.close()]
+
+
 def _source(command: Sequence[str]) -> str:
     """The text of the Python files of a command."""
     return "\n".join(_text(Path(word)) for word in command if word.endswith(".py"))

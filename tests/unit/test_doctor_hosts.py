@@ -1,6 +1,6 @@
 """`ringjax doctor` on two hosts: each test plants a real fault in their network.
 
-The hosts are network namespaces (benchmarks/hosts/namespaces.py) with names of their
+The hosts are network namespaces (tests/support/namespaces.py) with names of their
 own, so this needs root and `ip`; a stand-in for ssh goes there.
 """
 
@@ -16,11 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.doctor import Visit, needs_root, visit
-from support.launch import ROOT
-
-# Append, because the tested ringjax must not come from the checkout.
-sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
+from support.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip", "unshare", "tc", "hostname"), pytest.mark.timeout(90)]
 

@@ -2,7 +2,7 @@
 
 Where it fails, one side goes on and the other must not.
 
-The hosts are network namespaces (benchmarks/hosts/namespaces.py), so this needs root
+The hosts are network namespaces (tests/support/namespaces.py), so this needs root
 and `ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,8 @@ import pytest
 from chaos.deeds import Chaos, Deed, lines, recoveries
 from support.doctor import needs_root
 from support.handshakes import needs_tls
-from support.launch import ROOT, StartJob
-
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
+from support.launch import StartJob
+from support.namespaces import LAUNCHER, Namespaces, address
 
 _SO_RCVBUFFORCE = 33  # a constant of Linux that Python does not define
 # A stand-in for OpenSSH: its words are options, a host, then words for the shell. The

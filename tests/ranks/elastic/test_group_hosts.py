@@ -1,6 +1,6 @@
 """Groups whose two processes are on two hosts: JAX goes over the network, too.
 
-The hosts are network namespaces (benchmarks/hosts/namespaces.py), so this needs root.
+The hosts are network namespaces (tests/support/namespaces.py), so this needs root.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,11 +17,8 @@ import pytest
 from support import local_devices
 from support.doctor import needs_root
 from support.grouped import STEPS, finish, joined, lines, reach
-from support.launch import ROOT, Job, StartJob
-
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
-from benchmarks.hosts.namespaces import LAUNCHER, Namespaces, address
+from support.launch import Job, StartJob
+from support.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 

@@ -1,10 +1,10 @@
-"""Hours of chaos: `python -m benchmarks.elastic.soak --hours 8`, or `make soak`.
+"""A soak test: `python -m chaos --hours 8` in tests/, or `make soak`.
 
 Workers of an elastic job are killed, frozen, slowed and asked to leave at random
 moments while the job trains, and strangers connect to its ports. At the end all steps
-are computed again in one process (tests/chaos/deeds.py), and no process may have grown
-(tests/support/growth.py). To measure growth, one worker at a time is not disturbed for
-some minutes. The program prints a line each minute and, at the end, the durations of
+are computed again in one process (deeds.py), and no process may have grown
+(support/growth.py). To measure growth, one worker at a time is not disturbed for some
+minutes. The program prints a line each minute and, at the end, the durations of
 recoveries.
 """
 
@@ -17,15 +17,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+from support.growth import Growth
+from support.launch import Jobs
 
-from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile  # noqa: E402
-from support.growth import Growth  # noqa: E402
-from support.launch import Job, StartJob  # noqa: E402
+from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile
 
 SEATS = 2000  # slots of the host; a worker that leaves does not return its slot
 PEACE = 300.0  # seconds for which one worker is not disturbed
@@ -38,15 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     with (
         tempfile.TemporaryDirectory(prefix="ringjax-soak-") as name,
-        jobs(name) as start,
+        contextlib.closing(Jobs(lambda: Path(tempfile.mkdtemp(dir=name)))) as jobs,
     ):
-        folder = Path(name, "traces")
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=name))
         program = EAGER if options.program == "eager" else PROGRAM
         chaos = Chaos(
-            *(start, folder, options.np, options.pause),
-            program=program,
-            seats=SEATS,
+            jobs.start, folder, options.np, options.pause, program=program, seats=SEATS
         )
         growth = rage(chaos, options)
         verdict = chaos.end()
@@ -88,7 +83,7 @@ def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.soak")
+    parser = argparse.ArgumentParser(prog="python -m chaos")
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument(
@@ -107,28 +102,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="", help="a file for all samples")
     return parser.parse_args(arguments)
-
-
-@contextlib.contextmanager
-def jobs(folder: str) -> Iterator[StartJob]:
-    """Yields a function that starts jobs; ends all jobs afterwards."""
-    started: list[Job] = []
-
-    def start(
-        np: int,
-        script: str | Sequence[str],
-        env: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
-    ) -> Job:
-        own = Path(tempfile.mkdtemp(dir=folder))
-        started.append(Job(np, script, own, env, options).start())
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for job in started:
-            job.close()
 
 
 def report(verdict: Verdict, deeds: Mapping[str, int], failures: int) -> str:

@@ -2,8 +2,8 @@
 
 A host is a namespace whose eth0 is one end of a veth pair; the other end is on the
 bridge. A token bucket on both ends holds the rate in both directions. There is no added
-latency and no loss: netem is not in every kernel. Root only. collectives.py starts
-processes in the hosts. This module ends all these processes, and removes the network.
+latency and no loss, because netem is not in every kernel. Only root can make
+namespaces. At its end a network ends all processes in its hosts.
 """
 
 from __future__ import annotations
