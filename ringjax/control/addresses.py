@@ -113,7 +113,7 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
 
 
 def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
-    """Makes a socket of a link send immediately, and sets `enable_keepalive`.
+    """Makes a socket of a link send immediately, and calls `enable_keepalive`.
 
     A unix socket needs no options: the kernel reports the peer's end immediately.
     """

@@ -223,7 +223,9 @@ def authenticate(
     request: HandshakeRequest,
     limit: float = HANDSHAKE_TIMEOUT,
 ) -> SessionKeys:
-    """Runs the caller's end of the handshake on a connected socket, within `limit` s.
+    """Runs the caller's end of the handshake on a connected socket.
+
+    The whole handshake may take `limit` seconds.
 
     Raises:
         AuthenticationError: the other end refuses the request or does not know the

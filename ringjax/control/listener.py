@@ -84,7 +84,7 @@ class LinkListener:
         self._accepted: dict[ConnectionKey, AcceptedConnection] = {}
         self._changed = threading.Condition()
         self._closing = False
-        # A random name, which no other user can bind before this process does.
+        # Use a random name, or another user could guess the name and bind it first.
         name = str(rank) if rank >= 0 else "e"
         self.unix_name = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
         listeners: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""A member of the job as all ranks know it, and ranks as text."""
+"""The description of a member that all ranks receive, and ranks as text."""
 
 from __future__ import annotations
 

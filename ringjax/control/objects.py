@@ -39,7 +39,7 @@ _ALLOWED = (
 )
 Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
-Node = Any  # a node of the layout above: a value that JSON can represent
+Node = Any  # a node of the layout above, as `json` represents it
 
 
 def encode(value: object, *, allow_pickle: bool = False) -> bytes:
@@ -344,7 +344,7 @@ class ObjectDecoder:
 
 def typed(value: Node, kind: type[_T]) -> _T:
     """Returns `value` if its type is exactly `kind`, or else raises ValueError."""
-    if type(value) is not kind:  # not isinstance, which takes a bool for an int
+    if type(value) is not kind:  # isinstance would accept a bool as an int
         raise ValueError(
             f"not an encoded object: a {type(value).__name__} where a {kind.__name__} "
             "belongs"

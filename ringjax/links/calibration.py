@@ -159,8 +159,8 @@ class _CalibrationProbe:
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
     """Returns how often each constant counts in a short call of `time_call`.
 
-    Each call begins with a barrier. In each round of it, every rank sends a message and
-    waits for another. One more barrier follows the last call.
+    Each call begins with a barrier. In each round of the barrier, every rank sends a
+    message and waits for one. One more barrier follows the last call.
     """
     where = "remote" if len(set(hosts)) > 1 else "local"
     rounds = (len(hosts) - 1).bit_length() * (_CALLS + 1) / _CALLS

@@ -6,13 +6,12 @@ missing. calibration.py explains the constants.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from ringjax.settings import measurement_cache
 
 Cost = dict[str, float]  # constant -> seconds
-# A description of a network that JSON can hold. The hash of it names the file.
+# A description of a network that JSON can hold. Its hash is the name of the file.
 Network = Mapping[str, object] | list[str]
 
 # The possible seconds, by the last word of a constant's name. Latencies reach from a
@@ -26,12 +25,11 @@ def is_valid(cost: object) -> bool:
     """Returns whether `cost` contains all constants with possible values."""
     if not isinstance(cost, dict) or cost.keys() != set(NAMES):
         return False
-    return all(_is_possible(name, value) for name, value in cost.items())
-
-
-def _is_possible(name: str, value: object) -> bool:
-    low, high = LIMITS[name.partition("_")[2]]
-    return isinstance(value, float) and math.isfinite(value) and low <= value <= high
+    limits = {name: LIMITS[name.partition("_")[2]] for name in NAMES}
+    return all(
+        isinstance(value, float) and limits[name][0] <= value <= limits[name][1]
+        for name, value in cost.items()
+    )
 
 
 def path_of(folder: str, network: Network) -> str:

@@ -32,7 +32,10 @@ def available(root: Path = Path("/")) -> int:
 
 
 def _available_2(group: Path) -> int:
-    """Returns the available bytes of a version 2 group; ValueError without a limit."""
+    """Returns the available bytes in a control group of version 2.
+
+    Raises ValueError if the group has no limit, whose text is then "max".
+    """
     limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
     stat = _table(group / "memory.stat")
     slab = stat.get("slab_reclaimable", 0) // 2

@@ -7,7 +7,6 @@ The rules have neither I/O nor clocks, so that a simulation can run them:
     epoch_state       records members, losses, accusations and reports of one epoch
     commit_decision   decides from reports which calls are complete
     exchanges         collects small values that all ranks of an epoch exchange
-    outbox            collects the messages that the rules want to send
 Sockets, threads and files around the rules:
     coordinator       the server of a job, which runs the rules
     client            a worker's end of its connection to the coordinator

@@ -91,7 +91,8 @@ class CoordinatorClient:
 
         Raises:
             OSError: no coordinator replies.
-            StartupError: the coordinator refuses this worker, or too few workers came.
+            StartupError: the coordinator refuses this worker, or too few workers
+                connected.
             AuthenticationError: the coordinator does not have the secret.
             Fenced: this worker has been declared lost.
         """
@@ -106,7 +107,7 @@ class CoordinatorClient:
             self.close()
             raise
         if self._connection.reconnects:
-            waiting = len(self._directives)  # directives that came with the first one
+            waiting = len(self._directives)  # directives that followed the first one
             self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._connection.start_thread()
 
@@ -315,8 +316,8 @@ class CoordinatorClient:
         """Announces that this member has finished. The job then admits no newcomers.
 
         Args:
-            lines: as in `report`. From them, ranks that are still inside the last call
-                of a communicator learn that the call is complete on this rank.
+            lines: as in `report`. They show ranks that are still inside the last call
+                of a communicator that the call is complete on this rank.
             epoch: the newest epoch in which the program took part, if a later epoch of
                 kind "restart" or "resize" was announced; None for the newest.
         """

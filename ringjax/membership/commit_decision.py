@@ -125,9 +125,9 @@ def rank_to_give_up(
 ) -> int | None:
     """Chooses the rank to exclude if ranks are alive but cannot reach each other.
 
-    The rank that accuses or is accused by most other ranks is excluded. Among equal
-    ranks, a rank of `joined` comes first, then the rank that more ranks accuse, then
-    the highest rank.
+    The function chooses the rank that accuses, or is accused by, the most other ranks.
+    If several ranks are equal, it prefers a rank of `joined`, then the rank that most
+    ranks accuse, then the highest rank.
 
     Args:
         accusations: pairs of (accuser, accused).

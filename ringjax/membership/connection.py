@@ -57,7 +57,7 @@ class _Stream:
         self.output = bytearray()
 
     def send(self, message: JsonObject) -> None:
-        """Writes as much as the socket takes now. Only `read` reports errors."""
+        """Writes as much as the socket accepts now. Only `read` reports errors."""
         self.output += self._sealer.seal(message)
         self.write()
 

@@ -30,9 +30,9 @@ from ringjax.control.sealed_messages import MAX_BYTES, JsonMessage, encode
 from ringjax.control.server import JobServer, ServerSession
 from ringjax.errors import AuthenticationError
 from ringjax.membership.assembly import MembershipConfig
+from ringjax.membership.epochs import LauncherEvent
 from ringjax.membership.exchanges import Exchanges, Replies
 from ringjax.membership.membership import JobMembership
-from ringjax.membership.outbox import LauncherEvent
 
 
 class Coordinator(JobServer):
@@ -125,7 +125,7 @@ class Coordinator(JobServer):
             listeners=listeners,
             tls=tls,
         )
-        self._wakeup_fd: int | None = None  # made when a launcher needs it
+        self._wakeup_fd: int | None = None  # -1 after `close`
         self._wakeup_fd_lock = threading.Lock()
 
     # -- methods for the launcher ------------------------------------------------------
@@ -134,6 +134,7 @@ class Coordinator(JobServer):
     def wakeup(self) -> int:
         """A descriptor that is readable while there may be events; see `clear`."""
         with self._wakeup_fd_lock:
+            # Rank 0 runs the coordinator without a launcher, and needs no descriptor.
             if self._wakeup_fd is None:
                 waiting = int(not self.events.empty())
                 self._wakeup_fd = os.eventfd(waiting, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -156,7 +157,7 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._membership.mark_finished(worker, now))
 
     def expected(self, worker: int) -> None:
-        """Records that a process was started as this worker."""
+        """Records that a process with this number was started."""
         self._call_soon(lambda now: self._membership.expect(worker))
 
     def ended(self, worker: int) -> None:
@@ -176,7 +177,7 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._publish(("pulse",)))
 
     def _call_soon(self, function: Callable[[float], None]) -> None:
-        """Calls a function with the time in the thread of the coordinator."""
+        """Calls a function in the thread of the coordinator, with the current time."""
         self._calls.append(function)
         self.wake()
 
@@ -300,7 +301,8 @@ class Coordinator(JobServer):
         # message, and the launcher must know the reason before it notices the exit.
         for event in events:
             self._publish(event)
-        encoded: tuple[Any, bytes] = None, b""  # many workers get the same message
+        # Encode a message to many workers only once.
+        encoded: tuple[Any, bytes] = None, b""
         for worker, message, last in messages:
             if message is not encoded[0]:
                 encoded = message, encode(message)

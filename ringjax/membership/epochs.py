@@ -8,15 +8,17 @@ method reads a clock or does I/O.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringjax.control.member import JsonObject
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.commit_decision import CommitReport
 from ringjax.membership.epoch_state import EpochState
-from ringjax.membership.outbox import Outbox
 
+OutgoingMessage = tuple[int, JsonObject, bool]  # worker, message, last
+LauncherEvent = tuple[Any, ...]  # see `Coordinator.events`
 FINISHED = "has finished and left the job"
 WITH_GROUP = "ended with its group"  # the beginning of the reason for other members
 
@@ -28,6 +30,48 @@ class WorkerInfo:
     seen: str
     hello: JsonObject
     ready: bool = False
+
+
+class Outbox:
+    """Collects messages for workers and events for the launcher, in order.
+
+    Attributes:
+        fenced: workers that were declared lost, and why.
+        dismissed: workers that have left without an error.
+    """
+
+    def __init__(self) -> None:
+        self.fenced: dict[int, str] = {}
+        self.dismissed: set[int] = set()
+        self._messages: list[OutgoingMessage] = []
+        self._events: list[LauncherEvent] = []
+
+    def drain(self) -> tuple[list[OutgoingMessage], list[LauncherEvent]]:
+        """Removes and returns all messages and all events."""
+        found = self._messages, self._events
+        self._messages, self._events = [], []
+        return found
+
+    def send(self, worker: int, message: JsonObject, *, last: bool = False) -> None:
+        self._messages.append((worker, message, last))
+
+    def send_all(self, workers: Iterable[int], message: JsonObject) -> None:
+        self._messages += [(worker, message, False) for worker in workers]
+
+    def publish(self, *event: Any) -> None:
+        """Adds an event for the launcher."""
+        self._events.append(event)
+
+    def fence(self, worker: int, why: str) -> None:
+        """Excludes a worker forever. The process of this worker must not continue."""
+        self.fenced[worker] = why
+        self.send(worker, {"type": "fenced", "text": why}, last=True)
+
+    def dismiss(self, worker: int, text: str) -> None:
+        """Makes a worker leave without an error, because the job does not need it."""
+        self.dismissed.add(worker)
+        self.publish("dismissed", worker, text)
+        self.send(worker, {"type": "dismissed", "text": text}, last=True)
 
 
 class Epochs:
@@ -215,7 +259,7 @@ class Epochs:
             self._outbox.dismiss(worker, "it leaves, as it was asked to")
         if epoch.alive or self._finished:
             return False
-        # A user who asks all ranks to leave wants no newcomers in their place.
+        # A user who makes all ranks leave wants no newcomers in their place.
         self._stop("every rank has left, as it was asked to")
         return True
 
@@ -286,7 +330,7 @@ class Epochs:
         epoch.announced_at = now
 
     def _stop_if_finished(self) -> bool:
-        """Ends the job if only stateless members are left after others finished."""
+        """Ends the job if members have finished and only stateless members remain."""
         alive = self.epoch.alive
         if not self._finished or alive - self._stateless:
             return False
@@ -301,7 +345,7 @@ class Epochs:
     # -- a new epoch, or the end -------------------------------------------------------
 
     def _form_epoch(self, kind: str, joiners: Sequence[int]) -> None:
-        """Begins the next epoch. The members keep their order; joiners come last."""
+        """Begins the next epoch. The members keep their order, and joiners follow."""
         old = (
             EpochState(self.epoch.number) if self._config.stops_on_loss else self.epoch
         )
@@ -334,7 +378,7 @@ class Epochs:
         self._announce()
 
     def _welcome(self, worker: int) -> None:
-        """Welcomes a newcomer and its group as soon as the whole group has come."""
+        """Welcomes a newcomer and its group as soon as the whole group is connected."""
         mates = self._config.group_of(worker)
         if not self._newcomers.keys() >= set(mates):
             return

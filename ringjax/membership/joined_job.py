@@ -59,7 +59,7 @@ def join(
     tls: str = "auto",
     warning: InitWarning = NO_WARNING,
 ) -> CoordinatorClient:
-    """Joins a job and waits until it has started, or this worker is a newcomer.
+    """Joins a job and waits until it has started; a newcomer does not wait longer.
 
     Args:
         credentials: the credentials of the job; or a function that is called before
@@ -83,7 +83,7 @@ def join(
         The client. `CoordinatorClient.first` is its first directive.
 
     Raises:
-        StartupError: no server replied, too few workers came, or the coordinator
+        StartupError: no server replied, too few workers joined, or the coordinator
             refuses this worker.
         AuthenticationError: the coordinator does not have the secret.
         Fenced: this worker has been declared lost.

@@ -27,8 +27,13 @@ from ringjax.control.member import JsonObject
 from ringjax.membership import assembly, commit_decision
 from ringjax.membership.assembly import Assembly, MembershipConfig
 from ringjax.membership.epoch_state import EpochState
-from ringjax.membership.epochs import FINISHED, Epochs, WorkerInfo
-from ringjax.membership.outbox import LauncherEvent, OutgoingMessage
+from ringjax.membership.epochs import (
+    FINISHED,
+    Epochs,
+    LauncherEvent,
+    OutgoingMessage,
+    WorkerInfo,
+)
 
 
 class JobMembership(Epochs):
@@ -166,7 +171,7 @@ class JobMembership(Epochs):
             self._outbox.publish("ready", worker)
             self._admit(now)
         elif worker not in epoch.alive:
-            return  # a message to the worker says that it is lost
+            return  # the worker is lost, and will receive the message that it is fenced
         elif kind == "leaving":
             epoch.leavers |= epoch.alive.intersection(self._config.group_of(worker))
             self._announce()

@@ -126,7 +126,7 @@ def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
         "files": files,
         "attributes": attributes,
     }
-    # The key must come first: Perfetto recognises a manifest by its first bytes.
+    # The key must be the first: Perfetto recognizes a manifest by its first bytes.
     return json.dumps({"perfetto_manifest": manifest}).encode()
 
 

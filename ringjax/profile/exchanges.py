@@ -64,7 +64,7 @@ class Exchange:
 
     @property
     def last(self) -> RankExchange:
-        """The rank that came last."""
+        """The rank that entered the call last."""
         return min(self.ranks, key=lambda rank: rank.wait)
 
     @property
