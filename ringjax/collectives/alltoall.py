@@ -47,8 +47,8 @@ def alltoall(
             whose sum is the number of rows of each array in `tensor`. If it is None,
             all parts are equal.
         received_splits: the number of rows from each rank. While tracing (jit, vmap,
-            scan) it is needed together with `splits`, because a result must have a
-            known shape. Outside of a trace, the ranks exchange their splits.
+            scan), `splits` needs `received_splits`, because a result must have a known
+            shape. Outside of a trace, the ranks exchange their splits.
         process_set: the ranks that take part; this rank must be among them.
         name: stands for the operation in error messages.
 

@@ -59,8 +59,8 @@ def allreduce(
             divides them afterwards: convert `tensor` to a wider dtype if sums may not
             fit.
         name: the name of the operation, equal on all ranks. Each rank may submit its
-            names in any order. If it is None, the operation gets a number, in the order
-            of the calls.
+            operations in any order. An operation without a name receives a number, in
+            the order of the calls.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be among them.

@@ -1,7 +1,7 @@
 """Elastic training: a state that survives the loss of ranks, and the loop around it.
 
 A program needs `run` and `State`. `ElasticSampler` distributes the remaining samples
-when ranks come and go, and `Checkpointer` writes to disk. The package imports no
+after ranks join or leave, and `Checkpointer` writes to disk. The package imports no
 framework.
 """
 

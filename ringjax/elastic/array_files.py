@@ -42,7 +42,7 @@ class CheckpointLayout(Protocol):
         """
 
     def write(self, folder: Path, prepared: Any) -> None:
-        """Writes files into the folder. The caller runs this in a thread."""
+        """Writes files into the folder. The caller runs `write` in a thread."""
 
     def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes in the folder.

@@ -286,8 +286,8 @@ def run(
     commits it at the end of its steps. The function is called again after each change
     of the ranks, so its loops must begin where the state is. Collectives belong in the
     function. Collectives that a joining rank calls before the function run on that rank
-    alone. If there are such collectives, the first collectives of that rank together
-    with other ranks are in the state's reset callbacks, as in a program for Horovod.
+    alone. If there are any, the reset callbacks of the state make the first collectives
+    of that rank together with other ranks, as in a program for Horovod.
 
     In an elastic job (``ringrun --min-np``), a lost rank costs only its part of the
     step: the other ranks finish the step without the lost rank. At the next commit, the

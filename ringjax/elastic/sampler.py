@@ -95,8 +95,8 @@ class ElasticSampler:
     def set_epoch(self, epoch: int) -> None:
         """Starts an epoch without processed samples.
 
-        Call this at the end of the previous epoch. A call at the beginning of an epoch
-        would discard the progress of an epoch that was interrupted.
+        Call this method at the end of the previous epoch. A call at the beginning of an
+        epoch would discard the progress of an interrupted epoch.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -107,9 +107,9 @@ class ElasticSampler:
         """Records that every rank has processed its next `batch_size` samples.
 
         In an elastic job, only samples of ranks that contributed to the result of the
-        last collective count. So call this after the allreduce of the step and before
-        any other collective. With JAX, first assign the results to the `State` that
-        holds the sampler, because this method waits for the arrays of the `State`.
+        last collective count. So call this method after the allreduce of the step and
+        before any other collective. With JAX, first assign the results to the `State`
+        that holds the sampler, because this method waits for the arrays of the `State`.
 
         Args:
             batch_idx: ignored; Horovod has this argument.

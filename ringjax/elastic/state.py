@@ -99,8 +99,8 @@ class State:
     def commit(self) -> None:
         """Keeps the state in memory, then calls `check_host_updates`.
 
-        All ranks call this at the same step. If a checkpointer is in use, it writes at
-        this moment.
+        All ranks call `commit` at the same step. If a checkpointer is in use, it writes
+        at this moment.
 
         Raises:
             HostsUpdatedInterrupt: see `check_host_updates`.
@@ -210,7 +210,7 @@ class State:
         transfer.preallocate(self._to_be_sent(), allow_pickle=self._allow_pickle)
 
     def reset(self) -> None:
-        """Adapts the state to the current ranks, after a reset and before `sync`."""
+        """Adapts the state to the ranks of the job, after a reset and before `sync`."""
         self._reset_samplers()
 
     # -- methods that a checkpointer calls ---------------------------------------------

@@ -3,9 +3,9 @@
 The structure has the layout of `control/objects.py`, and four more tags: ``{"leaf":
 [number, kind, dtype, shape, detail]}`` is an array, whose bytes are not in the
 structure. ``{"node": [type, [name, …], [node, …]]}`` is an object that JAX can take
-apart; the receiver rebuilds it from its own object in the same place. ``{"own": text}``
-is a function, which every rank has itself. ``{"pickle": blob}`` is only written and
-read if both ends allow pickles.
+apart; the receiver rebuilds it from its own object in this place. ``{"own": text}`` is
+a function, which is not sent, because every rank has it. ``{"pickle": blob}`` is only
+written and read if both ends allow pickles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compression of gradients for an allreduce: Horovod's classes, and `bf16`.
 
-The compressors only cast tensors. The core adds 16-bit floats up in float32.
+The compressors only cast tensors. The core adds 16-bit floats in float32.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def allreduce(
         tensor: a tensor of the same dtype and shape on all ranks.
         average: a deprecated argument. True means op=Average, False means op=Sum.
         name: the name of the operation, the same on all ranks. Ranks may submit named
-            operations in any order. If it is None, the operation gets the number of the
-            call.
+            operations in any order. An operation without a name receives a number, in
+            the order of the calls.
         compression: the form in which the tensor is sent, see `Compression`.
         op: Average (if None), Sum, Min, Max, Product or Adasum. Sums of integers, also
             the sum that Average divides, wrap around in the dtype of the tensor.

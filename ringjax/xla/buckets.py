@@ -130,10 +130,10 @@ def packed_bytes(sizes: Sequence[int]) -> int:
 def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
     """Orders the calls of overlapped buckets so that `memory` suffices.
 
-    A bucket is in flight from its START to its DONE, and needs that many of `needs`
-    bytes. The DONE of the oldest bucket comes as late as possible: when the next bucket
-    does not fit into the memory, or at the end. A bucket that alone needs more than
-    `memory` is reduced in place by a RUN, which waits.
+    A bucket is in flight from its START to its DONE, and occupies its entry of `needs`,
+    in bytes. The DONE of the oldest bucket is as late as possible: when the next bucket
+    does not fit into the memory, or, always with infinite memory, at the end. A bucket
+    that alone needs more than `memory` is reduced in place by a RUN, which waits.
 
     Returns:
         The (call, bucket) pairs in order, and the most bytes in flight at one time.

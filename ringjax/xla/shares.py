@@ -56,7 +56,7 @@ class Replicas(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each device of the program, the number of its share of its shard."""
+        """The number of the share that each device of the program sends."""
         out = [0] * sum(map(len, self.groups))
         for group in self.groups:
             for number, place in enumerate(group):
