@@ -2,9 +2,10 @@
 
 There are three sources. The first that applies decides:
 
-1. RINGJAX_RANK and RINGJAX_SIZE, or Horovod's names of them, from ringrun or the user;
-2. a table of launchers, the innermost first;
-3. without any variable of a launcher, this process is a job of one.
+1. RINGJAX_RANK and RINGJAX_SIZE, or Horovod's variables for rank and size, which
+   ringrun or the user sets;
+2. the variables of a launcher in a table, the innermost launcher first;
+3. if no launcher has set a variable, this process is a job of one.
 
 If some variables show that there are several processes but rank or size is missing, the
 result is an error and not a job of one. Otherwise N separate trainings would run, and
@@ -136,7 +137,7 @@ class _LaunchVariables:
     def detect(self, environ: Environ) -> LaunchInfo | None:
         """Finds rank and size; returns None if another launcher started the process.
 
-        Raises StartupError if this launcher did, but a variable is missing.
+        Raises StartupError if this launcher started the process, but set too little.
         """
         if not self._applies(environ):
             return None

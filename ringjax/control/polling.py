@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def wait_readable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Waits until `fd` is readable, `seconds` at most; None waits without a limit."""
+    """Waits up to `seconds` (None: no limit); returns whether `fd` is readable."""
     return _wait(fd, select.POLLIN, seconds)
 
 
 def wait_writable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Waits until `fd` is writable, `seconds` at most; None waits without a limit."""
+    """Waits up to `seconds` (None: no limit); returns whether `fd` is writable."""
     return _wait(fd, select.POLLOUT, seconds)
 
 

@@ -1,7 +1,8 @@
 """The folders for temporary files of ringjax: records, credentials and sockets.
 
-A container may have a read-only root file system without such a folder. Training does
-not need these files, so their users must work without the folder.
+A container may have a read-only root file system without such a folder. Only the
+credentials file is necessary, and only if no launcher passes credentials. Users of the
+other files must work without the folder.
 """
 
 from __future__ import annotations

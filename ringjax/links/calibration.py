@@ -130,7 +130,7 @@ class _CalibrationProbe:
         self.coefficients = _coefficients(communicator.hosts)
 
     def broadcast(self, numbers: Iterable[float]) -> list[float]:
-        """Returns the numbers of rank 0."""
+        """Sends the numbers of rank 0 to all ranks, and returns them."""
         values = array.array("d", numbers)
         self._execute("broadcast", values)
         return values.tolist()

@@ -429,7 +429,7 @@ class _MeshBuilder:
         )
 
     def take_descriptors(self, control: bool) -> LinkDescriptors:
-        """Hands all descriptors over to the caller."""
+        """Returns all descriptors, which the caller then owns."""
         mesh, index = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
         for pair in self.pairs:
             peer = index[pair.rank]

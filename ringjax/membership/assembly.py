@@ -187,7 +187,7 @@ class Assembly:
         self._rejoin_expired = False  # whether `rejoin_timeout` is over
 
     def expect(self, worker: int) -> None:
-        """Records that a process was started as this worker."""
+        """Records that a process with this number was started."""
         self._expected.add(worker)
 
     def arrive(self, worker: int, state: RejoinState | None, now: float) -> None:

@@ -264,7 +264,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Waits `seconds` at most for a message, room for output, or a wakeup."""
+    """Waits up to `seconds` for input, room for output or a wakeup; False if none."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:

@@ -141,7 +141,7 @@ class Coordinator(JobServer):
             return self._wakeup_fd
 
     def clear(self) -> None:
-        """Makes `wakeup` unreadable. Call it before taking events from the queue."""
+        """Resets `wakeup`. Call `clear` before taking events from the queue."""
         with self._wakeup_fd_lock, contextlib.suppress(BlockingIOError):
             if self._wakeup_fd is not None and self._wakeup_fd >= 0:
                 os.eventfd_read(self._wakeup_fd)

@@ -76,7 +76,7 @@ class EpochState:
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
     def announce_at(self, interval: float) -> float | None:
-        """Returns when to announce departed ranks to the members; None for never."""
+        """Returns the time at which to announce departed ranks; None without any."""
         return self.announced_at + interval if self.unannounced else None
 
     def accusation_deadline(

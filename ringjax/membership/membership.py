@@ -84,7 +84,7 @@ class JobMembership(Epochs):
     # -- events ------------------------------------------------------------------------
 
     def expect(self, worker: int) -> None:
-        """Records that a process was started as this worker."""
+        """Records that a process with this number was started."""
         self._assembly.expect(worker)
 
     def on_hello(

@@ -19,7 +19,7 @@ from ringjax.monitor.view import View
 Labels = Mapping[str, str]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAIR = '{}="{}"'
-# Upper ends of the histograms' buckets in seconds: powers of two of a microsecond.
+# Upper ends of the histograms' buckets in seconds: 1 µs, 2 µs, 4 µs, and so on.
 _ENDS = (*(2**bucket * 1e-6 for bucket in range(BUCKETS - 1)), math.inf)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ringjax.control import temporary
 from ringjax.control.unix_peer import peer_uid
 
-HELLO = b"ringjax top 1\n"  # a viewer sends this first
+HELLO = b"ringjax top 1\n"  # the first bytes that a viewer sends
 _NAME = re.compile(r"(\d+)-\d+\.sock")
 _MAX_ADDRESS_BYTES = 100  # most bytes of an address; the kernel allows 107
 _CONNECT_TIMEOUT = 2.0  # seconds until a connection attempt fails

@@ -222,7 +222,7 @@ def _read(path: Path, max_calls: int) -> ProfilePart | None:
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:
-    # A full file was renamed to a name that ends in ".1", and a new file was begun.
+    # When a file is full, `PartFile` renames it to NAME.1 and begins a new file.
     for file in (path.with_name(path.name + ".1"), path):
         if not file.exists():
             continue
