@@ -6,7 +6,7 @@ serves connections of other hosts until it is killed. After the order "call" the
 connects to all other hosts.
 
 The server listens on a free port of every address, as ranks do, and replies only to
-peers that send the token of this survey. Nobody sends data of the user.
+peers that send the token of this survey. Probes exchange no data of the user.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _strictest(
     """
     least, where = float("inf"), root
     for folder, version in machine_memory.cgroups(root, controller):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        with contextlib.suppress(OSError, ValueError):  # the limit is missing or "max"
             if (value := read(folder, version)) < least:
                 least, where = value, folder
     return least, where

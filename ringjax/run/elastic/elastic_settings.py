@@ -156,7 +156,7 @@ def resolve_settings(
 
 
 def check_group_multiple(number: int | None, group: int, name: str) -> None:
-    """Raises ValueError unless the value of the option `name` fits the group size."""
+    """Raises ValueError if the value of the option `name` is no multiple of `group`."""
     if number is not None and number % group:
         raise ValueError(
             f"{name} {number}: with groups of {group} (--group-size, "

@@ -20,8 +20,8 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.workers import Worker, WorkerTable
 
 _OUTPUT_DELAY = 0.3  # seconds to wait for the output of a process that has ended
-# Seconds to wait until the message of a worker that its program has finished has
-# reached the coordinator.
+# Seconds from the end of a process to the report. Meanwhile the last message of the
+# worker, which says that its program has finished, reaches the coordinator.
 _REPORT_DELAY = 0.5
 _FENCE_TIMEOUT = 5.0  # seconds until a worker that was declared lost is killed
 _LEAVE_TIMEOUT = 30.0  # seconds until a worker that was asked to leave is killed
@@ -108,7 +108,7 @@ class ReplacementPolicy:
     # -- events while the job runs -----------------------------------------------------
 
     def is_over(self) -> bool:
-        """Returns whether the job is over: see `WorkerTable.is_over`."""
+        """Returns whether all members have ended, or a worker failed in every slot."""
         if self._table.members or self.slots.closed:
             return self._table.is_over()
         return self.slots.all_failed()

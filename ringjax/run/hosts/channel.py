@@ -98,7 +98,7 @@ class Channel:
         self._sealer = lines if keys is None else keys.sealer()
         self._opener = lines if keys is None else keys.opener()
         self._outgoing: deque[memoryview] = deque()
-        self._waiting = False  # whether the selector watches `writer` for room
+        self._waiting = False  # whether messages wait until `writer` is writable
         self.closed = False
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)

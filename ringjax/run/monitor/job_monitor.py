@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SAMPLE_INTERVAL = 1.0  # seconds between two samples of a rank in a small job
 _MAX_SAMPLES_PER_SECOND = 128  # most samples per second, of all ranks together
-_WINDOW = 5.0  # least seconds of an interval for current values
+_WINDOW = 5.0  # current values cover at least these seconds
 _SEND_INTERVAL = 1.0  # seconds between two messages to `ringjax top`
 _MAX_EVENTS = 12  # most events in a message to `ringjax top`
 _LATE_AFTER = 30.0  # seconds until a report says that no sample has arrived
