@@ -329,7 +329,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _where() -> str:
+def _describe_devices() -> str:
     """Describes hosts, ranks and devices, such as `node1: ranks 0-3 on 4 x cpu`."""
     own = (socket.gethostname(), jax.local_devices()[0].device_kind)
     devices = sync.allgather_object(own)
@@ -361,7 +361,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if DTYPES[options.dtype].endswith("64"):
         jax.config.update("jax_enable_x64", True)
     runtime.init()
-    talks = runtime.rank() == 0
+    prints = runtime.rank() == 0
     bench = Bench(options)
     about: dict[str, Any] = {
         "ringjax": version(),
@@ -370,8 +370,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "hosts": runtime.cross_size(),
         **{k: getattr(options, k) for k in ("collective", "op", "mode")},
     }
-    where = _where()
-    if talks:
+    where = _describe_devices()
+    if prints:
         print("#", ", ".join(f"{k} {v}" for k, v in about.items()))
         print("#", where)
         print(COLUMNS.format(*FIELDS), COLUMNS.format(*UNITS), sep="\n", flush=True)
@@ -379,9 +379,9 @@ def main(words: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for size in sizes[:1] if options.barrier else sizes:  # a barrier has no size
         rows.append(bench.measure(size))
-        if talks:
+        if prints:
             print(line(rows[-1], mark(rows[-1], rows[:-1])), flush=True)
-    if talks:
+    if prints:
         print(*ending(rows), sep="\n", flush=True)
         if options.json:
             written = {**about, "where": where, "rows": rows}

@@ -249,7 +249,7 @@ def allreduce_grads(
             config=config,
             name=name,
         )
-        # With a limit of one byte, each bucket has one gradient: bucket_bytes is 0.
+        # A setting of 0 means one gradient per bucket. A limit of one byte does that.
         setting = trials.active_setting() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = gradient_allreduce.bucketed_allreduce(

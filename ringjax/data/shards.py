@@ -82,7 +82,7 @@ def shard(
 
 
 def _shard_tf_data(dataset: Any, count: int, index: int, uneven: Uneven) -> Any:
-    """Shards a dataset whose elements have equal shapes."""
+    """Shards a dataset of tf.data whose elements have equal shapes."""
     nest = sys.modules["tensorflow"].nest
     if uneven == "repeat":
         # `batch` below drops an incomplete last round: append elements to complete it.

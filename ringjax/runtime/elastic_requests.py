@@ -189,7 +189,7 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
         )
     # All of `ranks` compute one id from values that are equal on all of them.
     key = (epoch.number, *chosen)
-    count = world.privates[key] = world.privates.get(key, 0) + 1
+    count = world.private_counts[key] = world.private_counts.get(key, 0) + 1
     digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
     number, name = PRIVATE | digest, f"ranks {list(chosen)}"
     try:

@@ -24,7 +24,8 @@ DEVICE_CONTROL = 1 << 30
 # agree on that over this communicator. Its number is free, because replica sets have no
 # eager lane.
 CALL_END = REPLICA_SET | EAGER_LANE
-_DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7  # bits between process sets and REPLICA_SET
+# The device index has the bits above the ids of process sets, below REPLICA_SET.
+_DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7
 
 
 def control_id(set_id: int, device_index: int) -> int:

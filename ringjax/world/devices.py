@@ -69,7 +69,7 @@ def open_library(setting: str) -> tuple[int, str]:
 
 
 def _candidates(setting: str) -> list[str]:
-    """Returns the paths to try. The core tries a copy in this process before them."""
+    """Returns paths of NCCL, to be tried after a copy that is loaded already."""
     # Without a common order, kernels of two communicators on one device may wait for
     # each other. Before CUDA 12.3, ordered kernels run one after the other, in the
     # order of the host's calls. The host calls of compiled programs and of the eager

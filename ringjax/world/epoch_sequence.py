@@ -57,7 +57,7 @@ class EpochSequence:
         self.failed = ""  # why this rank has failed; "" if it has not
         self.epoch_info: EpochInfo | None = None  # None while this rank is a newcomer
         self.changed = threading.Condition(threading.RLock())
-        self.pending_update = 0  # the number of a change of members; 0 for none
+        self.pending_update = 0  # the number of the next change of members, or 0
         self.resizes = 0  # how many pauses have ended
         self.dismissed = False  # whether this rank has left in good order
         # Whether all ranks restart in the current epoch, and the program has not
@@ -225,7 +225,7 @@ class EpochSequence:
         }
 
     def epoch_report(self) -> tuple[dict[int, Sequence[int]], int, bool]:
-        """Returns the process sets, the next free id, and whether all must restart."""
+        """Returns process sets, the next id, and whether all ranks must restart."""
         with self.changed:
             if self.epoch_info is None:
                 return {}, 0, False

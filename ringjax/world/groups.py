@@ -92,7 +92,7 @@ class Group:
         self.members = members if self.size > 1 else ()
 
     def update(self, workers: Sequence[int], worker: int) -> list[int]:
-        """Updates and returns `replicas` for the workers of a new epoch, by rank."""
+        """Sets and returns `replicas`. `workers` are those of a new epoch, by rank."""
         self.replicas = replicas(workers, worker, self.size)
         return self.replicas
 

@@ -39,8 +39,8 @@ class Lanes:
     def attach(self, number: int, communicator: _native.Communicator) -> None:
         """Makes the lane of process set `number`.
 
-        In an elastic job, the resilient communicator to which `communicator` belongs
-        gives the lane another communicator in every later epoch.
+        In later epochs of an elastic job, the lane uses the current communicator of the
+        resilient communicator to which `communicator` belongs.
         """
         config = self.owner.config
         self.lanes[number] = _native.EagerLane(

@@ -188,14 +188,16 @@ class Recovery:
     def _stop(self, number: int, text: str, rank: int) -> None:
         """Stops all calls of an epoch, and reports each communicator's progress."""
         self._timer.start()
-        lines: Mapping[int, CallProgress] = {}
+        progress: Mapping[int, CallProgress] = {}
         epoch = self._world.current_epoch
         if epoch is not None and epoch.number == number:
-            lines = self._world.halt(text, rank)
+            progress = self._world.halt(text, rank)
         self._timer.mark("quiesce")
         failpoints.passing("recovery.halted")
         sets, next_set, restart = self._world.epoch_report()
-        self._client.report(number, lines, sets, next_set, restart=restart, text=text)
+        self._client.report(
+            number, progress, sets, next_set, restart=restart, text=text
+        )
         self._reported = number
         failpoints.passing("recovery.reported")
         self._timer.mark("report")
@@ -231,9 +233,10 @@ class Recovery:
         os.eventfd_write(self.notify_fd, 1)
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns no ranks, but raises EpochRevoked if the connecting epoch is over.
+        """Raises EpochRevoked if the epoch that is being connected is over.
 
-        `MeshFactory.build` calls this method of its `LossMonitor` again and again.
+        `MeshFactory.build` polls this method of its `LossMonitor`. The result is empty,
+        because the loss of a rank revokes the whole epoch.
         """
         self._check_connecting()
         return {}

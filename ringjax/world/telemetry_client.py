@@ -36,7 +36,7 @@ from ringjax.world.epoch import Epoch
 from ringjax.world.recorder import RECORDER_CAPACITY
 from ringjax.world.stack_probe import SAMPLE_INTERVAL, StackSampler
 
-_MAX_WAITS = 256  # wait records in one sample
+_MAX_WAITS = 256  # the largest number of wait records in one sample
 _MIN_INTERVAL, _MAX_INTERVAL = 0.05, 3600.0  # seconds between two samples
 _IO_TIMEOUT = 5.0  # seconds to connect to the agent, or to send one sample
 _STEP_ESTIMATE_INTERVAL = 5.0  # seconds; an estimate reads the whole recorder

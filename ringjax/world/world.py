@@ -52,12 +52,12 @@ _Value = TypeVar("_Value")
 
 
 class World(EpochSequence):
-    """All ranks of the job, as this rank is connected with them.
+    """The connection of this rank with all ranks of the job.
 
     The constructor raises StartupError or PeerLost if this rank could not join the job.
     """
 
-    recorder: _native.Recorder  # records all calls since `init`
+    recorder: _native.Recorder  # the flight recorder of all calls since `init`
 
     def __init__(self, config: Config, registry: Registry) -> None:
         super().__init__(config, registry)
@@ -68,7 +68,7 @@ class World(EpochSequence):
         self.recovery: Recovery | None = None  # None in a static job
         # How many private communicators have existed, by epoch and ranks; see
         # `runtime.private_communicator`.
-        self.privates: dict[tuple[int, ...], int] = {}
+        self.private_counts: dict[tuple[int, ...], int] = {}
         self.tuned = ""  # the result of autotune, for reports of rank 0
         self.secret = b""  # the job's secret; empty in a job of one process
         self._stack_probe: StackProbe | None = None
@@ -105,7 +105,7 @@ class World(EpochSequence):
         hello = create_hello(launch.rank, size, config)
         hello |= self.group.reserve_port(worker)
         if size > 1 or self.elastic:
-            self._meet(launch, hello)
+            self._join_job(launch, hello)
             self._stack_probe = StackProbe(self.log)
         job = "" if self._joined_job is None else self._joined_job.job
         self._begin_recording(f"{'worker' if self.elastic else 'rank'} {worker}", job)
@@ -164,7 +164,10 @@ class World(EpochSequence):
         self._open_records()
 
     def _open_records(self) -> None:
-        """Starts the timeline and the profile, whose names contain the final rank."""
+        """Starts the timeline, which only rank 0 writes, and the profile.
+
+        The rank must be final, so a newcomer calls this when it becomes a member.
+        """
         self.lanes.open_timeline()
         if self.config.profile and self._recording is None:
             try:
@@ -224,7 +227,7 @@ class World(EpochSequence):
 
     # -- joining the job ---------------------------------------------------------------
 
-    def _meet(
+    def _join_job(
         self, launch: launch_environment.LaunchInfo, hello: dict[str, Any]
     ) -> None:
         def open_listener(secret: bytes, job: str) -> dict[str, str]:
@@ -442,7 +445,7 @@ class World(EpochSequence):
         if in_order and epoch is not None:
             epoch.leave()
         if in_order and client is not None and (epoch is not None or not self.elastic):
-            client.leave(self._last_lines(), self._last_joined)
+            client.leave(self._final_progress(), self._last_joined)
         if self.elastic:
             self.stop()
             self.lanes.close()
@@ -460,7 +463,7 @@ class World(EpochSequence):
                 _left_jobs.add((self.config.job, self.config.worker))
         self._epoch = self._listener = self._joined_job = self.recovery = None
 
-    def _last_lines(self) -> dict[int, CallProgress]:
+    def _final_progress(self) -> dict[int, CallProgress]:
         """Returns the progress of this rank. Others may still be in the last call."""
         if self.restart_pending or not self.elastic:
             return {}
