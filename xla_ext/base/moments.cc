@@ -18,9 +18,6 @@ constexpr size_t kLanes = 8;
 // Elements that are widened at a time, so few that they stay in the L1 cache.
 constexpr size_t kMomentBlock = 512;
 
-using F32 = Same<float>;
-using F64 = Same<double>;
-
 // A vector type of GCC and Clang, because few compilers vectorise a loop over lanes.
 using Vector [[gnu::vector_size(kLanes * sizeof(double))]] = double;
 
@@ -103,31 +100,19 @@ void CheckFloat(DType dtype) { RJ_CHECK(IsFloat(dtype), "moments of no float"); 
 
 RINGJAX_INLINE void MomentsByType(const void* a, const void* b, size_t n, DType dtype,
                                   Moments* moments) {
-  switch (dtype) {
-    case DType::kF16:
-      return MomentsOf<Half>(a, b, n, moments);
-    case DType::kBF16:
-      return MomentsOf<BFloat16>(a, b, n, moments);
-    case DType::kF32:
-      return MomentsOf<F32>(a, b, n, moments);
-    default:
-      return MomentsOf<F64>(a, b, n, moments);
-  }
+  ByFloat(dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
+    MomentsOf<decltype(type)>(a, b, n, moments);
+  });
 }
 
+// Computes in float for the 16-bit types and in double for the others.
 RINGJAX_INLINE void WeightedByType(void* out, const void* a, double wa, const void* b,
                                    double wb, size_t n, DType dtype) {
-  const float fa = static_cast<float>(wa), fb = static_cast<float>(wb);
-  switch (dtype) {
-    case DType::kF16:
-      return Weighted<Half>(out, a, fa, b, fb, n);
-    case DType::kBF16:
-      return Weighted<BFloat16>(out, a, fa, b, fb, n);
-    case DType::kF32:
-      return Weighted<F32>(out, a, wa, b, wb, n);
-    default:
-      return Weighted<F64>(out, a, wa, b, wb, n);
-  }
+  ByFloat(dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
+    using T = decltype(type);
+    using V = std::conditional_t<sizeof(typename T::Stored) == 2, float, double>;
+    Weighted<T, V>(out, a, static_cast<V>(wa), b, static_cast<V>(wb), n);
+  });
 }
 
 }  // namespace

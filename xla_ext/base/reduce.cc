@@ -23,34 +23,71 @@ struct Operands {
   size_t n;
 };
 
-using F32 = Same<float>;
-using F64 = Same<double>;
-
-template <typename T, typename W>
-RINGJAX_INLINE void PlainFloats(const Operands& p, ReduceOp op) {
+// Calls `loop` with the reduce operation as a type.
+template <typename Loop>
+RINGJAX_INLINE void ByOp(ReduceOp op, const Loop& loop) {
   switch (op) {
     case ReduceOp::kMin:
-      return CombinePlain<T, W, Minimum>(p.out, p.own, p.received, p.n);
+      return loop(Minimum{});
     case ReduceOp::kMax:
-      return CombinePlain<T, W, Maximum>(p.out, p.own, p.received, p.n);
+      return loop(Maximum{});
     case ReduceOp::kProduct:
-      return CombinePlain<T, W, Multiply>(p.out, p.own, p.received, p.n);
+      return loop(Multiply{});
     default:
-      return CombinePlain<T, W, Add>(p.out, p.own, p.received, p.n);
+      return loop(Add{});
   }
 }
 
-RINGJAX_INLINE void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
+// Calls `loop` with the integer type of `dtype`; bool counts as u8.
+template <typename Loop>
+RINGJAX_INLINE void ByInteger(DType dtype, const Loop& loop) {
   switch (dtype) {
-    case DType::kF16:
-      return PlainFloats<Half, Half>(p, op);
-    case DType::kBF16:
-      return PlainFloats<BFloat16, BFloat16>(p, op);
-    case DType::kF32:
-      return PlainFloats<F32, F32>(p, op);
+    case DType::kI8:
+      return loop(int8_t{});
+    case DType::kI16:
+      return loop(int16_t{});
+    case DType::kI32:
+      return loop(int32_t{});
+    case DType::kI64:
+      return loop(int64_t{});
+    case DType::kBool:
+    case DType::kU8:
+      return loop(uint8_t{});
+    case DType::kU16:
+      return loop(uint16_t{});
+    case DType::kU32:
+      return loop(uint32_t{});
     default:
-      return PlainFloats<F64, F64>(p, op);
+      return loop(uint64_t{});
   }
+}
+
+// Calls `loop` with the element types of a.dtype, f32 or f64, and of a.wire, which has
+// 16 bits.
+template <typename Loop>
+RINGJAX_INLINE void ByCompression(const Arithmetic& a, const Loop& loop) {
+  const auto with = [&](auto wire) RINGJAX_INLINE_LAMBDA {
+    if (a.dtype == DType::kF32) return loop(F32{}, wire);
+    loop(F64{}, wire);
+  };
+  if (a.wire == DType::kF16) return with(Half{});
+  with(BFloat16{});
+}
+
+// Calls `loop` with the element types of a.dtype, which is a float, and of a.wire.
+template <typename Loop>
+RINGJAX_INLINE void ByFloats(const Arithmetic& a, const Loop& loop) {
+  if (a.compressed()) return ByCompression(a, loop);
+  ByFloat(a.dtype, [&](auto type) RINGJAX_INLINE_LAMBDA { loop(type, type); });
+}
+
+RINGJAX_INLINE void CombineFloats(const Operands& p, DType dtype, ReduceOp op) {
+  ByFloat(dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
+    using T = decltype(type);
+    ByOp(op, [&](auto apply) RINGJAX_INLINE_LAMBDA {
+      CombinePlain<T, T, decltype(apply)>(p.out, p.own, p.received, p.n);
+    });
+  });
 }
 
 RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
@@ -58,24 +95,6 @@ RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
     MultiplyComplex<float>(p.out, p.own, p.received, p.n);
   } else {
     MultiplyComplex<double>(p.out, p.own, p.received, p.n);
-  }
-}
-
-// Combines integers of type T. Sums and products wrap around, with the same bits for
-// signed and unsigned types, so they are computed in the unsigned type U.
-template <typename T, typename U>
-RINGJAX_INLINE void Integers(const Operands& p, ReduceOp op) {
-  using S = Same<T>;
-  using M = Same<U>;
-  switch (op) {
-    case ReduceOp::kMin:
-      return CombinePlain<S, S, Minimum>(p.out, p.own, p.received, p.n);
-    case ReduceOp::kMax:
-      return CombinePlain<S, S, Maximum>(p.out, p.own, p.received, p.n);
-    case ReduceOp::kProduct:
-      return CombinePlain<M, M, Multiply>(p.out, p.own, p.received, p.n);
-    default:
-      return CombinePlain<M, M, Add>(p.out, p.own, p.received, p.n);
   }
 }
 
@@ -87,27 +106,20 @@ RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
   }
 }
 
+// Sums and products wrap around, with the same bits for signed and unsigned types, so
+// they are computed in the unsigned type.
 RINGJAX_INLINE void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
-  switch (dtype) {
-    case DType::kBool:
-      return Bools(p, op);
-    case DType::kI8:
-      return Integers<int8_t, uint8_t>(p, op);
-    case DType::kI16:
-      return Integers<int16_t, uint16_t>(p, op);
-    case DType::kI32:
-      return Integers<int32_t, uint32_t>(p, op);
-    case DType::kI64:
-      return Integers<int64_t, uint64_t>(p, op);
-    case DType::kU8:
-      return Integers<uint8_t, uint8_t>(p, op);
-    case DType::kU16:
-      return Integers<uint16_t, uint16_t>(p, op);
-    case DType::kU32:
-      return Integers<uint32_t, uint32_t>(p, op);
-    default:
-      return Integers<uint64_t, uint64_t>(p, op);
-  }
+  if (dtype == DType::kBool) return Bools(p, op);
+  ByInteger(dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
+    ByOp(op, [&](auto apply) RINGJAX_INLINE_LAMBDA {
+      using Op = decltype(apply);
+      constexpr bool kOrders =
+          std::is_same_v<Op, Minimum> || std::is_same_v<Op, Maximum>;
+      using T = Same<std::conditional_t<kOrders, decltype(type),
+                                        std::make_unsigned_t<decltype(type)>>>;
+      CombinePlain<T, T, Op>(p.out, p.own, p.received, p.n);
+    });
+  });
 }
 
 void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
@@ -118,108 +130,10 @@ void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
 
 // Adds values in the wire dtype to values in `dtype`, without scaling: the loop for
 // most steps of a ring with compression, unless CombineHalves can do them.
-RINGJAX_INLINE void AddFromWire(const Operands& p, DType dtype, DType wire) {
-  const bool half = wire == DType::kF16;
-  if (dtype == DType::kF32) {
-    if (half) return CombinePlain<F32, Half, Add>(p.out, p.own, p.received, p.n);
-    return CombinePlain<F32, BFloat16, Add>(p.out, p.own, p.received, p.n);
-  }
-  if (half) return CombinePlain<F64, Half, Add>(p.out, p.own, p.received, p.n);
-  CombinePlain<F64, BFloat16, Add>(p.out, p.own, p.received, p.n);
-}
-
-template <typename T, typename W, typename V>
-RINGJAX_INLINE void ScaledFloats(const Operands& p, ReduceOp op, const Factors<V>& f) {
-  switch (op) {
-    case ReduceOp::kMin:
-      return CombineScaled<T, W, Minimum>(p.out, p.own, p.received, p.n, f);
-    case ReduceOp::kMax:
-      return CombineScaled<T, W, Maximum>(p.out, p.own, p.received, p.n, f);
-    case ReduceOp::kProduct:
-      return CombineScaled<T, W, Multiply>(p.out, p.own, p.received, p.n, f);
-    default:
-      return CombineScaled<T, W, Add>(p.out, p.own, p.received, p.n, f);
-  }
-}
-
-RINGJAX_INLINE void CombineScaledFloats(const Operands& p, const Arithmetic& a,
-                                        const Factors<float>& f) {
-  if (a.dtype == DType::kF16) return ScaledFloats<Half, Half>(p, a.op, f);
-  if (a.dtype == DType::kBF16) return ScaledFloats<BFloat16, BFloat16>(p, a.op, f);
-  if (a.wire == DType::kF16) return ScaledFloats<F32, Half>(p, a.op, f);
-  if (a.wire == DType::kBF16) return ScaledFloats<F32, BFloat16>(p, a.op, f);
-  ScaledFloats<F32, F32>(p, a.op, f);
-}
-
-RINGJAX_INLINE void CombineScaledDoubles(const Operands& p, const Arithmetic& a,
-                                         const Factors<double>& f) {
-  if (a.wire == DType::kF16) return ScaledFloats<F64, Half>(p, a.op, f);
-  if (a.wire == DType::kBF16) return ScaledFloats<F64, BFloat16>(p, a.op, f);
-  ScaledFloats<F64, F64>(p, a.op, f);
-}
-
-RINGJAX_INLINE void RescaleFloats(const Operands& p, const Arithmetic& a,
-                                  const Factors<float>& f) {
-  if (a.dtype == DType::kF16) return Rescale<Half, Half>(p.out, p.own, p.n, f);
-  if (a.dtype == DType::kBF16) return Rescale<BFloat16, BFloat16>(p.out, p.own, p.n, f);
-  if (a.wire == DType::kF16) return Rescale<F32, Half>(p.out, p.own, p.n, f);
-  if (a.wire == DType::kBF16) return Rescale<F32, BFloat16>(p.out, p.own, p.n, f);
-  Rescale<F32, F32>(p.out, p.own, p.n, f);
-}
-
-RINGJAX_INLINE void RescaleDoubles(const Operands& p, const Arithmetic& a,
-                                   const Factors<double>& f) {
-  if (a.wire == DType::kF16) return Rescale<F64, Half>(p.out, p.own, p.n, f);
-  if (a.wire == DType::kBF16) return Rescale<F64, BFloat16>(p.out, p.own, p.n, f);
-  Rescale<F64, F64>(p.out, p.own, p.n, f);
-}
-
-RINGJAX_INLINE void NarrowFloats(void* wire, const void* own, size_t n,
-                                 const Arithmetic& a, double before) {
-  const bool half = a.wire == DType::kF16;
-  if (a.dtype == DType::kF32) {
-    const float f = static_cast<float>(before);
-    if (half) return Narrow<F32, Half>(wire, own, n, f);
-    return Narrow<F32, BFloat16>(wire, own, n, f);
-  }
-  if (half) return Narrow<F64, Half>(wire, own, n, before);
-  Narrow<F64, BFloat16>(wire, own, n, before);
-}
-
-RINGJAX_INLINE void WidenFloats(void* out, const void* wire, size_t n,
-                                const Arithmetic& a) {
-  const bool half = a.wire == DType::kF16;
-  if (a.dtype == DType::kF32) {
-    if (half) return Widen<F32, Half>(out, wire, n);
-    return Widen<F32, BFloat16>(out, wire, n);
-  }
-  if (half) return Widen<F64, Half>(out, wire, n);
-  Widen<F64, BFloat16>(out, wire, n);
-}
-
-void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double factor,
-                   int64_t divisor) {
-  switch (dtype) {
-    case DType::kI8:
-      return RescaleIntegers<int8_t>(out, in, n, factor, divisor);
-    case DType::kI16:
-      return RescaleIntegers<int16_t>(out, in, n, factor, divisor);
-    case DType::kI32:
-      return RescaleIntegers<int32_t>(out, in, n, factor, divisor);
-    case DType::kI64:
-      return RescaleIntegers<int64_t>(out, in, n, factor, divisor);
-    case DType::kBool:
-      RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
-      return Bools({out, out, out, n}, ReduceOp::kMax);  // back to 0 or 1
-    case DType::kU8:
-      return RescaleIntegers<uint8_t>(out, in, n, factor, divisor);
-    case DType::kU16:
-      return RescaleIntegers<uint16_t>(out, in, n, factor, divisor);
-    case DType::kU32:
-      return RescaleIntegers<uint32_t>(out, in, n, factor, divisor);
-    default:
-      return RescaleIntegers<uint64_t>(out, in, n, factor, divisor);
-  }
+RINGJAX_INLINE void AddFromWire(const Operands& p, const Arithmetic& a) {
+  ByCompression(a, [&](auto type, auto wire) RINGJAX_INLINE_LAMBDA {
+    CombinePlain<decltype(type), decltype(wire), Add>(p.out, p.own, p.received, p.n);
+  });
 }
 
 template <typename V>
@@ -234,6 +148,50 @@ Factors<V> FactorsFor(const Arithmetic& a, bool first, bool last) {
   return f;
 }
 
+RINGJAX_INLINE void CombineScaledFloats(const Operands& p, const Arithmetic& a,
+                                        bool first, bool last) {
+  ByFloats(a, [&](auto type, auto wire) RINGJAX_INLINE_LAMBDA {
+    using T = decltype(type);
+    const auto f = FactorsFor<typename T::Value>(a, first, last);
+    ByOp(a.op, [&](auto apply) RINGJAX_INLINE_LAMBDA {
+      CombineScaled<T, decltype(wire), decltype(apply)>(p.out, p.own, p.received, p.n,
+                                                        f);
+    });
+  });
+}
+
+RINGJAX_INLINE void RescaleFloats(const Operands& p, const Arithmetic& a, bool first,
+                                  bool last) {
+  ByFloats(a, [&](auto type, auto wire) RINGJAX_INLINE_LAMBDA {
+    using T = decltype(type);
+    Rescale<T, decltype(wire)>(p.out, p.own, p.n,
+                               FactorsFor<typename T::Value>(a, first, last));
+  });
+}
+
+RINGJAX_INLINE void NarrowFloats(void* wire, const void* own, size_t n,
+                                 const Arithmetic& a, double before) {
+  ByCompression(a, [&](auto type, auto narrow) RINGJAX_INLINE_LAMBDA {
+    using T = decltype(type);
+    Narrow<T, decltype(narrow)>(wire, own, n, static_cast<typename T::Value>(before));
+  });
+}
+
+RINGJAX_INLINE void WidenFloats(void* out, const void* wire, size_t n,
+                                const Arithmetic& a) {
+  ByCompression(a, [&](auto type, auto narrow) RINGJAX_INLINE_LAMBDA {
+    Widen<decltype(type), decltype(narrow)>(out, wire, n);
+  });
+}
+
+void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double factor,
+                   int64_t divisor) {
+  ByInteger(dtype, [&](auto type) {
+    RescaleIntegers<decltype(type)>(out, in, n, factor, divisor);
+  });
+  if (dtype == DType::kBool) Bools({out, out, out, n}, ReduceOp::kMax);  // to 0 or 1
+}
+
 // Returns arithmetic that scales, adds and copies complex numbers as pairs of reals.
 Arithmetic AsReal(const Arithmetic& a) {
   Arithmetic real = a;
@@ -245,10 +203,7 @@ void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool fi
               bool last) {
   if (IsComplex(a.dtype)) return Rescaled(out, own, 2 * n, AsReal(a), first, last);
   const Operands p{out, own, nullptr, n};
-  if (a.dtype == DType::kF64)
-    return ByLevel<RescaleDoubles>(p, a, FactorsFor<double>(a, first, last));
-  if (IsFloat(a.dtype))
-    return ByLevel<RescaleFloats>(p, a, FactorsFor<float>(a, first, last));
+  if (IsFloat(a.dtype)) return ByLevel<RescaleFloats>(p, a, first, last);
   if (first && a.scales_first()) {
     ScaleIntegers(out, own, n, a.dtype, a.prescale, 1);
     own = out;
@@ -362,12 +317,8 @@ void Combine(void* out, const void* own, const void* received, size_t n,
   if (ByBlocks(a)) return CombineHalves(p, a, first, last);
   const bool touches = Touches(a, first, last);
   if (!touches && !a.compressed()) return CombineUnscaled(p, a.dtype, a.op);
-  if (!touches && a.op == ReduceOp::kSum)
-    return ByLevel<AddFromWire>(p, a.dtype, a.wire);
-  if (a.dtype == DType::kF64)
-    return ByLevel<CombineScaledDoubles>(p, a, FactorsFor<double>(a, first, last));
-  if (IsFloat(a.dtype))
-    return ByLevel<CombineScaledFloats>(p, a, FactorsFor<float>(a, first, last));
+  if (!touches && a.op == ReduceOp::kSum) return ByLevel<AddFromWire>(p, a);
+  if (IsFloat(a.dtype)) return ByLevel<CombineScaledFloats>(p, a, first, last);
   CombineInPieces(p, a, first, last);
 }
 

@@ -11,6 +11,11 @@
 #include <type_traits>
 
 #include "base/convert.h"
+#include "base/dtype.h"
+
+// Forces inlining of a lambda (RINGJAX_INLINE is for functions). Its place is behind
+// the parameters.
+#define RINGJAX_INLINE_LAMBDA __attribute__((always_inline))
 
 // Promises the compiler that no iteration depends on another one. out == own is an
 // ordinary case and keeps the promise. Without the promise the compiler would check
@@ -51,6 +56,24 @@ struct Bool {
   RINGJAX_INLINE static uint8_t Widen(uint8_t v) { return v != 0 ? 1 : 0; }
   RINGJAX_INLINE static uint8_t Narrow(uint8_t v) { return v != 0 ? 1 : 0; }
 };
+
+using F32 = Same<float>;
+using F64 = Same<double>;
+
+// Calls `loop` with an object of the element type of `dtype`, which is a float.
+template <typename Loop>
+RINGJAX_INLINE void ByFloat(DType dtype, const Loop& loop) {
+  switch (dtype) {
+    case DType::kF16:
+      return loop(Half{});
+    case DType::kBF16:
+      return loop(BFloat16{});
+    case DType::kF32:
+      return loop(F32{});
+    default:
+      return loop(F64{});
+  }
+}
 
 // Load and store element `i` at any alignment.
 template <typename E>
