@@ -2,7 +2,6 @@
 #include "transport/channel.h"
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -98,32 +97,11 @@ Channel::Channel(int fd, std::span<const std::byte> key, uint64_t records_per_ke
       records_per_key);
 }
 
-Channel::Channel(Channel&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)),
-      encrypt_(std::move(other.encrypt_)),
-      decrypt_(std::move(other.decrypt_)),
-      out_(std::move(other.out_)),
-      in_(std::move(other.in_)),
-      sealed_(other.sealed_),
-      sent_(other.sent_),
-      begin_(other.begin_),
-      end_(other.end_),
-      plain_begin_(other.plain_begin_),
-      plain_end_(other.plain_end_),
-      broken_(other.broken_) {}
-
-Channel::~Channel() { Close(); }
-
-void Channel::Close() {
-  if (fd_ >= 0) close(fd_);
-  fd_ = -1;
-}
-
 ssize_t Channel::Send(std::span<const iovec> pieces) {
   if (!encrypt_) {
     const msghdr header = Message(pieces);
     return Uninterrupted(
-        [&] { return sendmsg(fd_, &header, MSG_NOSIGNAL | MSG_DONTWAIT); });
+        [&] { return sendmsg(fd(), &header, MSG_NOSIGNAL | MSG_DONTWAIT); });
   }
   if (Flush() < 0) return -1;
   const size_t bytes = std::min(Total(pieces), kAtOnce * kMostPlain);
@@ -165,7 +143,7 @@ bool Channel::Seal(std::span<const iovec> pieces, size_t bytes) {
 int Channel::Flush() {
   while (pending()) {
     const ssize_t n = Uninterrupted([&] {
-      return send(fd_, out_.data() + sent_, sealed_ - sent_,
+      return send(fd(), out_.data() + sent_, sealed_ - sent_,
                   MSG_NOSIGNAL | MSG_DONTWAIT);
     });
     if (n < 0) return -1;
@@ -216,7 +194,7 @@ ssize_t Channel::Fill() {
   plain_begin_ = plain_end_ = 0;
   if (in_.empty()) in_.resize(kMostPlain + kMore);
   const ssize_t n = Uninterrupted(
-      [&] { return recv(fd_, in_.data() + end_, in_.size() - end_, MSG_DONTWAIT); });
+      [&] { return recv(fd(), in_.data() + end_, in_.size() - end_, MSG_DONTWAIT); });
   if (n > 0) end_ += static_cast<size_t>(n);
   if (end_ == in_.size() && end_ < kMostIn) in_.resize(std::min(4 * end_, kMostIn));
   return n;
@@ -239,7 +217,7 @@ size_t Channel::Hand(std::span<const iovec> pieces, size_t skip) {
 ssize_t Channel::Receive(std::span<const iovec> pieces) {
   if (!decrypt_) {
     msghdr header = Message(pieces);
-    return Uninterrupted([&] { return recvmsg(fd_, &header, MSG_DONTWAIT); });
+    return Uninterrupted([&] { return recvmsg(fd(), &header, MSG_DONTWAIT); });
   }
   if (broken_) return Fail(broken_);
   const size_t total = Total(pieces);

@@ -22,6 +22,7 @@
 
 #include "base/status.h"
 #include "transport/cipher.h"
+#include "transport/descriptor.h"
 
 namespace ringjax {
 
@@ -42,13 +43,10 @@ class Channel {
   // that is not empty requires a libcrypto (WhyNoCipher).
   explicit Channel(int fd, std::span<const std::byte> key = {},
                    uint64_t records_per_key = Cipher::kRecordsPerKey);
-  Channel(Channel&& other) noexcept;
-  Channel& operator=(Channel&&) = delete;
-  ~Channel();
 
-  int fd() const { return fd_; }
-  void Close();                 // may be called twice
-  void Release() { fd_ = -1; }  // gives the descriptor up without closing it
+  int fd() const { return fd_.get(); }
+  void Close() { fd_.Close(); }      // may be called twice
+  void Release() { fd_.Release(); }  // gives the descriptor up without closing it
 
   // Send and receive like sendmsg and recvmsg on a non-blocking socket: return -1 and
   // set errno on failure, EBADMSG if received bytes were altered on their way. Send
@@ -70,7 +68,7 @@ class Channel {
   ssize_t Fill();
   size_t Hand(std::span<const iovec> pieces, size_t skip);
 
-  int fd_;
+  Descriptor fd_;
   std::unique_ptr<Cipher> encrypt_, decrypt_;
   std::vector<std::byte> out_, in_;
   size_t sealed_ = 0, sent_ = 0;  // bytes in out_; those of them that were sent

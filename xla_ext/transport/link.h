@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/descriptor.h"
 
 namespace ringjax {
 
@@ -67,15 +68,13 @@ class Link : public Waitable {
 class Doorbell {
  public:
   explicit Doorbell(int fd);  // takes ownership; makes it non-blocking
-  ~Doorbell();
   Doorbell(const Doorbell&) = delete;
-  Doorbell& operator=(const Doorbell&) = delete;
-  int fd() const { return fd_; }
+  int fd() const { return fd_.get(); }
   void Ring();  // callable from any thread
   void Drain();
 
  private:
-  int fd_;
+  Descriptor fd_;
 };
 
 // Makes a link over shared memory. `memfd` holds both directions of the link, `side` is

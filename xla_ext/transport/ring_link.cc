@@ -9,6 +9,35 @@ namespace {
 // A long copy is published in parts of this size, so that both sides copy at once.
 constexpr size_t kPublishEvery = 32 << 10;
 
+// Moves bytes between `pieces` and a ring, and calls `publish` after each part. Ends
+// early if `move(at, left, limit)`, which moves at most `limit` of the `left` bytes of
+// a piece and returns how many bytes moved, returns 0. Returns the sum.
+template <typename Move, typename Publish>
+size_t MovePieces(std::span<const iovec> pieces, const Move& move,
+                  const Publish& publish) {
+  size_t moved = 0, hidden = 0;
+  for (const iovec& piece : pieces) {
+    std::byte* at = static_cast<std::byte*>(piece.iov_base);
+    for (size_t left = piece.iov_len; left > 0;) {
+      const size_t n = move(at, left, kPublishEvery - hidden);
+      if (n == 0) {
+        if (hidden > 0) publish();
+        return moved;
+      }
+      at += n;
+      left -= n;
+      moved += n;
+      hidden += n;
+      if (hidden == kPublishEvery) {
+        publish();
+        hidden = 0;
+      }
+    }
+  }
+  if (hidden > 0) publish();
+  return moved;
+}
+
 std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
   return block + kPairHeader + static_cast<size_t>(side) * ring_bytes;
 }
@@ -72,60 +101,35 @@ Status RingLink::ReadState() {
 Result<size_t> RingLink::TryWrite(std::span<const iovec> pieces) {
   RJ_TRY(WriteState());
   scant_room_ = 0;
-  size_t moved = 0, hidden = 0;
-  for (const iovec& piece : pieces) {
-    const std::byte* from = static_cast<const std::byte*>(piece.iov_base);
-    for (size_t left = piece.iov_len; left > 0;) {
-      const size_t n = std::min({left, out_.Room(left), kPublishEvery - hidden});
-      if (n == 0) {
-        if (hidden > 0) PublishWritten();
-        if (out_.broken() && moved == 0) return WriteState();
-        return moved;
-      }
-      out_.CopyIn(from, n);
-      from += n;
-      left -= n;
-      moved += n;
-      hidden += n;
-      if (hidden == kPublishEvery) {
-        PublishWritten();
-        hidden = 0;
-      }
-    }
-  }
-  if (hidden > 0) PublishWritten();
+  const size_t moved = MovePieces(
+      pieces,
+      [this](const std::byte* from, size_t left, size_t limit) {
+        const size_t n = std::min({left, limit, out_.Room(left)});
+        out_.CopyIn(from, n);
+        return n;
+      },
+      [this] { PublishWritten(); });
+  if (moved == 0 && out_.broken()) return WriteState();
   return moved;
 }
 
 Result<size_t> RingLink::TryRead(std::span<const iovec> pieces) {
   scant_bytes_ = 0;
   cma_.AwaitsRing();
-  size_t moved = 0, hidden = 0;
-  for (const iovec& piece : pieces) {
-    std::byte* to = static_cast<std::byte*>(piece.iov_base);
-    for (size_t left = piece.iov_len; left > 0;) {
-      const size_t n = std::min({left, in_.Available(left), kPublishEvery - hidden});
-      if (n == 0) {
-        if (hidden > 0) PublishRead();
-        if (moved == 0)
-          RJ_TRY(ReadState());
-        else
-          cma_.ProbeOnce();
-        return moved;
-      }
-      in_.CopyOut(to, n);
-      to += n;
-      left -= n;
-      moved += n;
-      hidden += n;
-      if (hidden == kPublishEvery) {
-        PublishRead();
-        hidden = 0;
-      }
-    }
-  }
-  if (hidden > 0) PublishRead();
-  if (moved > 0) cma_.ProbeOnce();
+  bool dry = false;
+  const size_t moved = MovePieces(
+      pieces,
+      [this, &dry](std::byte* to, size_t left, size_t limit) {
+        const size_t n = std::min({left, limit, in_.Available(left)});
+        in_.CopyOut(to, n);
+        dry = n == 0;
+        return n;
+      },
+      [this] { PublishRead(); });
+  if (moved > 0)
+    cma_.ProbeOnce();
+  else if (dry)
+    RJ_TRY(ReadState());
   return moved;
 }
 

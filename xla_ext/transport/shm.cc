@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -12,26 +11,12 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "transport/descriptor.h"
 #include "transport/ring_link.h"
 #include "transport/shared_segment.h"
 
 namespace ringjax {
 namespace {
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-  int Release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
 
 class ShmLink final : public RingLink {
  public:
@@ -76,12 +61,11 @@ Status CheckMemfd(int memfd, size_t bytes) {
   return OkStatus();
 }
 
-// Maps the memfd. Takes the descriptor, also on failure.
-Result<std::byte*> Map(int memfd, size_t bytes) {
-  const Descriptor file(memfd);
-  RJ_TRY(CheckMemfd(file.get(), bytes));
+Result<std::byte*> Map(const Descriptor& memfd, size_t bytes) {
+  RJ_TRY(CheckMemfd(memfd.get(), bytes));
   RJ_FAILPOINT(kMap);
-  void* block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  void* block =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memfd.get(), 0);
   if (block == MAP_FAILED) return Refused("shared memory: mmap");
   // Hints, which may fail. Huge pages cause fewer page faults, and MADV_POPULATE_WRITE
   // takes the page faults now and not during the first collectives.
@@ -117,7 +101,7 @@ size_t ShmBytes(size_t ring_bytes) { return kPairHeader + 2 * ring_bytes; }
 
 Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
                                           int peer_doorbell, pid_t peer) {
-  Descriptor file(memfd);
+  const Descriptor file(memfd);
   auto doorbell = std::make_unique<Doorbell>(peer_doorbell);
   if (side != 0 && side != 1)
     return Status(Code::kInvalidArgument, "a shared memory link has sides 0 and 1");
@@ -125,7 +109,7 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
     return Status(Code::kInvalidArgument,
                   "a ring's size must be a power of two from 64 on, not " +
                       std::to_string(ring_bytes));
-  Result<std::byte*> block = Map(file.Release(), ShmBytes(ring_bytes));
+  Result<std::byte*> block = Map(file, ShmBytes(ring_bytes));
   if (!block.ok()) return block.status();
   return std::unique_ptr<Link>(std::make_unique<ShmLink>(
       block.value(), side, ring_bytes, peer, std::move(doorbell)));
@@ -133,7 +117,7 @@ Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes
 
 Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
     int memfd, int rank, size_t tile_bytes, const std::vector<int>& doorbells) {
-  Descriptor file(memfd);
+  const Descriptor file(memfd);
   std::vector<std::unique_ptr<Doorbell>> bells;
   for (const int fd : doorbells) bells.push_back(std::make_unique<Doorbell>(fd));
   const int size = static_cast<int>(bells.size());
@@ -144,7 +128,7 @@ Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
     return Status(
         Code::kInvalidArgument,
         "a tile's size must be a multiple of 4096, not " + std::to_string(tile_bytes));
-  Result<std::byte*> block = Map(file.Release(), SharedSegmentBytes(size, tile_bytes));
+  Result<std::byte*> block = Map(file, SharedSegmentBytes(size, tile_bytes));
   if (!block.ok()) return block.status();
   return std::unique_ptr<SharedSegment>(
       std::make_unique<ShmSegment>(block.value(), rank, tile_bytes, std::move(bells)));
