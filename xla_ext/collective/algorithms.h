@@ -49,8 +49,6 @@ void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root
   Schedule name(const Problem&, const Topology&); \
   double name##Cost(uint64_t bytes, const Topology&, const CostModel&)
 
-RJ_ALGORITHM(SharedAllreduce);
-RJ_ALGORITHM(SharedReducescatter);
 RJ_ALGORITHM(RingAllreduce);
 RJ_ALGORITHM(DirectAllreduce);
 RJ_ALGORITHM(HalvingAllreduce);
@@ -78,8 +76,9 @@ RJ_ALGORITHM(PairwiseAlltoall);
 
 #undef RJ_ALGORITHM
 
-// shared.cc. Whether all ranks have mapped a shared segment.
-bool HasSharedSegment(const Topology& topology);
+// shared.cc. The schedules are those of the direct algorithms.
+double SharedAllreduceCost(uint64_t bytes, const Topology&, const CostModel&);
+double SharedReducescatterCost(uint64_t bytes, const Topology&, const CostModel&);
 
 // hierarchical.cc. HasHierarchy: whether there are several hosts, at least one of them
 // with several ranks. HasEvenHierarchy: also, all hosts have equally many ranks.

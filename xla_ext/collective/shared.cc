@@ -15,16 +15,6 @@ namespace ringjax::collective {
 
 constexpr double kOfLinks = 0.4;
 
-bool HasSharedSegment(const Topology& topology) { return topology.segment; }
-
-Schedule SharedAllreduce(const Problem& problem, const Topology& topology) {
-  return DirectAllreduce(problem, topology);
-}
-
-Schedule SharedReducescatter(const Problem& problem, const Topology& topology) {
-  return DirectReducescatter(problem, topology);
-}
-
 double SharedAllreduceCost(uint64_t bytes, const Topology& topology,
                            const CostModel& model) {
   Traffic traffic(topology, model);

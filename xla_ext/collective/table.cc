@@ -15,6 +15,7 @@ namespace {
 using namespace collective;  // NOLINT: the table lists this namespace
 
 bool Always(const Topology&) { return true; }
+bool HasSharedSegment(const Topology& topology) { return topology.segment; }
 
 constexpr auto kAllreduce = Collective::kAllreduce;
 constexpr auto kAllgather = Collective::kAllgather;
@@ -30,7 +31,8 @@ constexpr std::string_view kSharedMemory = "memory that all ranks share";
 
 // Among equally cheap algorithms, the first one is chosen.
 constexpr std::array kTable = {
-    RJ_ROW(kAllreduce, kShared, SharedAllreduce, HasSharedSegment, kSharedMemory),
+    Algorithm{kAllreduce, kShared, DirectAllreduce, HasSharedSegment, kSharedMemory,
+              SharedAllreduceCost},
     RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "ring", RingAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always, ""),
@@ -47,8 +49,8 @@ constexpr std::array kTable = {
     RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "chain", ChainBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy, kHosts),
-    RJ_ROW(kReducescatter, kShared, SharedReducescatter, HasSharedSegment,
-           kSharedMemory),
+    Algorithm{kReducescatter, kShared, DirectReducescatter, HasSharedSegment,
+              kSharedMemory, SharedReducescatterCost},
     RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "ring", RingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),

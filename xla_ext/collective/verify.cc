@@ -20,22 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "collective/promise.h"
 #include "collective/symbolic.h"
 #include "collective/table.h"
 
 namespace ringjax {
 namespace {
 
-using symbolic::CheckAgreement;
-using symbolic::Memory;
-using symbolic::Piece;
-using symbolic::Pieces;
-using symbolic::Promise;
-using symbolic::PromiseTo;
-using symbolic::Ranks;
-using symbolic::Reduces;
-using symbolic::Value;
+using namespace symbolic;  // NOLINT: only this file uses the namespace
 
 constexpr size_t kRegions = 3;
 constexpr const char* kRegionNames[kRegions] = {"in", "out", "scratch"};
@@ -47,6 +38,81 @@ Status Bad(std::string what) { return {Code::kInternal, std::move(what)}; }
 std::string Text(const Slice& slice) {
   return std::string(kRegionNames[static_cast<size_t>(slice.region)]) + "[" +
          std::to_string(slice.offset) + " +" + std::to_string(slice.count) + "]";
+}
+
+// The promise of a collective to one rank: the sizes of its kIn and kOut in elements,
+// and the contents that kOut must have at the end.
+struct Promise {
+  struct Part {
+    uint64_t count;
+    int source;         // the rank of the elements; -1 if reduced over all ranks
+    uint64_t position;  // offset of the first element in the kIn of the source
+  };
+  uint64_t in = 0, out = 0;
+  std::vector<Part> parts;  // contents of kOut, in order
+};
+
+uint64_t Sum(const std::vector<uint64_t>& counts, size_t begin, size_t end) {
+  uint64_t sum = 0;
+  for (size_t i = begin; i < end; ++i) sum += counts[i];
+  return sum;
+}
+
+Promise PromiseTo(int rank, const std::vector<Problem>& problems) {
+  const auto r = static_cast<size_t>(rank), size = problems.size();
+  const Problem& problem = problems[r];
+  const std::vector<uint64_t>& counts = problem.counts;
+  switch (problem.op) {
+    case Collective::kAllreduce:
+      return {counts[0], counts[0], {{counts[0], -1, 0}}};
+    case Collective::kBroadcast:
+      return {counts[0], counts[0], {{counts[0], problem.root, 0}}};
+    case Collective::kReducescatter:
+      return {Sum(counts, 0, size), counts[r], {{counts[r], -1, Sum(counts, 0, r)}}};
+    case Collective::kAllgather: {
+      Promise promise{counts[r], Sum(counts, 0, size), {}};
+      for (size_t s = 0; s < size; ++s)
+        promise.parts.push_back({counts[s], static_cast<int>(s), 0});
+      return promise;
+    }
+    case Collective::kAlltoall: {
+      Promise promise{Sum(counts, 0, size), Sum(counts, size, 2 * size), {}};
+      for (size_t s = 0; s < size; ++s)
+        promise.parts.push_back(
+            {counts[size + s], static_cast<int>(s), Sum(problems[s].counts, 0, r)});
+      return promise;
+    }
+    case Collective::kBarrier:
+      break;
+  }
+  return {};
+}
+
+// Whether the results are reductions over all ranks, and not copies.
+bool Reduces(Collective op) {
+  return op == Collective::kAllreduce || op == Collective::kReducescatter;
+}
+
+// Returns kInvalidArgument unless the problems of all ranks belong to one collective.
+Status CheckAgreement(const std::vector<Problem>& problems) {
+  const auto size = problems.size();
+  for (const Problem& problem : problems) {
+    RJ_TRY(CheckProblem(problem, static_cast<int>(size)));
+    const Problem& other = problems[0];
+    const bool same =
+        problem.op == other.op && problem.root == other.root &&
+        (problem.op == Collective::kAlltoall || problem.counts == other.counts);
+    if (!same) return {Code::kInvalidArgument, "the ranks' problems disagree"};
+  }
+  if (size == 0 || problems[0].op != Collective::kAlltoall) return {};
+  for (size_t i = 0; i < size; ++i) {
+    for (size_t j = 0; j < size; ++j)
+      if (problems[i].counts[j] != problems[j].counts[size + i])
+        return {Code::kInvalidArgument, "rank " + std::to_string(i) +
+                                            " does not send to rank " +
+                                            std::to_string(j) + " what that expects"};
+  }
+  return {};
 }
 
 // One run of the schedules of all ranks. Errors name the rank and the step.
