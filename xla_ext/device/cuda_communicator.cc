@@ -5,8 +5,6 @@
 #include <chrono>
 #include <exception>
 
-#include "device/current_context.h"
-
 namespace ringjax {
 namespace {
 
@@ -68,7 +66,7 @@ Status CudaCommunicator::RunAfter(const Call& call, std::span<const cuda::Event>
                                   cuda::Event done) {
   std::lock_guard turn(turn_mutex_);
   RJ_TRY(Admit(call));
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   auto checked = [&](cuda::Outcome outcome, const char* what) {
     const Status status = driver_.Check(outcome, what);
     return status.ok() ? status : epoch_.FailHere(call, status);
@@ -85,7 +83,7 @@ Status CudaCommunicator::OnCommStream(
   std::lock_guard turn(turn_mutex_);
   if (device_.comm_stream() == nullptr)
     return Status(Code::kFailedPrecondition, "ringjax is shut down");
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   return enqueue(device_.comm_stream());
 }
 
@@ -107,7 +105,7 @@ Status CudaCommunicator::Leave(cuda::Stream stream, Status status) {
   if (status.ok() || device_.comm_stream() == nullptr ||
       stream == device_.comm_stream())
     return status;
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   device_.Delay(stream);
   return status;
 }
@@ -116,7 +114,7 @@ Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
                                const Workspace& workspace) {
   if (Status s = Admit(call); !s.ok()) return s;
   const auto start = Clock::now();
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   try {
     const KnownCall& known = known_calls_.Recall(call);
     // A call that this rank cannot make is compared, too: peers may have enqueued their
@@ -168,7 +166,7 @@ Status CudaCommunicator::Enqueue(Work* work) {
 Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
                                  cuda::Stream stream) {
   if (Status s = Admit(*call); !s.ok()) return s;
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   const auto forked = overlap_.Fork(call, site, first, stream);
   if (!forked.ok()) return epoch_.FailHere(*call, forked.status());
   CudaOverlap::Site* here = forked.value();
@@ -183,7 +181,7 @@ Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
 
 Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream stream) {
   if (Status s = Admit(call); !s.ok()) return s;
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   const CudaOverlap::Site* here = overlap_.Collect(site);
   if (here == nullptr)
     return control_->WithContext(
@@ -195,7 +193,7 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
 }
 
 Status CudaCommunicator::Synchronize(cuda::Stream stream) {
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   const auto start = Clock::now();
   for (const bool communication : {false, true}) {
     cuda::Outcome outcome = cuda::kNotReady;

@@ -31,7 +31,6 @@
 
 #include "device/consistency_checker.h"
 #include "device/cuda_collectives.h"
-#include "device/cuda_options.h"
 #include "device/cuda_overlap.h"
 #include "device/device_epoch.h"
 #include "device/device_resources.h"
@@ -41,6 +40,18 @@
 #include "engine/communicator/communicator.h"
 
 namespace ringjax {
+
+struct CudaOptions {
+  int id = 0;                  // number of the process set
+  int device = 0;              // CUDA ordinal
+  double start_timeout = 120;  // seconds for NCCL to connect all ranks
+  FusionOptions fusion;
+  bool comm_stream = true;  // false: Start uses the stream of the caller
+  // false: the caller compares each call between the ranks before it makes the call.
+  bool checks_consistency = true;
+  bool shares = false;  // NCCL is set up to allow several ranks on one GPU
+  bool timed = true;    // the recorder receives the times of operations on the device
+};
 
 // Safe from any thread; calls are served one at a time.
 class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {

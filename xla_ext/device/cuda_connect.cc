@@ -4,7 +4,6 @@
 #include <thread>
 
 #include "device/cuda_communicator.h"
-#include "device/current_context.h"
 #include "device/eventually.h"
 
 namespace ringjax {
@@ -143,7 +142,7 @@ Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) 
 
 Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id,
                                   const std::atomic<bool>& interrupted) {
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   return nccl_comm_.Connect(unique_id, options_.start_timeout, interrupted);
 }
 
@@ -168,7 +167,7 @@ Status CudaCommunicator::Settled(double seconds) {
 // Needs no time limit of its own: if the control communicator has a collective timeout,
 // the watchdog aborts an operation that does not end.
 Status CudaCommunicator::Confirm() {
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   RJ_TRY(Settled(kForever));
   // All work has ended, but NCCL may have an error that the watchdog has not seen yet.
   std::lock_guard turn(turn_mutex_);
@@ -191,7 +190,7 @@ void CudaCommunicator::Close() {
     closed_ = true;
   }
   if (device_.context() == nullptr) return;
-  const CurrentContext current(driver_, device_.context());
+  const cuda::CurrentContext current(driver_, device_.context());
   closing_.store(true, std::memory_order_release);
   // Wait until the call that is being served returns. Later calls find closing_ set.
   {

@@ -1,8 +1,6 @@
 // See device_event.h.
 #include "device/device_event.h"
 
-#include "device/current_context.h"
-
 namespace ringjax::cuda {
 
 Result<std::shared_ptr<PrimaryContext>> PrimaryContext::Open(int device) {

@@ -4,7 +4,6 @@
 #include <string>
 #include <utility>
 
-#include "device/current_context.h"
 #include "device/eventually.h"
 
 namespace ringjax {
@@ -16,7 +15,7 @@ constexpr double kLastWork = 5;  // seconds for streams to become idle
 
 Status DeviceResources::Open(InFlight::Took took) {
   RJ_TRY(OpenDevice());
-  const CurrentContext current(driver_, context_);
+  const cuda::CurrentContext current(driver_, context_);
   auto kernels = cuda::Kernels::Load(driver_, ordinal_);
   if (!kernels.ok()) return kernels.status();
   kernels_ = std::move(kernels.value());

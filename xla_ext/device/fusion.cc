@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "device/kernels.h"
 #include "device/reduction.h"
 
 namespace ringjax {
@@ -15,11 +16,6 @@ uint64_t Aligned(uint64_t bytes) {
 }
 
 bool Scales(const Call& call) { return call.prescale != 1.0 || call.postscale != 1.0; }
-
-// Whether pack.cu has arithmetic for the dtype. Its kernels only copy other dtypes.
-bool HasKernels(DType t) {
-  return t != DType::kBool && t != DType::kI16 && t != DType::kU16;
-}
 
 bool Averages(const Call& call, const Tensor& t, int size) {
   return call.op == Collective::kAllreduce &&
@@ -113,7 +109,7 @@ Result<FusionPlan> PlanFusion(const Call& call, int size,
       return Status(Code::kFailedPrecondition,
                     "compression and scaling need device code, and this ringjax was "
                     "built without a compiler for it; see ringjax.build_info()");
-    if (Converts(call, t) && !HasKernels(ComponentType(t.dtype)))
+    if (Converts(call, t) && !cuda::HasArithmetic(ComponentType(t.dtype)))
       return Status(Code::kInvalidArgument,
                     "prescale_factor and postscale_factor do not work on " +
                         std::string(Name(t.dtype)) + " on CUDA devices");

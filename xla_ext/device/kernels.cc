@@ -57,9 +57,7 @@ Status Kernels::LoadAll() {
   for (int d = 0; d < kDTypeCount; ++d) {
     const DType dtype = static_cast<DType>(d);
     const std::string name(Name(dtype));
-    if (dtype == DType::kBool || dtype == DType::kI16 || dtype == DType::kU16 ||
-        IsComplex(dtype))
-      continue;
+    if (!HasArithmetic(dtype)) continue;
     for (const char* way : {"rj_pack_", "rj_unpack_"}) {
       names.push_back(way + name + "_" + name);
       if (dtype == DType::kF32 || dtype == DType::kF64)

@@ -16,6 +16,11 @@
 
 namespace ringjax::cuda {
 
+// Whether pack.cu casts and scales this dtype. It only copies other dtypes.
+inline bool HasArithmetic(DType t) {
+  return t != DType::kBool && t != DType::kI16 && t != DType::kU16 && !IsComplex(t);
+}
+
 // One tensor of a launch.
 struct Patch {
   Pointer tensor;

@@ -8,80 +8,37 @@
 namespace ringjax {
 namespace {
 
-bool ToNccl(DType type, nccl::DataType* out) {
-  switch (type) {
-    case DType::kI8:
-      *out = nccl::kInt8;
-      return true;
-    case DType::kBool:
-    case DType::kU8:
-      *out = nccl::kUint8;
-      return true;
-    case DType::kI32:
-      *out = nccl::kInt32;
-      return true;
-    case DType::kU32:
-      *out = nccl::kUint32;
-      return true;
-    case DType::kI64:
-      *out = nccl::kInt64;
-      return true;
-    case DType::kU64:
-      *out = nccl::kUint64;
-      return true;
-    case DType::kF16:
-      *out = nccl::kFloat16;
-      return true;
-    case DType::kBF16:
-      *out = nccl::kBfloat16;
-      return true;
-    case DType::kF32:
-    case DType::kC64:
-      *out = nccl::kFloat32;
-      return true;
-    case DType::kF64:
-    case DType::kC128:
-      *out = nccl::kFloat64;
-      return true;
-    case DType::kI16:
-    case DType::kU16:
-      break;
-  }
-  return false;
-}
+constexpr int kNone = -1;
+// NCCL's type for the components of each DType.
+constexpr int kNcclTypes[kDTypeCount] = {
+    nccl::kUint8,    nccl::kInt8,    kNone,          nccl::kInt32,   nccl::kInt64,
+    nccl::kUint8,    kNone,          nccl::kUint32,  nccl::kUint64,  nccl::kFloat16,
+    nccl::kBfloat16, nccl::kFloat32, nccl::kFloat64, nccl::kFloat32, nccl::kFloat64};
 
 }  // namespace
 
 Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size) {
-  Reduction r;
-  if (!ToNccl(wire, &r.type))
+  const int number = kNcclTypes[static_cast<int>(wire)];
+  if (number == kNone)
     return Status(Code::kInvalidArgument,
                   "NCCL has no reduction of " + std::string(Name(type)));
+  const auto as = static_cast<nccl::DataType>(number);
   const bool is_or = op == ReduceOp::kSum || op == ReduceOp::kMax;
-  if (type == DType::kBool) {
-    r.op = is_or ? nccl::kMax : nccl::kMin;
-    return r;
-  }
+  if (type == DType::kBool) return Reduction{as, is_or ? nccl::kMax : nccl::kMin};
   switch (op) {
     case ReduceOp::kAverage:
       // NCCL's average multiplies each operand by 1/size, which one rank can omit.
-      r.op = size > 1 ? nccl::kAvg : nccl::kSum;
-      return r;
+      return Reduction{as, size > 1 ? nccl::kAvg : nccl::kSum};
     case ReduceOp::kSum:
-      r.op = nccl::kSum;
-      return r;
+      return Reduction{as, nccl::kSum};
     case ReduceOp::kMin:
-      r.op = nccl::kMin;
-      return r;
+      return Reduction{as, nccl::kMin};
     case ReduceOp::kMax:
-      r.op = nccl::kMax;
-      return r;
+      return Reduction{as, nccl::kMax};
     case ReduceOp::kProduct:
-      if (IsComplex(type))
-        return Status(Code::kInvalidArgument,
-                      "NCCL has no PRODUCT of " + std::string(Name(type)));
-      r.op = nccl::kProd;
-      return r;
+      if (!IsComplex(type)) return Reduction{as, nccl::kProd};
+      return Status(Code::kInvalidArgument,
+                    "NCCL has no PRODUCT of " + std::string(Name(type)));
     case ReduceOp::kAdasum:
       break;
   }

@@ -8,12 +8,11 @@
 #include <utility>
 
 #include "base/failpoint.h"
-#include "device/current_context.h"
+#include "device/eventually.h"
 
 namespace ringjax {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr double kTogether = 2;  // most seconds that an abort of NCCL waits for others
 
@@ -31,16 +30,11 @@ void Live(const DeviceEpoch* epoch, bool alive) {
 }
 
 void AwaitOtherDevices() {
-  const auto limit = Clock::now() + std::chrono::duration<double>(kTogether);
-  while (Clock::now() < limit) {
-    {
-      std::lock_guard lock(living_mutex);
-      if (std::ranges::none_of(living,
-                               [](const auto* one) { return one->IsUnpoisoned(); }))
-        return;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  Eventually(kTogether, [] {
+    std::lock_guard lock(living_mutex);
+    return std::ranges::none_of(living,
+                                [](const auto* one) { return one->IsUnpoisoned(); });
+  });
 }
 
 }  // namespace
@@ -61,7 +55,7 @@ void Watchdog::Stop() {
 }
 
 void Watchdog::Watch(ConsistencyChecker* checker) {
-  const CurrentContext current(device_.driver(), device_.context());
+  const cuda::CurrentContext current(device_.driver(), device_.context());
   while (epoch_.AwaitAbort(kTick)) {
     if (epoch_.aborted()) {
       PoisonAndAbortNccl();
@@ -77,9 +71,7 @@ void Watchdog::LookAround(ConsistencyChecker* checker) {
   if (state != nccl::kSuccess && state != nccl::kInProgress) {
     // NCCL does not report which rank caused the error. Wait 1 s at most for the
     // heartbeat, which aborts the control communicator when it finds a lost rank.
-    for (int i = 0; i < 100 && !control_->aborted(); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    if (!control_->aborted())
+    if (!Eventually(1, [this] { return control_->aborted(); }))
       control_->AbortAndNotifyPeers(
           Code::kUnavailable,
           "met an error of " + comm_.nccl().Check(state, "NCCL").message());
@@ -110,10 +102,9 @@ void Watchdog::PoisonAndAbortNccl() {
   if (device_.poison_word() != 0 &&
       driver.MemsetD32Async(device_.poison_word(), 1, 1, device_.side_stream()) ==
           cuda::kSuccess)
-    for (int i = 0; i < 2000; ++i) {
-      if (!cuda::MayRun(driver.StreamQuery(device_.side_stream()))) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    Eventually(kTogether, [&] {
+      return !cuda::MayRun(driver.StreamQuery(device_.side_stream()));
+    });
   epoch_.SetPoisoned();
   // ncclCommAbort frees memory that kernels of other ranks of the host may still use.
   // It also waits for all kernels of this process, and may block the driver for other
