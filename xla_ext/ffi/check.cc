@@ -249,33 +249,27 @@ ffi::Future CheckShards(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
   return future;
 }
 
-XLA_FFI_DEFINE_HANDLER(kCheck, CheckHere,
-                       ffi::Ffi::Bind()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<int64_t>("comm")
-                           .Attr<int64_t>("every")
-                           .Attr<int64_t>("first")
-                           .Attr<int64_t>("count")
-                           .Attr<std::string_view>("name")
-                           .Attr<std::string_view>("names")
-                           .Attr<double>("timeout"));
-XLA_FFI_DEFINE_HANDLER(kCheckShards, CheckShards,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Ctx<ffi::RunId>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<int64_t>("comm")
-                           .Attr<int64_t>("every")
-                           .Attr<int64_t>("first")
-                           .Attr<int64_t>("count")
-                           .Attr<std::string_view>("name")
-                           .Attr<std::string_view>("names")
-                           .Attr<double>("timeout")
-                           .Attr<ffi::Span<const int64_t>>("devices")
-                           .Attr<ffi::Span<const int64_t>>("shards")
-                           .Attr<std::string_view>("partition"));
+template <typename Binding>
+auto WithTerms(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<int64_t>("comm")
+      .template Attr<int64_t>("every")
+      .template Attr<int64_t>("first")
+      .template Attr<int64_t>("count")
+      .template Attr<std::string_view>("name")
+      .template Attr<std::string_view>("names")
+      .template Attr<double>("timeout");
+}
+
+XLA_FFI_DEFINE_HANDLER(kCheck, CheckHere, WithTerms(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(
+    kCheckShards, CheckShards,
+    WithTerms(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::RunId>())
+        .Attr<ffi::Span<const int64_t>>("devices")
+        .Attr<ffi::Span<const int64_t>>("shards")
+        .Attr<std::string_view>("partition"));
 
 }  // namespace
 

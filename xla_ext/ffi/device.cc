@@ -33,42 +33,46 @@ Status PassOrder(const Invocation& it, cuda::Stream stream) {
   return OkStatus();
 }
 
-ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
-                       ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary attrs) {
+// Runs `body` with the communicator of this device, and then copies the order value.
+template <typename Body>
+ffi::Error OnDevice(cuda::Stream stream, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& rets, const ffi::Dictionary& attrs,
+                    const Body& body) {
   return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
     const auto here = Here(it);
     RJ_TRY(here.status());
-    RJ_TRY(
-        here.value()->Run(it.call, stream, [&](size_t bytes) -> Result<cuda::Pointer> {
-          // This memory is XLA's, and XLA may reuse it once the stream has passed this
-          // call. XLA guarantees at most 16 bytes of alignment; the kernels need 16.
-          const auto memory = scratch.Allocate(bytes, 16);
-          if (memory.has_value()) return cuda::ToPointer(*memory);
-          return Status(Code::kInternal, "XLA has no " + std::to_string(bytes) +
-                                             " bytes of device memory left");
-        }));
+    RJ_TRY(body(*here.value(), it));
     return PassOrder(it, stream);
+  });
+}
+
+ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       ffi::Dictionary attrs) {
+  // This memory is XLA's, and XLA may reuse it once the stream has passed this call.
+  // XLA guarantees at most 16 bytes of alignment; the kernels need 16.
+  const auto workspace = [&](size_t bytes) -> Result<cuda::Pointer> {
+    const auto memory = scratch.Allocate(bytes, 16);
+    if (memory.has_value()) return cuda::ToPointer(*memory);
+    return Status(Code::kInternal, "XLA has no " + std::to_string(bytes) +
+                                       " bytes of device memory left");
+  };
+  return OnDevice(stream, args, rets, attrs, [&](CudaCommunicator& c, Invocation& it) {
+    return c.Run(it.call, stream, workspace);
   });
 }
 
 ffi::Error StartOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
                          ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
-    const auto here = Here(it);
-    RJ_TRY(here.status());
-    RJ_TRY(here.value()->Start(std::move(it.call), it.site, it.first, stream));
-    return PassOrder(it, stream);
+  return OnDevice(stream, args, rets, attrs, [&](CudaCommunicator& c, Invocation& it) {
+    return c.Start(std::move(it.call), it.site, it.first, stream);
   });
 }
 
 ffi::Error DoneOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
                         ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return Invoke(Where::kDevice, args, rets, attrs, [&](Invocation& it) {
-    const auto here = Here(it);
-    RJ_TRY(here.status());
-    RJ_TRY(here.value()->Done(it.call, it.site, stream));
-    return PassOrder(it, stream);
+  return OnDevice(stream, args, rets, attrs, [&](CudaCommunicator& c, Invocation& it) {
+    return c.Done(it.call, it.site, stream);
   });
 }
 
@@ -88,30 +92,16 @@ ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
 
 // The handlers do not have the trait that lets XLA capture them in a command buffer (a
 // CUDA graph): the graph would keep the NCCL communicator of an epoch that has ended.
-XLA_FFI_DEFINE_HANDLER(kDeviceRun, RunOnDevice,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                           .Ctx<ffi::ScratchAllocator>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+auto OnStream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>(); }
+XLA_FFI_DEFINE_HANDLER(
+    kDeviceRun, RunOnDevice,
+    OnStream().Ctx<ffi::ScratchAllocator>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kDeviceStart, StartOnDevice,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+                       OnStream().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kDeviceDone, DoneOnDevice,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+                       OnStream().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kDeviceOrder, OrderOnDevice,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                           .RemainingArgs()
-                           .RemainingRets());
+                       OnStream().RemainingArgs().RemainingRets());
 
 }  // namespace
 

@@ -1,7 +1,9 @@
 // See invocation.h. Also implements registry.h.
 #include "ffi/invocation.h"
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -22,88 +24,33 @@ Status BadCall(const std::string& what) {
   return Status(Code::kInvalidArgument, "RINGJAX[?]: " + what);
 }
 
+// XLA's type for each DType, and XLA's code for each Code.
+constexpr ffi::DataType kXlaTypes[kDTypeCount] = {
+    ffi::DataType::PRED, ffi::DataType::S8,  ffi::DataType::S16,  ffi::DataType::S32,
+    ffi::DataType::S64,  ffi::DataType::U8,  ffi::DataType::U16,  ffi::DataType::U32,
+    ffi::DataType::U64,  ffi::DataType::F16, ffi::DataType::BF16, ffi::DataType::F32,
+    ffi::DataType::F64,  ffi::DataType::C64, ffi::DataType::C128};
+constexpr ffi::ErrorCode kXlaCodes[] = {ffi::ErrorCode::kOk,
+                                        ffi::ErrorCode::kInvalidArgument,
+                                        ffi::ErrorCode::kFailedPrecondition,
+                                        ffi::ErrorCode::kAborted,
+                                        ffi::ErrorCode::kDeadlineExceeded,
+                                        ffi::ErrorCode::kUnavailable,
+                                        ffi::ErrorCode::kCancelled,
+                                        ffi::ErrorCode::kInternal};
+
 bool ToDType(ffi::DataType type, DType* out) {
-  switch (type) {
-    case ffi::DataType::PRED:
-      *out = DType::kBool;
-      return true;
-    case ffi::DataType::S8:
-      *out = DType::kI8;
-      return true;
-    case ffi::DataType::S16:
-      *out = DType::kI16;
-      return true;
-    case ffi::DataType::S32:
-      *out = DType::kI32;
-      return true;
-    case ffi::DataType::S64:
-      *out = DType::kI64;
-      return true;
-    case ffi::DataType::U8:
-      *out = DType::kU8;
-      return true;
-    case ffi::DataType::U16:
-      *out = DType::kU16;
-      return true;
-    case ffi::DataType::U32:
-      *out = DType::kU32;
-      return true;
-    case ffi::DataType::U64:
-      *out = DType::kU64;
-      return true;
-    case ffi::DataType::F16:
-      *out = DType::kF16;
-      return true;
-    case ffi::DataType::BF16:
-      *out = DType::kBF16;
-      return true;
-    case ffi::DataType::F32:
-      *out = DType::kF32;
-      return true;
-    case ffi::DataType::F64:
-      *out = DType::kF64;
-      return true;
-    case ffi::DataType::C64:
-      *out = DType::kC64;
-      return true;
-    case ffi::DataType::C128:
-      *out = DType::kC128;
-      return true;
-    default:
-      return false;
-  }
+  const auto found = std::find(std::begin(kXlaTypes), std::end(kXlaTypes), type);
+  *out = static_cast<DType>(found - std::begin(kXlaTypes));
+  return found != std::end(kXlaTypes);
 }
 
 }  // namespace
 
 ffi::Error ToError(const Status& status) {
-  ffi::ErrorCode code = ffi::ErrorCode::kInternal;
-  switch (status.code()) {
-    case Code::kOk:
-      return ffi::Error::Success();
-    case Code::kInvalidArgument:
-      code = ffi::ErrorCode::kInvalidArgument;
-      break;
-    case Code::kFailedPrecondition:
-      code = ffi::ErrorCode::kFailedPrecondition;
-      break;
-    case Code::kMismatch:
-      code = ffi::ErrorCode::kAborted;
-      break;
-    case Code::kDeadlineExceeded:
-      code = ffi::ErrorCode::kDeadlineExceeded;
-      break;
-    case Code::kUnavailable:
-      code = ffi::ErrorCode::kUnavailable;
-      break;
-    case Code::kCancelled:
-      code = ffi::ErrorCode::kCancelled;
-      break;
-    case Code::kInternal:
-      break;
-  }
+  if (status.ok()) return ffi::Error::Success();
   if (FailureHook hook = failure_hook.load()) hook();
-  return ffi::Error(code, status.message());
+  return ffi::Error(kXlaCodes[static_cast<size_t>(status.code())], status.message());
 }
 
 Status Invocation::Load() {
