@@ -565,7 +565,6 @@ def verify_schedules(
     op: str,
     schedules: Sequence[Sequence[dict[str, Any]]],
     counts: Sequence[Sequence[int]],
-    host: Sequence[int],
     root: int = 0,
 ) -> dict[str, Any]: ...
 def predict(

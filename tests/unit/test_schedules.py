@@ -84,7 +84,7 @@ def schedules(
 
 def rejection(op: str, broken: list[list[Step]], counts: Counts, root: int = 0) -> str:
     """The verifier's reason to reject `broken`; fails if it does not."""
-    report = _native.verify_schedules(op, broken, counts, [0] * len(broken), root)
+    report = _native.verify_schedules(op, broken, counts, root)
     assert not report["ok"], "the verifier accepted a broken schedule"
     reason: str = report["error"]
     assert reason

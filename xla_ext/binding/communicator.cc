@@ -67,8 +67,7 @@ uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>
   call.postscale = postscale;
   call.root = root;
   call.rows = counts;
-  std::string joined;
-  for (const std::string& n : names) joined += (joined.empty() ? "" : "\n") + n;
+  const std::string joined = Joined(names);
   call.name = name;
   call.names = joined;
   call.tensors.reserve(ins.size());
@@ -85,24 +84,14 @@ uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>
     if (DTypeOf(outs[i].dtype()) != t.dtype)
       throw nb::value_error("ringjax: `outs` and `ins` have different element types");
   }
-  Status status;
   uint32_t epoch = 0;
-  {
-    nb::gil_scoped_release release;
-    status = self.Run(call, &epoch);
-  }
-  Raise(status);
+  Raise(WithoutGil([&] { return self.Run(call, &epoch); }));
   return epoch;
 }
 
 std::tuple<uint64_t, uint64_t, bool> Quiesce(Communicator& self, double seconds) {
-  Status status;
   ProgressReport report;
-  {
-    nb::gil_scoped_release release;
-    status = self.Quiesce(seconds, &report);
-  }
-  Raise(status);
+  Raise(WithoutGil([&] { return self.Quiesce(seconds, &report); }));
   return {report.returned, report.done, report.repeatable};
 }
 
@@ -273,20 +262,17 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
     throw nb::value_error(
         "ringjax: a communicator is installed in the resilient communicator it was "
         "made with");
-  Status status;
-  {
-    nb::gil_scoped_release release;
-    status = self.Install(next, {finished, repeats, ranks, reason});
-    if (status.ok() && next) {
-      // Keep CUDA communicators that `next` has already; drop those of a failed epoch.
-      Registered now = Find(next->id());
-      if (std::any_of(now.devices.begin(), now.devices.end(),
-                      [](const auto& one) { return !one->epoch().Check().ok(); }))
-        now.devices.clear();
-      Admit(next, std::move(now));
-    }
-  }
-  Raise(status);
+  Raise(WithoutGil([&]() -> Status {
+    RJ_TRY(self.Install(next, {finished, repeats, ranks, reason}));
+    if (!next) return OkStatus();
+    // Keep CUDA communicators that `next` has already; drop those of a failed epoch.
+    Registered now = Find(next->id());
+    if (std::any_of(now.devices.begin(), now.devices.end(),
+                    [](const auto& one) { return !one->epoch().Check().ok(); }))
+      now.devices.clear();
+    Admit(next, std::move(now));
+    return OkStatus();
+  }));
 }
 
 // A world for tests: ranks are threads, and ring buffers link each pair of ranks.

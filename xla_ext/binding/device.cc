@@ -31,12 +31,6 @@ cuda::Stream AsStream(uint64_t stream) {
   return reinterpret_cast<cuda::Stream>(stream);
 }
 
-DType AsDType(int number) {
-  if (number < 0 || number >= kDTypeCount)
-    throw nb::value_error("ringjax: there is no such element type number");
-  return static_cast<DType>(number);
-}
-
 std::vector<Tensor> AsTensors(const std::vector<DeviceInput>& ins,
                               const std::vector<DeviceOutput>& outs) {
   if (ins.size() != outs.size())
@@ -61,29 +55,17 @@ struct OwnedCall {
   OwnedCall(int op, int reduce_op, int wire, double prescale, double postscale,
             const std::vector<DeviceInput>& ins, const std::vector<DeviceOutput>& outs,
             std::string title, const std::vector<std::string>& titles)
-      : name(std::move(title)) {
+      : name(std::move(title)), names(Joined(titles)) {
     Raise(call.SetKinds(op, reduce_op, wire));
     call.prescale = prescale;
     call.postscale = postscale;
     call.tensors = AsTensors(ins, outs);
-    for (const std::string& n : titles) names += (names.empty() ? "" : "\n") + n;
     call.name = name;
     call.names = names;
   }
   OwnedCall(const OwnedCall&) = delete;
   OwnedCall& operator=(const OwnedCall&) = delete;
 };
-
-// Runs `f` without the GIL and raises its error.
-template <typename F>
-void Unlocked(F&& f) {
-  Status status;
-  {
-    nb::gil_scoped_release release;
-    status = f();
-  }
-  Raise(status);
-}
 
 }  // namespace
 
@@ -136,14 +118,10 @@ CudaCommunicator::All Connect(
   }
   CudaOptions o = ReadCudaOptions(options);
   o.id = id;
-  CudaCommunicator::All made;
-  Unlocked([&] {
-    auto connected = CudaCommunicator::Connect(o, places);
-    if (connected.ok()) made = std::move(connected.value());
-    return connected.status();
-  });
-  SetDevices(id, made);
-  return made;
+  const auto made = WithoutGil([&] { return CudaCommunicator::Connect(o, places); });
+  Raise(made.status());
+  SetDevices(id, made.value());
+  return made.value();
 }
 
 bool IsOf(const CudaCommunicator::All& all, const CudaCommunicator& one) {
@@ -165,7 +143,7 @@ void Execute(CudaCommunicator& self, int op, int reduce_op,
   OwnedCall owned(op, reduce_op, wire, prescale, postscale, ins, outs, name, names);
   owned.call.rows = counts;
   owned.call.root = root;
-  Unlocked([&] { return self.Run(owned.call, AsStream(stream)); });
+  Raise(WithoutGil([&] { return self.Run(owned.call, AsStream(stream)); }));
 }
 
 void Start(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
@@ -174,7 +152,8 @@ void Start(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
            const std::string& name, const std::vector<std::string>& names) {
   OwnedCall owned(static_cast<int>(Collective::kAllreduce), reduce_op, wire, prescale,
                   postscale, ins, outs, name, names);
-  Unlocked([&] { return self.Start(owned.call, site, first, AsStream(stream)); });
+  Raise(WithoutGil(
+      [&] { return self.Start(owned.call, site, first, AsStream(stream)); }));
 }
 
 void Done(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
@@ -182,7 +161,7 @@ void Done(CudaCommunicator& self, const std::vector<DeviceInput>& ins,
           const std::string& name) {
   OwnedCall owned(static_cast<int>(Collective::kAllreduce),
                   static_cast<int>(ReduceOp::kSum), -1, 1.0, 1.0, ins, outs, name, {});
-  Unlocked([&] { return self.Done(owned.call, site, AsStream(stream)); });
+  Raise(WithoutGil([&] { return self.Done(owned.call, site, AsStream(stream)); }));
 }
 
 nb::dict Info() {
@@ -281,11 +260,11 @@ void BindCommunicator(nb::module_& m) {
       .def(
           "synchronize",
           [](CudaCommunicator& c, uint64_t stream) {
-            Unlocked([&] { return c.Synchronize(AsStream(stream)); });
+            Raise(WithoutGil([&] { return c.Synchronize(AsStream(stream)); }));
           },
           "stream"_a = 0)
       .def("confirm",
-           [](CudaCommunicator& c) { Unlocked([&] { return c.Confirm(); }); })
+           [](CudaCommunicator& c) { Raise(WithoutGil([&] { return c.Confirm(); })); })
       .def("check", [](const CudaCommunicator& c) { Raise(c.epoch().Check()); })
       .def(
           "abort",
@@ -329,12 +308,7 @@ void BindDevice(nb::module_& m) {
   m.def("pack", &Pack, "ins"_a, "fused"_a, nb::kw_only(), "wire"_a = -1,
         "scale"_a = 1.0, "stream"_a = 0, "unpack"_a = false, "device"_a = 0,
         "poison"_a = 0);
-  m.def("cuda_ffi_targets", [] {
-    nb::dict targets;
-    for (const auto& [name, handler] : DeviceHandlers())
-      targets[name.c_str()] = nb::capsule(handler, "xla._CUSTOM_CALL_TARGET");
-    return targets;
-  });
+  m.def("cuda_ffi_targets", [] { return AsTargets(DeviceHandlers()); });
 }
 
 }  // namespace ringjax

@@ -37,11 +37,9 @@ void ReadInput(PyObject* item, EagerRequest* request) {
   if (parts.size() != 3)
     throw nb::value_error("ringjax: an input is (address, dtype, shape)");
   request->ins.push_back(AsAddress(parts[0]));
-  const int64_t dtype = AsNumber(parts[1]);
-  if (dtype < 0 || dtype >= kDTypeCount)
-    throw nb::value_error("ringjax: there is no such element type number");
+  const DType dtype = AsDType(AsNumber(parts[1]));
   auto& piece = request->what.tensors.emplace_back();
-  piece.dtype = static_cast<DType>(dtype);
+  piece.dtype = dtype;
   const Items shape{nb::handle(parts[2])};
   piece.dims.reserve(shape.size());
   for (size_t d = 0; d < shape.size(); ++d) piece.dims.push_back(AsNumber(shape[d]));
@@ -49,8 +47,7 @@ void ReadInput(PyObject* item, EagerRequest* request) {
 
 Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request) {
   if (!request.waits) return lane.Submit(std::move(request));
-  nb::gil_scoped_release release;
-  return lane.Submit(std::move(request));
+  return WithoutGil([&] { return lane.Submit(std::move(request)); });
 }
 
 void Wait(BoundWork& self, std::optional<uint64_t> stream) {
@@ -246,13 +243,10 @@ void BindEager(nb::module_& m) {
                    })
       .def("confirm",
            [](const BoundLane& b) {
-             Status status;
-             {
-               nb::gil_scoped_release release;
+             Raise(WithoutGil([&] {
                const auto cuda = b.cuda();
-               if (cuda) status = cuda->Confirm();
-             }
-             Raise(status);
+               return cuda ? cuda->Confirm() : OkStatus();
+             }));
            })
       .def("stats", &Stats)
       .def("cuda_stats", [](const BoundLane& b) {

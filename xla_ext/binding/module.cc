@@ -109,6 +109,25 @@ std::unique_ptr<Doorbell> NewBell() {
   return std::make_unique<Doorbell>(fd);
 }
 
+DType AsDType(int64_t number) {
+  if (number < 0 || number >= kDTypeCount)
+    throw nb::value_error("ringjax: there is no such element type number");
+  return static_cast<DType>(number);
+}
+
+std::string Joined(const std::vector<std::string>& names) {
+  std::string joined;
+  for (const std::string& n : names) joined += (joined.empty() ? "" : "\n") + n;
+  return joined;
+}
+
+nb::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handlers) {
+  nb::dict targets;
+  for (const auto& [name, handler] : handlers)
+    targets[name.c_str()] = nb::capsule(handler, "xla._CUSTOM_CALL_TARGET");
+  return targets;
+}
+
 std::vector<std::string> KeysOf(const nb::handle& list) {
   std::vector<std::string> keys;
   for (const nb::handle& key : nb::cast<nb::list>(list)) {
@@ -143,13 +162,6 @@ nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& 
       });
   Raise(found.status());
   return ToText(found.value());
-}
-
-nb::dict FfiTargets() {
-  nb::dict targets;
-  for (const auto& [name, handler] : HostHandlers())
-    targets[name.c_str()] = nb::capsule(handler, "xla._CUSTOM_CALL_TARGET");
-  return targets;
 }
 
 // Makes a doorbell with a duplicate of `eventfd`, which the caller keeps; null if
@@ -197,22 +209,14 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
 }
 
 nb::tuple AskedOf(Heartbeat& self) {
-  ProbeResponder::Asked asked;
-  {
-    nb::gil_scoped_release release;
-    asked = self.probe_responder().asked();
-  }
+  const auto asked = WithoutGil([&] { return self.probe_responder().asked(); });
   nb::list stalls;
   for (const std::string& stall : asked.stalls) stalls.append(ToText(stall));
   return nb::make_tuple(asked.newest, stalls);
 }
 
 nb::list Lost(const Heartbeat& self) {
-  std::vector<std::pair<int, std::string>> lost;
-  {
-    nb::gil_scoped_release release;
-    lost = self.lost();
-  }
+  const auto lost = WithoutGil([&] { return self.lost(); });
   nb::list all;
   for (const auto& [rank, why] : lost) all.append(nb::make_tuple(rank, ToText(why)));
   return all;
@@ -225,11 +229,7 @@ nb::list AsList(const std::vector<Waited>& waits) {
 }
 
 nb::dict TakeWaits(Heartbeat& self) {
-  std::map<int, Waits> taken;
-  {
-    nb::gil_scoped_release release;
-    taken = self.wait_reports().TakeWaits();
-  }
+  const auto taken = WithoutGil([&] { return self.wait_reports().TakeWaits(); });
   nb::dict all;
   for (const auto& [rank, waits] : taken)
     all[nb::int_(rank)] =
@@ -239,11 +239,7 @@ nb::dict TakeWaits(Heartbeat& self) {
 }
 
 nb::list TakeClocks(Heartbeat& self) {
-  std::vector<ClockReading> taken;
-  {
-    nb::gil_scoped_release release;
-    taken = self.clock_offsets().TakeClocks();
-  }
+  const auto taken = WithoutGil([&] { return self.clock_offsets().TakeClocks(); });
   nb::list all;
   for (const ClockReading& c : taken)
     all.append(nb::make_tuple(c.rank, c.when, c.ahead, c.trip));
@@ -317,7 +313,7 @@ NB_MODULE(_native, m) {
   BindDevice(m);
   BindEager(m);
   BindTensorFlow(m);
-  m.def("ffi_targets", &FfiTargets);
+  m.def("ffi_targets", [] { return AsTargets(HostHandlers()); });
   m.def("compares_at", &ComparesAt, "step"_a, "every"_a);
   m.def("hash_memory", &HashMemory, "pieces"_a);
   m.def("difference", &DifferenceOf, "hashes"_a, "names"_a, "members"_a, "rank"_a,

@@ -48,6 +48,20 @@ std::unique_ptr<Doorbell> NewBell();
 // The contents of a list of bytes objects.
 std::vector<std::string> KeysOf(const nanobind::handle& list);
 
+// Returns f(), called without the GIL.
+template <typename F>
+auto WithoutGil(const F& f) {
+  nanobind::gil_scoped_release release;
+  return f();
+}
+
+// Raises ValueError if there is no element type of this number.
+DType AsDType(int64_t number);
+// Joins the names of tensors with newlines, as Call::names needs them.
+std::string Joined(const std::vector<std::string>& names);
+// The handlers of ffi/handlers.h as capsules for jax.ffi.register_ffi_target.
+nanobind::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handlers);
+
 // Decodes UTF-8 and replaces invalid bytes, because bytes from peers need not be text.
 nanobind::object ToText(const std::string& s);
 // Raises ringjax._native.StatusError unless `status` is ok.

@@ -93,11 +93,8 @@ void BindRecorder(nb::module_& m) {
           "lines_since",
           [](const Recorder& r, uint64_t seen) {
             uint64_t lost = 0;
-            std::string lines;
-            {
-              nb::gil_scoped_release release;
-              lines = r.LinesSince(&seen, &lost);
-            }
+            const std::string lines =
+                WithoutGil([&] { return r.LinesSince(&seen, &lost); });
             return nb::make_tuple(seen, lost, nb::bytes(lines.data(), lines.size()));
           },
           "seen"_a)

@@ -177,13 +177,12 @@ void BindSchedules(nb::module_& m) {
   m.def(
       "verify_schedules",
       [](const std::string& op, const std::vector<std::vector<nb::dict>>& schedules,
-         const Counts& counts, const std::vector<int>& host, int root) {
-        (void)host;
+         const Counts& counts, int root) {
         std::vector<Schedule> all;
         for (const auto& steps : schedules) all.push_back(FromList(steps));
         return ToDict(VerifySchedules(Problems(op, counts, root), all));
       },
-      "op"_a, "schedules"_a, "counts"_a, "host"_a, "root"_a = 0);
+      "op"_a, "schedules"_a, "counts"_a, "root"_a = 0);
   m.def(
       "predict",
       [](const std::string& op, uint64_t bytes, const std::vector<int>& host,
