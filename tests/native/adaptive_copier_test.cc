@@ -27,7 +27,7 @@ TEST(CopiesAreTheSameEitherWay) {
         CHECK(std::all_of(to.begin(), to.begin() + offset,
                           [](unsigned char c) { return c == 255; }));
         CHECK_EQ(to[offset + bytes], 255);
-        if (bytes >= AdaptiveCopier::kLeast)
+        if (bytes >= AdaptiveCopier::kMinBytes)
           CHECK_EQ(copier.non_temporal() || !past, true);
       }
   }
@@ -42,8 +42,8 @@ class Machine {
       const bool goes = copier_.IsNonTemporal(bytes);
       times += goes;
       // Every fifth copy is interrupted and takes 20 times as long.
-      copier_.Took(bytes, (goes ? past : ordinary) * static_cast<double>(bytes) *
-                              (i % 5 == 2 ? 20 : 1));
+      copier_.Record(bytes, (goes ? past : ordinary) * static_cast<double>(bytes) *
+                                (i % 5 == 2 ? 20 : 1));
     }
     return times;
   }
@@ -73,11 +73,11 @@ TEST(SizesAreAskedEachForItself) {
     machine.Write(1, 0.03, 0.04, 64 << 10);
     machine.Write(1, 0.4, 0.04, 1 << 20);
     machine.Write(1, 0.4, 0.04, 5 << 20);
-    machine.Write(1, 0.1, 0.05, AdaptiveCopier::kLeast);
+    machine.Write(1, 0.1, 0.05, AdaptiveCopier::kMinBytes);
   }
   CHECK(!machine.Past(64 << 10));
   CHECK(machine.Past(1 << 20) && machine.Past(5 << 20) && machine.Past(~size_t{0}));
-  CHECK(!machine.Past(AdaptiveCopier::kLeast) && !machine.Past(0));
+  CHECK(!machine.Past(AdaptiveCopier::kMinBytes) && !machine.Past(0));
 }
 
 }  // namespace

@@ -63,9 +63,9 @@ RINGJAX_INLINE uint16_t HalfFromFloatBits(uint32_t bits) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// Rounds to odd: truncates `value` to float, and sets the last bit if that was inexact.
-// A second rounding, of the result to a shorter type, then gives the same as rounding
-// `value` to that type directly. If both roundings were to nearest, it might not.
+// Rounds to odd: truncates `value` to float, and sets the last bit if the float is
+// inexact. Rounding the float to a shorter type then gives the same result as rounding
+// `value` to that type directly. Two roundings to nearest might give another result.
 // Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Trans.
 // Comput. 57(4), 2008.
 RINGJAX_INLINE uint32_t FloatBitsToOdd(double value) {

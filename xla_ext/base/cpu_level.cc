@@ -17,7 +17,7 @@ struct Leaf {
   uint32_t a = 0, b = 0, c = 0, d = 0;
 };
 
-Leaf Ask(uint32_t number) {
+Leaf QueryCpuid(uint32_t number) {
   Leaf leaf;
   if (!__get_cpuid_count(number, 0, &leaf.a, &leaf.b, &leaf.c, &leaf.d)) return {};
   return leaf;
@@ -40,7 +40,8 @@ uint64_t SavedRegisters() {
 }  // namespace
 
 CpuLevel DetectedLevel() {
-  const Leaf one = Ask(1), seven = Ask(7), extended = Ask(0x80000001);
+  const Leaf one = QueryCpuid(1), seven = QueryCpuid(7),
+             extended = QueryCpuid(0x80000001);
   // ssse3, fma, cmpxchg16b, sse4.1, sse4.2, movbe, popcnt, osxsave, avx, f16c.
   if (!All(one.c, {9, 12, 13, 19, 20, 22, 23, 27, 28, 29})) return CpuLevel::kBase;
   const bool v3 = All(seven.b, {3, 5, 8}) &&  // bmi1, avx2, bmi2

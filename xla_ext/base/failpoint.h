@@ -28,7 +28,7 @@ inline constexpr std::string_view kFailpoints[] = {
     "call.agreed",   "call.moving", "call.complete", "call.closed",
     "epoch.install", "memory.map",  "cma.read",      "device.aborted"};
 
-// Bit p is set once failpoint p has been armed. No failpoint is disarmed.
+// Bit p is set once failpoint p has been armed. A failpoint is never disarmed.
 inline std::atomic<uint32_t> armed_failpoints{0};
 
 // Arms a failpoint for passage number `passage`, counted from 1; 0 means every passage.
@@ -39,7 +39,7 @@ Status ArmFailpoint(std::string_view point, const std::string& action, double nu
                     uint64_t passage);
 
 // Counts a passage of `point` and performs the actions that are armed for that passage.
-// Only AtFailpoint calls HitFailpoint.
+// For AtFailpoint only, which first checks without a lock whether the point is armed.
 Status HitFailpoint(Failpoint point);
 
 // Passes a failpoint: performs its actions if it is armed. Fails if an action fails.

@@ -1,4 +1,3 @@
-// See half_blocks.h.
 #include "base/half_blocks.h"
 
 #if defined(__x86_64__)
@@ -14,7 +13,7 @@ namespace ringjax {
 #if defined(__x86_64__)
 namespace {
 
-constexpr size_t kAtOnce = 8, kHalf = 2, kFloat = 4;
+constexpr size_t kPerVector = 8, kHalfBytes = 2, kFloatBytes = 4;
 
 [[RINGJAX_V3]] void WidenEight(char* floats, const char* halves) {
   const __m128i in = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
@@ -33,24 +32,26 @@ constexpr size_t kAtOnce = 8, kHalf = 2, kFloat = 4;
   char* out = static_cast<char*>(floats);
   const char* in = static_cast<const char*>(halves);
   size_t i = 0;
-  for (; i + kAtOnce <= n; i += kAtOnce) WidenEight(out + i * kFloat, in + i * kHalf);
+  for (; i + kPerVector <= n; i += kPerVector)
+    WidenEight(out + i * kFloatBytes, in + i * kHalfBytes);
   if (i == n) return;
-  char rest[kAtOnce * kHalf] = {}, wide[kAtOnce * kFloat];
-  std::memcpy(rest, in + i * kHalf, (n - i) * kHalf);
+  char rest[kPerVector * kHalfBytes] = {}, wide[kPerVector * kFloatBytes];
+  std::memcpy(rest, in + i * kHalfBytes, (n - i) * kHalfBytes);
   WidenEight(wide, rest);
-  std::memcpy(out + i * kFloat, wide, (n - i) * kFloat);
+  std::memcpy(out + i * kFloatBytes, wide, (n - i) * kFloatBytes);
 }
 
 [[RINGJAX_V3]] void NarrowHalves(void* halves, const void* floats, size_t n) {
   char* out = static_cast<char*>(halves);
   const char* in = static_cast<const char*>(floats);
   size_t i = 0;
-  for (; i + kAtOnce <= n; i += kAtOnce) NarrowEight(out + i * kHalf, in + i * kFloat);
+  for (; i + kPerVector <= n; i += kPerVector)
+    NarrowEight(out + i * kHalfBytes, in + i * kFloatBytes);
   if (i == n) return;
-  char rest[kAtOnce * kFloat] = {}, narrow[kAtOnce * kHalf];
-  std::memcpy(rest, in + i * kFloat, (n - i) * kFloat);
+  char rest[kPerVector * kFloatBytes] = {}, narrow[kPerVector * kHalfBytes];
+  std::memcpy(rest, in + i * kFloatBytes, (n - i) * kFloatBytes);
   NarrowEight(narrow, rest);
-  std::memcpy(out + i * kHalf, narrow, (n - i) * kHalf);
+  std::memcpy(out + i * kHalfBytes, narrow, (n - i) * kHalfBytes);
 }
 #else
 void WidenHalves(void*, const void*, size_t) { RJ_CHECK(false, "no F16C here"); }

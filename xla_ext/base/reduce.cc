@@ -98,7 +98,7 @@ RINGJAX_INLINE void CombineComplexProducts(const Operands& p, DType dtype) {
   }
 }
 
-RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
+RINGJAX_INLINE void CombineBools(const Operands& p, ReduceOp op) {
   if (op == ReduceOp::kSum || op == ReduceOp::kMax) {
     CombinePlain<Bool, Bool, Or>(p.out, p.own, p.received, p.n);
   } else {
@@ -109,7 +109,7 @@ RINGJAX_INLINE void Bools(const Operands& p, ReduceOp op) {
 // Sums and products wrap around, with the same bits for signed and unsigned types, so
 // they are computed in the unsigned type.
 RINGJAX_INLINE void CombineIntegers(const Operands& p, DType dtype, ReduceOp op) {
-  if (dtype == DType::kBool) return Bools(p, op);
+  if (dtype == DType::kBool) return CombineBools(p, op);
   ByInteger(dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
     ByOp(op, [&](auto apply) RINGJAX_INLINE_LAMBDA {
       using Op = decltype(apply);
@@ -189,7 +189,8 @@ void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double fact
   ByInteger(dtype, [&](auto type) {
     RescaleIntegers<decltype(type)>(out, in, n, factor, divisor);
   });
-  if (dtype == DType::kBool) Bools({out, out, out, n}, ReduceOp::kMax);  // to 0 or 1
+  if (dtype == DType::kBool)
+    CombineBools({out, out, out, n}, ReduceOp::kMax);  // to 0 or 1
 }
 
 // Returns arithmetic that scales, adds and copies complex numbers as pairs of reals.
@@ -242,7 +243,7 @@ Arithmetic AsFloats(const Arithmetic& a) {
 
 // Whether CombineHalves can do `a`: the CPU has F16C, and the values are f16, or f32
 // that is sent as f16.
-bool ByBlocks(const Arithmetic& a) {
+bool UsesF16C(const Arithmetic& a) {
   return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
 }
 
@@ -272,7 +273,8 @@ void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last
   }
 }
 
-bool Touches(const Arithmetic& a, bool first, bool last) {
+// Whether a factor, a divisor or the rounding to the wire dtype changes the values.
+bool HasFactors(const Arithmetic& a, bool first, bool last) {
   return (first && a.scales_first()) || (last && (a.scales_last() || a.compressed()));
 }
 
@@ -314,10 +316,10 @@ void Combine(void* out, const void* own, const void* received, size_t n,
       return Combine(out, own, received, 2 * n, AsReal(a), first, last);
   }
   const Operands p{out, own, received, n};
-  if (ByBlocks(a)) return CombineHalves(p, a, first, last);
-  const bool touches = Touches(a, first, last);
-  if (!touches && !a.compressed()) return CombineUnscaled(p, a.dtype, a.op);
-  if (!touches && a.op == ReduceOp::kSum) return ByLevel<AddFromWire>(p, a);
+  if (UsesF16C(a)) return CombineHalves(p, a, first, last);
+  const bool has_factors = HasFactors(a, first, last);
+  if (!has_factors && !a.compressed()) return CombineUnscaled(p, a.dtype, a.op);
+  if (!has_factors && a.op == ReduceOp::kSum) return ByLevel<AddFromWire>(p, a);
   if (IsFloat(a.dtype)) return ByLevel<CombineScaledFloats>(p, a, first, last);
   CombineInPieces(p, a, first, last);
 }
@@ -328,7 +330,7 @@ void Encode(void* wire, const void* own, size_t n, const Arithmetic& a, bool fir
   if (!a.compressed()) return CopyScaled(wire, own, n, a, first, false);
   const FloatMode mode;
   const double before = first ? a.prescale : 1.0;
-  if (before == 1.0 && ByBlocks(a)) return NarrowHalves(wire, own, n);
+  if (before == 1.0 && UsesF16C(a)) return NarrowHalves(wire, own, n);
   ByLevel<NarrowFloats>(wire, own, n, a, before);
 }
 
@@ -337,7 +339,7 @@ void Decode(void* out, const void* wire, size_t n, const Arithmetic& a) {
   if (n == 0) return;
   if (a.compressed()) {
     const FloatMode mode;
-    if (ByBlocks(a)) return WidenHalves(out, wire, n);
+    if (UsesF16C(a)) return WidenHalves(out, wire, n);
     return ByLevel<WidenFloats>(out, wire, n, a);
   }
   if (out != wire) std::memcpy(out, wire, n * Width(a.dtype));
@@ -347,7 +349,7 @@ void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool 
                 bool last) {
   CheckSupported(a);
   if (n == 0) return;
-  if (Touches(a, first, last)) {
+  if (HasFactors(a, first, last)) {
     const FloatMode mode;
     return Rescaled(out, own, n, a, first, last);
   }

@@ -13,8 +13,8 @@
 
 namespace ringjax {
 
-// Owns an eager lane. The lane keeps references to Python objects until an operation
-// has ended; then ReleaseEnded drops them, on a thread that holds the GIL.
+// Owns an eager lane. The lane keeps references to Python objects until their operation
+// has ended. Then ReleaseEnded drops them, on a thread that holds the GIL.
 class BoundLane : public std::enable_shared_from_this<BoundLane> {
  public:
   BoundLane(std::shared_ptr<Communicator> communicator, EagerOptions options)

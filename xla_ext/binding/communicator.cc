@@ -180,22 +180,22 @@ LinkEnds ReadLink(const nb::tuple& link) {
 // A shared segment as Python describes it: memfd, bytes of a tile, doorbells by rank.
 using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
-// Registers the communicator in place of `now`, the entry of its id.
-void Admit(const std::shared_ptr<Communicator>& c, Registered now) {
+// Registers the communicator. Its entry replaces `previous`, the entry of the same id.
+void RegisterAfter(const std::shared_ptr<Communicator>& c, Registered previous) {
   // A training step that is under way continues with the Overlap that began it.
-  if (now.communicator && now.communicator->resilient() == c->resilient())
-    now.overlap->Follow(c);
+  if (previous.communicator && previous.communicator->resilient() == c->resilient())
+    previous.overlap->Follow(c);
   else
-    now.overlap = std::make_shared<Overlap>(c),
-    now.meeting = std::make_shared<DeviceRendezvous>();
-  // Lets the communicator report, when another rank probes it, which devices of this
+    previous.overlap = std::make_shared<Overlap>(c),
+    previous.meeting = std::make_shared<DeviceRendezvous>();
+  // When another rank probes this rank, the communicator reports which devices of this
   // process have not made their calls yet.
-  c->log().set_missing_locally([weak = std::weak_ptr(now.meeting)] {
+  c->log().set_missing_locally([weak = std::weak_ptr(previous.meeting)] {
     const auto alive = weak.lock();
     return alive ? alive->Missing() : "";
   });
-  now.communicator = c;
-  Register(c->id(), std::move(now));
+  previous.communicator = c;
+  Register(c->id(), std::move(previous));
 }
 
 std::shared_ptr<Communicator> MakeCommunicator(
@@ -251,7 +251,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(shared), resilient);
   // A communicator of an elastic job is registered later, by Install.
-  if (!resilient) Admit(c, {});
+  if (!resilient) RegisterAfter(c, {});
   return c;
 }
 
@@ -266,11 +266,11 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
     RJ_TRY(self.Install(next, {finished, repeats, ranks, reason}));
     if (!next) return OkStatus();
     // Keep CUDA communicators that `next` has already; drop those of a failed epoch.
-    Registered now = Find(next->id());
-    if (std::any_of(now.devices.begin(), now.devices.end(),
+    Registered previous = Find(next->id());
+    if (std::any_of(previous.devices.begin(), previous.devices.end(),
                     [](const auto& one) { return !one->epoch().Check().ok(); }))
-      now.devices.clear();
-    Admit(next, std::move(now));
+      previous.devices.clear();
+    RegisterAfter(next, std::move(previous));
     return OkStatus();
   }));
 }

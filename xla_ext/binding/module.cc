@@ -1,4 +1,4 @@
-// ringjax._native: the binding. It only makes the core callable from Python.
+// The module ringjax._native, which only makes the core callable from Python.
 #include "binding/module.h"
 
 #include <fcntl.h>
@@ -37,11 +37,11 @@ constexpr std::string_view kCodeNames[] = {
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
 // The GIL guards the next two.
 PyObject* failure_callback = nullptr;
-nb::python_error* put_off = nullptr;  // raised by a signal handler that the core ran
+nb::python_error* deferred = nullptr;  // raised by a signal handler that the core ran
 
-// A pending call of the interpreter: raises the exception that was put off, if any.
-int RaisePutOff(void*) {
-  nb::python_error* error = std::exchange(put_off, nullptr);
+// A pending call of the interpreter, which raises the deferred exception, if any.
+int RaiseDeferred(void*) {
+  nb::python_error* error = std::exchange(deferred, nullptr);
   if (error == nullptr) return 0;
   error->restore();
   delete error;
@@ -60,7 +60,7 @@ nb::object ToText(const std::string& s) {
 void Raise(const Status& status) {
   if (status.ok()) return;
   // If a signal handler has raised, its exception says more than this status.
-  if (status.code() == Code::kCancelled && RaisePutOff(nullptr) != 0)
+  if (status.code() == Code::kCancelled && RaiseDeferred(nullptr) != 0)
     throw nb::python_error();
   nb::object error = nb::handle(status_error)(ToText(status.message()));
   error.attr("code") =
@@ -73,15 +73,15 @@ void Raise(const Status& status) {
 namespace {
 
 // The interrupt check of the core. On the main thread, runs Python's signal handlers
-// and returns whether one of them has raised. The exception is put off until the core
+// and returns whether a handler has raised. The exception is deferred until the core
 // has returned and the interpreter runs again.
 bool MainThreadInterrupted() {
   if (gettid() != getpid() || !Py_IsInitialized()) return false;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
   auto* raised = new nb::python_error;  // takes the exception
-  delete std::exchange(put_off, raised);
-  if (Py_AddPendingCall(&RaisePutOff, nullptr) != 0) PyErr_SetInterrupt();
+  delete std::exchange(deferred, raised);
+  if (Py_AddPendingCall(&RaiseDeferred, nullptr) != 0) PyErr_SetInterrupt();
   return true;
 }
 
@@ -195,12 +195,12 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
   Descriptors ours(std::move(fds));
   Raise(CheckKeys(keys, peers.size()));
   auto bell = NewBell();
-  auto told = CopyOf(notify), asks = CopyOf(inquire);
+  auto notify_bell = CopyOf(notify), inquire_bell = CopyOf(inquire);
   ours.Release();
   try {
     return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
-                                       std::move(bell), std::move(told),
-                                       std::move(asks));
+                                       std::move(bell), std::move(notify_bell),
+                                       std::move(inquire_bell));
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);

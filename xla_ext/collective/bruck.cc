@@ -1,5 +1,5 @@
-// Bruck's allgather: every round doubles the number of blocks that a rank holds. The
-// choice for short blocks on many ranks. Works for any number of ranks and any sizes.
+// Bruck's allgather: every round doubles the number of blocks that a rank holds. It is
+// best for short blocks on many ranks. Any number of ranks and any sizes are possible.
 //
 //               steps         messages     sent by each rank, n elements on P ranks
 //   allgather   ceil(log2 P)  2 per round  (P - 1) / P n

@@ -1,6 +1,6 @@
 // Direct algorithms: every rank exchanges data with all others at the same time. A rank
-// sends as few bytes as in a ring, in the fewest steps possible. The choice on one
-// host, where many messages at once cost little.
+// sends as few bytes as in a ring, in the fewest steps possible. Direct algorithms are
+// best on one host, where many messages at once cost little.
 //
 //                 steps  messages  sent by each rank, n elements on P ranks
 //   allreduce       2    2 (P - 1)  2 (P - 1) / P n
@@ -28,8 +28,8 @@ double DirectCost(double rounds, uint64_t bytes, const Topology& topology,
 
 }  // namespace
 
-// Each rank receives from the rank before it first, then from the one before that, and
-// so on, so that not all ranks wait for data of the same rank first.
+// Each rank first receives from its predecessor, then from the predecessor's
+// predecessor, and so on, so that not all ranks wait for data of one rank first.
 void AddDirectReduceScatter(ScheduleBuilder* builder, const Group& group,
                             const Blocks& blocks, bool last, Slice own) {
   const int r = group.index, peers = group.size() - 1;

@@ -1,9 +1,9 @@
 // Recursive halving and doubling: ranks at distance 1, 2, 4, ... exchange data in
 // pairs, and each exchange halves the range that a rank continues to reduce. An
 // allgather then makes the same exchanges in reverse order. Few steps and few bytes
-// make it the choice for middle sizes. Any number of ranks is possible: let p be the
-// largest power of two up to that number. Then each rank in excess of p sends its
-// vector to a neighbour first and receives the result at the end.
+// make halving best for middle sizes. Any number of ranks is possible: let p be the
+// largest power of two up to that number. Then each rank in excess of p first sends its
+// vector to a neighbour, and receives the result at the end.
 //
 //                 steps                sent by each rank, n elements
 //   allreduce     2 log2 p [+ 2]       2 (p - 1) / p n [+ n]
@@ -34,7 +34,7 @@ struct Fold {
         pairs(size - power) {}
 
   bool Leaves(int rank) const { return rank < 2 * pairs && rank % 2 == 0; }
-  bool Stands(int rank) const { return rank < 2 * pairs && rank % 2 == 1; }
+  bool RepresentsPair(int rank) const { return rank < 2 * pairs && rank % 2 == 1; }
   int Number(int rank) const { return rank < 2 * pairs ? rank / 2 : rank - pairs; }
   int Rank(int number) const {
     return number < pairs ? 2 * number + 1 : number + pairs;
@@ -82,7 +82,7 @@ void AddHalvingAllreduce(ScheduleBuilder* builder, const Group& group, Range who
     builder->Recv(group.At(own + 1), whole);
     return;
   }
-  if (fold.Stands(own)) builder->RecvReduce(group.At(own - 1), whole, false);
+  if (fold.RepresentsPair(own)) builder->RecvReduce(group.At(own - 1), whole, false);
 
   const Blocks blocks = Blocks::Even(whole, fold.power);
   const auto exchanges = Halve(fold.Number(own), fold.power, true);
@@ -97,7 +97,7 @@ void AddHalvingAllreduce(ScheduleBuilder* builder, const Group& group, Range who
     builder->Send(peer, blocks.Between(e->keep_lo, e->keep_hi));
     builder->Recv(peer, blocks.Between(e->give_lo, e->give_hi));
   }
-  if (fold.Stands(own)) builder->Send(group.At(own - 1), whole);
+  if (fold.RepresentsPair(own)) builder->Send(group.At(own - 1), whole);
 }
 
 Schedule HalvingAllreduce(const Problem& problem, const Topology& topology) {
@@ -126,9 +126,10 @@ void FinishBlocks(ScheduleBuilder* builder, const Fold& fold, const Blocks& bloc
 
 }  // namespace
 
-// No step may write to kIn, so partial results are in scratch. A rank that represents a
-// pair also finishes the block of the even rank there. The farthest exchange is the
-// first, so that a member ends with the consecutive blocks of the ranks it represents.
+// No step may write to kIn, so partial results are in scratch, where a rank that
+// represents a pair also finishes the block of the even rank. The first exchange is
+// with the farthest peer, so that a member ends with the consecutive blocks of the
+// ranks that it represents.
 Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Fold fold(topology.size);
@@ -146,14 +147,15 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
     return blocks.Between(fold.FirstRank(lo), fold.Rank(hi - 1) + 1);
   };
   const auto exchanges = Halve(fold.Number(rank), fold.power, false);
-  const Range most = fold.Stands(rank)
+  const Range most = fold.RepresentsPair(rank)
                          ? blocks.whole()
                          : between(exchanges[0].keep_lo, exchanges[0].keep_hi);
   const auto scratch = [&](Range r) -> Slice {
     return {Region::kScratch, r.offset - most.offset, r.count};
   };
-  if (fold.Stands(rank)) builder.RecvReduce(rank - 1, most, false, scratch(most));
-  if (fold.Stands(rank) || fold.power > 2) builder.ReserveScratch(most.count);
+  if (fold.RepresentsPair(rank))
+    builder.RecvReduce(rank - 1, most, false, scratch(most));
+  if (fold.RepresentsPair(rank) || fold.power > 2) builder.ReserveScratch(most.count);
   for (const Exchange& e : exchanges) {
     const Range keep = between(e.keep_lo, e.keep_hi);
     if (e.keep_hi - e.keep_lo == 1) break;
@@ -162,7 +164,7 @@ Schedule HalvingReducescatter(const Problem& problem, const Topology& topology) 
   }
   const int peer = fold.Rank(exchanges.back().peer);
   FinishBlocks(&builder, fold, blocks, rank, peer, most.offset);
-  if (fold.Stands(rank)) builder.Send(rank - 1, blocks.At(rank - 1));
+  if (fold.RepresentsPair(rank)) builder.Send(rank - 1, blocks.At(rank - 1));
   return builder.Take();
 }
 

@@ -12,10 +12,10 @@
 //   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n, root's host
 //
 // Hosts are *even* if all have the same number of ranks. Then the ranks with index i in
-// their hosts form a group (`Lane` here, which is not a lane of calls) that moves part
-// i of the vector between hosts, so that all ranks share this work: Kandalla et al.,
-// "Designing multi-leader-based allgather algorithms for multi-core clusters", IPDPS
-// 2009. On uneven hosts one leader of each host moves the whole vector.
+// their hosts form a group, *rail* i, that moves part i of the vector between hosts, so
+// that all ranks share this work: Kandalla et al., "Designing multi-leader-based
+// allgather algorithms for multi-core clusters", IPDPS 2009. On uneven hosts one leader
+// of each host moves the whole vector.
 #include <algorithm>
 #include <bit>
 #include <map>
@@ -35,8 +35,8 @@ bool Even(const HostRanks& hosts) {
 }
 
 // The position of a rank: its host, the ranks of that host, and its index among them.
-struct Seat {
-  Seat(const HostRanks& hosts, int rank) {
+struct Position {
+  Position(const HostRanks& hosts, int rank) {
     for (size_t h = 0; h < hosts.size(); ++h) {
       const auto place = std::find(hosts[h].begin(), hosts[h].end(), rank);
       if (place == hosts[h].end()) continue;
@@ -47,11 +47,11 @@ struct Seat {
 
   // The ranks whose index on their host is local.index, one on each host. Every host
   // must have a rank with this index.
-  Group Lane(const HostRanks& hosts) const {
-    Group lane{{}, host};
+  Group Rail(const HostRanks& hosts) const {
+    Group rail{{}, host};
     for (const std::vector<int>& ranks : hosts)
-      lane.ranks.push_back(ranks[static_cast<size_t>(local.index)]);
-    return lane;
+      rail.ranks.push_back(ranks[static_cast<size_t>(local.index)]);
+    return rail;
   }
 
   int host = 0;
@@ -66,60 +66,61 @@ Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
 }
 
 // Reduce-scatter inside the hosts, ring allreduce between them, allgather inside them.
-// The phases inside the hosts work block by block in the order in which the ring sends
-// and delivers blocks (in descending order), so that all phases overlap.
-void AllreduceInLanes(ScheduleBuilder* builder, const HostRanks& hosts,
-                      const Seat& seat, Range whole) {
-  const Group lane = seat.Lane(hosts);
-  const Blocks parts = Blocks::Even(whole, seat.local.size());
-  const auto split = [&](int i) { return Blocks::Even(parts.At(i), lane.size()); };
+// The phases inside the hosts work block by block, in the descending order in which the
+// ring sends and delivers blocks, so that all phases overlap.
+void AllreduceOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
+                      const Position& position, Range whole) {
+  const Group rail = position.Rail(hosts);
+  const Blocks parts = Blocks::Even(whole, position.local.size());
+  const auto split = [&](int i) { return Blocks::Even(parts.At(i), rail.size()); };
   // The ring sends blocks in the order in which they are reduced here, so it need not
   // wait for the whole part.
-  for (int s = 1; s <= lane.size(); ++s) {
+  for (int s = 1; s <= rail.size(); ++s) {
     std::vector<Range> next;
-    for (int i = 0; i < seat.local.size(); ++i)
-      next.push_back(split(i).At(lane.index - s));
-    const Range mine = next[static_cast<size_t>(seat.local.index)];
-    AddDirectReduceScatter(builder, seat.local, next, false, OutAt(mine));
+    for (int i = 0; i < position.local.size(); ++i)
+      next.push_back(split(i).At(rail.index - s));
+    const Range mine = next[static_cast<size_t>(position.local.index)];
+    AddDirectReduceScatter(builder, position.local, next, false, OutAt(mine));
   }
-  AddRingReduceScatter(builder, lane, split(seat.local.index), InPlace);
-  AddRingAllgather(builder, lane, split(seat.local.index));
-  for (int s = 0; s < lane.size(); ++s) {
+  AddRingReduceScatter(builder, rail, split(position.local.index), InPlace);
+  AddRingAllgather(builder, rail, split(position.local.index));
+  for (int s = 0; s < rail.size(); ++s) {
     std::vector<Range> arrived;
-    for (int i = 0; i < seat.local.size(); ++i)
-      arrived.push_back(split(i).At(lane.index - s));
-    AddDirectAllgather(builder, seat.local, arrived);
+    for (int i = 0; i < position.local.size(); ++i)
+      arrived.push_back(split(i).At(rail.index - s));
+    AddDirectAllgather(builder, position.local, arrived);
   }
 }
 
 // Each phase works on a whole part: with few bytes, overlapping gains nothing.
-void HalveInLanes(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
-                  Range whole) {
-  const Blocks parts = Blocks::Even(whole, seat.local.size());
-  const Range mine = parts.At(seat.local.index);
-  AddDirectReduceScatter(builder, seat.local, parts, false, OutAt(mine));
-  AddHalvingAllreduce(builder, seat.Lane(hosts), mine);
-  AddDirectAllgather(builder, seat.local, parts);
+void HalveOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
+                  const Position& position, Range whole) {
+  const Blocks parts = Blocks::Even(whole, position.local.size());
+  const Range mine = parts.At(position.local.index);
+  AddDirectReduceScatter(builder, position.local, parts, false, OutAt(mine));
+  AddHalvingAllreduce(builder, position.Rail(hosts), mine);
+  AddDirectAllgather(builder, position.local, parts);
 }
 
-void HalveByLeaders(ScheduleBuilder* builder, const HostRanks& hosts, const Seat& seat,
-                    Range whole) {
-  AddBinomialReduce(builder, seat.local, 0, whole, false);
-  if (seat.local.index == 0) AddHalvingAllreduce(builder, seat.Lane(hosts), whole);
-  AddBinomialBroadcast(builder, seat.local, 0, whole);
+void HalveByLeaders(ScheduleBuilder* builder, const HostRanks& hosts,
+                    const Position& position, Range whole) {
+  AddBinomialReduce(builder, position.local, 0, whole, false);
+  if (position.local.index == 0)
+    AddHalvingAllreduce(builder, position.Rail(hosts), whole);
+  AddBinomialBroadcast(builder, position.local, 0, whole);
 }
 
 void AllreduceByLeaders(ScheduleBuilder* builder, const HostRanks& hosts,
-                        const Seat& seat, Range whole) {
+                        const Position& position, Range whole) {
   const Blocks blocks = Blocks::Even(whole, static_cast<int>(hosts.size()));
-  AddBinomialReduce(builder, seat.local, 0, whole, false);
-  if (seat.local.index == 0) {
-    const Group leaders = seat.Lane(hosts);
+  AddBinomialReduce(builder, position.local, 0, whole, false);
+  if (position.local.index == 0) {
+    const Group leaders = position.Rail(hosts);
     AddRingReduceScatter(builder, leaders, blocks, InPlace);
     AddRingAllgather(builder, leaders, blocks);
   }
   for (int s = 0; s < blocks.size(); ++s)
-    AddBinomialBroadcast(builder, seat.local, 0, blocks.At(seat.host - s));
+    AddBinomialBroadcast(builder, position.local, 0, blocks.At(position.host - s));
 }
 
 }  // namespace
@@ -136,69 +137,69 @@ bool HasEvenHierarchy(const Topology& topology) {
 Schedule HierarchicalAllreduce(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   if (hosts.size() == 1) return DirectAllreduce(problem, topology);
-  const Seat seat(hosts, topology.rank);
+  const Position position(hosts, topology.rank);
   const Range whole{0, problem.counts[0]};
   ScheduleBuilder builder;
   if (Even(hosts))
-    AllreduceInLanes(&builder, hosts, seat, whole);
+    AllreduceOnRails(&builder, hosts, position, whole);
   else
-    AllreduceByLeaders(&builder, hosts, seat, whole);
+    AllreduceByLeaders(&builder, hosts, position, whole);
   return builder.Take();
 }
 
 Schedule HierarchicalHalvingAllreduce(const Problem& problem,
                                       const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
-  const Seat seat(hosts, topology.rank);
+  const Position position(hosts, topology.rank);
   const Range whole{0, problem.counts[0]};
   ScheduleBuilder builder;
-  (Even(hosts) ? HalveInLanes : HalveByLeaders)(&builder, hosts, seat, whole);
+  (Even(hosts) ? HalveOnRails : HalveByLeaders)(&builder, hosts, position, whole);
   return builder.Take();
 }
 
-// Each group (Seat::Lane) gathers its blocks first. Then the ranks of each host send
-// each other the blocks of their groups.
+// Each rail gathers its blocks first. Then the ranks of each host send each other the
+// blocks of their rails.
 Schedule HierarchicalAllgather(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
-  const Seat seat(hosts, topology.rank);
-  const Group lane = seat.Lane(hosts);
+  const Position position(hosts, topology.rank);
+  const Group rail = position.Rail(hosts);
   const Blocks blocks = Blocks::Of(problem.counts);
   const Range own = blocks.At(topology.rank);
   ScheduleBuilder builder;
   builder.Move(own, {Region::kIn, 0, own.count});
-  AddRingAllgather(&builder, lane, BlocksOf(lane.ranks, blocks));
-  for (int s = 0; s < lane.size(); ++s) {
-    const int h = Wrap(lane.index - s, lane.size());
-    AddDirectAllgather(&builder, seat.local,
+  AddRingAllgather(&builder, rail, BlocksOf(rail.ranks, blocks));
+  for (int s = 0; s < rail.size(); ++s) {
+    const int h = Wrap(rail.index - s, rail.size());
+    AddDirectAllgather(&builder, position.local,
                        BlocksOf(hosts[static_cast<size_t>(h)], blocks));
   }
   builder.Finish(own);
   return builder.Take();
 }
 
-// The reduction inside the hosts comes first: each rank reduces the blocks of its
-// group, in the order in which the group then sends them. No step may write to kIn, so
+// The reduction inside the hosts is first: each rank reduces the blocks of its rail, in
+// the order in which the rail then sends the blocks. No step may write to kIn, so
 // partial results are in scratch.
 Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
-  const Seat seat(hosts, topology.rank);
-  const Group lane = seat.Lane(hosts);
+  const Position position(hosts, topology.rank);
+  const Group rail = position.Rail(hosts);
   const Blocks blocks = Blocks::Of(problem.counts);
   ScheduleBuilder builder;
   std::map<uint64_t, Slice> sums;  // partial results, by the offset of the block
   uint64_t used = 0;
-  for (int s = 1; s <= lane.size(); ++s) {
-    const int h = Wrap(lane.index - s, lane.size());
-    const Range block = blocks.At(lane.At(h));
+  for (int s = 1; s <= rail.size(); ++s) {
+    const int h = Wrap(rail.index - s, rail.size());
+    const Range block = blocks.At(rail.At(h));
     const Slice sum{Region::kScratch, used, block.count};
     used += block.count;
     if (block.count > 0) sums[block.offset] = sum;
-    AddDirectReduceScatter(&builder, seat.local,
+    AddDirectReduceScatter(&builder, position.local,
                            BlocksOf(hosts[static_cast<size_t>(h)], blocks), false, sum);
   }
   builder.ReserveScratch(used);
-  const int rounds = lane.size() - 1;
-  AddRingReduceScatter(&builder, lane, BlocksOf(lane.ranks, blocks),
+  const int rounds = rail.size() - 1;
+  AddRingReduceScatter(&builder, rail, BlocksOf(rail.ranks, blocks),
                        [&](int round, Range block) -> Slice {
                          if (round == rounds - 1 || block.count == 0)
                            return {Region::kOut, 0, block.count};
@@ -210,24 +211,24 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
 // The leader of a host is its first rank, on the root's host the root itself.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
-  const Seat seat(hosts, topology.rank), root(hosts, problem.root);
+  const Position position(hosts, topology.rank), root(hosts, problem.root);
   const Range whole{0, problem.counts[0]};
-  Group leaders{{}, seat.host};
+  Group leaders{{}, position.host};
   for (const std::vector<int>& ranks : hosts) leaders.ranks.push_back(ranks[0]);
   leaders.ranks[static_cast<size_t>(root.host)] = problem.root;
   ScheduleBuilder builder;
-  if (leaders.At(seat.host) == topology.rank)
+  if (leaders.At(position.host) == topology.rank)
     AddBinomialBroadcast(&builder, leaders, root.host, whole);
-  const int leader = seat.host == root.host ? root.local.index : 0;
-  AddBinomialBroadcast(&builder, seat.local, leader, whole);
+  const int leader = position.host == root.host ? root.local.index : 0;
+  AddBinomialBroadcast(&builder, position.local, leader, whole);
   if (topology.rank == problem.root) builder.Finish(whole);
   return builder.Take();
 }
 
 namespace {
 
-// The time of going `rounds` times round the rings between hosts. `bytes` are those of
-// all rings together, which work at the same time.
+// The time of `rounds` trips around the rings between hosts. `bytes` is the sum over
+// all rings, which work at the same time.
 double BetweenHosts(double rounds, double bytes, int hosts, const CostModel& model) {
   const double hops = rounds * (hosts - 1);
   return hops * (model.remote_latency + model.remote_message +
@@ -246,8 +247,8 @@ Topology Leaders(int hosts) {
   return leaders;
 }
 
-// The time of going once round the rings, plus that of the phase `inside` the hosts.
-double InLanes(double (*inside)(uint64_t, const Topology&, const CostModel&),
+// The time of one trip around the rings, plus that of the phase `inside` the hosts.
+double OnRails(double (*inside)(uint64_t, const Topology&, const CostModel&),
                uint64_t bytes, const Topology& topology, const CostModel& model) {
   const Traffic traffic(topology, model);
   return inside(bytes, FullHost(traffic.widest()), model) +
@@ -278,12 +279,12 @@ double HierarchicalHalvingAllreduceCost(uint64_t bytes, const Topology& topology
 
 double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
                                  const CostModel& model) {
-  return InLanes(DirectAllgatherCost, bytes, topology, model);
+  return OnRails(DirectAllgatherCost, bytes, topology, model);
 }
 
 double HierarchicalReducescatterCost(uint64_t bytes, const Topology& topology,
                                      const CostModel& model) {
-  return InLanes(DirectReducescatterCost, bytes, topology, model);
+  return OnRails(DirectReducescatterCost, bytes, topology, model);
 }
 
 double HierarchicalBroadcastCost(uint64_t bytes, const Topology& topology,

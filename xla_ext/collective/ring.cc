@@ -1,5 +1,5 @@
 // Ring algorithms: every rank receives from one neighbour and sends to the other, and
-// all links work all the time. The choice for long vectors on slow networks; the
+// all links work all the time. Rings are best for long vectors on slow networks. Their
 // latency grows with the number of ranks.
 //
 //                 steps      sent by each rank, n elements on P ranks
@@ -8,10 +8,10 @@
 //   allgather       P - 1      (P - 1) / P n
 //   broadcast       P - 1      n; the ring is cut open and becomes a chain
 //
-// The chain goes from host to host, so that the n elements enter and leave each host
-// once; a rank forwards data while they arrive. No algorithm for either half of the
-// allreduce can send less: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
-// for clusters of workstations", JPDC 2009.
+// The chain leads from host to host, so that the n elements enter and leave each host
+// once. A rank forwards data while they arrive. No algorithm for either half of the
+// allreduce can send fewer bytes: Patarasu and Yuan, "Bandwidth optimal all-reduce
+// algorithms for clusters of workstations", JPDC 2009.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +21,7 @@
 namespace ringjax::collective {
 namespace {
 
-// The time of going `rounds` times round the ring.
+// The time of `rounds` trips around the ring.
 double RingCost(double rounds, uint64_t bytes, const Topology& topology,
                 const CostModel& model) {
   Traffic traffic(topology, model);

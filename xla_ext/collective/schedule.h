@@ -1,9 +1,9 @@
 // A schedule: all that one rank does in one collective, as a list of steps.
 //
-// A schedule is pure data: no threads, no sockets, no clock. It means that its steps
-// run one after the other; the executor overlaps steps that do not conflict, message by
-// message and segment by segment (engine/call/plan.h). The words *chunk*, *segment* and
-// *step* are explained in docs/developers/glossary.md.
+// A schedule is pure data: no threads, no sockets, no clock. Its result is defined as
+// if its steps ran one after the other. The executor overlaps steps that do not
+// conflict, message by message and segment by segment (engine/call/plan.h). The
+// glossary, docs/developers/glossary.md, explains *chunk*, *segment* and *step*.
 #pragma once
 
 #include <algorithm>

@@ -113,8 +113,8 @@ Schedule TreeAllreduce(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-// Both trees reduce first, then both broadcast: so two ranks that are neighbours in
-// both trees send and expect the messages between them in the same order.
+// Both trees reduce before either broadcasts. So two ranks that are neighbours in both
+// trees send and expect the messages between them in one order.
 Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Blocks halves = Blocks::Even({0, problem.counts[0]}, 2);
@@ -145,8 +145,8 @@ double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
   return traffic.Seconds(CeilLog2(topology.size));
 }
 
-// Rank 0 receives the vectors of its children one after the other and can send results
-// only while the last arrives: so the time of the vectors `before` the last is added.
+// Rank 0 receives the vectors of its children one after the other, and can send results
+// only while the last vector arrives. So the time of the vectors `before` is added.
 double TreeAllreduceCost(uint64_t bytes, const Topology& topology,
                          const CostModel& model) {
   Traffic before(topology, model), traffic(topology, model);

@@ -6,9 +6,10 @@
 // that use the same direction of the same link. A message moves when both of its ends
 // can run, as if links had no buffers. Conflicting steps are always ordered, so every
 // order of execution gives the same values, and trying one order proves all. Memory is
-// a list of intervals that begin and end where messages do, so a long vector costs
-// no more. Each element of a reduction must be finished (scaled, rounded to the wire
-// dtype) on one rank and then be copied, so that all ranks end with the same bits.
+// a list of intervals that begin and end where messages do, so a long vector costs no
+// more than a short one. Each element of a reduction must be finished (scaled, rounded
+// to the wire dtype) on one rank and then be copied, so that all ranks end with the
+// same bits.
 //
 // The verifier proves nothing about the executor or about arithmetic. It runs allreduce
 // and broadcast twice, the second time with kIn and kOut in the same memory.

@@ -2,13 +2,14 @@
 
     build_blob.py --output device_code.cc [--mode MODE] [--nvcc FILE]
 
-Run by CMake with the Python that builds the package; the standard library is enough.
-`auto` takes the first of these that works, and goes without device code if none does:
-an nvcc (named, on PATH, of a toolkit, of pip packages), then NVRTC. What is found is
-run before it is believed. The other modes name one way, and fail if it fails: `nvcc`,
-`wheel` (an nvcc from pip packages), `nvrtc` (or `nvrtc12`, `nvrtc13`).
+CMake runs this script with the Python that builds the package. It needs only the
+standard library. Mode `auto` tries each nvcc (named, on PATH, of a toolkit, of pip
+packages), then NVRTC, and keeps the code of the first compiler that works; if none
+works, the extension has no device code. Every other mode names one kind of compiler and
+fails if that fails: `nvcc`, `wheel` (an nvcc from pip packages), `nvrtc` (or `nvrtc12`,
+`nvrtc13`).
 
-Not for run time: what a driver makes of the images is decided in device/kernels.cc.
+At run time, device/kernels.cc decides which of the images a driver loads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LEAST_PTX = 80
 
 MODES = ("auto", "nvcc", "wheel", "nvrtc", "nvrtc12", "nvrtc13", "off")
 
-# Compilations at a time: few, because the build compiles other files meanwhile.
+# Compilations that run at one time: few, because the build compiles other files, too.
 JOBS = 2
 SECONDS = 600
 
@@ -64,7 +65,7 @@ class DeviceCode:
 
 
 def run(command: Sequence[str | Path], cwd: Path | None = None) -> str:
-    """Runs a command and returns what it wrote; raises Failed with that otherwise."""
+    """Returns the output of a command; raises Failed with the output on failure."""
     try:
         done = subprocess.run(
             [str(part) for part in command],
@@ -88,12 +89,15 @@ def run(command: Sequence[str | Path], cwd: Path | None = None) -> str:
 
 
 def numbers(text: str, prefix: str) -> list[int]:
-    """The 75 of each compute_75 or sm_75; the variants sm_90a and sm_100f are left."""
+    """Returns the 75 of each compute_75 or sm_75. Skips variants such as sm_90a."""
     return sorted({int(n) for n in re.findall(rf"\b{prefix}_(\d+)\b", text)})
 
 
 def ptx_of(supported: Sequence[int]) -> int | None:
-    """The oldest PTX that has what pack.cu uses from sm_80 on: most devices take it."""
+    """Returns the oldest PTX version from sm_80 on, which most devices accept.
+
+    pack.cu uses instructions of sm_80.
+    """
     return min((a for a in supported if a >= LEAST_PTX), default=None)
 
 
@@ -101,7 +105,7 @@ def ptx_of(supported: Sequence[int]) -> int | None:
 
 
 def wheel_folders() -> list[Path]:
-    """Where pip puts NVIDIA's packages for this Python."""
+    """Returns the folders in which pip installs NVIDIA's packages for this Python."""
     try:
         spec = importlib.util.find_spec("nvidia")
     except (ImportError, ValueError):
@@ -110,13 +114,13 @@ def wheel_folders() -> list[Path]:
 
 
 def wheel_nvccs() -> Iterator[Path]:
-    """The nvcc of pip packages; those for CUDA 12 hold none."""
+    """Yields each nvcc of pip packages. The packages for CUDA 12 contain none."""
     for folder in wheel_folders():
         yield from sorted(folder.glob("cu[0-9]*/bin/nvcc"), reverse=True)
 
 
 def toolkit_nvccs(named: str) -> Iterator[Path]:
-    """Each place where a toolkit may be, first the ones that somebody asked for."""
+    """Yields each place where a toolkit may be, places that the user named first."""
     for text in (named, os.environ.get("CUDACXX", "")):
         if text:
             yield Path(shutil.which(text) or text)
@@ -132,7 +136,7 @@ def toolkit_nvccs(named: str) -> Iterator[Path]:
 
 
 def compile_with_nvcc(nvcc: Path) -> DeviceCode:
-    """One compressed fatbin with a binary for each architecture, and PTX."""
+    """Makes one compressed fatbin with a binary for each architecture, and PTX."""
     release = re.search(r"release (\d+\.\d+)", run([nvcc, "--version"]))
     if release is None:
         raise Failed(f"{nvcc}: says no version and is no nvcc")
@@ -156,7 +160,7 @@ def compile_with_nvcc(nvcc: Path) -> DeviceCode:
             f"--threads={JOBS}",
             *options,
         ]
-        # A host compiler newer than nvcc knows is fine: nvcc only preprocesses with it.
+        # Allow a host compiler that nvcc does not know: it only preprocesses here.
         command += ["-allow-unsupported-compiler", "-Xfatbin=-compress-all"]
         command += ["-o", "pack.fatbin", SOURCE.name]
         run(command, cwd=Path(scratch))
@@ -168,7 +172,7 @@ def compile_with_nvcc(nvcc: Path) -> DeviceCode:
 
 
 def nvrtc_libraries(major: str) -> Iterator[Path]:
-    """libnvrtc of pip packages and of toolkits; `major` is 12, 13, or empty for any."""
+    """Yields libnvrtc of pip packages and toolkits; an empty `major` means any."""
     pattern = f"libnvrtc.so.{major}" if major else "libnvrtc.so.1[0-9]"
     for folder in wheel_folders():
         for inside in ("cu[0-9]*/lib", "cuda_nvrtc/lib"):
@@ -179,12 +183,12 @@ def nvrtc_libraries(major: str) -> Iterator[Path]:
 
 
 def compile_with_nvrtc(library: Path) -> DeviceCode:
-    """A cubin for each architecture and one PTX, each from a process of its own."""
+    """Makes a cubin for each architecture and one PTX, each in a process of its own."""
 
     def child(*arguments: str) -> str:
         return run([sys.executable, NVRTC_SCRIPT, library, *arguments])
 
-    # Another process loads the library: if that crashes it, the build goes on.
+    # Another process loads the library, so that a crash there does not end the build.
     version, *supported = child().split()
     known = [int(a) for a in supported]
     wanted = [("cubin", a) for a in ARCHITECTURES if a in known]
@@ -214,7 +218,7 @@ Compiler = Callable[[Path], DeviceCode]
 
 
 def attempts(mode: str, nvcc: str) -> Iterator[tuple[Compiler, Path]]:
-    """The compilers that `mode` allows, in the order in which they are tried."""
+    """Yields the compilers that `mode` allows, in the order in which to try them."""
     if mode == "nvcc" and nvcc:
         yield compile_with_nvcc, Path(nvcc)  # no other nvcc is tried
         return
@@ -230,11 +234,7 @@ def attempts(mode: str, nvcc: str) -> Iterator[tuple[Compiler, Path]]:
 
 
 def device_code(mode: str, nvcc: str) -> DeviceCode:
-    """Compiles pack.cu by the first compiler that works.
-
-    Raises:
-        Failed: if `mode` names a way and none of its compilers works.
-    """
+    """Compiles pack.cu with the first compiler that works; Failed unless `auto`."""
     reasons = []
     for compiler, file in dict.fromkeys(attempts(mode, nvcc)):
         try:
@@ -250,9 +250,9 @@ def device_code(mode: str, nvcc: str) -> DeviceCode:
 
 
 def without_zeros(data: bytes) -> tuple[list[int], bytes]:
-    """Lengths, alternately of zeros and of other bytes, and those other bytes.
+    """Returns lengths, alternately of zeros and of other bytes, and the other bytes.
 
-    A cubin is zeros by half: a bank of parameters for each kernel.
+    Half of a cubin is zeros: it has a bank of parameters for each kernel.
     """
     lengths, kept, position = [], [], 0
     for zeros in re.finditer(rb"\0{512,}|\Z", data):
@@ -264,15 +264,15 @@ def without_zeros(data: bytes) -> tuple[list[int], bytes]:
 
 
 def literal(data: bytes) -> str:
-    """A C++ string literal in lines, in which no escape can run into what follows."""
+    """Returns a C++ string literal in lines; three-digit escapes cannot run on."""
     plain = set(range(32, 127)) - set(b'"\\?')
     text = [chr(b) if b in plain else f"\\{b:03o}" for b in data]
     lines = ("".join(text[i : i + 1024]) for i in range(0, len(text), 1024))
     return "\n".join(f'    "{line}"' for line in lines) or '    ""'
 
 
-# The extension holds the images without their zeros, which are half of the bytes, and
-# expands them at the first use.
+# The extension contains the images without long runs of zeros, and expands the images
+# when they are first used.
 EXPANSION = """\
 struct Packed {
   std::string_view kind;
@@ -295,7 +295,7 @@ std::vector<unsigned char> Expanded(const Packed& packed) {
 
 
 def cpp_source(code: DeviceCode) -> str:
-    """The definitions of what blob.h declares."""
+    """Returns the definitions of the functions that blob.h declares."""
     arrays, table = [], []
     for i, image in enumerate(code.images):
         lengths, kept = without_zeros(image.data)
@@ -341,7 +341,7 @@ std::string_view DeviceCodeOrigin() {{ return "{code.origin}"; }}
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--mode", default="auto")

@@ -1,10 +1,10 @@
-"""Compiles one CUDA source with NVRTC for one architecture, or tells what it can do.
+"""Compiles one CUDA source with NVRTC for one architecture, or lists architectures.
 
     compile_nvrtc.py LIBRARY                              prints "12.1 50 52 ... 90"
     compile_nvrtc.py LIBRARY KIND SM OUTPUT SOURCE [HEADER...]
 
-Run by build_blob.py, in a process of its own: a library that crashes when it is loaded
-must not take the build with it. KIND is cubin or ptx, SM a number such as 90.
+build_blob.py runs this script in a process of its own, because a library that crashes
+when it is loaded must not end the build. KIND is cubin or ptx, SM a number such as 90.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Nvrtc:
             raise NvrtcError(f"{name}: {text}")
 
     def version(self) -> str:
-        """Such as 12.1."""
+        """Returns a version such as 12.1."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Numbers such as 90."""
+        """Returns numbers such as 90."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -63,7 +63,7 @@ class Nvrtc:
     def compile(
         self, kind: str, sm: int, source: Path, headers: Sequence[Path]
     ) -> bytes:
-        """A "cubin" for sm_<sm>, or "ptx" for compute_<sm>, with the NUL at its end."""
+        """Returns a "cubin" for sm_<sm>, or "ptx" for compute_<sm> with a final NUL."""
         program = ctypes.c_void_p()
         array = ctypes.c_char_p * len(headers)
         texts = array(*(h.read_bytes() for h in headers))
@@ -89,7 +89,7 @@ class Nvrtc:
 
 
 def main(library: str, *arguments: str) -> None:
-    """The command line."""
+    """Runs the command line."""
     nvrtc = Nvrtc(library)
     if not arguments:
         print(nvrtc.version(), *nvrtc.architectures())

@@ -1,4 +1,3 @@
-// See consistency_checker.h.
 #include "device/consistency_checker.h"
 
 #include <chrono>

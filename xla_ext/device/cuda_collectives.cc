@@ -1,10 +1,14 @@
-// See cuda_collectives.h.
 #include "device/cuda_collectives.h"
 
 #include <algorithm>
 #include <span>
 
 #include "device/reduction.h"
+
+// Issues an NCCL operation of `work` and returns its status.
+#define RJ_NCCL(work, function, ...)                                        \
+  Issued(work, nccl_.function(__VA_ARGS__, comm_.handle(), (work)->stream), \
+         "nccl" #function)
 
 namespace ringjax {
 namespace {
@@ -120,16 +124,11 @@ Status CudaCollectives::Fused(Work* work) {
   auto move = [&](const void* in, void* out, uint64_t elements, DType dtype, DType wire,
                   ReduceOp op) -> Status {
     if (!reduces)
-      return Issued(work,
-                    nccl_.Broadcast(in, out, elements * Width(wire), nccl::kInt8,
-                                    call.root, comm_.handle(), work->stream),
-                    "ncclBroadcast");
+      return RJ_NCCL(work, Broadcast, in, out, elements * Width(wire), nccl::kInt8,
+                     call.root);
     Result<Reduction> r = ReductionOf(dtype, wire, op, size());
     if (!r.ok()) return r.status();
-    return Issued(work,
-                  nccl_.AllReduce(in, out, elements, r.value().type, r.value().op,
-                                  comm_.handle(), work->stream),
-                  "ncclAllReduce");
+    return RJ_NCCL(work, AllReduce, in, out, elements, r.value().type, r.value().op);
   };
   if (Alone() && plan.segments.empty()) return CopyThrough(work);
   const Status issued = Group(work, [&]() -> Status {
@@ -202,10 +201,7 @@ Status CudaCollectives::Allgather(Work* work) {
       const uint64_t row = RowBytes(t);
       if (AllEqual(rows)) {
         if (t.bytes() > 0)
-          RJ_TRY(Issued(work,
-                        nccl_.AllGather(t.in, t.out, t.bytes(), nccl::kInt8,
-                                        comm_.handle(), work->stream),
-                        "ncclAllGather"));
+          RJ_TRY(RJ_NCCL(work, AllGather, t.in, t.out, t.bytes(), nccl::kInt8));
         continue;
       }
       uint64_t offset = 0;
@@ -214,31 +210,27 @@ Status CudaCollectives::Allgather(Work* work) {
         std::byte* to = At(t.out, offset);
         const void* from = static_cast<int>(r) == rank() ? t.in : to;
         if (bytes > 0)
-          RJ_TRY(
-              Issued(work,
-                     nccl_.Broadcast(from, to, bytes, nccl::kInt8, static_cast<int>(r),
-                                     comm_.handle(), work->stream),
-                     "ncclBroadcast"));
+          RJ_TRY(RJ_NCCL(work, Broadcast, from, to, bytes, nccl::kInt8,
+                         static_cast<int>(r)));
         offset += bytes;
       }
     }
     return OkStatus();
   });
   RJ_TRY(issued);
-  return SealBlocks(work, [p](size_t i) { return std::pair(i * p, p); });
+  return SealBlocks(work, 0, p);
 }
 
-// Seals the rows of each rank in each result. `place(i)` returns the first index and
-// the number of those entries of call.rows that are the row counts of result i.
-Status CudaCollectives::SealBlocks(
-    Work* work, const std::function<std::pair<size_t, size_t>(size_t)>& place) {
+// Seals the rows of each rank in each result. The row counts of result i are the
+// entries of call.rows from `first` + i * `stride` on, one for each rank.
+Status CudaCollectives::SealBlocks(Work* work, size_t first, size_t stride) {
   std::vector<Sealed> pieces;
   for (size_t i = 0; i < work->call.tensors.size(); ++i) {
-    const auto [from, count] = place(i);
     uint64_t offset = 0;
-    for (size_t r = 0; r < count; ++r) {
-      const uint64_t bytes = static_cast<uint64_t>(work->call.rows[from + r]) *
-                             RowBytes(work->call.tensors[i]);
+    for (size_t r = 0; r < static_cast<size_t>(size()); ++r) {
+      const uint64_t bytes =
+          static_cast<uint64_t>(work->call.rows[first + i * stride + r]) *
+          RowBytes(work->call.tensors[i]);
       pieces.push_back({i, offset, bytes});
       offset += bytes;
     }
@@ -320,10 +312,7 @@ Status CudaCollectives::Scatter(Work* work, const Scattered& s, DType dtype) {
   if (AllEqual(s.rows)) {
     const uint64_t count = static_cast<uint64_t>(s.rows[0]) * s.row;
     if (count == 0) return OkStatus();
-    return Issued(work,
-                  nccl_.ReduceScatter(s.from, s.to, count, type, op, comm_.handle(),
-                                      work->stream),
-                  "ncclReduceScatter");
+    return RJ_NCCL(work, ReduceScatter, s.from, s.to, count, type, op);
   }
   uint64_t offset = 0;
   for (size_t root = 0; root < s.rows.size(); ++root) {
@@ -331,10 +320,8 @@ Status CudaCollectives::Scatter(Work* work, const Scattered& s, DType dtype) {
     const void* from = static_cast<const std::byte*>(s.from) + offset * Width(s.wire);
     offset += count;
     if (count > 0)
-      RJ_TRY(Issued(work,
-                    nccl_.Reduce(from, s.to, count, type, op, static_cast<int>(root),
-                                 comm_.handle(), work->stream),
-                    "ncclReduce"));
+      RJ_TRY(
+          RJ_NCCL(work, Reduce, from, s.to, count, type, op, static_cast<int>(root)));
   }
   return OkStatus();
 }
@@ -353,15 +340,9 @@ Status CudaCollectives::Alltoall(Work* work) {
         const uint64_t out = static_cast<uint64_t>(rows[r]) * row;
         const uint64_t in = static_cast<uint64_t>(rows[p + r]) * row;
         if (out > 0)
-          RJ_TRY(Issued(work,
-                        nccl_.Send(At(t.in, sent), out, nccl::kInt8, peer,
-                                   comm_.handle(), work->stream),
-                        "ncclSend"));
+          RJ_TRY(RJ_NCCL(work, Send, At(t.in, sent), out, nccl::kInt8, peer));
         if (in > 0)
-          RJ_TRY(Issued(work,
-                        nccl_.Recv(At(t.out, received), in, nccl::kInt8, peer,
-                                   comm_.handle(), work->stream),
-                        "ncclRecv"));
+          RJ_TRY(RJ_NCCL(work, Recv, At(t.out, received), in, nccl::kInt8, peer));
         sent += out;
         received += in;
       }
@@ -369,16 +350,13 @@ Status CudaCollectives::Alltoall(Work* work) {
     return OkStatus();
   });
   RJ_TRY(issued);
-  return SealBlocks(work, [p](size_t i) { return std::pair((2 * i + 1) * p, p); });
+  return SealBlocks(work, p, 2 * p);
 }
 
 Status CudaCollectives::Barrier(Work* work) {
   void* word = At(device_.barrier_word(), 0);
   return Group(work, [&] {
-    return Issued(work,
-                  nccl_.AllReduce(word, word, 1, nccl::kInt32, nccl::kMax,
-                                  comm_.handle(), work->stream),
-                  "ncclAllReduce");
+    return RJ_NCCL(work, AllReduce, word, word, 1, nccl::kInt32, nccl::kMax);
   });
 }
 

@@ -26,8 +26,8 @@ struct CudaStats {
   double seconds = 0;
 };
 
-// Owned by a CudaCommunicator; only for the caller whose turn it is, with the context
-// of the device current.
+// Owned by a CudaCommunicator. The caller holds turn_mutex_ of the CudaCommunicator,
+// and the context of the device is current.
 class CudaCollectives {
  public:
   // Allocates device memory for the fused buffer. The memory may be reused once the
@@ -52,7 +52,7 @@ class CudaCollectives {
 
  private:
   Status Fused(Work* work);
-  // Fills patches_ with the tensors of `segment`. `address`: &Tensor::in or ::out.
+  // Fills patches_ with the tensors of `segment`. `address` is &Tensor::in or ::out.
   void Gather(const Call& call, const Segment& segment, void* Tensor::* address);
   // Unpacks the segments and seals the other results.
   Status Unfuse(Work* work, const cuda::Kernels::Target& target);
@@ -71,8 +71,7 @@ class CudaCollectives {
     uint64_t offset, bytes;
   };
   Status Seal(Work* work, const std::vector<Sealed>& pieces);
-  Status SealBlocks(Work* work,
-                    const std::function<std::pair<size_t, size_t>(size_t)>& place);
+  Status SealBlocks(Work* work, size_t first, size_t stride);
   Status Issued(Work* work, nccl::Outcome outcome, std::string_view what);
   cuda::Kernels::Target TargetOf(Work* work, cuda::Pointer fused) const;
 

@@ -1,9 +1,12 @@
-// The path of a call, from the caller to the stream. See cuda_communicator.h.
-// Connecting and closing are in cuda_connect.cc.
+// The path of a call, from the caller to the stream. cuda_connect.cc connects and
+// closes.
 #include "device/cuda_communicator.h"
 
 #include <chrono>
 #include <exception>
+
+#include "device/current_context.h"
+#include "device/reduction.h"
 
 namespace ringjax {
 namespace {
@@ -36,6 +39,19 @@ class Pool {
   cuda::Pointer memory_ = 0;
 };
 
+constexpr size_t kMaxKnownCalls = 512;
+
+// The key of a call in known_calls_, whose entries keep the result of Validate. So the
+// key also covers properties that Validate checks but that the fingerprint does not
+// have.
+uint64_t KeyOf(const Call& call) {
+  uint64_t key = Fingerprint(call);
+  auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };
+  for (int64_t rows : call.rows) add(static_cast<uint64_t>(rows));
+  for (const Tensor& t : call.tensors) add(t.room);
+  return key;
+}
+
 }  // namespace
 
 CudaCommunicator* CudaCommunicator::Here(const All& all) {
@@ -66,7 +82,7 @@ Status CudaCommunicator::RunAfter(const Call& call, std::span<const cuda::Event>
                                   cuda::Event done) {
   std::lock_guard turn(turn_mutex_);
   RJ_TRY(Admit(call));
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   auto checked = [&](cuda::Outcome outcome, const char* what) {
     const Status status = driver_.Check(outcome, what);
     return status.ok() ? status : epoch_.FailHere(call, status);
@@ -83,7 +99,7 @@ Status CudaCommunicator::OnCommStream(
   std::lock_guard turn(turn_mutex_);
   if (device_.comm_stream() == nullptr)
     return Status(Code::kFailedPrecondition, "ringjax is shut down");
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   return enqueue(device_.comm_stream());
 }
 
@@ -105,18 +121,40 @@ Status CudaCommunicator::Leave(cuda::Stream stream, Status status) {
   if (status.ok() || device_.comm_stream() == nullptr ||
       stream == device_.comm_stream())
     return status;
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   device_.Delay(stream);
   return status;
+}
+
+const CudaCommunicator::KnownCall& CudaCommunicator::Recall(const Call& call) {
+  const uint64_t key = KeyOf(call);
+  auto found = known_calls_.find(key);
+  if (found == known_calls_.end()) {
+    if (known_calls_.size() >= kMaxKnownCalls) known_calls_.clear();
+    auto known = std::make_unique<KnownCall>();
+    auto record = std::make_shared<CallRecord>(call);
+    record->fits = control_->Validate(call);
+    if (record->fits.ok()) record->fits = CheckReductions(call, control_->size());
+    if (record->fits.ok()) {
+      FusionOptions fusion = options_.fusion;
+      fusion.can_pack = device_.kernels().available();
+      Result<FusionPlan> plan = PlanFusion(call, control_->size(), fusion);
+      record->fits = plan.status();
+      if (plan.ok()) known->plan = std::move(plan.value());
+    }
+    known->record = std::move(record);
+    found = known_calls_.emplace(key, std::move(known)).first;
+  }
+  return *found->second;
 }
 
 Status CudaCommunicator::Serve(const Call& call, cuda::Stream stream,
                                const Workspace& workspace) {
   if (Status s = Admit(call); !s.ok()) return s;
   const auto start = Clock::now();
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   try {
-    const KnownCall& known = known_calls_.Recall(call);
+    const KnownCall& known = Recall(call);
     // A call that this rank cannot make is compared, too: peers may have enqueued their
     // part already, and must learn that this rank refuses.
     if (checker_) checker_->Add(known.record);
@@ -166,7 +204,7 @@ Status CudaCommunicator::Enqueue(Work* work) {
 Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
                                  cuda::Stream stream) {
   if (Status s = Admit(*call); !s.ok()) return s;
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   const auto forked = overlap_.Fork(call, site, first, stream);
   if (!forked.ok()) return epoch_.FailHere(*call, forked.status());
   CudaOverlap::Site* here = forked.value();
@@ -181,7 +219,7 @@ Status CudaCommunicator::StartOn(Call* call, int64_t site, bool first,
 
 Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream stream) {
   if (Status s = Admit(call); !s.ok()) return s;
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   const CudaOverlap::Site* here = overlap_.Collect(site);
   if (here == nullptr)
     return control_->WithContext(
@@ -193,7 +231,7 @@ Status CudaCommunicator::DoneOn(const Call& call, int64_t site, cuda::Stream str
 }
 
 Status CudaCommunicator::Synchronize(cuda::Stream stream) {
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   const auto start = Clock::now();
   for (const bool communication : {false, true}) {
     cuda::Outcome outcome = cuda::kNotReady;

@@ -26,6 +26,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -34,7 +35,6 @@
 #include "device/cuda_overlap.h"
 #include "device/device_epoch.h"
 #include "device/device_resources.h"
-#include "device/known_calls.h"
 #include "device/nccl_comm.h"
 #include "device/watchdog.h"
 #include "engine/communicator/communicator.h"
@@ -82,7 +82,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
 
   const CudaOptions& options() const { return options_; }
   const Communicator& control() const { return *control_; }
-  // Says whether the communicator is aborted and why, and aborts it.
+  // The state of the epoch: whether it is aborted and why. Also aborts it.
   DeviceEpoch& epoch() { return epoch_; }
   const DeviceEpoch& epoch() const { return epoch_; }
   // The communicator of `all` whose device has the CUDA context that is current on this
@@ -140,16 +140,27 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Settled(double seconds);
   bool Finish();  // ends NCCL without an abort; false if that failed or took too long
 
+  // A call that was made before: the record that ranks compare, and the fusion plan.
+  struct KnownCall {
+    std::shared_ptr<const CallRecord> record;
+    FusionPlan plan;
+  };
+
   // cuda_communicator.cc
+  // Returns the entry of `call` in known_calls_, so that a repeated call is neither
+  // validated nor planned again. Valid until the next Recall.
+  const KnownCall& Recall(const Call& call);
+  // Refuses calls of an aborted epoch, and all calls after Close has begun.
   Status Admit(const Call& call) const;
+  // Has the call compared by the other ranks, enqueues it and counts it.
   Status Serve(const Call& call, cuda::Stream stream, const Workspace& workspace);
   Status ServeOnCommStream(const Call& call);
   Status StartOn(Call* call, int64_t site, bool first, cuda::Stream stream);
   Status DoneOn(const Call& call, int64_t site, cuda::Stream stream);
   Status EnqueueTracked(Work* work);
   Status Enqueue(Work* work);
-  // Returns `status`. If that is an error, makes `stream` wait for the communication
-  // stream.
+  // Returns `status`. If `status` is an error, makes `stream` wait for the
+  // communication stream.
   Status Leave(cuda::Stream stream, Status status);
 
   const CudaOptions options_;
@@ -166,8 +177,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
 
   // Lock order: turn_mutex_, that of nccl_comm_, that of epoch_. No other lock is taken
   // while state_mutex_ is held.
-  std::mutex turn_mutex_;  // one caller at a time; guards the next three
-  KnownCalls known_calls_;
+  std::mutex turn_mutex_;  // serves one caller at a time; guards the next three
+  std::unordered_map<uint64_t, std::unique_ptr<KnownCall>> known_calls_;
   CudaCollectives collectives_;
   CudaOverlap overlap_;
 

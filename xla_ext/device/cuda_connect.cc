@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "device/cuda_communicator.h"
+#include "device/current_context.h"
 #include "device/eventually.h"
 
 namespace ringjax {
@@ -23,7 +24,6 @@ CudaCommunicator::CudaCommunicator(CudaOptions options,
       device_(driver, options_.device),
       nccl_comm_(nccl, control_, epoch_),
       watchdog_(control_, device_, epoch_, nccl_comm_),
-      known_calls_(control_, options_.fusion, device_),
       collectives_(control_, device_, nccl_comm_, options_.fusion.mode),
       overlap_(device_, options_.comm_stream) {}
 
@@ -38,13 +38,13 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   for (; culprit < places.size(); ++culprit) {
     CudaOptions own = options;
     own.device = places[culprit].device;
-    own.timed = culprit == 0;  // it is enough to time one: all take about as long
+    own.timed = culprit == 0;  // all devices take equally long, so one is timed
     auto prepared = Prepare(own, places[culprit].control);
     status = prepared.status();
     if (!status.ok()) break;
     for (const auto& other : made) {
-      other->epoch_.AddBeside(epoch_of(prepared.value()));
-      prepared.value()->epoch_.AddBeside(epoch_of(other));
+      other->epoch_.AddOtherDevice(epoch_of(prepared.value()));
+      prepared.value()->epoch_.AddOtherDevice(epoch_of(other));
     }
     made.push_back(std::move(prepared.value()));
   }
@@ -142,7 +142,7 @@ Status CudaCommunicator::JoinAll(std::span<const Joining> all, size_t* culprit) 
 
 Status CudaCommunicator::JoinNccl(const nccl::UniqueId& unique_id,
                                   const std::atomic<bool>& interrupted) {
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   return nccl_comm_.Connect(unique_id, options_.start_timeout, interrupted);
 }
 
@@ -167,7 +167,7 @@ Status CudaCommunicator::Settled(double seconds) {
 // Needs no time limit of its own: if the control communicator has a collective timeout,
 // the watchdog aborts an operation that does not end.
 Status CudaCommunicator::Confirm() {
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   RJ_TRY(Settled(kForever));
   // All work has ended, but NCCL may have an error that the watchdog has not seen yet.
   std::lock_guard turn(turn_mutex_);
@@ -190,7 +190,7 @@ void CudaCommunicator::Close() {
     closed_ = true;
   }
   if (device_.context() == nullptr) return;
-  const cuda::CurrentContext current(driver_, device_.context());
+  const CurrentContext current(driver_, device_.context());
   closing_.store(true, std::memory_order_release);
   // Wait until the call that is being served returns. Later calls find closing_ set.
   {

@@ -1,4 +1,3 @@
-// See cuda_overlap.h.
 #include "device/cuda_overlap.h"
 
 #include <string>
@@ -13,7 +12,7 @@ CudaOverlap::CudaOverlap(const DeviceResources& device, bool comm_stream)
 Result<CudaOverlap::Site*> CudaOverlap::Fork(Call* call, int64_t site, bool first,
                                              cuda::Stream stream) {
   Result<Site*> slot = SiteOf(site);
-  Status ready = TakeBack(first, site);
+  Status ready = CheckNoneStale(first, site);
   if (ready.ok()) ready = slot.status();
   if (!ready.ok()) return ready;
   Site* here = slot.value();
@@ -70,7 +69,7 @@ Status CudaOverlap::Join(const Site& here, const Call& call, cuda::Stream stream
 // Fails if a bucket of an earlier training step was started and never collected: that
 // step failed on this rank only, so the parameters of the ranks would diverge. Looks at
 // all buckets of the chain if `first` (a new step begins), otherwise only at `site`.
-Status CudaOverlap::TakeBack(bool first, int64_t site) {
+Status CudaOverlap::CheckNoneStale(bool first, int64_t site) {
   bool stale = false;
   for (auto& [number, s] : sites_) {
     const bool before = first && ChainOf(number) == ChainOf(site);

@@ -11,16 +11,17 @@
 
 namespace ringjax {
 
-// Owned by a CudaCommunicator; only for the caller whose turn it is, with the context
-// of the device current. The communicator makes the call between Fork and Started.
+// Owned by a CudaCommunicator. The caller holds turn_mutex_ of the CudaCommunicator,
+// and the context of the device is current. The call is enqueued between Fork and
+// Started.
 class CudaOverlap {
  public:
-  // A bucket of an overlap window. `pending`: between Start and Done. `on_stream`:
-  // Start used the stream of the caller.
+  // A bucket of an overlap window. `pending`: Start has run and Done has not.
+  // `on_stream`: Start used the stream of the caller.
   struct Site {
     cuda::Event ready = nullptr, done = nullptr;
     bool pending = false, on_stream = false;
-    std::vector<const void*> results;  // addresses at which Start left them
+    std::vector<const void*> results;  // addresses at which Start left the results
   };
 
   // Without `comm_stream`, Start uses the stream of the caller.
@@ -34,8 +35,8 @@ class CudaOverlap {
 
   // Returns the bucket, which is not pending any more; null if it was not pending.
   Site* Collect(int64_t site);
-  // Makes `stream` wait for the results of Start, and copies those that `call` wants in
-  // other memory.
+  // Makes `stream` wait for the results of Start, and copies the results that `call`
+  // wants in other memory.
   Status Join(const Site& here, const Call& call, cuda::Stream stream);
 
   // Forgets all buckets. Destroys their events if the device is `idle`, otherwise leaks
@@ -43,7 +44,7 @@ class CudaOverlap {
   void Release(bool idle);
 
  private:
-  Status TakeBack(bool first, int64_t site);
+  Status CheckNoneStale(bool first, int64_t site);
   Result<Site*> SiteOf(int64_t site);
 
   const cuda::Driver& driver_;

@@ -1,4 +1,3 @@
-// The abort of an epoch on a device. See device_epoch.h.
 #include "device/device_epoch.h"
 
 #include <utility>
@@ -13,8 +12,8 @@ constexpr auto kAbort = std::chrono::seconds(10);  // longer than NCCL's abort t
 DeviceEpoch::DeviceEpoch(std::shared_ptr<Communicator> control, int device)
     : control_(std::move(control)), device_(device) {}
 
-void DeviceEpoch::AddBeside(const std::shared_ptr<DeviceEpoch>& other) {
-  beside_.push_back(other);
+void DeviceEpoch::AddOtherDevice(const std::shared_ptr<DeviceEpoch>& other) {
+  other_devices_.push_back(other);
 }
 
 Status DeviceEpoch::Check() const {
@@ -37,20 +36,22 @@ Status DeviceEpoch::Refused(const Call& call) const {
   return control_->WithContext(call, abort_reason_);
 }
 
-// Aborts all ranks: without this rank's part, their parts of `call` would never end.
+// Aborts the epoch on all ranks, because the other ranks would wait forever for this
+// rank's part of `call`.
 Status DeviceEpoch::FailHere(const Call& call, const Status& status) {
   if (aborted()) return Refused(call);
-  const std::string where =
-      beside_.empty() ? "" : " (its CUDA device " + std::to_string(device_) + ")";
+  const std::string where = other_devices_.empty()
+                                ? ""
+                                : " (its CUDA device " + std::to_string(device_) + ")";
   control_->AbortAndNotifyPeers(status.code(), status.message() + where);
   Abort(control_->WithContext(call, control_->abort_status()));
   return Refused(call);
 }
 
-// All devices of the process abort: a program needs the results of each of them.
+// Aborts all devices of the process, because a program needs the results of each.
 void DeviceEpoch::Abort(const Status& status) {
   AbortThis(status);
-  for (const auto& other : beside_)
+  for (const auto& other : other_devices_)
     if (const auto here = other.lock()) here->AbortThis(status);
 }
 
@@ -98,7 +99,7 @@ bool DeviceEpoch::IsUnpoisoned() const {
 
 // NCCL may still launch the failed group of operations later, behind work that is
 // enqueued after this call. The group would then use memory that its owner has reused.
-// Only the abort of NCCL excludes that, so wait for the abort, 10 s at most.
+// Only the abort of NCCL prevents the launch, so wait for the abort, 10 s at most.
 Status DeviceEpoch::EndHere(const Call& call, const Status& status) {
   const Status failed = FailHere(call, status);
   std::unique_lock lock(mutex_);

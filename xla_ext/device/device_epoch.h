@@ -16,16 +16,16 @@
 
 namespace ringjax {
 
-// Owned by a CudaCommunicator. Safe from any thread: callers ask whether they may call
-// and report failures, and the watchdog aborts and tears down.
+// Owned by a CudaCommunicator. Safe from any thread: callers check whether the epoch
+// accepts calls and report failures; the watchdog aborts the epoch and tears it down.
 class DeviceEpoch {
  public:
   // `device` is the CUDA ordinal, for error texts.
   DeviceEpoch(std::shared_ptr<Communicator> control, int device);
 
-  // Adds another device of this process. Only before any other thread can reach this
-  // object.
-  void AddBeside(const std::shared_ptr<DeviceEpoch>& other);
+  // Adds the epoch of another device of this process, before any other thread can reach
+  // this object.
+  void AddOtherDevice(const std::shared_ptr<DeviceEpoch>& other);
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
   // The reason of the abort; ok if the epoch is not aborted.
@@ -51,8 +51,8 @@ class DeviceEpoch {
   // calls, so their results are valid and there is nothing to tear down.
   void Stop(bool finished);
 
-  // Record the steps of the teardown: it begins (BeginTeardown returns false if it has
-  // begun before), the device is poisoned, NCCL is aborted.
+  // Record the steps of the teardown: it has begun (BeginTeardown returns false if it
+  // had begun before), the device is poisoned, NCCL is aborted.
   bool BeginTeardown();
   void SetPoisoned() { poisoned_ = true; }
   void SetNcclAborted();
@@ -63,7 +63,7 @@ class DeviceEpoch {
   const int device_;
   // The epochs of the other devices of this process. Set before any other thread can
   // reach this object.
-  std::vector<std::weak_ptr<DeviceEpoch>> beside_;
+  std::vector<std::weak_ptr<DeviceEpoch>> other_devices_;
 
   std::atomic<bool> aborted_{false}, poisoned_{false};
   std::atomic<bool> finished_{false};  // NCCL ended after all calls: results are valid

@@ -1,5 +1,6 @@
-// See device_event.h.
 #include "device/device_event.h"
+
+#include "device/current_context.h"
 
 namespace ringjax::cuda {
 

@@ -1,7 +1,7 @@
 // Device events: points in the work of a stream that other streams can wait for and the
 // host can query. The primary context of a device creates the events, and keeps CUDA's
-// events for reuse. Events and context serve memory and streams of a framework, which
-// are in the primary context.
+// events for reuse. It must be the primary context, because the memory and the streams
+// of frameworks belong to that context.
 //
 // Safe from any thread. In a forked child the destructors and Free do nothing.
 #pragma once

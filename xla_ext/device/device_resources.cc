@@ -1,9 +1,9 @@
-// See device_resources.h.
 #include "device/device_resources.h"
 
 #include <string>
 #include <utility>
 
+#include "device/current_context.h"
 #include "device/eventually.h"
 
 namespace ringjax {
@@ -13,13 +13,13 @@ constexpr double kLastWork = 5;  // seconds for streams to become idle
 
 }  // namespace
 
-Status DeviceResources::Open(InFlight::Took took) {
+Status DeviceResources::Open(InFlight::ReportTime report_time) {
   RJ_TRY(OpenDevice());
-  const cuda::CurrentContext current(driver_, context_);
+  const CurrentContext current(driver_, context_);
   auto kernels = cuda::Kernels::Load(driver_, ordinal_);
   if (!kernels.ok()) return kernels.status();
   kernels_ = std::move(kernels.value());
-  in_flight_ = std::make_unique<InFlight>(driver_, std::move(took));
+  in_flight_ = std::make_unique<InFlight>(driver_, std::move(report_time));
   int least = 0, greatest = 0;
   if (driver_.CtxGetStreamPriorityRange != nullptr)
     RJ_CUDA(driver_, CtxGetStreamPriorityRange, &least, &greatest);

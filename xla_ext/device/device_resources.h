@@ -13,8 +13,8 @@
 namespace ringjax {
 
 // Owned by a CudaCommunicator. Between Open and Release any thread may use the
-// accessors; Scratch and Delay are for the caller whose turn it is. The context of the
-// device must be current, except in Open.
+// accessors; the caller of Scratch or Delay holds turn_mutex_ of the CudaCommunicator.
+// The context of the device must be current, except in Open.
 class DeviceResources {
  public:
   // `ordinal` is the CUDA ordinal of the device.
@@ -23,8 +23,8 @@ class DeviceResources {
   DeviceResources(const DeviceResources&) = delete;
   DeviceResources& operator=(const DeviceResources&) = delete;
 
-  // Uses only the device of this rank. `took` receives the times of operations.
-  Status Open(InFlight::Took took);
+  // Uses only the device of this rank. `report_time` receives the times of operations.
+  Status Open(InFlight::ReportTime report_time);
   // Waits, for a limited time, until the device has ended all work of the communicator.
   // Returns whether it has.
   bool AwaitIdle() const;

@@ -1,4 +1,4 @@
-// dlopen of libcuda.so.1, and the description of the devices. See driver.h.
+// Opens libcuda.so.1 with dlopen, and describes the devices.
 #include "device/driver.h"
 
 #include <dlfcn.h>

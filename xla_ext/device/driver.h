@@ -108,26 +108,6 @@ struct DriverInfo {
 
 Result<DriverInfo> DescribeDriver();
 
-// Makes a CUDA context current on this thread for as long as the object lives.
-class CurrentContext {
- public:
-  CurrentContext(const Driver& driver, Context context) : driver_(driver) {
-    driver_.CtxGetCurrent(&before_);
-    changed_ = before_ != context;
-    if (changed_) driver_.CtxSetCurrent(context);
-  }
-  ~CurrentContext() {
-    if (changed_) driver_.CtxSetCurrent(before_);
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-
- private:
-  const Driver& driver_;
-  Context before_ = nullptr;
-  bool changed_ = false;
-};
-
 }  // namespace ringjax::cuda
 
 // Returns from the enclosing function unless `driver.function(arguments)` succeeds.

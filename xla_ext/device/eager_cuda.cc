@@ -1,4 +1,3 @@
-// See eager_cuda.h.
 #include "device/eager_cuda.h"
 
 #include <algorithm>
@@ -81,7 +80,7 @@ EagerCuda::~EagerCuda() = default;
 
 // -- on the threads that submit ------------------------------------------------------
 
-Status EagerCuda::Suits(const Submission& what) const {
+Status EagerCuda::CheckOperation(const Submission& what) const {
   if (!what.Reduces()) return OkStatus();
   for (const Submission::Piece& piece : what.tensors)
     RJ_TRY(ReductionOf(piece.dtype, ComponentType(piece.dtype), what.reduce_op,
@@ -135,7 +134,7 @@ Result<std::shared_ptr<cuda::PrimaryContext>> EagerCuda::ContextOf(int device) {
 }
 
 Result<std::shared_ptr<DevicePoint>> EagerCuda::Mark(const EagerRequest& request) {
-  RJ_TRY(Suits(request.what));
+  RJ_TRY(CheckOperation(request.what));
   const Result<int> device = DeviceOf(request);
   if (!device.ok()) return device.status();
   const auto on = ContextOf(device.value());
@@ -155,10 +154,10 @@ Status EagerCuda::Open() {
   const Status ready = Prepare(&hello);
   std::string mine(reinterpret_cast<const char*>(&hello), sizeof hello);
   if (!ready.ok()) mine += ready.message().empty() ? "unknown" : ready.message();
-  std::vector<std::string> said;
-  RJ_TRY(host_->rounds().Exchange(mine, &said));
+  std::vector<std::string> messages;
+  RJ_TRY(host_->rounds().Exchange(mine, &messages));
   nccl::UniqueId id;
-  if (Status s = Judge(said, &id); !s.ok()) {
+  if (Status s = CheckPeers(messages, &id); !s.ok()) {
     // The ranks have not begun to connect, so the next Open tries again.
     std::shared_ptr<CudaCommunicator> unused;
     std::lock_guard lock(mutex_);
@@ -189,8 +188,8 @@ Status EagerCuda::Prepare(Hello* hello) {
   for (size_t i = 0; i < options_.nccl.size() && nccl == nullptr; ++i) {
     const auto opened = nccl::OpenNccl(options_.nccl[i]);
     if (opened.ok()) nccl = opened.value();
-    // Report the error of the first path. It may say why a file cannot be loaded; the
-    // error of a later path may only say that the loader finds no NCCL.
+    // Report the error of the first path, which may say why a file cannot be loaded.
+    // The error of a later path may only say that the loader finds no NCCL.
     if (i == 0) none = opened.status();
   }
   if (nccl == nullptr) return none;
@@ -214,18 +213,18 @@ Status EagerCuda::Prepare(Hello* hello) {
 
 // Checks whether NCCL can connect the ranks. The result is the same on all ranks,
 // because all have received the same messages.
-Status EagerCuda::Judge(const std::vector<std::string>& said,
-                        nccl::UniqueId* id) const {
+Status EagerCuda::CheckPeers(const std::vector<std::string>& messages,
+                             nccl::UniqueId* id) const {
   auto wrong = [this](size_t rank, const std::string& what) {
     const int world = host_->options().world_ranks[rank];
     return Status(Code::kFailedPrecondition,
                   "rank " + std::to_string(world) + " " + what, world);
   };
-  std::vector<Hello> hellos(said.size());
-  for (size_t r = 0; r < said.size(); ++r) {
-    if (said[r].size() < sizeof(Hello)) return wrong(r, "sent half a message");
-    std::memcpy(&hellos[r], said[r].data(), sizeof(Hello));
-    if (const std::string why = said[r].substr(sizeof(Hello)); !why.empty())
+  std::vector<Hello> hellos(messages.size());
+  for (size_t r = 0; r < messages.size(); ++r) {
+    if (messages[r].size() < sizeof(Hello)) return wrong(r, "sent half a message");
+    std::memcpy(&hellos[r], messages[r].data(), sizeof(Hello));
+    if (const std::string why = messages[r].substr(sizeof(Hello)); !why.empty())
       return wrong(r, "cannot take CUDA tensors: " + why);
   }
   const Hello& first = hellos[0];
@@ -263,19 +262,19 @@ Status EagerCuda::Judge(const std::vector<std::string>& said,
 Status EagerCuda::Connect(const nccl::UniqueId& id) {
   const auto device = communicator();
   const Status joined = device->Join(id);
-  std::vector<std::string> said;
+  std::vector<std::string> messages;
   const Status told =
       host_->rounds().Exchange(joined.ok()                ? ""
                                : joined.message().empty() ? "failed"
                                                           : joined.message(),
-                               &said);
+                               &messages);
   Status status = joined;
-  for (size_t r = 0; r < said.size() && told.ok(); ++r) {
-    if (said[r].empty()) continue;
+  for (size_t r = 0; r < messages.size() && told.ok(); ++r) {
+    if (messages[r].empty()) continue;
     const int world = host_->options().world_ranks[r];
     status = Status(Code::kFailedPrecondition,
                     "rank " + std::to_string(world) +
-                        " could not connect its CUDA device: " + said[r],
+                        " could not connect its CUDA device: " + messages[r],
                     world);
     break;
   }
@@ -288,7 +287,7 @@ Status EagerCuda::Connect(const nccl::UniqueId& id) {
 
 // -- calls ---------------------------------------------------------------------------
 
-Result<std::shared_ptr<EagerCuda::StreamPoint>> EagerCuda::NextEnd() {
+Result<std::shared_ptr<EagerCuda::StreamPoint>> EagerCuda::EndOfNextCall() {
   if (!next_) {
     auto device_event = context()->Make();
     if (!device_event.ok()) return device_event.status();
@@ -301,7 +300,7 @@ Result<std::shared_ptr<EagerCuda::StreamPoint>> EagerCuda::NextEnd() {
 Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
                                                   std::span<const std::byte> pattern) {
   if (bytes == 0) return std::shared_ptr<void>();
-  const auto end = NextEnd();
+  const auto end = EndOfNextCall();
   if (!end.ok()) return end.status();
   const auto on = context();
   const cuda::Driver& driver = on->driver();
@@ -331,7 +330,7 @@ Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
 Status EagerCuda::Run(const Call& call,
                       std::span<const std::shared_ptr<DevicePoint>> marks,
                       std::shared_ptr<DevicePoint>* end) {
-  const auto here = NextEnd();
+  const auto here = EndOfNextCall();
   if (!here.ok()) return here.status();
   next_.reset();
   *end = here.value();
@@ -363,10 +362,10 @@ void EagerCuda::Finish() {
 void EagerCuda::Close() {
   Finish();
   next_.reset();
-  // This reference is dropped after the lock. Works and results may hold others.
-  std::shared_ptr<cuda::PrimaryContext> let_go;
+  // Drop this reference after the lock is released. Works and results may hold others.
+  std::shared_ptr<cuda::PrimaryContext> released;
   std::lock_guard lock(mutex_);
-  let_go.swap(primary_context_);
+  released.swap(primary_context_);
   closed_ = true;
 }
 

@@ -8,8 +8,8 @@
 // The ranks connect NCCL at the first decision about CUDA tensors, on the thread of the
 // lane: each rank prepares its own device and sends the outcome to all ranks over the
 // communicator of the lane; then the ranks connect and exchange the outcome again. A
-// failure until then fails these submissions on all ranks, and nothing else. The lane
-// compares every call before it runs the call, so there is no consistency checker.
+// failure up to this point fails these submissions on all ranks, and nothing else. The
+// lane compares every call before it runs the call, so there is no consistency checker.
 #pragma once
 
 #include <atomic>
@@ -62,13 +62,13 @@ class EagerCuda : public EagerBackend {
   struct Block;
   struct Hello;
 
-  Status Suits(const Submission& what) const;
+  Status CheckOperation(const Submission& what) const;
   Result<int> DeviceOf(const EagerRequest& request) const;
   Result<std::shared_ptr<cuda::PrimaryContext>> ContextOf(int device);
   Status Prepare(Hello* hello);
-  Status Judge(const std::vector<std::string>& said, nccl::UniqueId* id) const;
+  Status CheckPeers(const std::vector<std::string>& messages, nccl::UniqueId* id) const;
   Status Connect(const nccl::UniqueId& id);
-  Result<std::shared_ptr<StreamPoint>> NextEnd();
+  Result<std::shared_ptr<StreamPoint>> EndOfNextCall();
   std::shared_ptr<CudaCommunicator> communicator() const;
   std::shared_ptr<cuda::PrimaryContext> context() const;
 

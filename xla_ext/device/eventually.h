@@ -1,5 +1,4 @@
-// Polls a condition until it is true or a deadline has passed. For conditions that
-// CUDA and NCCL only answer when they are asked.
+// Polling, for conditions of CUDA and NCCL for which no function waits with a limit.
 #pragma once
 
 #include <chrono>

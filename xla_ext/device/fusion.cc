@@ -1,4 +1,3 @@
-// The fusion plan of a call. See fusion.h.
 #include "device/fusion.h"
 
 #include <algorithm>
@@ -119,8 +118,8 @@ Result<FusionPlan> PlanFusion(const Call& call, int size,
     const bool alone = s.pieces.size() == 1 && options.mode == Fusion::kHybrid;
     const Tensor& first = call.tensors[s.pieces[0].tensor];
     if (alone && !Converts(call, first) && !Averages(call, first, size)) {
-      plan.in_place.push_back(
-          s.pieces[0].tensor);  // a segment of one tensor fuses nothing
+      // A segment of one tensor fuses nothing.
+      plan.in_place.push_back(s.pieces[0].tensor);
       continue;
     }
     s.offset = plan.bytes;

@@ -2,11 +2,12 @@
 // they are. Pure functions without CUDA; every rank makes the same plan from the same
 // call.
 //
-// Hybrid, the default: small tensors are packed, because one NCCL operation for each
-// costs more than two copies of few bytes. Large tensors are reduced in place, because
-// two copies of many bytes cost more than an operation. Tensors that need arithmetic
-// before or after NCCL (a wire dtype, a factor, an average that NCCL would round) are
-// packed in every mode, because the arithmetic needs that pass over the data anyway.
+// In the default mode, hybrid, small tensors are packed, because an NCCL operation for
+// each costs more than two copies of few bytes. Large tensors are reduced in place,
+// because two copies of many bytes cost more than an operation. Tensors that need
+// arithmetic before or after NCCL (a wire dtype, a factor, an average that NCCL would
+// round) are packed in every mode, because the arithmetic needs that pass over the data
+// anyway.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ namespace ringjax {
 enum class Fusion : uint8_t {
   kHybrid,
   kPack,   // packs all tensors
-  kGroup,  // packs none: one NCCL operation per tensor, all in one group
+  kGroup,  // packs no tensor: one NCCL operation per tensor, all in one group
 };
 
 // Parses "hybrid", "pack" or "group"; kInvalidArgument for any other name.

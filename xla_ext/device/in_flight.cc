@@ -1,4 +1,3 @@
-// See in_flight.h.
 #include "device/in_flight.h"
 
 namespace ringjax {
@@ -53,13 +52,13 @@ void InFlight::Retire() {
   if (driver_.EventElapsedTime != nullptr &&
       driver_.EventElapsedTime(&milliseconds, first.begun, first.ended) ==
           cuda::kSuccess)
-    took_(first.op, milliseconds * 1e-3);
+    report_time_(first.op, milliseconds * 1e-3);
   spare_.push_back(first.begun);
   spare_.push_back(first.ended);
   operations_.pop_front();
 }
 
-std::optional<InFlight::Oldest> InFlight::Look() {
+std::optional<InFlight::Oldest> InFlight::PollOldest() {
   std::lock_guard lock(mutex_);
   while (!operations_.empty() && operations_.front().closed &&
          !cuda::MayRun(driver_.EventQuery(operations_.front().ended)))
@@ -80,7 +79,7 @@ void InFlight::Restart() {
 }
 
 bool InFlight::empty() {
-  Look();
+  PollOldest();
   std::lock_guard lock(mutex_);
   return operations_.empty();
 }

@@ -22,11 +22,11 @@ namespace ringjax {
 
 class InFlight {
  public:
-  // Receives the time of an operation on the device. Called with mutex_ held.
-  using Took = std::function<void(Collective op, double seconds)>;
+  // Receives the time that an operation took on the device. Called with mutex_ held.
+  using ReportTime = std::function<void(Collective op, double seconds)>;
 
-  InFlight(const cuda::Driver& driver, Took took)
-      : driver_(driver), took_(std::move(took)) {}
+  InFlight(const cuda::Driver& driver, ReportTime report_time)
+      : driver_(driver), report_time_(std::move(report_time)) {}
   ~InFlight();
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
@@ -40,11 +40,11 @@ class InFlight {
 
   struct Oldest {
     std::string title;
-    double seconds;  // time since Look first found that the operation had begun
+    double seconds;  // time since PollOldest first found that it had begun
   };
-  // Removes operations that have ended. Returns the oldest remaining one if it has
-  // begun on the device.
-  std::optional<Oldest> Look();
+  // Removes operations that have ended. Returns the oldest of the others if the device
+  // has begun it.
+  std::optional<Oldest> PollOldest();
   bool empty();
   // Restarts the time of the oldest operation, `Oldest::seconds`.
   void Restart();
@@ -61,7 +61,7 @@ class InFlight {
   void Retire();  // removes the oldest operation, which has ended
 
   const cuda::Driver& driver_;
-  const Took took_;
+  const ReportTime report_time_;
   std::mutex mutex_;
   std::deque<Operation> operations_;
   std::vector<cuda::Event> spare_;

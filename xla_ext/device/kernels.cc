@@ -1,4 +1,4 @@
-// Loads the device code and launches kernels with tables of tensors. See kernels.h.
+// Loads the device code and launches kernels with tables of tensors.
 #include "device/kernels.h"
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace ringjax::cuda {
 namespace {
 
 constexpr int kLargeParameters = 12010;  // first driver with parameters beyond 4 KiB
-// A launch has a block for every two chunks, up to this number. On an H200, blocks that
-// the device schedules one by one move large tensors at 95 % of the speed of the
-// driver's own copy; fewer blocks that loop over the chunks reach 90 %.
-constexpr uint64_t kMostBlocks = 1 << 24;
+// A launch has one block for every two chunks, up to this number. On an H200, one block
+// for every two chunks moves large tensors at 95 % of the speed of the driver's own
+// copy; fewer blocks that loop over the chunks reach 90 %.
+constexpr uint64_t kMaxBlocks = 1 << 24;
 
 // Returns the images that may run on the device, best first: fatbins, then machine
 // code, then PTX, which the driver must compile; in each kind the highest `sm` first.
@@ -178,7 +178,7 @@ Status Kernels::LaunchTable(const std::string& name, const Kind& kind,
   table.chunks = static_cast<unsigned>(chunks);
   constexpr uint64_t kTeams = kPackThreads / kPackTeam;
   const unsigned blocks = static_cast<unsigned>(
-      std::min<uint64_t>((chunks + kTeams - 1) / kTeams, kMostBlocks));
+      std::min<uint64_t>((chunks + kTeams - 1) / kTeams, kMaxBlocks));
   void* parameters[] = {&table};
   const Outcome launched =
       driver_.LaunchKernel(function.value(), blocks, 1, 1, kPackThreads, 1, 1, 0,

@@ -1,4 +1,4 @@
-// dlopen of libnccl.so.2. See nccl.h.
+// Opens libnccl.so.2 with dlopen.
 #include "device/nccl.h"
 
 #include <dlfcn.h>
@@ -11,8 +11,9 @@ namespace ringjax::nccl {
 namespace {
 
 constexpr char kSoname[] = "libnccl.so.2";
-// Since 2.26 NCCL can order the kernels of several communicators on one device. Since
-// 2.27 the initialisation of a communicator does not depend on the calling thread.
+// Since 2.26 NCCL can order the kernels of several communicators on one device
+// (NCCL_LAUNCH_ORDER_IMPLICIT). 2.27 is what JAX's plugin for CUDA 13 requires, and no
+// older version has been tested.
 constexpr int kOldest = 22700;
 
 std::mutex opening;

@@ -1,4 +1,3 @@
-// See nccl_comm.h.
 #include "device/nccl_comm.h"
 
 #include <chrono>

@@ -1,7 +1,7 @@
 // An ncclComm_t: one NCCL communicator of one device, from its connection to its end.
 //
-// The handle has a lock, which is held inside NCCL and never while waiting: no thread
-// may be in NCCL when another one aborts the handle.
+// The handle has a lock, which is held inside NCCL, because no thread may be in NCCL
+// when another thread aborts the handle. A thread that waits does not hold the lock.
 #pragma once
 
 #include <atomic>
@@ -15,9 +15,10 @@
 
 namespace ringjax {
 
-// Owned by a CudaCommunicator, which calls Connect first. Afterwards Group is for the
-// caller whose turn it is, Finish for CudaCommunicator::Close, and State and Abort for
-// any thread. The context of the device must be current.
+// Owned by a CudaCommunicator, which calls Connect first. Afterwards Group is for a
+// caller that holds turn_mutex_ of the CudaCommunicator, Finish for
+// CudaCommunicator::Close, and State and Abort for any thread. The context of the
+// device must be current.
 class NcclComm {
  public:
   NcclComm(const nccl::Nccl& nccl, std::shared_ptr<Communicator> control,
@@ -51,8 +52,8 @@ class NcclComm {
   const nccl::Nccl& nccl_;
   const std::shared_ptr<Communicator> control_;
   const DeviceEpoch& epoch_;
-  // Guards comm_, and is held during every NCCL call on comm_: no thread may be in NCCL
-  // when another one aborts comm_. Taken before the mutex of the epoch.
+  // Guards comm_, and is held during every NCCL call on comm_ (see above). Taken before
+  // the mutex of the epoch.
   std::mutex mutex_;
   nccl::Comm comm_ = nullptr;
 };

@@ -1,4 +1,3 @@
-// See reduction.h.
 #include "device/reduction.h"
 
 #include <bit>

@@ -1,4 +1,3 @@
-// See watchdog.h.
 #include "device/watchdog.h"
 
 #include <algorithm>
@@ -8,20 +7,22 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "device/current_context.h"
 #include "device/eventually.h"
 
 namespace ringjax {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(50);
-constexpr double kTogether = 2;  // most seconds that an abort of NCCL waits for others
+// The most seconds that an abort of NCCL waits for its own device and for other ranks.
+constexpr double kTeardownWait = 2;
 
 // The epochs of the communicators of this process that are connected and not closed.
 std::mutex& living_mutex = *new std::mutex;
 auto& living = *new std::set<const DeviceEpoch*>;
 
 // Adds `epoch` to or removes it from `living`.
-void Live(const DeviceEpoch* epoch, bool alive) {
+void SetLiving(const DeviceEpoch* epoch, bool alive) {
   std::lock_guard lock(living_mutex);
   if (alive)
     living.insert(epoch);
@@ -30,7 +31,7 @@ void Live(const DeviceEpoch* epoch, bool alive) {
 }
 
 void AwaitOtherDevices() {
-  Eventually(kTogether, [] {
+  Eventually(kTeardownWait, [] {
     std::lock_guard lock(living_mutex);
     return std::ranges::none_of(living,
                                 [](const auto* one) { return one->IsUnpoisoned(); });
@@ -44,18 +45,18 @@ Watchdog::Watchdog(std::shared_ptr<Communicator> control, const DeviceResources&
     : control_(std::move(control)), device_(device), epoch_(epoch), comm_(comm) {}
 
 void Watchdog::Start(ConsistencyChecker* checker) {
-  Live(&epoch_, true);
+  SetLiving(&epoch_, true);
   thread_ = std::thread([this, checker] { Watch(checker); });
 }
 
 void Watchdog::Stop() {
   if (thread_.joinable()) thread_.join();
   PoisonAndAbortNccl();
-  Live(&epoch_, false);
+  SetLiving(&epoch_, false);
 }
 
 void Watchdog::Watch(ConsistencyChecker* checker) {
-  const cuda::CurrentContext current(device_.driver(), device_.context());
+  const CurrentContext current(device_.driver(), device_.context());
   while (epoch_.AwaitAbort(kTick)) {
     if (epoch_.aborted()) {
       PoisonAndAbortNccl();
@@ -81,7 +82,7 @@ void Watchdog::LookAround(ConsistencyChecker* checker) {
   // communicator covers that time; the timeout on the device begins afterwards.
   if (checker && !checker->Drain(0)) return device_.in_flight()->Restart();
   const double limit = control_->options().collective_timeout;
-  const auto oldest = device_.in_flight()->Look();
+  const auto oldest = device_.in_flight()->PollOldest();
   if (oldest && limit > 0 && oldest->seconds > limit) {
     control_->AbortAndNotifyPeers(
         Code::kDeadlineExceeded,
@@ -102,7 +103,7 @@ void Watchdog::PoisonAndAbortNccl() {
   if (device_.poison_word() != 0 &&
       driver.MemsetD32Async(device_.poison_word(), 1, 1, device_.side_stream()) ==
           cuda::kSuccess)
-    Eventually(kTogether, [&] {
+    Eventually(kTeardownWait, [&] {
       return !cuda::MayRun(driver.StreamQuery(device_.side_stream()));
     });
   epoch_.SetPoisoned();
@@ -112,7 +113,7 @@ void Watchdog::PoisonAndAbortNccl() {
   // this process, have set their poison words and are ready for the abort; for a
   // limited time, because some rank may never be ready.
   if (comm_.joined()) {
-    control_->heartbeat().AwaitTeardown(kTogether);
+    control_->heartbeat().AwaitTeardown(kTeardownWait);
     AwaitOtherDevices();
   }
   comm_.Abort();

@@ -1,12 +1,13 @@
 // The FFI handlers Check and CheckShards, for the CPU: at some training steps they
 // compare the parameters of all ranks, without changing them, and warn if some differ.
 //
-// Operands of Check: the order value seq, the parameters, and perhaps a tie, which only
-// orders. The result is a copy of seq. Most invocations compare nothing: they end after
-// reading seq or, if seq is not the number of the step (Keras, TensorFlow), after
-// counting the invocation. A program over several devices invokes CheckShards on each
-// of them, with seq after the parameters. A DeviceRendezvous then collects the hashes
-// of all shards, and the ranks first compare how their tensors are cut into shards.
+// Operands of Check: the order value seq, the parameters, and perhaps a tie, an operand
+// that only orders the call. The result is a copy of seq. Most invocations compare
+// nothing: they end after reading seq or, if seq is not the number of the step (Keras,
+// TensorFlow), after counting the invocation. A program over several devices invokes
+// CheckShards on each of them, with seq after the parameters. A DeviceRendezvous then
+// collects the hashes of all shards, and the ranks first compare how their tensors are
+// cut into shards.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -50,11 +51,12 @@ struct Check {
   std::atomic<uint32_t>* counter;
   std::optional<uint64_t> ticket = {};  // a ticket for the first call, or none
 
-  // Whether to compare now; equal on all ranks. If seq is the number of the step: at
-  // the steps of ComparesAt, and in a static job also at the first step of this
-  // process. If invocations are counted: at the invocations of ComparesAt, counted from
-  // `first`, and never in an elastic job. There the counts of the ranks differ: a
-  // newcomer has missed invocations, and some invocations run again.
+  // Whether to compare now; equal on all ranks. If seq is the number of the step, the
+  // ranks compare at the steps of ComparesAt, and in a static job also at the first
+  // step of this process. If invocations are counted, the ranks compare at the
+  // invocations of ComparesAt, counted from `first`, but never in an elastic job, where
+  // the counts of the ranks differ: a newcomer has missed invocations, and some run
+  // again.
   bool IsDue() {
     const bool elastic = communicator->resilient()->repairs(), counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
@@ -65,7 +67,7 @@ struct Check {
     return since >= 0 && ComparesAt(static_cast<uint64_t>(since), every);
   }
 
-  Status Greatest(std::vector<uint64_t>* numbers) {
+  Status ReplaceByMaxima(std::vector<uint64_t>* numbers) {
     std::vector<uint64_t> out(numbers->size());
     Call call;
     call.reduce_op = ReduceOp::kMax;
@@ -88,19 +90,19 @@ struct Check {
                                  std::string_view names) {
     return ringjax::Difference(
         hashes, names, communicator->options().world_ranks, communicator->rank(),
-        [this](std::vector<uint64_t>* numbers) { return Greatest(numbers); });
+        [this](std::vector<uint64_t>* numbers) { return ReplaceByMaxima(numbers); });
   }
 
   Status Run(std::span<const uint64_t> hashes) {
     if (!terms.counts()) *counter = 1;
     auto found = Difference(hashes, terms.names);
     RJ_TRY(found.status());
-    Say(found.value());
+    Warn(found.value());
     return OkStatus();
   }
 
-  // Prints the warning on rank 0; not again before a comparison without difference.
-  void Say(const std::string& found) {
+  // Prints the warning on rank 0, but only once until a comparison finds no difference.
+  void Warn(const std::string& found) {
     const Communicator& c = *communicator;
     const bool differs = !found.empty();
     if (comparison->warned.exchange(differs) || !differs || c.rank() != 0) return;
@@ -161,7 +163,7 @@ Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& a
   auto other = check.Difference({&cut, 1}, "their shards");
   RJ_TRY(other.status());
   if (!other.value().empty()) {
-    check.Say(other.value());
+    check.Warn(other.value());
     return OkStatus();
   }
   std::vector<uint64_t> hashes;
@@ -170,8 +172,8 @@ Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& a
   return check.Run(hashes);
 }
 
-// If due, passes the hashes of this device to the DeviceRendezvous, which then calls
-// `done`, and sets `*joined`.
+// If a comparison is due, sets `*joined` and passes the hashes of this device to the
+// DeviceRendezvous, which then calls `done`.
 Status CompareShards(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                      const Terms& terms, const Cut& cut,
                      std::function<void(const Status&)> done, bool* joined) {

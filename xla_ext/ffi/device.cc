@@ -1,7 +1,7 @@
 // The FFI handlers for CUDA: Run, Start, Done and Order. They run on the thread on
 // which XLA launches the program, enqueue work in the order of XLA's stream and never
 // wait for the device. The order value stays on the device: the handlers copy it, and
-// only the program itself counts it up.
+// only the program itself increments it.
 //
 // XLA has one such thread for each device of a program. Each thread makes the calls of
 // its own device only, so these handlers need no rendezvous of the devices.
@@ -12,7 +12,7 @@ namespace ringjax {
 namespace {
 
 // Returns the communicator of the device whose CUDA context XLA has made current. Fails
-// if this rank has none on that device: the program was placed on another GPU.
+// if there is none, because the program was placed on another GPU.
 Result<CudaCommunicator*> Here(const Invocation& it) {
   if (CudaCommunicator* here = CudaCommunicator::Here(it.live.devices)) return here;
   std::string devices;

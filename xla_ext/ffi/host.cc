@@ -45,28 +45,29 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
   });
 }
 
-enum class Deed { kRun, kStart, kDone };
+enum class Action { kRun, kStart, kDone };
 
 // Returns Part::body, or null if the communicator only has to run the call. The order
 // values of a program make the bodies of its calls run one after the other.
-std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation& it) {
+std::function<Status(uint64_t, const Call&)> BodyOf(Action action,
+                                                    const Invocation& it) {
   const auto begin = [overlap = it.live.overlap, first = it.first, site = it.site] {
     if (first) overlap->Begin(site);
   };
-  switch (deed) {
-    case Deed::kRun:
+  switch (action) {
+    case Action::kRun:
       if (!it.first) return nullptr;
       return [begin, c = it.live.communicator](uint64_t ticket, const Call& call) {
         begin();
         return c->RunInTurn(ticket, call);
       };
-    case Deed::kStart:
+    case Action::kStart:
       return [begin, overlap = it.live.overlap, site = it.site,
               in_flight = it.in_flight](uint64_t, const Call& call) {
         begin();
         return overlap->Start(call, site, in_flight);
       };
-    case Deed::kDone:
+    case Action::kDone:
       break;
   }
   return [overlap = it.live.overlap, site = it.site](uint64_t, const Call& call) {
@@ -77,7 +78,7 @@ std::function<Status(uint64_t, const Call&)> BodyOf(Deed deed, const Invocation&
 // Never waits: another device may need this thread for its part (DeviceRendezvous). XLA
 // keeps the buffers, the attributes and the memory of the program until the future is
 // set, even if another part of the program has failed meanwhile.
-template <Deed kDeed>
+template <Action kAction>
 ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, ffi::Dictionary attrs) {
   ffi::Promise promise;
@@ -95,15 +96,15 @@ ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
     part.devices = list("devices");
     part.shards = list("shards");
     part.done = [promise, in = it.order_in, out = it.order_out,
-                 advance =
-                     it.last && kDeed != Deed::kStart](const Status& status) mutable {
+                 advance = it.last &&
+                           kAction != Action::kStart](const Status& status) mutable {
       if (!status.ok()) return promise.SetError(ToError(status));
       PassOrder(in, out, advance);
       promise.SetAvailable();
     };
     part.call = std::move(it.call);
-    part.wants_turn = kDeed == Deed::kRun;
-    part.body = BodyOf(kDeed, it);
+    part.wants_turn = kAction == Action::kRun;
+    part.body = BodyOf(kAction, it);
     return it.live.meeting->Join(std::move(part));
   });
   if (problem.failure()) promise.SetError(std::move(problem));
@@ -135,9 +136,9 @@ auto OfOneDevice() {
       .Attrs();
 }
 
-XLA_FFI_DEFINE_HANDLER(kMeet, Meet<Deed::kRun>, OfOneDevice());
-XLA_FFI_DEFINE_HANDLER(kMeetStart, Meet<Deed::kStart>, OfOneDevice());
-XLA_FFI_DEFINE_HANDLER(kMeetDone, Meet<Deed::kDone>, OfOneDevice());
+XLA_FFI_DEFINE_HANDLER(kMeet, Meet<Action::kRun>, OfOneDevice());
+XLA_FFI_DEFINE_HANDLER(kMeetStart, Meet<Action::kStart>, OfOneDevice());
+XLA_FFI_DEFINE_HANDLER(kMeetDone, Meet<Action::kDone>, OfOneDevice());
 
 }  // namespace
 

@@ -16,8 +16,8 @@ std::mutex& registry_mutex = *new std::mutex;
 auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
-// The number of attributes that every call has. attributes() in xla/primitive.py makes
-// them. A call has more if it has a timeout of its own or is over several devices.
+// The number of attributes that every call has; attributes() in xla/primitive.py makes
+// them. A call with a timeout of its own, or over several devices, has more.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {

@@ -3,8 +3,8 @@
 // buffer is in host memory.
 //
 // Operands: x_0..x_{n-1}, an order value (u32[1] or a token), perhaps a tie, which only
-// orders the call. Results: y_0..y_{n-1} and the order value. All collectives use the
-// same handlers, so a new collective needs no new handler.
+// orders the call. Results: y_0..y_{n-1} and the order value. All collectives share the
+// handlers, so a new collective needs no new handler.
 #pragma once
 
 #include <exception>

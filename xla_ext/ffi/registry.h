@@ -21,11 +21,11 @@ struct Registered {
   std::shared_ptr<DeviceRendezvous> meeting;
 };
 
-// Adds an entry, or replaces the one with this id.
+// Adds an entry, or replaces the entry of this id.
 void Register(int64_t id, Registered entry);
-// Removes the entry with this id if it is still the one of `communicator`. The check
+// Removes the entry of this id if its communicator is still `communicator`. The check
 // and the removal are one step, because the recovery may close the communicator of an
-// ended epoch while the program registers the one of the next epoch under the same id.
+// ended epoch while the program registers that of the next epoch under the same id.
 void Unregister(int64_t id, const Communicator* communicator);
 // Returns a copy of the entry, with null pointers if there is none.
 Registered Find(int64_t id);

@@ -1,9 +1,7 @@
-// See adaptive_copier.h.
-//
-// How the kind of stores is chosen for the lengths of one State: after `wait` copies,
-// or earlier if the copies have become slow (kWorse), a trial makes kTurns copies with
-// the other kind. Then Decide compares the medians of both kinds, chooses one of them,
-// and sets the pause before the next trial.
+// Each State chooses the kind of stores for its own lengths. After `wait` copies, or
+// earlier if copies have become slow (kEarlyTrialRatio), a trial makes kTrialCopies
+// copies with the other kind. Then Decide compares the median times of both kinds,
+// chooses one kind, and sets the pause before the next trial.
 #include "transport/adaptive_copier.h"
 
 #include <bit>
@@ -12,8 +10,9 @@
 
 namespace ringjax {
 
-size_t AdaptiveCopier::Kind(size_t bytes) {
-  const int above = std::bit_width(std::max(bytes, kLeast)) - std::bit_width(kLeast);
+size_t AdaptiveCopier::StateIndex(size_t bytes) {
+  const int above =
+      std::bit_width(std::max(bytes, kMinBytes)) - std::bit_width(kMinBytes);
   return std::min(static_cast<size_t>(above), decltype(states_)().size() - 1);
 }
 
@@ -31,35 +30,38 @@ void AdaptiveCopier::CopyLong(void* to, const void* from, size_t bytes) {
   else
     std::memcpy(to, from, bytes);
   const std::chrono::duration<double> passed = Clock::now() - began;
-  Took(bytes, passed.count());
+  Record(bytes, passed.count());
 }
 
-void AdaptiveCopier::Took(size_t bytes, double seconds) {
-  State& state = states_[Kind(bytes)];
-  state.paces[state.non_temporal][state.turns[state.non_temporal]++ % kTurns] =
+void AdaptiveCopier::Record(size_t bytes, double seconds) {
+  State& state = states_[StateIndex(bytes)];
+  state.seconds_per_byte[state.non_temporal]
+                        [state.copies[state.non_temporal]++ % kTrialCopies] =
       static_cast<float>(seconds / static_cast<double>(bytes));
   if (state.trial > 0) {
     if (--state.trial == 0) state.Decide();
     return;
   }
   if (state.wait > 0) --state.wait;
-  const bool worse = state.settled > 0 && state.wait + kLeastPause <= state.pause &&
-                     state.Median(state.non_temporal) > kWorse * state.settled;
+  const bool worse =
+      state.settled > 0 && state.wait + kMinPause <= state.pause &&
+      state.Median(state.non_temporal) > kEarlyTrialRatio * state.settled;
   if (state.wait > 0 && !worse) return;
   state.non_temporal = !state.non_temporal;
-  state.trial = kTurns;
+  state.trial = kTrialCopies;
 }
 
 float AdaptiveCopier::State::Median(bool which) const {
-  auto sorted = paces[which];
+  auto sorted = seconds_per_byte[which];
   std::sort(sorted.begin(), sorted.end());
-  return sorted[kTurns / 2];
+  return sorted[kTrialCopies / 2];
 }
 
 void AdaptiveCopier::State::Decide() {
-  const bool far = Median(false) > kFar * Median(true), changes = far == non_temporal;
-  pause = changes ? kFirstPause : std::min<uint16_t>(2 * pause, kLongestPause);
-  non_temporal = far;
+  const bool distant = Median(false) > kNonTemporalRatio * Median(true),
+             changes = distant == non_temporal;
+  pause = changes ? kFirstPause : std::min<uint16_t>(2 * pause, kMaxPause);
+  non_temporal = distant;
   wait = pause;
   settled = Median(non_temporal);
 }

@@ -23,7 +23,7 @@
 
 namespace ringjax {
 
-// Whether all copies of AdaptiveCopier::kLeast bytes and more are non-temporal,
+// Whether all copies of AdaptiveCopier::kMinBytes bytes and more are non-temporal,
 // regardless of the measurements. Only tests set the flag.
 inline std::atomic<bool> always_non_temporal{false};
 
@@ -31,10 +31,10 @@ inline std::atomic<bool> always_non_temporal{false};
 // uses an AdaptiveCopier at a time.
 class AdaptiveCopier {
  public:
-  static constexpr size_t kLeast = 4 << 10;  // shorter copies use ordinary stores
+  static constexpr size_t kMinBytes = 4 << 10;  // shorter copies use ordinary stores
 
   void Copy(void* to, const void* from, size_t bytes) {
-    if (bytes < kLeast)
+    if (bytes < kMinBytes)
       CopyBytes(to, from, bytes);
     else
       CopyLong(to, from, bytes);
@@ -43,36 +43,40 @@ class AdaptiveCopier {
   // Whether the last long copy was non-temporal.
   bool non_temporal() const { return non_temporal_; }
 
-  // Whether the measurements ask for non-temporal stores in the next copy of `bytes` >=
-  // kLeast bytes. Ignores always_non_temporal.
-  bool IsNonTemporal(size_t bytes) const { return states_[Kind(bytes)].non_temporal; }
+  // Whether the next copy of `bytes` >= kMinBytes bytes will use non-temporal stores,
+  // according to the measurements. Ignores always_non_temporal.
+  bool IsNonTemporal(size_t bytes) const {
+    return states_[StateIndex(bytes)].non_temporal;
+  }
   // Records that a copy of `bytes` bytes, of the kind that IsNonTemporal returned, took
   // `seconds`, and chooses the kind of the next copies.
-  void Took(size_t bytes, double seconds);
+  void Record(size_t bytes, double seconds);
 
  private:
-  static constexpr int kTurns = 3;  // copies of a trial; their median time counts
-  // Numbers of copies between two trials: kFirstPause after a trial has changed the
-  // choice, then twice as many each time a trial confirms it, up to kLongestPause. An
-  // early trial (kWorse) begins after kLeastPause copies or later.
-  static constexpr uint16_t kFirstPause = 32, kLongestPause = 512, kLeastPause = 8;
-  // Non-temporal stores can be faster for the writer, but not for the reader. So a
-  // trial chooses them if ordinary stores take more than kFar times as long. On two
-  // cores of an EPYC, ordinary stores took 0.5 to 3 times as long where they were the
-  // right choice, and 6 to 14 times where they were not.
-  static constexpr double kFar = 4;
-  // An early trial begins if a byte takes more than kWorse times as long as it did at
-  // the end of the last trial.
-  static constexpr double kWorse = 2;
+  static constexpr int kTrialCopies = 3;  // copies of a trial; their median time counts
+  // Numbers of copies between two trials: kFirstPause after a trial that changed the
+  // choice, then twice as many after each trial that confirms the choice, up to
+  // kMaxPause. An early trial (kEarlyTrialRatio) begins after at least kMinPause
+  // copies.
+  static constexpr uint16_t kFirstPause = 32, kMaxPause = 512, kMinPause = 8;
+  // Non-temporal stores can be faster for the writer but slower for the reader. So a
+  // trial chooses them only if ordinary stores take more than kNonTemporalRatio times
+  // as long. On an EPYC, ordinary stores took 0.5 to 3 times as long between cores for
+  // which they were the right choice, and 6 to 14 times between other cores.
+  static constexpr double kNonTemporalRatio = 4;
+  // An early trial begins if a byte takes more than kEarlyTrialRatio times as long as
+  // it did at the end of the last trial.
+  static constexpr double kEarlyTrialRatio = 2;
 
   // The measurements for copies whose lengths lie between the same two powers of 2.
   struct State {
-    // Seconds per byte of the last kTurns ordinary [0] and non-temporal [1] copies.
-    std::array<std::array<float, kTurns>, 2> paces = {};
-    std::array<uint16_t, 2> turns = {};  // copies of each kind so far
-    uint16_t trial = 0;                  // copies left in the present trial
-    uint16_t wait = kTurns;              // copies until the next trial
-    uint16_t pause = kFirstPause;        // the value of `wait` after the last trial
+    // Seconds per byte of the last kTrialCopies ordinary [0] and non-temporal [1]
+    // copies.
+    std::array<std::array<float, kTrialCopies>, 2> seconds_per_byte = {};
+    std::array<uint16_t, 2> copies = {};  // copies of each kind so far
+    uint16_t trial = 0;                   // copies left in the present trial
+    uint16_t wait = kTrialCopies;         // copies until the next trial
+    uint16_t pause = kFirstPause;         // the value of `wait` after the last trial
     bool non_temporal = false;
     float settled = 0;  // seconds per byte when a trial last ended; 0 before the first
 
@@ -80,7 +84,7 @@ class AdaptiveCopier {
     void Decide();
   };
 
-  static size_t Kind(size_t bytes);
+  static size_t StateIndex(size_t bytes);
   void CopyLong(void* to, const void* from, size_t bytes);
 
   std::array<State, 9> states_;  // states for 4 KiB, 8 KiB, ..., 1 MiB and more

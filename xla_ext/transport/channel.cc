@@ -1,4 +1,3 @@
-// See channel.h.
 #include "transport/channel.h"
 
 #include <sys/socket.h>
@@ -11,11 +10,12 @@
 namespace ringjax {
 namespace {
 
-constexpr size_t kHead = 5;             // a record's head: type, version, length
-constexpr size_t kMostPlain = 1 << 14;  // most payload of a record, type byte excluded
-constexpr size_t kMore = kHead + 1 + Cipher::kTagBytes;  // a record less its payload
-constexpr size_t kAtOnce = 16;  // records that are sent together
-constexpr size_t kMostIn = 16 * (kMostPlain + kMore);
+constexpr size_t kHeadBytes = 5;       // type, version and length of a record
+constexpr size_t kMaxPlain = 1 << 14;  // most payload of a record, type byte excluded
+// The bytes of a record that are not payload.
+constexpr size_t kOverhead = kHeadBytes + 1 + Cipher::kTagBytes;
+constexpr size_t kRecordsPerSend = 16;
+constexpr size_t kMaxReceiveBuffer = 16 * (kMaxPlain + kOverhead);
 constexpr std::byte kData{0x17};  // the record type "application data"
 
 // Walks over the bytes of a list of pieces.
@@ -54,7 +54,7 @@ msghdr Message(std::span<const iovec> pieces) {
 }
 
 template <typename Call>
-ssize_t Uninterrupted(const Call& call) {
+ssize_t RetryOnEintr(const Call& call) {
   ssize_t n;
   do {
     n = call();
@@ -100,32 +100,34 @@ Channel::Channel(int fd, std::span<const std::byte> key, uint64_t records_per_ke
 ssize_t Channel::Send(std::span<const iovec> pieces) {
   if (!encrypt_) {
     const msghdr header = Message(pieces);
-    return Uninterrupted(
+    return RetryOnEintr(
         [&] { return sendmsg(fd(), &header, MSG_NOSIGNAL | MSG_DONTWAIT); });
   }
   if (Flush() < 0) return -1;
-  const size_t bytes = std::min(Total(pieces), kAtOnce * kMostPlain);
+  const size_t bytes = std::min(Total(pieces), kRecordsPerSend * kMaxPlain);
   if (!Seal(pieces, bytes)) return Fail(EIO);
   // Bytes that the socket does not take now stay pending. If this Flush fails, the next
-  // one reports the error.
+  // Flush reports the error.
   Flush();
   return static_cast<ssize_t>(bytes);
 }
 
 bool Channel::Seal(std::span<const iovec> pieces, size_t bytes) {
-  const size_t records = (bytes + kMostPlain - 1) / kMostPlain;
-  if (out_.size() < bytes + records * kMore) out_.resize(bytes + records * kMore);
+  const size_t records = (bytes + kMaxPlain - 1) / kMaxPlain;
+  if (out_.size() < bytes + records * kOverhead)
+    out_.resize(bytes + records * kOverhead);
   sealed_ = sent_ = 0;
   Cursor cursor(pieces);
   std::byte* to = out_.data();
   while (bytes > 0) {
-    const size_t plain = std::min(bytes, kMostPlain), length = plain + kMore - kHead;
-    const std::byte head[kHead] = {kData, std::byte{3}, std::byte{3},
-                                   static_cast<std::byte>(length >> 8),
-                                   static_cast<std::byte>(length)};
-    std::memcpy(to, head, kHead);
+    const size_t plain = std::min(bytes, kMaxPlain),
+                 length = plain + kOverhead - kHeadBytes;
+    const std::byte head[kHeadBytes] = {kData, std::byte{3}, std::byte{3},
+                                        static_cast<std::byte>(length >> 8),
+                                        static_cast<std::byte>(length)};
+    std::memcpy(to, head, kHeadBytes);
     if (!encrypt_->Begin(head)) return false;
-    to += kHead;
+    to += kHeadBytes;
     for (size_t left = plain; left > 0;) {
       const std::span<std::byte> piece = cursor.Next(left);
       if (!encrypt_->Piece(to, piece.data(), piece.size())) return false;
@@ -142,7 +144,7 @@ bool Channel::Seal(std::span<const iovec> pieces, size_t bytes) {
 
 int Channel::Flush() {
   while (pending()) {
-    const ssize_t n = Uninterrupted([&] {
+    const ssize_t n = RetryOnEintr([&] {
       return send(fd(), out_.data() + sent_, sealed_ - sent_,
                   MSG_NOSIGNAL | MSG_DONTWAIT);
     });
@@ -155,12 +157,13 @@ int Channel::Flush() {
 bool Channel::readable() const {
   if (!decrypt_ || broken_) return false;
   if (plain_begin_ < plain_end_) return true;
-  if (end_ - begin_ < kHead) return false;
+  if (end_ - begin_ < kHeadBytes) return false;
   const size_t length = std::to_integer<size_t>(in_[begin_ + 3]) << 8 |
                         std::to_integer<size_t>(in_[begin_ + 4]);
   // A record with an impossible length counts as readable: Open then reports the record
   // at once, instead of waiting for bytes that may never arrive.
-  return length > kMostPlain + 1 + Cipher::kTagBytes || end_ - begin_ >= kHead + length;
+  return length > kMaxPlain + 1 + Cipher::kTagBytes ||
+         end_ - begin_ >= kHeadBytes + length;
 }
 
 int Channel::Open() {
@@ -169,16 +172,16 @@ int Channel::Open() {
   const size_t length =
       std::to_integer<size_t>(record[3]) << 8 | std::to_integer<size_t>(record[4]);
   const bool sound = record[0] == kData && length > Cipher::kTagBytes &&
-                     length <= kMostPlain + 1 + Cipher::kTagBytes;
+                     length <= kMaxPlain + 1 + Cipher::kTagBytes;
   if (!sound) return Fail(EBADMSG);
   const size_t inner = length - Cipher::kTagBytes;
-  std::byte* body = record + kHead;
-  if (!decrypt_->Begin({record, kHead}) || !decrypt_->Piece(body, body, inner) ||
+  std::byte* body = record + kHeadBytes;
+  if (!decrypt_->Begin({record, kHeadBytes}) || !decrypt_->Piece(body, body, inner) ||
       !decrypt_->End(body + inner) || body[inner - 1] != kData)
     return Fail(EBADMSG);
-  plain_begin_ = begin_ + kHead;
+  plain_begin_ = begin_ + kHeadBytes;
   plain_end_ = plain_begin_ + inner - 1;
-  begin_ += kHead + length;
+  begin_ += kHeadBytes + length;
   return 1;
 }
 
@@ -192,15 +195,16 @@ ssize_t Channel::Fill() {
     begin_ = 0;
   }
   plain_begin_ = plain_end_ = 0;
-  if (in_.empty()) in_.resize(kMostPlain + kMore);
-  const ssize_t n = Uninterrupted(
+  if (in_.empty()) in_.resize(kMaxPlain + kOverhead);
+  const ssize_t n = RetryOnEintr(
       [&] { return recv(fd(), in_.data() + end_, in_.size() - end_, MSG_DONTWAIT); });
   if (n > 0) end_ += static_cast<size_t>(n);
-  if (end_ == in_.size() && end_ < kMostIn) in_.resize(std::min(4 * end_, kMostIn));
+  if (end_ == in_.size() && end_ < kMaxReceiveBuffer)
+    in_.resize(std::min(4 * end_, kMaxReceiveBuffer));
   return n;
 }
 
-size_t Channel::Hand(std::span<const iovec> pieces, size_t skip) {
+size_t Channel::CopyPlain(std::span<const iovec> pieces, size_t skip) {
   Cursor cursor(pieces);
   while (skip > 0) skip -= cursor.Next(skip).size();
   size_t moved = 0;
@@ -217,13 +221,13 @@ size_t Channel::Hand(std::span<const iovec> pieces, size_t skip) {
 ssize_t Channel::Receive(std::span<const iovec> pieces) {
   if (!decrypt_) {
     msghdr header = Message(pieces);
-    return Uninterrupted([&] { return recvmsg(fd(), &header, MSG_DONTWAIT); });
+    return RetryOnEintr([&] { return recvmsg(fd(), &header, MSG_DONTWAIT); });
   }
   if (broken_) return Fail(broken_);
   const size_t total = Total(pieces);
   size_t moved = 0;
   while (true) {
-    moved += Hand(pieces, moved);
+    moved += CopyPlain(pieces, moved);
     if (moved == total) return static_cast<ssize_t>(moved);
     const int opened = Open();
     if (opened < 0) broken_ = errno;

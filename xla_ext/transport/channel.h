@@ -66,7 +66,8 @@ class Channel {
   // the record is incomplete, -1 with errno if the record is bad.
   int Open();
   ssize_t Fill();
-  size_t Hand(std::span<const iovec> pieces, size_t skip);
+  // Copies decrypted bytes to `pieces`, behind their first `skip` bytes.
+  size_t CopyPlain(std::span<const iovec> pieces, size_t skip);
 
   Descriptor fd_;
   std::unique_ptr<Cipher> encrypt_, decrypt_;

@@ -1,4 +1,3 @@
-// See cipher.h.
 #include "transport/cipher.h"
 
 #include <dlfcn.h>

@@ -1,6 +1,6 @@
-// AES-256-GCM with the libcrypto that Python's ssl module has loaded, or else the
-// system's. The functions are looked up at run time. So the build needs no headers of
-// OpenSSL, and the security updates of the installed library apply.
+// AES-256-GCM with the libcrypto that Python's ssl module has loaded, or else with the
+// libcrypto of the system. The functions are looked up at run time, so the build needs
+// no headers of OpenSSL, and security updates of the installed library take effect.
 #pragma once
 
 #include <sys/uio.h>

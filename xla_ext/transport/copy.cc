@@ -1,4 +1,3 @@
-// See copy.h.
 #include "transport/copy.h"
 
 #if defined(__SSE2__)

@@ -5,10 +5,10 @@
 
 namespace ringjax {
 
-// Copies like memcpy, but with vector stores. The C library copies a few KiB and more
-// with a string instruction, which on some processors (AMD Zen) is several times slower
-// than vector stores if the lines are in another core's cache. A ring's lines always
-// are.
+// Copies like memcpy, but with vector loads and stores. From a few KiB on, the C
+// library copies with a string instruction, which on some processors (AMD Zen) is
+// several times slower if the lines that it reads are in another core's cache, as the
+// lines of a ring are when the reader copies them out.
 void CopyBytes(void* to, const void* from, size_t bytes);
 
 // Copies like memcpy, but with non-temporal stores, which do not fetch the line that

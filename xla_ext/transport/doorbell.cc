@@ -18,8 +18,8 @@ Doorbell::Doorbell(int fd) : fd_(fd) {
 
 void Doorbell::Ring() {
   const uint64_t one = 1;
-  // Other errors are ignored: a full counter (EAGAIN) wakes the owner as well, and the
-  // link detects a peer that is gone.
+  // Other errors are ignored: with a full counter (EAGAIN) the owner wakes up anyway,
+  // and the link detects a peer that is gone.
   while (write(fd(), &one, sizeof(one)) < 0 && errno == EINTR) {
   }
 }

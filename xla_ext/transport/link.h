@@ -29,8 +29,8 @@ class Waitable {
 
   // Requests a wake-up when bytes can move in a wanted direction; called before the
   // caller sleeps. Appends the descriptors to poll. Returns true if there is something
-  // to do already, so that the caller must not sleep. Transports in memory append none:
-  // they wake the rank by its doorbell. Disarm ends the request.
+  // to do already, so that the caller must not sleep. Transports in memory append no
+  // descriptor, because they wake the rank by its doorbell. Disarm ends the request.
   virtual bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) = 0;
   virtual void Disarm() = 0;
 };
@@ -63,8 +63,8 @@ class Link : public Waitable {
   virtual Result<bool> Flush() = 0;
 };
 
-// An eventfd by which a peer that shares memory with this rank wakes it. The rank that
-// owns the doorbell polls `fd`, and drains it after it has woken.
+// An eventfd by which peers that share memory with the owner, a rank, wake the owner.
+// The owner polls `fd`, and drains the doorbell after it has woken up.
 class Doorbell {
  public:
   explicit Doorbell(int fd);  // takes ownership; makes it non-blocking

@@ -1,4 +1,3 @@
-// See process_memory.h.
 #include "transport/process_memory.h"
 
 #include <sys/prctl.h>
@@ -12,35 +11,35 @@
 namespace ringjax {
 namespace {
 
-// The number of the proof, and the process that drew it. A forked child has the number
-// at the same address, but is another process and must draw its own.
-struct Numbered {
+// The random number of the proof, and the process that drew the number. A forked child
+// has the number at the same address, but is another process and must draw its own.
+struct ProofNumber {
   std::mutex mutex;
   pid_t pid = 0;
   uint64_t number = 0;
-} numbered;
+} own;
 
 }  // namespace
 
 Proof OwnProof() {
-  const std::lock_guard lock(numbered.mutex);
-  if (numbered.pid != getpid()) {
+  const std::lock_guard lock(own.mutex);
+  if (own.pid != getpid()) {
     // Process 1 must not get the permission: all processes descend from process 1, also
     // those of other jobs. getppid returns 0 if the parent is in another PID namespace;
     // PR_SET_PTRACER with 0 would take back a permission set by a crash handler.
     if (const pid_t parent = getppid(); parent > 1)
       prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;
-    numbered.number = (uint64_t{random()} << 32) | random();
-    numbered.pid = getpid();
+    own.number = (uint64_t{random()} << 32) | random();
+    own.pid = getpid();
   }
-  return {reinterpret_cast<uintptr_t>(&numbered.number), numbered.number};
+  return {reinterpret_cast<uintptr_t>(&own.number), own.number};
 }
 
 ptrdiff_t ProcessMemory::Read(std::span<const iovec> to,
                               std::span<const iovec> from) const {
-  if (pid_ <= 0 || to.size() > kMostRead || from.size() > kMostRead) return -1;
-  std::array<iovec, 1 + kMostRead> here, there;
+  if (pid_ <= 0 || to.size() > kMaxPieces || from.size() > kMaxPieces) return -1;
+  std::array<iovec, 1 + kMaxPieces> here, there;
   uint64_t number = 0;
   here[0] = {&number, sizeof number};
   there[0] = {reinterpret_cast<void*>(proof_.at), sizeof number};

@@ -38,14 +38,14 @@ class ProcessMemory {
 
   // Reads like process_vm_readv. Returns the number of bytes read, which may be fewer
   // than requested; -1 if nothing can be read, the proof is of another process, or a
-  // list has more than kMostRead pieces. One system call checks the proof and reads the
-  // pieces, so the process cannot be replaced in between.
+  // list has more than kMaxPieces pieces. One system call checks the proof and reads
+  // the pieces, so the process cannot be replaced in between.
   ptrdiff_t Read(std::span<const iovec> to, std::span<const iovec> from) const;
 
  private:
   pid_t pid_;
   Proof proof_;
 };
-inline constexpr size_t kMostRead = 255;  // 256 with the proof; Linux's limit is 1024
+inline constexpr size_t kMaxPieces = 255;  // 256 with the proof; Linux's limit is 1024
 
 }  // namespace ringjax

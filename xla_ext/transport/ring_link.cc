@@ -1,4 +1,3 @@
-// See ring_link.h.
 #include "transport/ring_link.h"
 
 #include "base/status.h"
@@ -46,15 +45,15 @@ std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
 
 RingLink::RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer)
     : pair_(reinterpret_cast<RingPair*>(block)),
-      mine_(&pair_->sides[side]),
+      own_(&pair_->sides[side]),
       peer_(&pair_->sides[1 - side]),
       out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
       in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
           ring_bytes),
-      cma_(&mine_->cma, &peer_->cma, &peer_->closed, peer, this) {}
+      cma_(&own_->cma, &peer_->cma, &peer_->closed, peer, this) {}
 
 void RingLink::Close() {
-  StoreShared(mine_->closed, uint32_t{1});
+  StoreShared(own_->closed, uint32_t{1});
   RingPeer();
 }
 
@@ -162,7 +161,7 @@ void RingLink::Consume(size_t bytes) {
 
 bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
   // Pairs with WakeIf: this store precedes the loads of the peer's progress below.
-  StoreShared(mine_->wants,
+  StoreShared(own_->wants,
               (want_read ? kWantsBytes : 0) | (want_write ? kWantsRoom : 0));
   if (LoadShared(peer_->closed) != 0) return true;
   bool ready = false;
@@ -175,6 +174,6 @@ bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
   return ready || in_.broken() || out_.broken();
 }
 
-void RingLink::Disarm() { StoreShared(mine_->wants, uint32_t{0}); }
+void RingLink::Disarm() { StoreShared(own_->wants, uint32_t{0}); }
 
 }  // namespace ringjax

@@ -70,7 +70,7 @@ class RingLink : public Link, private Waker {
   Status ReadState();
 
   RingPair* pair_;
-  RingSide* mine_;
+  RingSide* own_;
   RingSide* peer_;
   RingWriter out_;
   RingReader in_;

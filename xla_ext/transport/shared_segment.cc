@@ -1,10 +1,7 @@
-// The layout and the counters of a shared segment, and shared segments for threads that
-// act as ranks. See shared_segment.h.
+// The layout and the counters of a shared segment.
 #include "transport/shared_segment.h"
 
 #include <algorithm>
-
-#include "transport/local_memory.h"
 
 namespace ringjax {
 namespace {
@@ -21,12 +18,12 @@ constexpr size_t RoundUp(size_t bytes, size_t unit) {
 constexpr size_t kStagger = 2 * kLineBytes;
 // A call of 64 KiB with its header fits an inline slot, unless there are so many ranks
 // that their slots would take too much memory.
-constexpr size_t kMostInline = 65 << 10, kLeastInline = 16 << 10;
+constexpr size_t kMaxInline = 65 << 10, kMinInline = 16 << 10;
 // The bytes of the slots of all ranks in one turn.
-constexpr size_t kMostInlineOfAll = 1 << 20;
+constexpr size_t kMaxInlineOfAll = 1 << 20;
 constexpr size_t InlineBytes(int size) {
-  const size_t share = kMostInlineOfAll / static_cast<size_t>(size) / kPage * kPage;
-  return std::clamp(share, kLeastInline, kMostInline);
+  const size_t share = kMaxInlineOfAll / static_cast<size_t>(size) / kPage * kPage;
+  return std::clamp(share, kMinInline, kMaxInline);
 }
 constexpr size_t InlineStride(size_t bytes) {
   return bytes + kStagger;  // the stagger has room for the header
@@ -145,39 +142,6 @@ void SharedSegment::Close() {
   StoreShared(words_[rank_].closed, uint32_t{1});
   for (int r = 0; r < size_; ++r)
     if (r != rank_) RingPeer(r);
-}
-
-namespace {
-
-class LocalSegment final : public SharedSegment {
- public:
-  LocalSegment(std::shared_ptr<LocalMemory> memory, int rank, int size,
-               size_t tile_bytes)
-      : SharedSegment(memory->block(), rank, size, tile_bytes),
-        memory_(std::move(memory)) {}
-  ~LocalSegment() override {
-    Close();
-    memory_->Forget(rank());
-  }
-
- private:
-  void RingPeer(int rank) override { memory_->Ring(rank); }
-
-  std::shared_ptr<LocalMemory> memory_;
-};
-
-}  // namespace
-
-std::vector<std::unique_ptr<SharedSegment>> MakeLocalSegments(
-    size_t tile_bytes, const std::vector<Doorbell*>& doorbells) {
-  RJ_CHECK(IsTileSize(tile_bytes), "a tile's size must be a multiple of 4096");
-  const int size = static_cast<int>(doorbells.size());
-  auto memory =
-      std::make_shared<LocalMemory>(SharedSegmentBytes(size, tile_bytes), doorbells);
-  std::vector<std::unique_ptr<SharedSegment>> segments;
-  for (int r = 0; r < size; ++r)
-    segments.push_back(std::make_unique<LocalSegment>(memory, r, size, tile_bytes));
-  return segments;
 }
 
 }  // namespace ringjax

@@ -2,10 +2,10 @@
 // ranks read. MPI-3 calls such memory a shared window, Open MPI a segment (`sm`).
 //
 // A link is for two ranks. Data that one rank writes for all others are written once,
-// into the shared segment, and not into every link. For each rank it holds counters
-// that only this rank advances, slots for inline data (short calls), and an area for
-// the tiles of long messages. It knows nothing about collectives: the meaning of the
-// counters is defined in engine/call/agreement.h and engine/call/tiles.h.
+// into the shared segment, and not into every link. The segment holds for each rank
+// counters that only this rank advances, slots for inline data (short calls), and an
+// area for the tiles of long messages. This code knows nothing about collectives:
+// engine/call/agreement.h and engine/call/tiles.h define what the counters mean.
 //
 // One thread of a rank uses a SharedSegment at a time. Code that uses a value written
 // by a peer must check the value.
@@ -42,10 +42,10 @@ class SharedSegment : public Waitable {
   // The area of `rank`; for rank == size() the area for results that all ranks read. It
   // has area_bytes() bytes and is aligned to a cache line.
   std::byte* Area(int rank) const;
-  // Bytes of an area that all messages so far have used, the same on all ranks. A
-  // message begins where the last one ended, and not at the beginning of the area. So a
-  // line that another core wrote is read from the cache that the cores share, and not
-  // from the cache of that core.
+  // Bytes of an area that all messages so far have used; equal on all ranks. A message
+  // begins where the last message ended, and not at the beginning of the area. So the
+  // lines that another core wrote earlier have moved to the cache that the cores share,
+  // from which they are read faster than from the cache of that core.
   uint64_t cursor() const { return cursor_; }
   void AdvanceCursor(uint64_t bytes) { cursor_ += bytes; }
 
@@ -59,10 +59,9 @@ class SharedSegment : public Waitable {
   void Publish(Counter counter, uint64_t value);
   // Loads a counter of a peer. Does not check the value, which the peer controls.
   uint64_t Look(Counter counter, int rank) const;
-  // Loads a peer's counter, which must reach `value` at some time, and stores it in
-  // `*known`, which holds the value loaded before. Fails with kUnavailable if the
-  // counter is impossible (less than `*known` or more than `most`), or if the peer has
-  // closed before its counter reached `value`.
+  // Loads a peer's counter into `*known`, which holds the value loaded before. Fails
+  // with kUnavailable if the counter is impossible (less than `*known` or more than
+  // `most`), or if the peer has closed before its counter reached `value`.
   Status Poll(Counter counter, int rank, uint64_t value, uint64_t most,
               uint64_t* known) const;
 
@@ -73,8 +72,9 @@ class SharedSegment : public Waitable {
   // The lowest peer that has called Stop; -1 if there is none.
   int Stopped() const;
 
-  // Requests a wake-up when any counter of any peer advances or a peer closes, and not
-  // only the awaited one. Returns true if that has happened since the last Arm.
+  // Requests a wake-up for each advance of any counter of any peer, and for a peer that
+  // closes. Returns true if a counter has advanced or a peer has closed since the last
+  // Arm.
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
 

@@ -29,9 +29,9 @@ constexpr size_t kShortRead = 4 << 10;
 // The send buffer of a socket between ranks of one host. With the larger buffer that
 // the system would choose, a transfer costs up to twice the CPU time, presumably
 // because of cache misses. Between hosts the system's choice is kept.
-constexpr int kNearBuffer = 384 << 10;
+constexpr int kLocalSendBuffer = 384 << 10;
 
-Status Failed(const char* call, int error) {
+Status SocketError(const char* call, int error) {
   if (error == EBADMSG)
     return Status(Code::kUnavailable,
                   "the data from it were altered on their way, or are no TLS records");
@@ -41,7 +41,7 @@ Status Failed(const char* call, int error) {
                 std::string(call) + ": " + std::generic_category().message(error));
 }
 
-bool Later(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+bool WouldBlock(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
 // A buffer that holds bytes in [begin_, end_). end() allocates it when first called.
 class Staging {
@@ -58,7 +58,8 @@ class Staging {
     begin_ += n;
     if (begin_ == end_) begin_ = end_ = 0;
   }
-  // Moves the bytes to the front: less than one element, when Peek calls Compact.
+  // Moves the bytes to the front of the buffer. Peek calls Compact when less than one
+  // element is left.
   void Compact() {
     if (begin_ == 0) return;
     std::memmove(bytes_.get(), data(), size());
@@ -140,7 +141,7 @@ size_t TcpLink::Send(size_t bytes) {
   if (!out_.broken.ok() || bytes == 0) return 0;
   const ssize_t n = sockets_[Index(out_)].Send(message_);
   if (n < 0) {
-    if (!Later(errno)) out_.broken = Failed("send", errno);
+    if (!WouldBlock(errno)) out_.broken = SocketError("send", errno);
     return 0;
   }
   out_.bytes += static_cast<uint64_t>(n);
@@ -151,7 +152,7 @@ size_t TcpLink::Receive(size_t bytes) {
   if (!in_.broken.ok() || bytes == 0) return 0;
   const ssize_t n = sockets_[Index(in_)].Receive(message_);
   if (n == 0) in_.broken = Status(Code::kUnavailable, "the peer closed the connection");
-  if (n < 0 && !Later(errno)) in_.broken = Failed("receive", errno);
+  if (n < 0 && !WouldBlock(errno)) in_.broken = SocketError("receive", errno);
   if (n <= 0) return 0;
   in_.bytes += static_cast<uint64_t>(n);
   return static_cast<size_t>(n);
@@ -160,7 +161,7 @@ size_t TcpLink::Receive(size_t bytes) {
 bool TcpLink::FlushSockets() {
   for (Channel& socket : sockets_) {
     if (socket.Flush() > 0) continue;
-    if (!Later(errno)) out_.broken = Failed("send", errno);
+    if (!WouldBlock(errno)) out_.broken = SocketError("send", errno);
     return false;
   }
   return true;
@@ -284,8 +285,8 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   return false;
 }
 
-// Whether the peer is on this host: both ends have the same address.
-bool IsNear(int fd) {
+// Whether the peer is on this host. If so, both ends of the socket have one address.
+bool IsOnThisHost(int fd) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
@@ -307,18 +308,18 @@ Status Prepare(int fd) {
   int type = 0;
   socklen_t length = sizeof(type);
   if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) != 0)
-    return Failed("getsockopt", errno);
+    return SocketError("getsockopt", errno);
   if (type != SOCK_STREAM)
     return Status(Code::kInvalidArgument, "a TCP link needs stream sockets");
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ||
       fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
-    return Failed("fcntl", errno);
+    return SocketError("fcntl", errno);
   // Unix sockets refuse this option; they do not delay data anyway.
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  if (IsNear(fd))
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kNearBuffer, sizeof(kNearBuffer));
+  if (IsOnThisHost(fd))
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLocalSendBuffer, sizeof(kLocalSendBuffer));
   return OkStatus();
 }
 
