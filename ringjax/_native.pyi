@@ -43,8 +43,8 @@ class Communicator:
         a TypeError. A link is ("shm", peer, memfd, side, ring_bytes, peer_doorbell,
         process) or ("tcp", peer, [socket, ...]), optionally followed by keys. A shared
         segment is (memfd, tile_bytes, bells). Compiled programs find the communicator
-        by its id, with `resilient` only after ResilientComm.install. Its calls end when
-        the ranks of `ending` are there.
+        by its id, with `resilient` only after ResilientComm.install. If `ending` is
+        given, each call ends with a barrier of its ranks.
         """
     @property
     def id(self) -> int: ...
@@ -172,12 +172,13 @@ class Heartbeat:
     ) -> None:
         """Takes ownership of the sockets in `peers`: (rank, socket).
 
-        `keys` has a key for each socket; an empty key means no encryption. `notify`, an
-        eventfd, is duplicated here and written to whenever lost() or left() grows. With
-        `notify` the job is elastic: if a communicator reports a rank as lost, the
-        heartbeat counts the rank as lost, too. `inquire` is written to when a peer
-        requests the place of the program; its reader calls asked() and answer() within
-        half a second. `hosts` are the names of the hosts by rank, for texts.
+        `keys` has a key for each socket; an empty key means no encryption. `notify` is
+        an eventfd, which the heartbeat duplicates and writes to whenever lost() or
+        left() grows. With `notify` the job is elastic: if a communicator reports a rank
+        as lost, the heartbeat counts the rank as lost, too. `inquire` is an eventfd, to
+        which the heartbeat writes when a peer requests the place of the program; the
+        reader calls asked() and answer() within half a second. `hosts` are the names of
+        the hosts by rank, for texts.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
@@ -187,14 +188,14 @@ class Heartbeat:
     def left(self) -> list[int]:
         """Returns the ranks that have announced their regular end."""
     def asked(self) -> tuple[int, list[str]]:
-        """Returns the questions of peers that wait for answer().
+        """Returns the straggler probes of peers that wait for answer().
 
         Returns:
-            The number of the newest question, 0 if none waits; and, once, a sentence
-            for each call or operation for which other ranks wait.
+            The number of the newest probe, 0 if none waits; and, once, a sentence for
+            each call or operation for which other ranks wait.
         """
     def answer(self, newest: int, place: str) -> None:
-        """Replies to questions up to a number, as in "it is at train.py:41 in load"."""
+        """Replies to probes up to a number, as in "it is at train.py:41 in load"."""
     def share_waits(self, recorder: Recorder | None) -> None:
         """Sends the waits of the recorder to the first rank, with each heartbeat."""
     def say_where(self, place: str) -> None:
@@ -307,7 +308,10 @@ class Recorder:
     def keep(self, capacity: int) -> None:
         """Sets the number of calls to keep; the newest calls stay."""
     def lines_since(self, seen: int) -> tuple[int, int, bytes]:
-        """Returns the number of calls; of the calls after `seen`: losses, and JSON."""
+        """Returns the number of calls, how many after `seen` are lost, and the others.
+
+        The others are lines of JSON.
+        """
     def tell(self, timeline: Timeline | None) -> None:
         """Reports each later call to the timeline."""
     @property
@@ -315,11 +319,14 @@ class Recorder:
         """The number of all calls."""
     @property
     def dumped(self) -> str:
-        """The path after the calls have been written, else an empty text."""
+        """The path of the written calls; empty before they are written."""
 
 class Timeline:
     def __init__(self, path: str, mark_rounds: bool, most_bytes: int = ...) -> None:
-        """Replaces `path`; keeps `most_bytes` there and in `path`.1; StatusError."""
+        """Replaces `path`. Limits `path` and `path`.1 together to `most_bytes`.
+
+        Raises StatusError if the file cannot be written.
+        """
     def close(self) -> None:
         """Writes all reports; later reports are dropped."""
 
@@ -410,11 +417,10 @@ class EagerLane:
                 lane's timeout.
             waits: True if the caller will wait immediately: `submit` may then return
                 only when the operation has ended.
-            rooms: the bytes at each address of `outs`, needed for allgather and
-                alltoall, whose results are in memory of the core if they have another
-                size.
-            cuda: the addresses are of memory on a CUDA device, one for all tensors of
-                this rank, and are used when `stream` has come as far as it is now.
+            rooms: the bytes at each address of `outs`, for allgather and alltoall. A
+                result of another size is in memory of the core.
+            cuda: True if the addresses are on a CUDA device, one device for all tensors
+                of this rank. The lane uses them once `stream` has passed this point.
         """
     def run_plain(
         self,
@@ -517,11 +523,11 @@ class TensorInterface:
     ) -> list[tuple[int, int, tuple[int, ...]]]:
         """Returns the address of the elements, TensorFlow's dtype number, the shape."""
     def allocate_like(self, tensors: Sequence[int]) -> list[int]:
-        """Makes uninitialised tensors, for `delete`; all or, with MemoryError, none."""
+        """Makes uninitialised tensors, to be deleted; MemoryError: it made none."""
     def put(self, context: int, first: int, tensors: Sequence[int]) -> None:
-        """Makes tensors the outputs of a node from `first` on; always releases them."""
+        """Makes tensors the outputs of a node from `first` on. Always deletes them."""
     def delete(self, tensors: Sequence[int]) -> None:
-        """Releases tensors."""
+        """Deletes tensors."""
 
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...

@@ -39,7 +39,7 @@ class Config(ctypes.Structure):
 
 
 class Library:
-    """Functions of one library by the ends of their names."""
+    """The functions of one library, by their names without the prefix."""
 
     def __init__(self, file: str, prefix: str, good: tuple[int, ...]) -> None:
         self._library = ctypes.CDLL(file)
@@ -101,12 +101,12 @@ def new_event(flags: int = 2) -> int:
 
 
 def at(array: np.ndarray) -> int:
-    """The address of an array: memory of the host is memory of the stub's device."""
+    """Returns the address of an array, which also is an address on the device."""
     return int(array.ctypes.data)
 
 
 def unique_id(path: Path, rank: int) -> UniqueId:
-    """Rank 0 makes it, the others read it from a file."""
+    """Returns the id that rank 0 makes and the other ranks read from a file."""
     made = UniqueId()
     if rank == 0:
         nccl.GetUniqueId(ctypes.byref(made))
@@ -148,18 +148,18 @@ class Comm:
         return place.value
 
     def settle(self, seconds: float = 10) -> int:
-        """The state once it is no longer "in progress"."""
+        """Waits while the state is "in progress", and returns the next state."""
         wait_until(lambda: self.state() != IN_PROGRESS, seconds)
         return self.state()
 
     def run(self, function: str, *args: Any, stream: int = 0) -> None:
-        """Enqueues one operation and waits until NCCL has taken it."""
+        """Enqueues one operation and waits until NCCL has launched it."""
         getattr(nccl, function)(*args, self.handle, stream)
         assert self.settle() == OK
 
 
 def join(size: int | None = None, device: int = 0) -> Comm:
-    """The communicator of all processes that the test has started."""
+    """Makes the communicator of all processes that the test has started."""
     rank = int(os.environ["STUB_RANK"])
     use_device(device)
     made = unique_id(Path(os.environ["STUB_FOLDER"]) / "id", rank)

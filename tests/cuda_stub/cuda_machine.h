@@ -47,7 +47,7 @@ struct ModuleTag {
   std::map<std::string, std::unique_ptr<FunctionTag>> functions;
 };
 
-// Everything that lives. Never destroyed: threads of streams may outlive main().
+// All living objects. Never destroyed, because threads of streams may outlive main().
 struct Machine {
   std::mutex mutex;
   std::atomic<pid_t> pid =
@@ -97,7 +97,7 @@ inline Outcome Enter(const char* function, Needs needs) {
       return entered;                                                               \
   } while (0)
 
-// Null if there is no such stream. 0, 1 and 2 are names of the default stream.
+// Returns null if there is no such stream. 0, 1 and 2 denote the default stream.
 inline std::shared_ptr<StreamTag> FindStream(Stream stream) {
   std::lock_guard lock(g_machine.mutex);
   if (reinterpret_cast<uintptr_t>(stream) <= 2) {
@@ -133,7 +133,7 @@ STUB_EXPORT Outcome cuMemcpyDtoHAsync_v2(void*, Pointer, size_t, Stream);
 // For libnccl_stub.
 STUB_EXPORT Outcome cuLaunchHostFunc(Stream stream, HostFunction function, void* data);
 STUB_EXPORT unsigned long long stub_cuda_pushed(Stream stream);
-// For tests: how many events, streams (but for default ones) and pieces of memory live.
+// For tests: counts events, streams except default streams, and allocations.
 STUB_EXPORT void stub_cuda_alive(size_t* events, size_t* streams, size_t* memory);
 #undef STUB_DECLARE
 

@@ -121,7 +121,7 @@ namespace {
 
 std::byte* At(Pointer pointer) { return reinterpret_cast<std::byte*>(pointer); }
 
-// Contents of fresh and of freed memory: a NaN in every float type.
+// The bytes of new and of freed memory, which are NaN in every float type.
 constexpr int kUndefined = 0xff;
 
 Outcome Allocate(Pointer* pointer, size_t bytes) {
@@ -136,7 +136,7 @@ Outcome Allocate(Pointer* pointer, size_t bytes) {
   return kSuccess;
 }
 
-// Bytes of an allocation that from now on is none, or 0.
+// Removes an allocation and returns its bytes; 0 if there is none.
 size_t Forget(Pointer pointer) {
   std::lock_guard lock(g_machine.mutex);
   const auto found = g_machine.memory.find(pointer);
@@ -153,7 +153,7 @@ void Free(Pointer pointer, size_t bytes) {
 
 }  // namespace
 
-// Memory that was not allocated here is the caller's array, on its current device.
+// Memory that was not allocated here is an array of the caller, on the current device.
 Outcome cuPointerGetAttribute(void* value, int attribute, Pointer at) {
   STUB_ENTER(kInit);
   if (value == nullptr || attribute != kPointerDevice || at == 0) return kInvalidValue;
@@ -185,7 +185,7 @@ Outcome cuMemAlloc_v2(Pointer* pointer, size_t bytes) {
   return Allocate(pointer, bytes);
 }
 
-// Waits for the whole device, as the driver does: a reason not to call it in a step.
+// Waits for the whole device, as the driver does, so a call must not use it.
 Outcome cuMemFree_v2(Pointer pointer) {
   STUB_ENTER(kContext);
   if (pointer == 0) return kSuccess;
@@ -225,7 +225,7 @@ Outcome cuMemcpyDtoDAsync_v2(Pointer to, Pointer from, size_t bytes, Stream stre
   return Enqueue(stream, [=] { std::memmove(At(to), At(from), bytes); });
 }
 
-// Memory of the host is pageable here, and so it is read before the call returns.
+// Host memory is pageable here, so it is read before the call returns.
 Outcome cuMemcpyHtoDAsync_v2(Pointer to, const void* from, size_t bytes,
                              Stream stream) {
   STUB_ENTER(kContext);
@@ -235,7 +235,7 @@ Outcome cuMemcpyHtoDAsync_v2(Pointer to, const void* from, size_t bytes,
   return Enqueue(stream, [=] { std::memcpy(At(to), staged->data(), bytes); });
 }
 
-// Into pageable memory this waits for the copy, hence for all before it on the stream.
+// Host memory is pageable here, so the call waits for the copy and all work before it.
 Outcome cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, Stream handle) {
   STUB_ENTER(kContext);
   if (bytes > 0 && (to == nullptr || from == 0)) return kInvalidValue;

@@ -1,6 +1,5 @@
 // The asynchronous half of the CUDA stub: streams, each a thread with a queue, and
-// events. Not the driver's functions and not their checks: those are in
-// libcuda_stub.cc.
+// events. libcuda_stub.cc and cuda_queues.cc have the functions of the driver.
 #pragma once
 
 #include <atomic>
@@ -17,7 +16,7 @@
 
 namespace ringjax::cuda {
 
-// Functions called from a host function or a kernel; CUDA forbids them.
+// Whether this thread runs a host function or a kernel, where CUDA forbids its calls.
 inline thread_local bool t_on_stream = false;
 
 struct ContextTag {
@@ -26,7 +25,7 @@ struct ContextTag {
   std::shared_ptr<StreamTag> default_stream;  // made at its first use
 };
 
-// One cuEventRecord: done once its stream has come that far.
+// One cuEventRecord, which is done once the stream has reached it.
 class Record {
  public:
   void Finish() {
@@ -87,19 +86,19 @@ struct StreamTag : std::enable_shared_from_this<StreamTag> {
     return finished_ == pushed_;
   }
 
-  // How much has been pushed so far.
+  // Returns the number of all pushed functions.
   unsigned long long Pushed() {
     std::lock_guard lock(mutex_);
     return pushed_;
   }
 
-  // Waits for what has been pushed until now.
+  // Waits for all functions that are pushed before this call.
   void Drain() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&, until = pushed_] { return finished_ >= until; });
   }
 
-  // The thread ends once the queue is empty. As in CUDA this does not wait for it.
+  // Ends the thread once the queue is empty. As in CUDA, does not wait for that.
   void Close() {
     std::lock_guard lock(mutex_);
     closed_ = true;

@@ -1,5 +1,5 @@
-// The kernels of pack.cu for the CUDA stub: by name, with the size of what a launch has
-// to carry. Include it in one source file: it compiles pack.cu.
+// The kernels of pack.cu for the CUDA stub, by name, with the size of their parameters.
+// Only one source file may include this header, because it compiles pack.cu.
 #pragma once
 
 #include <string_view>

@@ -1,10 +1,10 @@
 // A stub of the CUDA driver: the functions that ringjax calls, on a machine without a
 // GPU. Device memory is memory of the host, a stream is a thread, and a kernel is
-// pack.cu compiled for the CPU. See README.md beside this file for what it does not
+// pack.cu compiled for the CPU. README.md in this folder says what the stub cannot
 // show.
 //
-// It answers wrong handles, wrong contexts and wrong sizes with the driver's errors
-// instead of crashing, so that a test sees the mistake that a GPU would punish later.
+// For wrong handles, contexts and sizes the stub returns the errors of the driver and
+// does not crash, so that a test reports a mistake that a GPU might report much later.
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -98,7 +98,7 @@ Outcome cuDeviceGetUuid(unsigned char* uuid, Device device) {
   STUB_ENTER(kInit);
   if (uuid == nullptr) return kInvalidValue;
   if (!Exists(device)) return kInvalidDevice;
-  // By default each process has devices of its own, as one rank per GPU would.
+  // By default each process has its own devices, as ranks on different GPUs have.
   const std::string host =
       stub::Knob("CUDA_STUB_UUID", std::to_string(getpid()).c_str());
   std::memset(uuid, 0, 16);
@@ -149,7 +149,7 @@ Outcome cuDevicePrimaryCtxRelease_v2(Device device) {
   const Context context = &g_machine.contexts[static_cast<size_t>(device)];
   if (context->retained == 0) return kInvalidContext;
   if (--context->retained > 0) return kSuccess;
-  // Its streams end when they are empty; memory that nobody freed stays.
+  // Streams of the context end when they are empty. Memory that was not freed remains.
   if (context->default_stream) context->default_stream->Close();
   context->default_stream = nullptr;
   std::erase_if(g_machine.streams, [&](auto& s) {
@@ -244,7 +244,7 @@ Outcome cuLaunchKernel(Function function, unsigned grid_x, unsigned grid_y,
     kernel = function->kernel;
     name = function->name;
   }
-  // The launch takes the parameters along: the caller may reuse its memory.
+  // The launch copies the parameters, because the caller may reuse their memory.
   auto copy = std::make_shared<std::vector<unsigned long long>>(
       (kernel.parameter_bytes + 7) / 8);
   std::memcpy(copy->data(), parameters[0], kernel.parameter_bytes);

@@ -1,6 +1,6 @@
 // A stub of NCCL: processes (or threads) of one machine as ranks, shared memory between
-// them, and the rules of non-blocking communicators that a caller has to keep. Built as
-// libnccl.so.2; its work runs on the streams of libcuda_stub. See README.md.
+// them, and the rules for callers of non-blocking communicators. Built as libnccl.so.2.
+// The work runs on the streams of libcuda_stub. See README.md.
 #include "nccl_calls.h"
 #include "nccl_connect.h"
 
@@ -17,7 +17,7 @@ void LogCall(const char* function, const CommTag& comm) {
                     ", \"seconds\": " + std::to_string(now) + "}");
 }
 
-// Null if it is sound. What NCCL fills in for a field left undefined is INT_MIN here.
+// Returns an error text, or null. Fields that NCCL would fill in are INT_MIN here.
 const char* WrongInConfig(const Config& config) {
   if (config.magic != 0xcafebeef) return "the configuration is not initialised (magic)";
   if (config.size < sizeof(Config) || config.size > 4096)
@@ -36,7 +36,7 @@ void RunConnect(const CommPointer& comm, const UniqueId& id, const Place& place)
   Segment::Release(id);
 }
 
-// Takes a communicator off the list; the streams keep what they still need of it.
+// Removes a communicator from the list. Streams that still use it keep it alive.
 void Forget(Comm handle, CommTag& comm) {
   if (comm.segment.opened() && comm.page(comm.rank).attached != 0) {
     comm.page(comm.rank).gone = 1;
@@ -73,7 +73,7 @@ Outcome ncclCommInitRankConfig(Comm* handle, int size, UniqueId id, int rank,
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     return Fail(kInvalidArgument, "rank or size; the stub has at most 16 ranks");
   if (!Segment::Understands(id)) return Fail(kInvalidArgument, "not a unique id");
-  // NCCL itself would silently take device 0 for a thread without a context.
+  // NCCL itself would silently use device 0 for a thread without a context.
   Place place;
   cuda::Device device = 0;
   if (!Cuda().found || Cuda().get_device(&device) != cuda::kSuccess ||
@@ -167,7 +167,7 @@ Outcome ncclCommAbort(Comm handle) {
     std::unique_lock lock(comm->mutex);
     comm->aborted = true;
     comm->changed.notify_all();
-    // Within the 20 ms of a wait for the bell all that is under way comes to an end.
+    // All running work ends within 20 ms, the longest wait for the bell.
     comm->changed.wait(lock, [&] { return comm->helpers == 0 && comm->running == 0; });
   }
   Forget(handle, *comm);

@@ -1,5 +1,5 @@
-// Shared by all exported functions of the NCCL stub: the driver's functions they need,
-// the living communicators, errors and the log.
+// The common parts of all exported functions of the NCCL stub: the functions of the
+// driver that they call, the living communicators, errors and the log.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@ struct CudaCalls {
   cuda::Outcome (*set_context)(cuda::Context) = nullptr;
   cuda::Outcome (*get_device)(cuda::Device*) = nullptr;
   cuda::Outcome (*get_uuid)(unsigned char*, cuda::Device) = nullptr;
-  unsigned long long (*pushed)(cuda::Stream) = nullptr;  // the stub's own
+  unsigned long long (*pushed)(cuda::Stream) = nullptr;  // a function of the stub only
   bool found = false;
 
   CudaCalls() {
@@ -56,7 +56,7 @@ inline CommPointer Find(Comm comm) {
   return found == g_comms.end() ? nullptr : found->second;
 }
 
-// The entry of every function: whether NCCL_STUB_FAIL wants it to fail.
+// Returns whether this call must fail because of NCCL_STUB_FAIL.
 inline bool Strikes(const char* function) { return g_knobs.failures.Strikes(function); }
 
 #define STUB_ENTER()                                                                 \
@@ -65,7 +65,7 @@ inline bool Strikes(const char* function) { return g_knobs.failures.Strikes(func
       return Fail(kSystemError, std::string(__func__) + " fails by NCCL_STUB_FAIL"); \
   } while (0)
 
-// NCCL's rule: no call before the one before has been seen to succeed.
+// Checks NCCL's rule that a caller sees the last call succeed before the next call.
 inline Outcome Ready(CommTag& comm) {
   std::string why;
   Outcome state;
@@ -81,7 +81,7 @@ inline Outcome Ready(CommTag& comm) {
   return state == kSuccess ? kSuccess : Fail(state, why);
 }
 
-// How many groups this thread has opened and not closed.
+// Returns the number of groups that this thread has opened and not closed.
 int GroupDepth();
 
 #define STUB_DECLARE(member, name, types) STUB_EXPORT Outcome name types;

@@ -1,6 +1,6 @@
-// A communicator of the NCCL stub: its state as ncclCommGetAsyncError tells it, and the
-// one way in which it waits for other ranks. What runs on the stream is in
-// nccl_exchange.cc, the exported functions are in libnccl_stub.cc.
+// A communicator of the NCCL stub: the state that ncclCommGetAsyncError returns, and
+// the only way in which it waits for other ranks. nccl_exchange.cc has the work on the
+// stream, libnccl_stub.cc the exported functions.
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 struct Knobs {
   int version = static_cast<int>(stub::KnobNumber("NCCL_STUB_VERSION", 22809));
   int in_progress = static_cast<int>(stub::KnobNumber("NCCL_STUB_IN_PROGRESS", 1));
-  // A group that returns ncclInProgress is launched later: who does not poll fails.
+  // The delay of the launch of a group that returns ncclInProgress.
   std::chrono::milliseconds latency{
       static_cast<long>(stub::KnobNumber("NCCL_STUB_LATENCY_MS", 5))};
   bool mismatch_is_error = stub::Knob("NCCL_STUB_MISMATCH", "hang") == "error";
@@ -32,7 +32,7 @@ struct Knobs {
 };
 inline Knobs& g_knobs = *new Knobs;  // threads of streams may outlive main()
 
-// One call, as it waits in a group and then on a stream.
+// One call, which waits in a group and then on a stream.
 struct Operation {
   Description what;
   int peer = -1;
@@ -63,7 +63,7 @@ struct CommTag {
     return state;
   }
 
-  // Only the first error counts, and it stays.
+  // Keeps the first error for good.
   void SetState(Outcome outcome, const std::string& why = "") {
     std::lock_guard lock(mutex);
     if (state != kSuccess && state != kInProgress) return;
@@ -77,7 +77,7 @@ struct CommTag {
     return aborted || (state != kSuccess && state != kInProgress);
   }
 
-  // Sleeps, but not beyond an abort.
+  // Sleeps until `time` has passed or the communicator is aborted.
   void Rest(Clock::duration time) {
     std::unique_lock lock(mutex);
     changed.wait_for(lock, time, [this] { return aborted; });
@@ -85,8 +85,8 @@ struct CommTag {
 
   RankPage& page(int r) { return segment->ranks[r]; }
 
-  // Waits until ready() or until this communicator has been aborted or has failed; says
-  // whether it was ready.
+  // Waits until ready() is true, or until the communicator is aborted or has failed.
+  // Returns whether it was ready.
   template <typename Ready>
   bool Await(Ready&& ready) {
     while (true) {
@@ -97,7 +97,7 @@ struct CommTag {
     }
   }
 
-  // Runs `work` in a thread for which CommAbort and the like wait.
+  // Runs `work` in a thread. Abort and destroy wait for the thread.
   template <typename Work>
   static void Help(std::shared_ptr<CommTag> comm, Work work) {
     {
@@ -113,8 +113,9 @@ struct CommTag {
   }
 
  private:
-  // With NCCL_STUB_DETECT_DEATH: whether a rank has been gone for half a second. The
-  // first one to go is named, not those that left because of it.
+  // With NCCL_STUB_DETECT_DEATH, returns whether a rank has been gone for half a
+  // second. Names the first rank that has gone, because others may leave as a
+  // consequence.
   bool PeerDied() {
     if (!g_knobs.detect_death) return false;
     const auto now = Clock::now();
@@ -138,7 +139,7 @@ struct CommTag {
 
 using CommPointer = std::shared_ptr<CommTag>;
 
-// A group's operations of one communicator: the work of one host function on a stream.
+// The operations of a group on one communicator, which one host function runs.
 struct Group {
   CommPointer comm;
   uint64_t number = 0;

@@ -1,5 +1,5 @@
-// How the ranks of a stub communicator find each other, and what NCCL checks when they
-// do: the version, and that no two of them sit on one GPU.
+// Connects the ranks of a stub communicator, and checks like NCCL that all ranks have
+// one version and that no two ranks have one GPU.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline void WritePage(CommTag& comm, const Place& place) {
   comm.segment.Ring();
 }
 
-// An error in the set of ranks, or "". All ranks get the same answer.
+// Returns the error in the set of ranks, or ""; equal on all ranks.
 inline std::string CheckPages(CommTag& comm) {
   const bool share = stub::KnobNumber("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0;
   for (int r = 0; r < comm.size; r++) {

@@ -2,8 +2,8 @@
 // then all sends and receives of the group at once through one channel per pair of
 // ranks.
 //
-// Simple, not fast: in a round every rank publishes a piece, all read what they need,
-// and nobody writes the next piece before all have read this one.
+// The stub is simple, not fast. In a round every rank publishes a piece, all ranks read
+// what they need, and no rank writes the next piece before all have read.
 #include <algorithm>
 #include <deque>
 #include <span>
@@ -22,12 +22,12 @@ constexpr int kGarbage = 0x5a;
 bool Disagree(CommTag& comm, const std::string& what) {
   if (g_knobs.mismatch_is_error)
     comm.SetState(kInvalidUsage, "ranks disagree about " + what);
-  comm.Await([] { return false; });  // as NCCL would: until somebody aborts
+  comm.Await([] { return false; });  // like NCCL, waits until an abort
   return false;
 }
 
-// One round: publishes `bytes` and, when all ranks have published, calls read(rank,
-// slot) for each in order.
+// Makes one round: publishes `bytes` and, when all ranks have published, calls
+// read(rank, slot) for each rank in order.
 template <typename Read>
 bool Round(CommTag& comm, const Description& what, const std::byte* mine, size_t bytes,
            Read&& read) {
@@ -113,7 +113,7 @@ struct Transfer {
 
 enum class Step { kNothing, kMoved, kDisagree };
 
-// Moves one piece of the first message of a channel, if its other end allows.
+// Moves one piece of the first message of a channel, if the channel is empty.
 Step SendPiece(Channel& channel, Transfer& transfer) {
   if (channel.sent != channel.taken) return Step::kNothing;
   const uint64_t bytes = std::min(kChannelBytes, transfer.bytes - transfer.done);
@@ -136,7 +136,7 @@ Step ReceivePiece(Channel& channel, Transfer& transfer) {
   return Step::kMoved;
 }
 
-// All sends and receives of a group. Each pair of ranks keeps its order.
+// Runs all sends and receives of a group, in order for each pair of ranks.
 bool SendAndReceive(CommTag& comm, std::span<const Operation> operations) {
   std::deque<Transfer> queues[2][kMaxRanks];  // [whether it sends][peer]
   for (const Operation& op : operations)
@@ -196,7 +196,7 @@ void RunGroup(Group& group) {
   CommTag& comm = *group.comm;
   bool good = true;
   {
-    // Groups of one communicator run one after the other, on whatever streams.
+    // Groups of one communicator run one after the other, even on different streams.
     std::unique_lock lock(comm.mutex);
     comm.changed.wait(lock,
                       [&] { return comm.completed == group.number || comm.aborted; });
@@ -204,7 +204,7 @@ void RunGroup(Group& group) {
     comm.running++;
   }
   if (good) Stall(comm);
-  // Collectives stand first; a failed operation spoils those after it as well.
+  // Collectives run first. After a failed operation, the later ones fail, too.
   const auto messages = std::ranges::stable_partition(group.operations, IsCollective);
   const std::span all(group.operations);
   const auto collectives = all.first(all.size() - messages.size());

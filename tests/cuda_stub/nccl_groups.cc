@@ -1,5 +1,5 @@
-// The NCCL stub's groups and the operations that they collect. A group becomes one host
-// function on a stream (nccl_exchange.cc), as it becomes one kernel in NCCL.
+// The groups of the NCCL stub, and the operations that they collect. A group becomes
+// one host function on a stream (nccl_exchange.cc), where NCCL makes one kernel.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -182,7 +182,7 @@ Outcome ncclGroupStart() {
 
 Outcome ncclGroupEnd() {
   if (Strikes(__func__)) {
-    t_group = {};  // a group that fails is over as well
+    t_group = {};  // a group that fails has ended, too
     return Fail(kSystemError, "ncclGroupEnd fails by NCCL_STUB_FAIL");
   }
   if (t_group.depth == 0) return Fail(kInvalidUsage, "ncclGroupEnd without a start");

@@ -1,8 +1,8 @@
-// The arithmetic of the NCCL stub: element by element, in the order of the ranks, each
-// step rounded to the type, as a ring of NCCL does it (whose order is another one).
+// The arithmetic of the NCCL stub. It reduces in the order of the ranks and rounds each
+// step to the type. A ring of NCCL also rounds each step, but has another order.
 //
-// As NCCL does: AVG of floats multiplies every input by 1/n first, AVG of integers
-// divides the sum toward zero; MIN and MAX of floats drop a NaN.
+// As in NCCL, AVG of floats multiplies every input by 1/n first, AVG of integers
+// divides the sum and rounds toward zero, and MIN and MAX of floats ignore a NaN.
 #pragma once
 
 #include <cmath>
@@ -92,8 +92,8 @@ class Reducer {
       share_ = Widen(Narrow<T>(static_cast<V>(1) / static_cast<V>(ranks)));
   }
 
-  // total = input for the first rank, total = total op input for the others, and
-  // whatever is left to do after the last.
+  // Sets total = input for the first rank and total = total op input for the others;
+  // divides after the last rank.
   void Take(int rank, T* total, const T* input, size_t count) const {
     for (size_t i = 0; i < count; i++) {
       V v = Widen(input[i]);
@@ -120,7 +120,7 @@ class Reducer {
     }
   }
 
-  // In 64 bits: -128 / 1 fits, and no type is wider.
+  // Computes in 64 bits, in which every quotient is in range.
   V Divided(V v) const {
     if constexpr (std::is_signed_v<V>)
       return static_cast<V>(static_cast<int64_t>(v) / ranks_);
@@ -133,7 +133,7 @@ class Reducer {
   V share_{};
 };
 
-// Takes the input of `rank` into `total`; call it for all ranks from 0 on.
+// Reduces the input of `rank` into `total`. Call it for all ranks from 0 on.
 inline void Reduce(DataType type, RedOp op, int ranks, int rank, std::byte* total,
                    const std::byte* input, size_t count) {
   const auto run = [&]<typename T>(T) {

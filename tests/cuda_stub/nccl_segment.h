@@ -1,8 +1,10 @@
-// The memory that the ranks of one stub communicator share, and the bell they wait on.
+// The memory that the ranks of one stub communicator share, and the bell on which they
+// wait.
 //
-// It is an anonymous file of the process that made the unique id, opened by the others
-// through /proc: nothing of it has a name that could be left behind, whoever is killed.
-// So, as with NCCL, that process must live until all ranks have connected.
+// The memory is an anonymous file of the process that made the unique id, and the other
+// processes open it through /proc. It has no name, so nothing is left behind if a
+// process is killed. As with NCCL, that process must live until all ranks have
+// connected.
 #pragma once
 
 #include <fcntl.h>
@@ -56,14 +58,14 @@ struct Description {
 struct RankPage {
   std::atomic<uint32_t> claimed, attached, gone;
   int version, ranks, pid;
-  uint64_t birth;  // start time of the process, because pids are used again
+  uint64_t birth;  // start time of the process, because pids are reused
   char uuid[16], host[64];
   std::atomic<uint64_t> published, consumed;  // pieces in the slot of this rank
   Description description;                    // the operation of the newest piece
   alignas(64) std::byte slot[kSlotBytes];
 };
 
-// From one rank to one rank; holds one piece of one message.
+// The channel from one rank to another. Holds one piece of a message.
 struct Channel {
   std::atomic<uint64_t> sent, taken;
   uint64_t count, bytes;
@@ -78,7 +80,7 @@ struct Shared {
   Channel channels[kMaxRanks][kMaxRanks];  // [from][to]
 };
 
-// When a process was started, in ticks; 0 if there is none, or only its remains.
+// Returns the start time of a process, in ticks; 0 if it does not exist or is a zombie.
 inline uint64_t BirthOf(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
@@ -110,7 +112,7 @@ class Segment {
     if (shared_ != nullptr) munmap(shared_, sizeof(Shared));
   }
 
-  // Makes an empty segment; what is wrong, or nothing.
+  // Makes an empty segment. Returns an error text, or "".
   static std::string Make(UniqueId* id) {
     Address address{};
     std::memcpy(address.magic, kMagic, sizeof kMagic);
@@ -152,8 +154,8 @@ class Segment {
     return "";
   }
 
-  // Closes what Make opened, if this process did: all ranks have mapped it, or never
-  // will.
+  // Closes the file if this process made it. All ranks have mapped the file by then, or
+  // never will.
   static void Release(const UniqueId& id) {
     Address address;
     std::memcpy(&address, id.data(), sizeof address);
@@ -168,13 +170,13 @@ class Segment {
   Shared& operator*() const { return *shared_; }
   Shared* operator->() const { return shared_; }
 
-  // Wakes every rank; each looks for itself whether what it waits for has happened.
+  // Wakes every rank. Each rank then checks its own condition.
   void Ring() {
     shared_->bell.fetch_add(1);
     syscall(SYS_futex, &shared_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Sleeps until the bell has rung after `bell` was read, or a little while.
+  // Sleeps until the bell no longer has the value `bell`, for 20 ms at most.
   void Sleep(uint32_t bell) {
     const timespec limit{0, 20'000'000};
     syscall(SYS_futex, &shared_->bell, FUTEX_WAIT, bell, &limit, nullptr, 0);

@@ -46,7 +46,7 @@ class Failures {
     }
   }
 
-  // Counts a call; whether it is one of those that fail. "_v2" need not be written.
+  // Counts a call and returns whether it must fail. Names may lack "_v2".
   bool Strikes(std::string_view function) {
     if (planned_.empty()) return false;
     if (function.ends_with("_v2")) function.remove_suffix(3);
@@ -83,8 +83,8 @@ class Log {
   std::string path_;
 };
 
-// A thread that nobody joins: at exit it simply ends with the process, which is why all
-// that such threads touch is never destroyed. Signals stay with the caller's threads.
+// Starts a thread that is never joined. It ends with the process, so objects that such
+// threads use are never destroyed. The thread blocks all signals.
 template <typename Body>
 void StartThread(Body&& body) {
   sigset_t all, before;

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-LONGEST = 5.0  # seconds of this process's own time for one input
+LONGEST = 5.0  # seconds of CPU time for one input
 MOST_INPUT = 4096  # bytes
-MOST_MEMORY = 32 << 20  # bytes that an input of that size may make a parser allocate
+MOST_MEMORY = 32 << 20  # bytes that a parser may allocate for one input
 _LOOK_AT_MEMORY = 64  # inputs between two measurements, which are slow
 _NUMBERS = (0, 1, -1, 2, 63, 127, 255, 256, 65535, 1 << 31, (1 << 63) - 1, 1 << 64)
 
@@ -81,7 +81,7 @@ _STRANGE: tuple[Any, ...] = (
 
 
 def strange(value: Any, chance: random.Random) -> Any:
-    """A copy of a JSON value in which about one part is replaced, removed or added."""
+    """Copies a JSON value, and replaces, removes or adds about one part of it."""
     if chance.random() < 0.15:
         return chance.choice(_STRANGE)
     if isinstance(value, dict) and value:
@@ -128,7 +128,7 @@ def _run(target: Target, data: bytes, *, measured: bool) -> None:
     try:
         try:
             target.run(data)
-        finally:  # the alarm may also ring here
+        finally:  # the alarm may also arrive here
             signal.setitimer(signal.ITIMER_PROF, 0)
     except target.raises:
         pass

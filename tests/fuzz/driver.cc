@@ -1,11 +1,11 @@
 // ringjax_fuzz [--runs N] [--seconds S] [--seed N] [--corpus FOLDER] [--only TARGET]
-// [--keep FOLDER] [FILE…]: damages inputs of every target for as long, keeps those that
-// reach new code, and writes the one that breaks something into the working folder.
+// [--keep FOLDER] [FILE…]: damages inputs of every target, keeps inputs that reach new
+// code, and writes an input that breaks a target into the working folder. Each FILE is
+// only run, by the target with whose name the name of the file begins.
 //
-// A fuzzer in one file, so that g++ with its sanitizers is enough: the core is compiled
-// with -fsanitize-coverage=trace-pc, and pairs of places that follow each other count
-// as coverage (AFL's idea; Zalewski, "Technical whitepaper for afl-fuzz", 2014). A FILE
-// is only run, by the target that its name begins with.
+// The fuzzer is one file, so that g++ with its sanitizers is enough. The core is
+// compiled with -fsanitize-coverage=trace-pc, and pairs of successive code locations
+// count as coverage, as in AFL (Zalewski, "Technical whitepaper for afl-fuzz", 2014).
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
 #include <time.h>
@@ -45,7 +45,7 @@ __sanitizer_cov_trace_pc() {
   before = here ^ (here >> 16);
 }
 
-// A call that lost its link waits for the heartbeat's opinion; there is none here.
+// A call that lost its link waits for the heartbeat, which does not exist here.
 extern "C" int nanosleep(const timespec*, timespec*) { return 0; }
 
 extern "C" const char* __asan_default_options() {
@@ -77,7 +77,7 @@ void Keep() {
   std::fprintf(stderr, "the input is in %s (%zu bytes)\n", name, running_input.size());
 }
 
-void OnAbort(int) {  // an ALWAYS or an RJ_CHECK that did not hold
+void OnAbort(int) {  // an ALWAYS or an RJ_CHECK has failed
   Keep();
   _exit(1);
 }
@@ -100,7 +100,7 @@ void Run(const Target& target, const std::string& input) {
   counting = false;
 }
 
-// Whether the last input went where none did before, or much more often.
+// Returns whether the last input reached new code, or some code much more often.
 bool IsNew() {
   bool found = false;
   for (size_t i = 0; i < kPlaces; i += 8) {
@@ -131,7 +131,7 @@ std::vector<std::string> Corpus(const Target& target, const Options& options) {
   return inputs;
 }
 
-// The shortest inputs that together reach all that was reached.
+// Saves the shortest inputs that together reach all code that was reached.
 void Save(const Target& target, std::vector<std::string> inputs,
           const Options& options) {
   const auto folder = std::filesystem::path(options.keep) / target.name;
@@ -232,5 +232,5 @@ int main(int argc, char** argv) {
     if (options.files.empty()) runs += Search(target, options);
   }
   std::printf("%llu inputs, nothing broke\n", static_cast<unsigned long long>(runs));
-  return runs > 0 ? 0 : 2;  // a name that fits nothing is a mistake
+  return runs > 0 ? 0 : 2;  // no target has this name
 }

@@ -287,7 +287,7 @@ def _coordinator(data: bytes) -> None:
 
 
 def _as_sent(message: Any) -> dict[str, Any]:
-    """The message as the receiver decodes it; {} if it is no JSON object."""
+    """Returns the message as the receiver decodes it; {} if it is no JSON object."""
     try:
         read = json.loads(json.dumps(message))
     except ValueError:  # a lone surrogate cannot be sent
@@ -366,7 +366,7 @@ def _of_text(function: Callable[[str], object], data: bytes) -> None:
 
 
 def targets() -> list[Target]:
-    """All targets, each with valid inputs."""
+    """Returns all targets, each with valid inputs."""
     value, refused = (ValueError,), (AuthenticationError,)
     deep = b'{"cost":' * 300 + b"[" * 1500
     boxed = b"RJO1" + struct.pack("<I", len(deep)) + deep

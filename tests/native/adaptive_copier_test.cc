@@ -1,5 +1,5 @@
-// Copies for other cores: the same bytes either way, and which way is found out on
-// machines whose cores are near, far apart, or change.
+// Copies for other cores: both kinds of stores copy the same bytes, and the copier
+// finds the faster kind on machines whose cores share a cache, share none, or change.
 #include "transport/adaptive_copier.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace ringjax {
 namespace {
 
-TEST(CopiesAreTheSameEitherWay) {
+TEST(BothKindsOfStoresCopyTheSameBytes) {
   std::vector<unsigned char> from((1 << 20) + 200), to(from.size() + 200);
   for (size_t i = 0; i < from.size(); ++i)
     from[i] = static_cast<unsigned char>(i % 251);
@@ -33,7 +33,7 @@ TEST(CopiesAreTheSameEitherWay) {
   }
 }
 
-// A writer on a machine where a byte takes so long; how many copies went past.
+// A writer on a simulated machine, and the number of its non-temporal copies.
 class Machine {
  public:
   int Write(int count, double ordinary, double past, size_t bytes = 64 << 10) {
@@ -53,21 +53,20 @@ class Machine {
   AdaptiveCopier copier_;
 };
 
-TEST(WhoWritesFindsOutWhetherCoresAreFarApart) {
+TEST(TheCopierFindsOutWhetherCoresAreFarApart) {
   Machine near;
   CHECK(near.Write(5000, 0.1, 0.04) < 80);
   Machine far;
   CHECK(far.Write(5000, 0.4, 0.04) > 4900);
   Machine changing;
   changing.Write(2000, 0.03, 0.04);
-  CHECK(changing.Write(100, 0.4, 0.04) >= 85);    // it is noticed at once
-  CHECK(changing.Write(2000, 0.03, 0.04) < 600);  // and tried now and then
+  CHECK(changing.Write(100, 0.4, 0.04) >= 85);    // the change is detected at once
+  CHECK(changing.Write(2000, 0.03, 0.04) < 600);  // rare trials
   CHECK(changing.Write(100, 0.4, 0.04) >= 85);
 }
 
-// Long copies come from memory and short ones from the caches: each size is compared
-// with its like.
-TEST(SizesAreAskedEachForItself) {
+// Long copies read memory and short ones the caches, so each size has its own choice.
+TEST(EachSizeIsMeasuredSeparately) {
   Machine machine;
   for (int i = 0; i < 200; ++i) {
     machine.Write(1, 0.03, 0.04, 64 << 10);

@@ -1,5 +1,5 @@
-// Adasum against its definition, computed pair by pair in double on whole tensors; what
-// it promises (equal, orthogonal, scaled vectors); and what it refuses.
+// Adasum against its definition, computed pair by pair in double on whole tensors; its
+// results for equal, orthogonal and scaled vectors; and the calls that it refuses.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -60,7 +60,7 @@ Vector Pair(const Vector& a, const Vector& b) {
   return out;
 }
 
-// The definition. by_rank[r]: one tensor of rank r.
+// Computes the definition of Adasum. by_rank[r] is one tensor of rank r.
 Vector Expected(const std::vector<Vector>& by_rank) {
   if (by_rank.size() == 1) return by_rank[0];
   const auto middle = by_rank.begin() + static_cast<long>(by_rank.size() / 2);
@@ -72,7 +72,7 @@ struct Described {
   size_t elements;
 };
 
-// All ranks' tensors of one call, as they lie in memory, and as numbers.
+// The tensors of all ranks for one call, as bytes in memory and as numbers.
 class Job {
  public:
   Job(int ranks, std::vector<Described> tensors, bool in_place = true)
@@ -84,7 +84,7 @@ class Job {
       for (size_t t = 0; t < tensors_.size(); ++t) {
         const size_t bytes = tensors_[t].elements * Width(tensors_[t].type);
         in_[r][t].resize(bytes);
-        // Other memory than the input's must be written, not found.
+        // Results outside the input must overwrite this pattern.
         out_[r][t].assign(bytes, std::byte{0x5a});
       }
   }
@@ -104,7 +104,7 @@ class Job {
           Set(r, t, i, draw(random) + 0.3);
     Keep();
   }
-  // Remembers the numbers as they are now, after rounding to the types.
+  // Stores the present numbers, which are rounded to their types.
   void Keep() {
     kept_.assign(tensors_.size(), std::vector<Vector>(ranks()));
     for (size_t t = 0; t < tensors_.size(); ++t)
@@ -244,12 +244,12 @@ TEST(AdasumOfScaledVectorsIsScaled) {
     for (size_t i = 0; i < 100; ++i) other.Set(r, 0, i, one.Out(r, 0, i) * 1024);
   one.Run(&world);
   other.Run(&world);
-  // A power of two: nothing rounds differently.
+  // With a power of two as the factor, all roundings are equal.
   for (size_t i = 0; i < 100; ++i)
     CHECK_EQ(other.Out(2, 0, i), one.Out(2, 0, i) * 1024);
 }
 
-TEST(AdasumTakesRanksWithoutGradientsAsTheyAre) {
+TEST(AdasumIgnoresRanksWithoutGradients) {
   World world(OneHost(4));
   Job job(4, {{DType::kF32, 9}, {DType::kF64, 9}});
   for (size_t i = 0; i < 9; ++i) {
@@ -304,11 +304,11 @@ TEST(AdasumIsCountedUnderItsName) {
   auto stats = world.ranks[0]->log().stats().at("allreduce");
   CHECK_EQ(stats.algorithms.at("adasum"), 1u);
   CHECK_EQ(stats.bytes, 4096u);
-  // Half the vector there, half of it back, three doubles for each tensor.
+  // Each rank sends half the vector twice, and three doubles for each tensor.
   CHECK_EQ(stats.sent_bytes, 2048u + 2048u + 2 * 24u);
 }
 
-// Runs the call on all ranks: all must refuse it with `text` and go on.
+// Runs the call on all ranks. All must refuse it with `text` and stay usable.
 void CheckRefused(World* world, const std::string& text,
                   const std::function<void(Call*)>& change) {
   world->Each([&](Communicator& c) {
@@ -324,7 +324,7 @@ void CheckRefused(World* world, const std::string& text,
   });
 }
 
-TEST(AdasumRefusesWhatItCannotDo) {
+TEST(AdasumRefusesImpossibleCalls) {
   for (int size : {3, 5, 6}) {
     World world(OneHost(size));
     CheckRefused(&world,

@@ -1,5 +1,6 @@
-// Whether all ranks hold the same: what a hash tells apart, and what is said of it.
-// Threads are ranks; how numbers travel is only a meeting of all of them.
+// The comparison of tensors by hashes: which tensors have different hashes, and the
+// text about a difference. Threads are ranks, and exchange numbers through shared
+// memory.
 #include "engine/call/alike.h"
 
 #include <barrier>
@@ -18,7 +19,7 @@ uint64_t HashOf(const std::vector<T>& values) {
   return HashOfBytes(values.data(), values.size() * sizeof(T));
 }
 
-TEST(AHashIsOfBitsAndLengthOnly) {
+TEST(AHashDependsOnBitsAndLengthOnly) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<float> nans = {1, nan, 3}, same = nans;
   CHECK_EQ(HashOf(nans), HashOf(same));
@@ -28,7 +29,7 @@ TEST(AHashIsOfBitsAndLengthOnly) {
   CHECK(HashOf<float>({0, 0}) != HashOf<float>({0, 0, 0}));
   CHECK(HashOf<float>({}) != HashOf<float>({0}));
   CHECK(HashOf<float>({1}) != HashOf<double>({1}));
-  // Types and shapes are no bytes: the gradients' own call compares those.
+  // A hash ignores types and shapes, which the call for the gradients compares.
   CHECK_EQ(HashOf<float>({0, 0}), HashOf<double>({0}));
   for (size_t count : {1, 16, 17, 100, 1000}) {  // within lanes, and behind them
     std::vector<float> values(count, 1), other = values;
@@ -43,7 +44,7 @@ struct Answers {
   std::vector<int> exchanges;
 };
 
-// All ranks ask at once. Numbers of which there are not equally many are refused.
+// Compares on all ranks at once. Fails if the ranks pass different numbers of hashes.
 Answers Ask(const std::vector<std::vector<uint64_t>>& hashes, const std::string& names,
             const std::vector<int>& members) {
   const size_t size = hashes.size();
@@ -76,7 +77,7 @@ Answers Ask(const std::vector<std::vector<uint64_t>>& hashes, const std::string&
   return out;
 }
 
-// The beginning of what all of them say.
+// Checks that the answers of all ranks begin with `text`.
 void Expect(const Answers& answers, const std::string& text, int exchanges) {
   for (size_t r = 0; r < answers.texts.size(); ++r) {
     CHECK(answers.codes[r] == Code::kOk);
@@ -87,25 +88,25 @@ void Expect(const Answers& answers, const std::string& text, int exchanges) {
 
 constexpr uint64_t kMost = std::numeric_limits<uint64_t>::max();
 
-TEST(WhatIsAlikeCostsOneExchange) {
+TEST(EqualTensorsCostOneExchange) {
   Expect(Ask({{1, 2}}, "a\nb", {0}), "", 1);
   Expect(Ask({{1, 2}, {1, 2}, {1, 2}}, "a\nb", {0, 1, 2}), "", 1);
   Expect(Ask({{}, {}}, "", {0, 1}), "", 1);
   Expect(Ask({{0, kMost}, {0, kMost}}, "a\nb", {0, 1}), "", 1);
 }
 
-TEST(TheFirstThatDiffersIsNamedAndWhoHasIt) {
+TEST(TheFirstDifferentTensorAndItsRankAreNamed) {
   Expect(Ask({{1, 2}, {1, 3}}, "a\nb/c", {0, 4}),
          "'b/c' of rank 4 is not that of rank 0", 3);
   Expect(Ask({{1, 2}, {5, 3}, {5, 3}}, "a\nb", {0, 1, 7}),
          "'a' of rank 0 is not that of rank 1, the first of 2 that differ", 3);
   Expect(Ask({{kMost, 2}, {1, 2}, {2, 2}}, "a\nb", {0, 1, 2}),
          "'a' of ranks 1, 2 is not that of rank 0", 3);
-  // Nothing is no name, and is told of all the same.
+  // A tensor without a name is reported with an empty name.
   Expect(Ask({{1, 2}, {1, 3}}, "a", {0, 1}), "'' of rank 1 is not that of rank 0", 3);
 }
 
-TEST(WhoHasOtherTensorsAtAllIsAnErrorForAll) {
+TEST(DifferentNumbersOfTensorsFailOnAllRanks) {
   for (const auto& few : std::vector<std::vector<uint64_t>>{{1}, {}}) {
     const Answers answers = Ask({{1, 2}, few}, "a\nb", {0, 1});
     for (size_t r = 0; r < 2; ++r) {
@@ -115,8 +116,8 @@ TEST(WhoHasOtherTensorsAtAllIsAnErrorForAll) {
   }
 }
 
-TEST(ARankThatGoesMeanwhileIsNoDifference) {
-  // The first exchange was with a rank that differed, the second is without it.
+TEST(ALostRankIsNoDifference) {
+  // A rank that differed took part in the first exchange, but is lost in the second.
   int exchanges = 0;
   const std::vector<uint64_t> hashes = {1, 2};
   auto found = Difference(hashes, "a\nb", {0, 1}, 0, [&](std::vector<uint64_t>* n) {

@@ -1,5 +1,5 @@
-// Records on a socket: that they are what RFC 8446 and NIST say, arrive whole, and that
-// nothing altered, left out, repeated or moved on the way is believed.
+// Records on a socket: they have the format of RFC 8446 and the cipher of NIST, arrive
+// complete, and are refused if they were altered, left out, repeated or reordered.
 #include "transport/channel.h"
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ std::string Text(size_t bytes) {
   return text;
 }
 
-TEST(ItIsTheCipherOfNist) {  // test case 16 of the GCM specification
+TEST(TheCipherGivesTheTestVectorOfNist) {  // test case 16 of the GCM specification
   const std::string secret = FromHex(
       "feffe9928665731c6d6a8f9467308308feffe9928665731c6d6a8f9467308308"
       "cafebabefacedbaddecaf888");
@@ -56,7 +56,7 @@ TEST(ItIsTheCipherOfNist) {  // test case 16 of the GCM specification
   CHECK(found == expected);
 }
 
-// A channel whose other end is a bare socket, and one that reads what is written there.
+// A channel whose other end is a plain socket without encryption.
 struct Bare {
   explicit Bare(int side, uint64_t records_per_key = Cipher::kRecordsPerKey)
       : Bare(side, records_per_key, UnixPair()) {}
@@ -102,14 +102,14 @@ std::string Believed(const std::string& wire, int* error, uint64_t per_key) {
 
 constexpr uint64_t kPerKey = 2;  // so that three records have two keys
 
-TEST(ARecordLooksLikeOneOfTls) {
+TEST(ARecordHasTheFormatOfTls) {
   const std::string wire = Records({"abc"}, kPerKey);
   CHECK_EQ(wire.size(), 5u + 3 + 1 + 16);
   CHECK(wire.substr(0, 5) == FromHex("1703030014"));
   CHECK(wire.find("abc") == std::string::npos);
 }
 
-TEST(EveryAlteredByteEndsWhatIsBelieved) {
+TEST(NoByteIsAcceptedAfterAnAlteredByte) {
   const std::vector<std::string> texts = {"first", "the second", "third"};
   const std::string wire = Records(texts, kPerKey), plain = "firstthe secondthird";
   int error = 0;
@@ -120,11 +120,11 @@ TEST(EveryAlteredByteEndsWhatIsBelieved) {
     damaged[at] = static_cast<char>(damaged[at] ^ 1);
     const std::string found = Believed(damaged, &error, kPerKey);
     CHECK(found.size() < plain.size() && plain.starts_with(found));
-    CHECK(error == EBADMSG || error == ECONNRESET);  // its length: waits for the rest
+    CHECK(error == EBADMSG || error == ECONNRESET);  // an altered length
   }
 }
 
-TEST(RecordsThatAreMissingRepeatedOrMovedAreNotBelieved) {
+TEST(MissingRepeatedAndMovedRecordsAreRefused) {
   const std::vector<std::string> texts = {"first", "the second", "third"};
   const std::string wire = Records(texts, kPerKey);
   const size_t one = texts[0].size() + 22, two = texts[1].size() + 22;
@@ -143,17 +143,17 @@ TEST(RecordsThatAreMissingRepeatedOrMovedAreNotBelieved) {
   }
 }
 
-TEST(HalfARecordIsNoEnd) {
+TEST(AStreamThatEndsWithinARecordIsAnError) {
   const std::string wire = Records({"first", "the second"}, kPerKey);
   for (size_t cut = 1; cut < wire.size(); ++cut) {
-    if (cut == 5 + 22) continue;  // between the two
+    if (cut == 5 + 22) continue;  // the boundary of the two records
     int error = 0;
     CHECK_EQ(Believed(wire.substr(0, cut), &error, kPerKey), cut < 27 ? "" : "first");
     CHECK_EQ(error, ECONNRESET);
   }
 }
 
-TEST(MuchArrivesThroughALittleRoomAndManyKeys) {
+TEST(LongStreamsArriveThroughSmallBuffersAndManyKeys) {
   const auto [one, other] = Loopback();
   for (int fd : {one, other}) fcntl(fd, F_SETFL, O_NONBLOCK);
   const int little = 8 << 10;
@@ -189,7 +189,7 @@ TEST(MuchArrivesThroughALittleRoomAndManyKeys) {
   CHECK(found == text);
 }
 
-TEST(KeysThatDoNotFitAreRefused) {
+TEST(KeysOfWrongNumberOrLengthAreRefused) {
   const std::string good = ChannelKey(0);
   for (const std::vector<std::string>& keys :
        {std::vector<std::string>{good, good}, {good.substr(1)}, {good + "x"}}) {

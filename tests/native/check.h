@@ -1,5 +1,5 @@
-// The whole test framework: TEST registers a function, CHECK and CHECK_EQ note failures
-// and go on (also from threads). main.cc runs what was registered.
+// The test framework. TEST registers a function. CHECK and CHECK_EQ record failures and
+// continue, in any thread. main.cc runs the registered functions.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ struct Registration {
   Registration(const char* name, void (*body)()) { Tests().push_back({name, body}); }
 };
 
-inline std::atomic<int> failures{0};  // in the running test
+inline std::atomic<int> failures{0};  // failures of the running test
 
 // Prints only the first few failures, because a broken loop would print without end.
 inline void Fail(const char* file, int line, const std::string& what) {

@@ -11,7 +11,7 @@
 namespace ringjax {
 namespace {
 
-TEST(AClockIsReadWithinHalfOfTheWay) {
+TEST(AClockReadingIsExactToHalfTheRoundTrip) {
   World world({0, 0, 0});
   const auto beats = JoinHeartbeats(world.ranks);
   ClockOffsets& zero = beats[0]->clock_offsets();
@@ -20,9 +20,9 @@ TEST(AClockIsReadWithinHalfOfTheWay) {
   const auto passed = [start] {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
-  zero.AskClock(5);  // asks nobody
+  zero.AskClock(5);  // sends nothing: rank 0 has the clock
   two.AskClock(5);
-  two.AskClock(3);  // none more, unless some of the five are answered already
+  two.AskClock(3);  // adds requests only if some of the five were answered
   std::vector<ClockReading> readings;
   while (readings.size() < 5 && passed() < 60) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -32,12 +32,12 @@ TEST(AClockIsReadWithinHalfOfTheWay) {
   for (const ClockReading& reading : readings) {
     CHECK_EQ(reading.rank, 0);
     CHECK(reading.trip > 0 && reading.trip <= passed());
-    // Both have the same clock.
+    // Threads share one clock, so the true difference is 0.
     CHECK(std::abs(reading.ahead) <= reading.trip / 2);
   }
   CHECK(zero.TakeClocks().empty() && beats[1]->clock_offsets().TakeClocks().empty());
   beats[0]->Stop();
-  two.AskClock(1);  // the heartbeat has stopped: the question has no effect
+  two.AskClock(1);  // no effect: the heartbeat has stopped
   for (const auto& beat : beats) beat->Stop();
 }
 

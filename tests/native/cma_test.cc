@@ -95,10 +95,10 @@ TEST(EveryCollectiveWithAllMessagesReadByCma) {
   }
 }
 
-// Rank 0 sends to rank 1, on this thread and another.
+// Two ranks of which rank 0 sends to rank 1: one on this thread, one on another.
 struct CmaPair {
   explicit CmaPair(Ends e) : ends(std::move(e)) {
-    for (int side = 0; side < 2; ++side) {  // something has to have come from the peer
+    for (int side = 0; side < 2; ++side) {  // so that each has the proof
       char byte = 'x';
       const iovec piece{&byte, 1};
       CHECK(ends.links[side]->TryWrite({&piece, 1}).ok());
@@ -136,9 +136,10 @@ struct CmaPair {
   bool oversubscribed = true;  // more ranks than cores
 };
 
-// A rank that only sends leaves the copy to the peer if it would take the peer's core,
-// and copies into the ring if it has a core of its own.
-TEST(ARankThatOnlySendsAndHasACoreCopiesIntoTheRing) {
+// On an oversubscribed host, a rank that only sends leaves the copy to the peer,
+// because its own copy would take the core from the peer. With a core of its own it
+// copies.
+TEST(ASenderWithACoreOfItsOwnCopiesIntoTheRing) {
   for (const bool oversubscribed : {false, true}) {
     CmaPair pair(ShmEnds(1 << 14));
     pair.oversubscribed = oversubscribed;
@@ -152,8 +153,8 @@ TEST(ARankThatOnlySendsAndHasACoreCopiesIntoTheRing) {
   }
 }
 
-// Bytes that the peer cannot read, from the beginning or from somewhere on, are sent
-// through the ring, and nothing is exposed any more.
+// If the peer cannot read some bytes, these and all later bytes are sent through the
+// ring, and the sender exposes nothing more.
 TEST(BytesThatCannotBeReadAreSentThroughTheRing) {
   for (const uint64_t passage : {1, 3, 4}) {  // the read that fails; a message has four
     CmaPair pair(ShmEnds(1 << 14));
@@ -172,7 +173,7 @@ TEST(BytesThatCannotBeReadAreSentThroughTheRing) {
   }
 }
 
-// The caller of a call that fails may write to its buffer: a peer that reads it fails.
+// After a failed call its caller may write to the buffer, so a peer must not use it.
 TEST(ACallThatFailsInvalidatesItsBytes) {
   CmaPair pair(LocalEnds(1 << 14));
   std::vector<float> sent(1 << 20);
@@ -253,7 +254,7 @@ TEST(ASenderThatSleepsIsWokenByTheLastAcknowledgement) {
   CHECK_EQ(poll(&bell, 1, 0), 1);
 }
 
-// On either side: a message whose rest will not come fails at once.
+// If one side closes, an incomplete message fails at once on the other side.
 TEST(ClosingALinkEndsASingleCopy) {
   const auto closed = [](const Status& status) {
     return status.code() == Code::kUnavailable &&
@@ -275,7 +276,7 @@ TEST(ClosingALinkEndsASingleCopy) {
   }
 }
 
-// The kernel says whose memory a link reads, and each read proves it.
+// The kernel reports the peer's process id, and each read checks the proof.
 TEST(OnlyTheMemoryOfTheProcessThatProvesItIsRead) {
   uint64_t number = 5, value = 7, copy = 0;
   const Proof proof{reinterpret_cast<uintptr_t>(&number), 5};
@@ -286,7 +287,7 @@ TEST(OnlyTheMemoryOfTheProcessThatProvesItIsRead) {
   CHECK(memory.CanRead());
   CHECK_EQ(memory.Read({&to, 1}, {&from, 1}), static_cast<ptrdiff_t>(sizeof value));
   CHECK_EQ(copy, value);
-  number = 6;  // another process has that number now
+  number = 6;  // as if another process had this id now
   CHECK_EQ(memory.Read({&to, 1}, {&from, 1}), ptrdiff_t{-1});
 }
 
@@ -307,7 +308,7 @@ TEST(AnAnnouncementByAPeerThatCannotBeReadIsOutOfStep) {
   CHECK(status.message().find("out of step") != std::string::npos);
 }
 
-// A peer that writes impossible counts into the shared block.
+// Plays a peer that writes impossible counts into the shared block.
 TEST(ImpossibleByteCountsAreDamage) {
   const auto tried = WithBlock;
   const auto damaged = [](const Result<uint64_t>& result) {
@@ -328,7 +329,7 @@ TEST(ImpossibleByteCountsAreDamage) {
   });
 }
 
-// Lists that do not add up, of no pieces, of too many, or over a link without CMA.
+// Tries lists with a wrong sum, no pieces or too many, and a link without CMA.
 TEST(ImpossibleListsAreOutOfStep) {
   const auto tried = [](Ends ends, uint64_t pieces, uint64_t each) {
     CmaPair pair(std::move(ends));

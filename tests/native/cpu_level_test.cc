@@ -1,4 +1,4 @@
-// Ranks whose CPUs are of different ages end with the same bits.
+// Ranks with CPUs of different levels end with the same bits.
 #include "base/cpu_level.h"
 
 #include <cmath>
@@ -25,8 +25,8 @@ std::vector<std::byte> RandomBytes(size_t bytes, uint64_t seed) {
   return all;
 }
 
-// Makes all NaNs equal. If both operands are NaN, the compiler decides whose bits
-// remain.
+// Makes all NaNs equal. If both operands are NaN, the compiler decides which of the two
+// is the result.
 void MaskNaN(DType t, std::vector<std::byte>* all) {
   for (size_t at = 0; at < all->size(); at += Width(t)) {
     double value = 0;
@@ -96,9 +96,9 @@ TEST(EveryLevelHasTheSameMomentsAndCopies) {
   }
 }
 
-// The CPU's own conversion and the integer code: all halves, and floats of every
-// exponent with every bit that decides how one is rounded.
-TEST(TheCpuConvertsHalvesAsTheIntegersDo) {
+// Compares the CPU's own conversion with the integer code, for all halves, and for
+// floats of every exponent with all bits that decide the rounding.
+TEST(TheCpuConvertsHalvesLikeTheIntegerCode) {
   if (DetectedLevel() == CpuLevel::kBase) return;
   for (uint32_t h = 0; h <= 0xffff; ++h) {
     const uint16_t half = static_cast<uint16_t>(h);

@@ -24,7 +24,7 @@ struct Change {
   std::function<void(Call*)> make;
 };
 
-TEST(FingerprintsDifferWhereCallsDo) {
+TEST(FingerprintsDifferIfCallsDiffer) {
   const Change changes[] = {
       {"nothing", [](Call*) {}},
       {"the operation", [](Call* c) { c->op = Collective::kBroadcast; }},
@@ -58,7 +58,7 @@ TEST(FingerprintsDifferWhereCallsDo) {
   }
 }
 
-TEST(FingerprintsIgnoreWhatIsOfOneRankAlone) {
+TEST(FingerprintsIgnorePropertiesOfASingleRank) {
   Call call = Example();
   call.timeout = 7;
   call.names = "a\nb";

@@ -20,8 +20,8 @@
 
 #include <cerrno>
 
-// In front of the C library's, so that a test can have it fail. Sanitizers have their
-// own in that place.
+// Replaces the C library's pthread_create, so that a test can make it fail. Sanitizers
+// already replace pthread_create.
 #define RJ_THREADS_CAN_FAIL
 static std::atomic<bool> no_thread_can_be_made{false};
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
@@ -85,14 +85,14 @@ Part PartOf(const std::shared_ptr<Communicator>& c, Told* told, int64_t device,
   return part;
 }
 
-TEST(DevicesMeetInTheOrderTheyShareWhoeverComesFirst) {
+TEST(DevicesMeetInOneOrderForAnyOrderOfArrival) {
   World world({0, 0, 1});
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
     Told told;
     const float r = static_cast<float>(c.rank());
-    // Rank 1 numbers its devices otherwise, and they come in another order everywhere.
+    // Rank 1 has other device numbers, and on all ranks the order of arrival differs.
     const std::vector<int64_t> devices =
         c.rank() == 1 ? std::vector<int64_t>{7, 5} : std::vector<int64_t>{0, 1};
     std::vector<float> in[2] = {{r, r + 1}, {10 * r, 10 * r + 1}},
@@ -109,7 +109,7 @@ TEST(DevicesMeetInTheOrderTheyShareWhoeverComesFirst) {
   });
 }
 
-TEST(OneCopyOfWhatSeveralDevicesHaveTravels) {
+TEST(AShardOnSeveralDevicesIsSentOnce) {
   World world({0, 1});
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
@@ -148,7 +148,7 @@ TEST(ADeviceThatIsAheadWaitsForTheOthersInItsNextCall) {
   });
 }
 
-TEST(NoDeviceWaitsForAnotherToGoOn) {
+TEST(NoDeviceWaitsUntilAnotherContinues) {
   World world({0, 0});
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
@@ -177,7 +177,7 @@ TEST(NoDeviceWaitsForAnotherToGoOn) {
   });
 }
 
-TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
+TEST(AMissingDeviceIsNamedWithinTheTimeout) {
   World world({0, 0}, "", 4096, 1);
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
@@ -199,7 +199,7 @@ TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
         CHECK(status.message().find("waited 0.2 s for device 1 of its own") !=
               std::string::npos);
     }
-    if (c.rank() == 1) {  // and it is told when it comes after all
+    if (c.rank() == 1) {  // the late device receives the error, too
       const Status late = rendezvous.Join(
           PartOf(shared, &told, 1, &data[1], &data[1], {0, 1, 2}, {0, 1, 2}));
       CHECK(late.code() == Code::kDeadlineExceeded);
@@ -208,7 +208,7 @@ TEST(ADeviceThatDoesNotComeIsNamedWithinTheTimeout) {
   });
 }
 
-TEST(WhoeverAsksHearsWhichDeviceIsMissing) {
+TEST(AProbeReportsWhichDeviceIsMissing) {
   World world({0, 0});
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
@@ -264,7 +264,7 @@ TEST(AMismatchIsTheSameErrorOnAllDevicesAndTheNextCallWorks) {
   });
 }
 
-TEST(WhatDoesNotFitIsRefusedAndNothingIsLeftOpen) {
+TEST(UnsuitablePartsAreRefusedAndLeaveNoCallOpen) {
   World world({0});
   const auto shared = world.ranks[0];
   Told told;
@@ -286,7 +286,7 @@ TEST(WhatDoesNotFitIsRefusedAndNothingIsLeftOpen) {
 }
 
 #ifdef RJ_THREADS_CAN_FAIL
-TEST(WhereNoThreadCanBeMadeTheNextCallIsAsEver) {
+TEST(IfNoThreadCanBeMadeTheNextCallStillWorks) {
   World world({0});
   DeviceRendezvous rendezvous;
   Told told;
@@ -323,7 +323,7 @@ std::map<std::string, bool> Threads() {
   return all;
 }
 
-// Returns when all threads sleep that are not among `before`, and there are some.
+// Waits until there are threads that are not among `before`, and all of them sleep.
 void AwaitSleepOfOthersThan(const std::map<std::string, bool>& before) {
   while (true) {
     auto now = Threads();
@@ -335,7 +335,7 @@ void AwaitSleepOfOthersThan(const std::map<std::string, bool>& before) {
   }
 }
 
-TEST(ACallWithAShorterTimeoutIsToldBeforeALongerOneThatCameFirst) {
+TEST(AShorterTimeoutEndsBeforeALongerOneThatBeganFirst) {
   World world({0});
   Told told;
   std::vector<float> x{1};
@@ -348,7 +348,7 @@ TEST(ACallWithAShorterTimeoutIsToldBeforeALongerOneThatCameFirst) {
           PartOf(world.ranks[0], &told, device, &x, &x, {0, 1}, {0, 1}, device + 1);
       part.call.timeout = seconds;
       CHECK(rendezvous.Join(std::move(part)).ok());
-      // Else the thread that watches would find both when it begins.
+      // Otherwise the watching thread would find both deadlines when it begins.
       if (seconds > 1) AwaitSleepOfOthersThan(before);
     }
     CHECK(told.Of(1).code() == Code::kDeadlineExceeded);

@@ -1,6 +1,6 @@
-// The eager lane while workers die at random moments: whatever is under way then, all
-// that are left end all operations with one result, which is that of one membership.
-// Seeded, and also run under sanitizers.
+// The eager lane while workers die at random moments. All surviving workers end all
+// operations with one result, in which the ranks of exactly one epoch took part. The
+// random numbers are seeded. Also run under sanitizers.
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -19,7 +19,8 @@ using testing_eager::Floats;
 using testing_eager::Place;
 using WorkPtr = std::shared_ptr<Work>;
 
-// A worker's summand, a power of two: a sum shows exactly which workers took part.
+// Returns a worker's summand, a power of two, so that a sum shows which workers took
+// part.
 float ShareOf(int worker) { return std::ldexp(1.0f, worker); }
 
 // The results by name. The first worker's result of an operation is the reference.
@@ -65,7 +66,7 @@ class Chaos {
       Kill(&threads);
       Pause();
       job.Revoke("somebody was killed");
-      // Another one, before the others have gone on, or when some of them have.
+      // Loses another worker, before any or after some of the others have continued.
       const bool more = i + 1 < losses && random_() % 2 == 0;
       if (more && random_() % 2 == 0) Kill(&threads), ++i;
       job.Regroup();
@@ -95,7 +96,7 @@ class Chaos {
     return options;
   }
 
-  // Whatever the length.
+  // Forces algorithms that would otherwise depend on the length.
   static std::string AlgorithmFor(unsigned seed, size_t tile) {
     return tile > 0 && seed % 2 == 0 ? "allgather:direct,alltoall:pairwise" : "";
   }
@@ -120,17 +121,17 @@ class Chaos {
     job.Kill(victim, [&] { (*threads)[victim].join(); });
   }
 
-  // A worker that is killed stops where it is; all others must come to the end.
+  // A worker that is killed stops at once. All others must reach the end.
   void Work(int worker) {
     std::mt19937 random(seed_ * 100 + worker);
     std::vector<Operation> operations(kEach);
     std::vector<int> order(kEach);
     std::iota(order.begin(), order.end(), 0);
     left_[worker] = 1;
-    // The higher a worker's number, the more it has to do before it joins.
+    // Workers with higher numbers make more steps before they join.
     for (int step = 0; step < kSteps + worker % 3; ++step) {
       if ((seed_ + static_cast<unsigned>(step)) % 3 == 0) {
-        // One after the other, by a caller that does the lane's work.
+        // Operations one by one, by a caller that does the work of the lane.
         for (int i = 0; i < kEach; ++i) {
           Operation& o = operations[static_cast<size_t>(i)];
           if (!Submit(worker, step, i, &o, true) || !End(worker, &o)) return;
@@ -163,7 +164,7 @@ class Chaos {
   bool Submit(int worker, int step, int i, Operation* o, bool waits = false) {
     o->name = std::to_string(step) + "." + std::to_string(i);
     o->op = Collective::kAllreduce;
-    // From inline data to some tiles and to more than a ring holds.
+    // Lengths for inline data, for some tiles, and for more than a ring holds.
     const size_t length = i % 4 == 3 ? 3000 : 1 + 7 * i;
     o->in.assign(length, ShareOf(worker));
     o->out.assign(length, -1);
@@ -212,7 +213,7 @@ class Chaos {
     const Floats& sum = in_place ? o->in : o->out;
     if (!in_place) CHECK(o->in == Floats(o->in.size(), ShareOf(worker)));
     CHECK(sum == Floats(sum.size(), sum[0]));
-    // A sum of different powers of two, this worker's among them.
+    // The sum has different powers of two, among them the share of this worker.
     const auto who = static_cast<unsigned>(sum[0]);
     CHECK_EQ(static_cast<float>(who), sum[0]);
     CHECK(who >> job.workers.size() == 0 && (who >> worker & 1) == 1);
@@ -236,8 +237,8 @@ void Try(int size) {
       Chaos(size, seed * 11 + static_cast<unsigned>(size), tile).Run();
 }
 
-// Nobody is lost, but epochs end all the time: at any moment, also between the
-// ranks' steps out of a round that says all there is to say.
+// No worker is lost, but epochs end at any moment, even while some ranks have left the
+// last round that they need and others have not.
 TEST(eager_chaos_of_false_alarms) {
   constexpr int kBarriers = testing_eager::kSlow ? 100 : 2000;
   for (const size_t tile : {0, 4096}) {

@@ -1,5 +1,5 @@
-// Callers that wait do the lane's work themselves: alone, beside others, and when it
-// ends under them.
+// Callers that wait do the work of the lane themselves: alone, beside other callers,
+// and while the lane is aborted.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -31,7 +31,7 @@ TEST(eager_callers_that_wait_do_the_work) {
         return std::all_of(world.lanes.begin(), world.lanes.end(),
                            [](auto& lane) { return lane->stats().driven > 0; });
       };
-      // Where cores are busy, a lane may be quicker than its caller for a while.
+      // On busy cores, the thread of a lane may be faster than the caller for a while.
       for (int round = 0; round < 50 && !all_did(); ++round)
         world.Each([&](EagerLane& lane, int) {
           for (int i = 0; i < 200; ++i) {
@@ -45,7 +45,7 @@ TEST(eager_callers_that_wait_do_the_work) {
   }
 }
 
-TEST(eager_what_is_held_goes_together) {
+TEST(eager_held_operations_are_sent_together) {
   for (const int size : {1, 2, 3, 5}) {
     Eager world(size);
     world.Each([&](EagerLane& lane, int) {
@@ -65,12 +65,12 @@ TEST(eager_what_is_held_goes_together) {
         for (const Floats& x : all) CHECK_EQ(x[9], static_cast<float>(size));
       }
     });
-    // One by one they would be some hundred.
+    // Without holding, there would be several hundred calls.
     for (auto& lane : world.lanes) CHECK(lane->stats().calls < 20 * 8);
   }
 }
 
-TEST(eager_callers_that_wait_go_with_those_that_do_not) {
+TEST(eager_waiting_callers_work_beside_others) {
   for (const size_t tile : {0, 4096}) {
     Eager world(3, {}, tile);
     world.Each([&](EagerLane& lane, int) {
@@ -92,8 +92,8 @@ TEST(eager_callers_that_wait_go_with_those_that_do_not) {
   }
 }
 
-// The thread has stood aside for callers when somebody submits without waiting.
-TEST(eager_the_thread_comes_back_for_those_that_do_not_wait) {
+// The thread of the lane has left the work to callers when one submits without waiting.
+TEST(eager_the_thread_serves_callers_that_do_not_wait) {
   Eager world(2);
   world.Each([&](EagerLane& lane, int) {
     for (int i = 0; i < 50; ++i) {
@@ -114,7 +114,7 @@ TEST(eager_a_caller_of_a_late_rank_leaves_the_work_to_the_thread) {
     for (int i = 0; i < 3; ++i) {
       Floats x(1, 1);
       CHECK(Sum(lane, "x", &x).ok());
-      // Longer than a caller turns.
+      // Sleep longer than a caller spins.
       if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(150));
     }
     if (rank == 0) return;
@@ -152,14 +152,14 @@ TEST(eager_a_signal_handler_cannot_wait_for_what_it_interrupts) {
   {
     const Gate::Driver driver(gate.get());
     CHECK(work.Wait().code() == Code::kFailedPrecondition);
-    // Another lane's thread does its work.
+    // A caller that drives one lane may wait for another lane.
     CHECK(!std::make_shared<Gate>()->IsDriver());
     CHECK(Gate::IsDriving());
   }
   CHECK(!Gate::IsDriving());
 }
 
-TEST(waits_of_a_driver_are_interrupted_only_where_nothing_moves) {
+TEST(waits_of_a_driver_are_interrupted_only_while_nothing_moves) {
   static std::atomic<int> asked{0};
   asked = 0;
   World world({0, 0});
@@ -170,7 +170,7 @@ TEST(waits_of_a_driver_are_interrupted_only_where_nothing_moves) {
   {
     const InterruptsAfter interrupts(0.5);
     status = world.ranks[0]->rounds().Exchange("message",
-                                               &messages);  // rank 1 does not come
+                                               &messages);  // rank 1 does not take part
   }
   interrupt_check.store(before);
   CHECK(status.code() == Code::kCancelled || world.ranks[0]->aborted());

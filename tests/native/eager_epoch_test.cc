@@ -1,5 +1,5 @@
-// The eager lane in a job that goes on without the ranks it loses: what is pending when
-// an epoch ends, what can be done again and what cannot. See also
+// The eager lane in a job that continues after it has lost ranks: pending operations at
+// the end of an epoch, which of them are repeated, and which fail. See also
 // eager_chaos_test.cc.
 #include <chrono>
 
@@ -15,7 +15,7 @@ using testing_eager::Place;
 using testing_eager::Says;
 using WorkPtr = std::shared_ptr<Work>;
 
-// All that are left reduce something of theirs.
+// Checks that the lanes of all members can still reduce.
 void CheckUsable(Epochs& job) {
   const auto size = static_cast<float>(job.members.size());
   std::vector<Floats> data(job.members.size(), Floats(9, 2));
@@ -34,7 +34,7 @@ TEST(eager_epoch_pending_operations_end_without_the_lost_rank) {
     Epochs job(3, {}, tile);
     std::vector<Floats> x(3), y(3), g(3);
     std::vector<WorkPtr> works;
-    for (int w : {0, 2}) {  // worker 1 has not come so far
+    for (int w : {0, 2}) {  // worker 1 has submitted nothing
       x[w] = Floats(5, 1 + w);
       y[w] = Floats(5);
       g[w] = Floats(1 + w, w);
@@ -44,10 +44,10 @@ TEST(eager_epoch_pending_operations_end_without_the_lost_rank) {
       gather.what.op = Collective::kAllgather;
       if (w == 0) works.push_back(job.lane(w).Submit(std::move(gather)).value());
     }
-    works[1].reset();  // nobody needs to hold one
+    works[1].reset();  // the caller may drop a work
     job.Kill(1);
     job.Repair("rank 1 was killed");
-    // Said to the new epoch only.
+    // This operation is submitted in the new epoch.
     EagerRequest gather = Place("rows", &g[2], nullptr);
     gather.what.op = Collective::kAllgather;
     WorkPtr last = job.lane(2).Submit(std::move(gather)).value();
@@ -55,7 +55,7 @@ TEST(eager_epoch_pending_operations_end_without_the_lost_rank) {
     CHECK_EQ(works[3]->Wait().message(), "");
     CHECK(x[0] == Floats(5, 4));
     CHECK(x[2] == Floats(5, 4));
-    // Its rows: that of worker 0 and three of worker 2, which has been rank 1 since.
+    // One row of worker 0, and three of worker 2, which now is rank 1.
     CHECK(last->Wait().ok() && works[2]->Wait().ok());
     CHECK_EQ(last->outputs()[0].dims[0], int64_t{4});
     CHECK(last->outputs()[0].received == (std::vector<int64_t>{1, 3}));
@@ -64,7 +64,7 @@ TEST(eager_epoch_pending_operations_end_without_the_lost_rank) {
   }
 }
 
-TEST(eager_epoch_idle_lanes_go_on) {
+TEST(eager_epoch_idle_lanes_continue) {
   Epochs job(4);
   CheckUsable(job);
   job.Kill(0);
@@ -80,14 +80,14 @@ TEST(eager_epoch_idle_lanes_go_on) {
   CheckUsable(job);  // alone
 }
 
-TEST(eager_epoch_many_come_and_go_while_a_lane_is_parked) {
+TEST(eager_epoch_epochs_pass_while_a_lane_is_parked) {
   Epochs job(4);
   Floats x(3, 1), y(3, 1);
   WorkPtr a = job.lane(1).Submit(Place("x", &x, &x)).value();
   job.Kill(0);
   job.Revoke("rank 0 was killed");
   job.Regroup();
-  job.Install(1);  // the others never see this one
+  job.Install(1);  // the other workers skip this epoch
   EagerRequest cast = Place("b", &x, &x);
   cast.what.op = Collective::kBroadcast;
   cast.what.root = 1;  // worker 2
@@ -159,7 +159,7 @@ struct Kinds {
   std::vector<WorkPtr> works;  // kEach of the first, then of the second ...
 };
 
-TEST(eager_epoch_what_cannot_be_done_again_says_why) {
+TEST(eager_epoch_operations_that_cannot_repeat_say_why) {
   Epochs job(4);
   Kinds kinds(job);
   Floats odd(3, 1);
@@ -202,7 +202,7 @@ TEST(eager_epoch_a_root_keeps_its_work_under_its_new_rank) {
   CheckUsable(job);
 }
 
-TEST(eager_epoch_a_restart_fails_what_is_pending_and_nothing_later) {
+TEST(eager_epoch_a_restart_fails_only_pending_operations) {
   Epochs job(3);
   Floats x(4, 1), y(4, 1);
   WorkPtr pending = job.lane(0).Submit(Place("x", &x, &x)).value();
@@ -267,7 +267,7 @@ TEST(eager_epoch_the_end_of_a_resilient_communicator_is_the_end_of_the_lane) {
   const Status later = job.lane(0).Submit(Place("y", &x, &x)).status();
   CHECK(Says(later, "at least 3 are needed"));
   CHECK(job.lane(0).aborted());
-  // Or nobody forms another epoch for too long.
+  // The lane also ends if no epoch follows within the epoch timeout.
   impatient.Kill(1);
   impatient.Revoke("rank 1 was killed");
   CHECK(waits->Wait().code() == Code::kUnavailable);

@@ -1,6 +1,6 @@
-// A job of eager lanes that goes on without the workers it loses: threads as workers,
-// and the decisions that its coordinator would make. A worker has a number for good,
-// and in each epoch a rank.
+// A job of eager lanes that continues after it has lost workers: threads as workers,
+// and the decisions that a coordinator would make. A worker keeps its number, and has a
+// rank in each epoch.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ class Epochs {
  public:
   struct Worker {
     std::shared_ptr<ResilientComm> resilient;
-    std::shared_ptr<Communicator> communicator;  // its newest epoch's
+    std::shared_ptr<Communicator> communicator;  // for the newest epoch
     std::unique_ptr<EagerLane> lane;
     std::vector<CommitDecision> heard;  // received, not installed yet
     bool lost = false;
@@ -45,8 +45,8 @@ class Epochs {
 
   EagerLane& lane(int worker) { return *workers[static_cast<size_t>(worker)].lane; }
 
-  // As if its process had died: what it does just now ends in the middle, and its links
-  // close. `ended` returns when nobody uses its lane any more.
+  // Acts as if the process of a worker had died: its calls end at once, and its links
+  // close. `ended` returns when no thread uses the lane any more.
   template <typename Ended>
   void Kill(int worker, Ended&& ended) {
     Worker& w = workers[static_cast<size_t>(worker)];
@@ -60,8 +60,8 @@ class Epochs {
     Kill(worker, [] {});
   }
 
-  // The survivors' actions after a loss, in two halves, so that tests can act between
-  // them.
+  // The actions of the survivors after a loss, in two halves (Revoke and Regroup), so
+  // that tests can act in between.
   void Revoke(const std::string& reason) {
     for (int w : members)
       if (!workers[w].lost)
@@ -71,8 +71,7 @@ class Epochs {
     for (int w : members) {
       if (workers[w].lost) continue;
       ProgressReport report;
-      // One in whose resilient communicator the epoch was never installed has done
-      // nothing.
+      // A worker that has never installed the epoch has made no call.
       if (workers[w].communicator->epoch_index() > 0)
         CHECK(workers[w].communicator->Quiesce(20, &report).ok());
       returned = std::max(returned, report.returned);
@@ -83,7 +82,7 @@ class Epochs {
     CHECK(decision_.repeats);
   }
 
-  // New links between who is left and who comes; nobody has them yet.
+  // Connects the survivors and the newcomers; Install hands out the communicators.
   void Regroup(bool repeats = true, const std::vector<int>& newcomers = {}) {
     decision_.repeats = decision_.repeats && repeats;
     std::vector<int> left;

@@ -14,7 +14,7 @@ using testing_eager::Floats;
 using testing_eager::Place;
 using testing_eager::Says;
 
-// That the lane works after whatever happened.
+// Checks that the lane still works.
 void CheckUsable(EagerLane& lane, int rank) {
   const int size = lane.communicator()->size();
   Floats x(9, rank), y(9);
@@ -22,7 +22,7 @@ void CheckUsable(EagerLane& lane, int rank) {
   CHECK(y == Floats(9, static_cast<float>(size * (size - 1) / 2)));
 }
 
-TEST(eager_a_mismatch_is_one_text_everywhere) {
+TEST(eager_a_mismatch_has_one_text_on_all_ranks) {
   Eager world(3);
   std::vector<std::string> texts(3);
   world.Each([&](EagerLane& lane, int rank) {
@@ -55,7 +55,7 @@ TEST(eager_a_duplicate_is_refused_at_once) {
       CHECK(Says(second.status(), "duplicate"));
       CHECK(Says(second.status(), "allreduce 'x'"));
       refused.arrive_and_wait();
-      // Another operation may have the name.
+      // An operation of another kind may have the name.
       EagerRequest barrier;
       barrier.what.op = Collective::kBarrier;
       barrier.what.name = "x";
@@ -77,7 +77,7 @@ TEST(eager_a_duplicate_is_refused_at_once) {
   });
 }
 
-TEST(eager_refuses_what_cannot_be) {
+TEST(eager_impossible_operations_are_refused) {
   Eager world(1);
   EagerLane& lane = *world.lanes[0];
   auto code = [&lane](EagerRequest request) {
@@ -104,7 +104,7 @@ TEST(eager_refuses_what_cannot_be) {
   CheckUsable(lane, 0);
 }
 
-TEST(eager_what_waits_too_long_fails_and_the_rest_goes_on) {
+TEST(eager_only_operations_that_wait_too_long_fail) {
   EagerOptions options;
   options.stall_warning = 0.1;
   options.timeout = 1;
@@ -123,17 +123,17 @@ TEST(eager_what_waits_too_long_fails_and_the_rest_goes_on) {
         over.arrive_and_wait();
       }
       CheckUsable(lane, rank);
-      // Now in time.
+      // Submitted in time now.
       CHECK(lane.Submit(Place("late", &y, &y)).value()->Wait().ok());
       CHECK(y == Floats(4, 3));
     });
   }
 }
 
-TEST(eager_an_abort_fails_pending_and_later_ones_on_all_ranks) {
+TEST(eager_an_abort_fails_pending_and_later_operations) {
   for (const size_t tile : {0, 4096}) {
     Eager world(3, {}, tile);
-    // As the heartbeat does: a rank that fails in a round tells those who wait for it.
+    // Replaces the heartbeat, which aborts the peers of a rank that fails in a round.
     for (int r = 0; r < 2; ++r) {
       Communicator* const other = world.world.ranks[1 - r].get();
       HeartbeatHooks hooks;
@@ -165,7 +165,7 @@ TEST(eager_an_abort_fails_pending_and_later_ones_on_all_ranks) {
   }
 }
 
-TEST(eager_a_peer_that_left_fails_only_what_needs_it) {
+TEST(eager_a_peer_that_left_fails_only_operations_with_it) {
   for (const size_t tile : {0, 4096}) {
     Eager world(2, {}, tile);
     world.Each([](EagerLane& lane, int rank) { CheckUsable(lane, rank); });
@@ -181,7 +181,7 @@ TEST(eager_a_peer_that_left_fails_only_what_needs_it) {
   }
 }
 
-TEST(eager_close_is_bounded_and_fails_what_is_pending) {
+TEST(eager_close_is_bounded_and_fails_pending_operations) {
   Eager world(2);
   Floats x(4, 1);
   auto work = world.lanes[0]->Submit(Place("x", &x, &x)).value();
@@ -210,7 +210,7 @@ TEST(eager_long_messages_travel_in_rounds) {
       World world(std::vector<int>(static_cast<size_t>(size), 0), "", 4096, 20, tile);
       world.Each([&](Communicator& c) {
         for (const size_t bytes : {0, 1, 447, 449, 16384, 16385, 100000}) {
-          // Only some are long.
+          // Even ranks send messages of half the length.
           auto text = [&](int r) {
             return std::string(r % 2 ? bytes : bytes / 2, static_cast<char>('a' + r));
           };
@@ -227,7 +227,7 @@ TEST(eager_long_messages_travel_in_rounds) {
   }
 }
 
-TEST(eager_await_wakes_for_calls_and_by_hand) {
+TEST(eager_await_next_ends_at_a_call_or_a_wake) {
   for (const size_t tile : {0, 4096}) {
     World world({0, 0}, "", 4096, 20, tile);
     Communicator &a = *world.ranks[0], &b = *world.ranks[1];

@@ -1,5 +1,5 @@
-// Short operations that are finished with the round in which they are submitted, and
-// those that look as if they could be.
+// Short operations whose data are piggybacked on the round of their submission, and
+// operations for which that only seems possible.
 #include <chrono>
 #include <numeric>
 
@@ -24,7 +24,7 @@ Status Do(EagerLane& lane, EagerRequest request,
   return status;
 }
 
-// Two elements for each rank, from 10 r on.
+// Returns two elements for each rank, which begin at 10 r.
 Floats Own(int rank, int size) {
   Floats x(static_cast<size_t>(2 * size));
   std::iota(x.begin(), x.end(), static_cast<float>(10 * rank));
@@ -58,7 +58,7 @@ void Broadcast(EagerLane& lane, int rank, int size, int root) {
   CHECK(x == Own(root, size));
 }
 
-// Ranks have unlike numbers of rows.
+// Checks an allgather in which ranks have different numbers of rows.
 void Allgather(EagerLane& lane, int rank, int size) {
   const auto of = [&](int r) {
     Floats x = Own(r, size);
@@ -77,7 +77,7 @@ void Allgather(EagerLane& lane, int rank, int size) {
   CHECK(std::memcmp(outputs[0].memory.get(), want.data(), want.size() * 4) == 0);
 }
 
-// One row more for the first of the ranks. `inside`: the result overwrites the values.
+// Checks a reducescatter with one more row for rank 0. `inside`: it works in place.
 void Reducescatter(EagerLane& lane, int rank, int size, bool inside) {
   Floats x(static_cast<size_t>(size + 1));
   std::iota(x.begin(), x.end(), static_cast<float>(10 * rank));
@@ -151,9 +151,9 @@ TEST(eager_long_values_and_groups_are_not_piggybacked) {
   for (auto& lane : world.lanes) CHECK_EQ(lane->stats().piggybacked, 0u);
 }
 
-// The values of rank 0 are those of one operation, what becomes ready is another one,
-// which it has submitted before.
-TEST(eager_values_of_another_operation_are_not_taken) {
+// Rank 0 sends the values of one operation, but another operation, which rank 0 has
+// submitted before, becomes ready.
+TEST(eager_values_of_another_operation_are_not_used) {
   Eager world(2);
   std::atomic<int> here{0};
   world.Each([&](EagerLane& lane, int rank) {
@@ -181,7 +181,7 @@ TEST(eager_values_of_another_operation_are_not_taken) {
   });
 }
 
-TEST(eager_values_of_unlike_operations_are_an_error_and_no_more) {
+TEST(eager_values_of_different_operations_fail_only_these) {
   Eager world(3);
   world.Each([&](EagerLane& lane, int rank) {
     for (int i = 0; i < 20; ++i) {
@@ -193,8 +193,8 @@ TEST(eager_values_of_unlike_operations_are_an_error_and_no_more) {
   });
 }
 
-// The other rank submits one more operation with it, so its values do not travel.
-TEST(eager_values_are_left_if_a_rank_gave_none) {
+// The other rank submits two operations at once, so it sends no values.
+TEST(eager_values_are_ignored_if_a_rank_sent_none) {
   World world({0, 0});
   EagerLane lane(world.ranks[0], {});
   Floats x(4, 1), more(4, 5), theirs(4, 2);
@@ -212,7 +212,7 @@ TEST(eager_values_are_left_if_a_rank_gave_none) {
   CHECK_EQ(lane.stats().piggybacked, 0u);
 }
 
-TEST(eager_values_that_are_not_what_their_rank_tells_are_damage) {
+TEST(eager_values_that_contradict_the_message_are_damage) {
   World world({0, 0});
   EagerLane lane(world.ranks[0], {});
   Floats x(4, 1), wrong(3, 1);

@@ -23,7 +23,7 @@ TEST(eager_allreduce_with_and_without_a_segment) {
       Eager world(size, {}, tile);
       world.Each([&](EagerLane& lane, int rank) {
         for (int i = 0; i < 20; ++i) {
-          // From inline data to several tiles.
+          // Lengths for inline data and for several tiles.
           Floats x(1 + 700 * i, rank + i), y(x.size());
           auto work = lane.Submit(Place("x", &x, &y));
           CHECK(work.ok());
@@ -37,7 +37,7 @@ TEST(eager_allreduce_with_and_without_a_segment) {
 }
 
 // A rank polls an operation so often that some polls happen exactly when it ends.
-TEST(eager_asked_at_any_moment) {
+TEST(eager_polled_at_any_moment) {
   Eager world(2);
   world.Each([](EagerLane& lane, int rank) {
     for (int i = 0; i < 200; ++i) {
@@ -87,9 +87,9 @@ TEST(eager_any_order_from_any_thread) {
   }
 }
 
-TEST(eager_fuses_what_is_ready_together) {
+TEST(eager_operations_that_are_ready_together_are_fused) {
   EagerOptions options;
-  options.cycle_seconds = 0.3;  // in which all of them are submitted
+  options.cycle_seconds = 0.3;  // long enough to submit all of them
   Eager world(2, options);
   world.Each([&](EagerLane& lane, int rank) {
     std::vector<Floats> data(100, Floats(10, rank));
@@ -144,7 +144,7 @@ TEST(eager_all_operations) {
         CHECK(std::memcmp(all.memory.get(), expected.data(), expected.size() * 4) == 0);
         CHECK_EQ(reinterpret_cast<uintptr_t>(all.memory.get()) % 64, 0u);
 
-        // 2 P + 1 rows: rank 0 gets one more.
+        // Of 2 P + 1 rows, rank 0 receives one more than the others.
         Floats parts(2 * size + 1), mine(rank == 0 ? 3 : 2);
         std::iota(parts.begin(), parts.end(), 0.0f);
         EagerRequest scatter = Place("s", &parts, &mine);
@@ -154,7 +154,8 @@ TEST(eager_all_operations) {
         for (size_t i = 0; i < mine.size(); ++i)
           CHECK_EQ(mine[i], static_cast<float>(size * (first + static_cast<int>(i))));
 
-        // Rank r sends r + 1 rows to every rank; then equal parts.
+        // Rank r sends r + 1 rows to every rank, first with splits and then as equal
+        // parts.
         for (const bool equal : {false, true}) {
           Floats out(static_cast<size_t>(size * (rank + 1)), rank);
           EagerRequest exchange = Place(equal ? "e" : "a", &out, nullptr);
@@ -238,7 +239,7 @@ TEST(eager_a_joined_rank_changes_no_result) {
       CHECK(status.message().find("root rank 0") != std::string::npos);
       CHECK(lane.Join().value()->Wait().ok());
     }
-    // As before.
+    // After the join, operations work as before.
     Floats x(4, rank), y(4);
     CHECK(lane.Submit(Place("x", &x, &y)).value()->Wait().ok());
     CHECK(y == Floats(4, 3));
@@ -258,11 +259,11 @@ TEST(eager_ten_thousand_in_flight) {
     for (auto& t : works) CHECK(t->Wait().ok());
     for (auto& d : data) CHECK(d == Floats(3, 3));
     std::vector<void*> ended = lane.ended_tasks().Take();
-    CHECK(ended.empty());  // nothing was kept
+    CHECK(ended.empty());  // no submission had a `keep`
   });
 }
 
-TEST(eager_hands_back_what_was_kept_once_it_has_ended) {
+TEST(eager_kept_objects_are_returned_after_the_end) {
   Eager world(2);
   world.Each([&](EagerLane& lane, int rank) {
     int kept[2];

@@ -34,7 +34,7 @@ class Eager {
       lanes.push_back(std::make_unique<EagerLane>(c, options));
   }
 
-  // Runs `body` as every rank at once. Nobody leaves before all are done.
+  // Runs `body` as every rank at once. No rank leaves before all have finished.
   template <typename Body>
   void Each(Body&& body) {
     std::vector<std::thread> threads;
@@ -47,14 +47,14 @@ class Eager {
   std::vector<std::unique_ptr<EagerLane>> lanes;
 };
 
-// One more tensor; `out` is null where the core makes the memory.
+// Adds a tensor. `out` is null if the core allocates the result.
 inline void Add(EagerRequest* request, Floats* in, Floats* out) {
   request->what.tensors.push_back({DType::kF32, {static_cast<int64_t>(in->size())}});
   request->ins.push_back(in->data());
   if (out != nullptr) request->outs.push_back(out->data());
 }
 
-// An allreduce, until the caller says otherwise.
+// Returns the request of an allreduce, which callers may change.
 inline EagerRequest Place(const std::string& name, Floats* in, Floats* out) {
   EagerRequest request;
   request.what.name = name;

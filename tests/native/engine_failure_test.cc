@@ -1,5 +1,5 @@
-// Failures in a call, which all ranks must receive: calls that are not valid,
-// results that do not fit, lost turns, exceptions, half steps, texts at their limits.
+// Failures of a call, which all ranks must receive: invalid calls, results of the wrong
+// size, lost turns, exceptions, half training steps, and texts at their limits.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -29,8 +29,8 @@ void CheckUsable(Communicator& c, float ranks) {
   CHECK_EQ(data[4], ranks);
 }
 
-TEST(ACallThatOneRankFindsInvalidIsToldToAll) {
-  World world({0, 0, 0}, "", 4096, 3600);  // else this would never end
+TEST(ACallThatOneRankFindsInvalidFailsOnAllRanks) {
+  World world({0, 0, 0}, "", 4096, 3600);  // the long timeout must not end the call
   world.Each([](Communicator& c) {
     std::vector<float> in(c.rank() == 1 ? 3 : 2, 1.0f), out(6);
     const Status status = c.Run(AllgatherOf(&in, &out, {2, 2, 2}));
@@ -78,7 +78,7 @@ TEST(ResultsOfAnotherSizeAreRefused) {
   CheckUsable(*world.ranks[0], 1.0f);
 }
 
-TEST(NumbersFromOutsideAreChecked) {
+TEST(NumbersOfOperationsAndTypesAreChecked) {
   Call call;
   CHECK(call.SetKinds(5, 5, -1).ok());
   CHECK(call.op == Collective::kBarrier);
@@ -89,7 +89,7 @@ TEST(NumbersFromOutsideAreChecked) {
   CHECK(Contains(call.SetKinds(0, 0, 256).message(), "wire type number 256"));
 }
 
-TEST(NothingAtAllAndSingleNumbers) {
+TEST(EmptyTensorsAndSingleNumbers) {
   World world({0, 0, 0});
   world.Each([](Communicator& c) {
     float scalar = 2.0f;
@@ -145,12 +145,12 @@ TEST(AnInterruptedTurnFailsTheOthersAtOnce) {
   const auto start = Clock::now();
   std::vector<float> data(4, 1.0f);
   for (int i = 0; i < 200; ++i) CHECK(!zero.Run(AllreduceOf(&data)).ok());
-  // Nobody waits for the turn that was lost, which would be a slice of 0.1 s each time.
+  // No caller waits for the lost turn, which would take 0.1 s each time.
   CHECK(SecondsSince(start) < 10);
   interrupt_check.store(nullptr);
 }
 
-TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
+TEST(AnExceptionWithinACallFailsOnAllRanks) {
   World world({0, 0}, "", 4096, 1.1);
   Communicator& zero = *world.ranks[0];
   std::vector<std::string> told;
@@ -166,8 +166,8 @@ TEST(AnExceptionWithinACallBecomesAStatusAndPeersAreTold) {
   CHECK(!zero.Run(AllreduceOf(&data)).ok());
 }
 
-// The threads of two devices may fail at the same time.
-TEST(PeersHearOfOneCulpritWhenTwoThreadsFailAtOnce) {
+// The threads of two devices may fail at the same time, as here.
+TEST(PeersReceiveOneCulpritIfTwoThreadsFailAtOnce) {
   for (int round = 0; round < 100; ++round) {
     World world({0, 0, 0});
     std::atomic<int> told{0}, ready{0};
@@ -186,7 +186,7 @@ TEST(PeersHearOfOneCulpritWhenTwoThreadsFailAtOnce) {
   }
 }
 
-TEST(ACallThatOneRankCannotMakeFailsOnAllRanksAndNobodyWaits) {
+TEST(ACallThatOneRankCannotMakeFailsOnAllRanksAtOnce) {
   World world({0, 0, 0}, "", 4096, 60);
   world.Each([](Communicator& c) {
     std::vector<float> data(4, 1.0f);
@@ -219,7 +219,7 @@ TEST(StatsMayBeReadWhileCallsRun) {
   CHECK_EQ(world.ranks[0]->log().stats().at("allreduce").calls, 200u);
 }
 
-TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
+TEST(AHalfTrainingStepEndsTheCommunicatorOnAllRanks) {
   World world({0});
   std::vector<Status> told;
   HeartbeatHooks hooks;
@@ -238,13 +238,13 @@ TEST(AHalfStepEndsTheCommunicatorAndPeersAreTold) {
       Contains(overlap.Done(AllreduceOf(&data), 0).message(), "rank 0 started a step"));
 }
 
-TEST(ARankThatStartsItsStepAgainIsTold) {
+TEST(ARankThatRestartsItsStepIsAMismatch) {
   World world({0, 0});
   world.Each([](Communicator& c) {
     std::vector<float> data(8, 1.0f);
     Call call = AllreduceOf(&data);
     call.step = 3;
-    call.bucket = c.rank() == 0 ? 2 : 0;  // as large as the one that rank 0 waits with
+    call.bucket = c.rank() == 0 ? 2 : 0;  // as large as the bucket of rank 0
     const Status status = c.Run(call);
     CHECK(status.code() == Code::kMismatch);
     CHECK(Contains(status.message(), "rank 1 sent bucket 0, rank 0 sent bucket 2"));
@@ -279,7 +279,7 @@ TEST(ExplanationsShowWhatDiffers) {
     return Mismatch({Explain(one, limit), Explain(two, limit)}, {5, 9}, "set",
                     &culprit);
   };
-  // Rows are each rank's own business: the types are the difference.
+  // Row counts may differ between ranks, so the types are the difference.
   std::string text = told(call, other, kMostText);
   CHECK(Contains(text, "rank 9 sent f64[*,2]"));
   CHECK_EQ(culprit, 9);
@@ -292,7 +292,7 @@ TEST(ExplanationsShowWhatDiffers) {
   text = told(call, other, Explain(call, kMostText).find(" tensors") - 1);
   CHECK(Contains(text, "tensors beyond the first 0"));
   CHECK_EQ(culprit, -1);
-  // Even if most ranks refuse.
+  // The refusing ranks count, even if they are the majority.
   text = Mismatch({Refusal("why"), Explain(call, kMostText), Refusal("why")}, {2, 3, 4},
                   "set", &culprit);
   CHECK_EQ(text, "allreduce 'x' (set): rank 2 refused it: why. Nothing was exchanged.");

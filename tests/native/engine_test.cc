@@ -1,5 +1,5 @@
-// Threads as ranks over in-process links: collectives, disagreement, loss, overlap.
-// Threads run the code paths of processes, but the sanitizers can check them.
+// Threads as ranks over links within the process: collectives, disagreement, loss,
+// overlap. Threads run the code of processes, and sanitizers can check threads.
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -63,7 +63,7 @@ TEST(ManyCallsBackToBack) {
   });
 }
 
-TEST(MismatchIsToldToAllAndLeavesTheCommunicatorUsable) {
+TEST(AMismatchFailsOnAllRanksAndLeavesTheCommunicatorUsable) {
   World world({0, 0, 0, 0, 0});
   std::vector<std::string> messages(5);
   world.Each([&](Communicator& c) {
@@ -97,7 +97,7 @@ TEST(MismatchedKindsOfCallsAreNamed) {
   });
 }
 
-TEST(AlltoallWithSplitsThatDoNotFit) {
+TEST(AlltoallWithSplitsThatDoNotMatch) {
   World world({0, 0, 0});
   world.Each([](Communicator& c) {
     std::vector<float> in(6, static_cast<float>(c.rank())), out(6, -1.0f);
@@ -211,7 +211,7 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   close(other[1]);
 }
 
-TEST(AHeartbeatNoticesManyThatDieAtOnce) {
+TEST(AHeartbeatDetectsManyLossesAtOnce) {
   std::vector<Heartbeat::Peer> peers;
   std::vector<int> ends;
   for (int rank = 1; rank <= 150; ++rank) {
@@ -227,8 +227,8 @@ TEST(AHeartbeatNoticesManyThatDieAtOnce) {
   CHECK_EQ(zero->lost().size(), ends.size());
 }
 
-// A forked child has copies of all sockets for a moment; a copy is as good as a child.
-TEST(AHeartbeatRestsWhileAForkedChildHasALostSocket) {
+// A forked child has copies of all sockets for a moment. dup makes such a copy here.
+TEST(AHeartbeatSleepsWhileAForkedChildHasALostSocket) {
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   const int copy = dup(pair[0]);
@@ -245,8 +245,8 @@ TEST(AHeartbeatRestsWhileAForkedChildHasALostSocket) {
   close(copy);
 }
 
-// The exit code of a process that stops itself by SIGSTOP: 0 if its heartbeat, after
-// SIGCONT, blames no peer for the pause.
+// Runs in a process that stops itself by SIGSTOP. Returns 0, the exit status, if its
+// heartbeat blames no peer for the pause after SIGCONT.
 int StandStill(int socket) {
   Heartbeat heartbeat(0, {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr, nullptr);
   raise(SIGSTOP);
@@ -254,7 +254,7 @@ int StandStill(int socket) {
   return heartbeat.lost().empty() ? 0 : 1;
 }
 
-TEST(AHeartbeatThatStoodStillBlamesNobody) {
+TEST(AHeartbeatOfAStoppedProcessBlamesNoPeer) {
   int pair[2], status = -1;
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   const pid_t child = fork();
@@ -269,7 +269,7 @@ TEST(AHeartbeatThatStoodStillBlamesNobody) {
   close(pair[1]);
 }
 
-// All bytes of a stream that come until its end.
+// Reads a stream up to its end.
 std::string ReadAll(int fd) {
   std::string bytes;
   char buffer[4096];
@@ -278,7 +278,7 @@ std::string ReadAll(int fd) {
   return bytes;
 }
 
-TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
+TEST(AStoppedPeerMissesNoByteOfItsHeartbeat) {
   const auto [ours, theirs] = Loopback();
   const int little = 4096;
   setsockopt(ours, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
@@ -291,7 +291,7 @@ TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
           {i, 0, false, {1}, std::string(static_cast<size_t>(i) % 997, '?')});
   };
   constexpr int kProbes = 20000;
-  ask(0, kProbes);  // far more than the socket takes: the peer stands still
+  ask(0, kProbes);  // more than the socket holds: the peer is stopped
   std::string bytes;
   std::thread reader([&, fd = theirs] { bytes = ReadAll(fd); });
   ask(kProbes, 2 * kProbes);
@@ -310,7 +310,7 @@ TEST(APeerThatStoodStillFindsItsHeartbeatsStreamWhole) {
   CHECK(messages > 1 && messages < 2 * kProbes);
 }
 
-TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
+TEST(APeerThatShutsDownRegularlyFailsOnlyTheNextCall) {
   World world({0, 0});
   CheckSum(&world, 10, ReduceOp::kSum);
   world.ranks[0]->OnPeerShutdown(1);
@@ -320,7 +320,7 @@ TEST(APeerThatShutsDownInGoodOrderFailsOnlyTheNextCall) {
   CHECK(status.message().find("equally many batches?") != std::string::npos);
 }
 
-TEST(WhoLeavesAfterACallIsNotBlamedByThoseThatAreStillInIt) {
+TEST(ARankThatLeavesAfterACallIsNotBlamedByRanksInTheCall) {
   for (const uint64_t finished : {1, 0}) {
     World world({0, 0, 0});
     std::vector<Status> ends(3);

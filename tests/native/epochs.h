@@ -1,5 +1,5 @@
-// A job of threads that loses ranks: workers with a resilient communicator each, and
-// the rules by which a coordinator forms one epoch after the other.
+// A job of threads that loses ranks: workers, each with a resilient communicator, and
+// the rules by which a coordinator forms the epochs.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace ringjax::testing_epochs {
 
-// Sums of these tell who took part.
+// Returns a worker's summand, so that a sum shows which workers took part.
 inline float Part(int worker) { return static_cast<float>(1 << worker); }
 
 struct Worker {
@@ -27,7 +27,7 @@ struct Worker {
   bool installed = false;                      // whether `communicator` is in use
 };
 
-// The commit decision that follows from the progress reports of all ranks.
+// Derives the commit decision from the progress reports of all ranks.
 inline CommitDecision Decide(const std::vector<ProgressReport>& all) {
   CommitDecision decision;
   uint64_t done = all[0].done;
@@ -42,7 +42,7 @@ inline CommitDecision Decide(const std::vector<ProgressReport>& all) {
 
 class Job {
  public:
-  // With groups, a worker's communicator is of those at its place, worker % group, and
+  // With groups, a communicator connects the workers of one place, worker % group, and
   // groups are lost as a whole.
   Job(int size, size_t tile, double epoch_timeout = 30, double timeout = 20,
       int group = 1)
@@ -66,7 +66,7 @@ class Job {
     return numbers;
   }
 
-  // As if its process had died: nothing goes on there and its links close.
+  // Acts as if the process had died: the worker stops and its links close.
   void Kill(Worker* victim) {
     lost_ = victim->number;
     const Status killed(Code::kUnavailable, "killed", lost_);
@@ -83,15 +83,14 @@ class Job {
     }
   }
 
-  // As if its process had been frozen: the others go on without it, and nothing has
-  // told it so.
+  // Acts as if the process had been frozen: the others continue, and the worker does
+  // not know that it is fenced.
   void Fence(Worker* victim) {
     std::erase(members_, victim);
     lost_ = victim->number;
   }
 
-  // Everybody stops and says how far it came. The decision is for all, and is applied
-  // in the next Install.
+  // All workers stop and report their progress. The next Install applies the decision.
   void Revoke() {
     const Status gone(Code::kUnavailable, "rank " + std::to_string(lost_) + " is gone");
     for (Worker* w : members_) {
@@ -105,7 +104,7 @@ class Job {
     }
     const CommitDecision decision = Decide(standings);
     for (Worker* w : members_) {
-      // A rank counts an epoch, too, in which it was never connected.
+      // A rank also counts an epoch in which it was never connected.
       if (!w->installed && pending_) CHECK(w->resilient->Install(nullptr, last_).ok());
       w->installed = false;
     }
@@ -118,7 +117,7 @@ class Job {
     pending_ = true;
   }
 
-  // Links between those who are left; not used before Install.
+  // Connects the remaining workers. Their links are not used before Install.
   void Join() {
     CommunicatorOptions o;
     o.epoch = epoch_++;
@@ -168,7 +167,7 @@ class Job {
   uint32_t epoch_ = 0;
   int lost_ = -1;
   bool pending_ = false;
-  CommitDecision last_;      // about the epoch before
+  CommitDecision last_;      // about the previous epoch
   std::vector<int> joined_;  // workers by rank in the last one joined
   std::vector<std::unique_ptr<Worker>> all_;
   std::vector<Worker*> members_;

@@ -1,5 +1,5 @@
-// One plan on two links, where a test needs to choose what the links are. What plans
-// compute is compared in engine_test.cc.
+// One plan on two links, for tests that choose the kind of link. engine_test.cc
+// compares the results of plans.
 #include "engine/call/executor.h"
 
 #include <chrono>
@@ -31,16 +31,16 @@ Status RunStep(int rank, Link* link, Doorbell* bell, std::vector<float>* data) {
   endpoints.timeout = 10;
   const std::atomic<bool> aborted = false;
   Waiter waiter(bell, &aborted, 0, true);
-  waiter.set_slice(std::chrono::hours(1));  // else a wait for nothing would not show
+  waiter.set_slice(std::chrono::hours(1));  // no lost wake-up is repaired
   const Status status = Execute(Compile(schedule, 2, true), buffers,
                                 {DType::kF32, DType::kF16}, {}, endpoints, &waiter);
-  for (auto& each : endpoints.links) each.release();  // it is the caller's
+  for (auto& each : endpoints.links) each.release();  // the caller owns the links
   return status;
 }
 
 // Elements converted for the wire are staged if the socket is full. A send has ended
 // only when all staged bytes are sent, however slow the peer is.
-TEST(ASendOnAFullSocketEndsWhenAllIsOut) {
+TEST(ASendOnAFullSocketEndsWhenAllBytesAreSent) {
   Ends ends = SocketEnds(1, [] {
     const auto pair = UnixPair();
     const int little = 4096;
@@ -56,7 +56,7 @@ TEST(ASendOnAFullSocketEndsWhenAllIsOut) {
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK(!over);
-  // Dozens of times the socket is full: the sender sleeps until there is room.
+  // The socket is full dozens of times, and the sender sleeps until there is room.
   CHECK(RunStep(1, ends.links[1].get(), ends.bells[1].get(), &received).ok());
   sender.join();
   CHECK(received == sent);

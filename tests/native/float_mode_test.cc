@@ -1,5 +1,6 @@
-// Threads that flush denormals, or round another way, as XLA's and TensorFlow's do:
-// results are the bits that any other thread finds, and the thread keeps its mode.
+// Threads that flush denormals, as those of XLA and TensorFlow do, or round another
+// way. Their results have the bits of any other thread, and the threads keep their
+// mode.
 #include "base/float_mode.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ constexpr FloatMode::Control kFlush = FloatMode::Control{1} << 24;
 constexpr FloatMode::Control kUp = FloatMode::Control{1} << 22;
 #endif
 
-// This thread has another mode as long as it lives.
+// Gives this thread another mode while the object lives.
 class Otherwise {
  public:
   explicit Otherwise(FloatMode::Control mode) : before_(FloatMode::Get()) {
@@ -44,7 +45,7 @@ uint64_t Reduced(uint64_t own, uint64_t received, DType t, ReduceOp op) {
   return out;
 }
 
-TEST(DenormalsAreNumbersWhereTheThreadFlushesThem) {
+TEST(DenormalsAreNumbersInThreadsThatFlushThem) {
   const Otherwise flushing(kFlush);
   for (DType t : kFloats) {
     const uint64_t sign = uint64_t{1} << (8 * Width(t) - 1);
@@ -61,7 +62,7 @@ TEST(DenormalsAreNumbersWhereTheThreadFlushesThem) {
 using Bytes = std::vector<std::byte>;
 constexpr size_t kElements = 509;
 
-// Denormals, and if `others` as many numbers of any bits.
+// Returns denormals and, if `others`, as many values of random bits.
 Bytes Values(DType t, unsigned seed, bool others) {
   std::mt19937_64 random(seed);
   const int digits = t == DType::kF16 ? 10 : t == DType::kBF16 ? 7 : 23;
@@ -76,7 +77,7 @@ Bytes Values(DType t, unsigned seed, bool others) {
   return all;
 }
 
-// Doubles that float and bf16 can only hold as denormals, or not at all.
+// Returns doubles that are denormals or zero in float and bf16.
 Bytes SmallDoubles(unsigned seed) {
   std::mt19937_64 random(seed);
   Bytes all(kElements * 8);
@@ -88,7 +89,7 @@ Bytes SmallDoubles(unsigned seed) {
   return all;
 }
 
-// All results of all functions, one after another.
+// Returns the results of all functions, one after another.
 Bytes AllResults(const Arithmetic& a, const Bytes& own, const Bytes& received) {
   Bytes results, out(kElements * Width(a.dtype)), sent(kElements * Width(a.wire));
   const auto keep = [&](const Bytes& part) {
@@ -160,7 +161,7 @@ TEST(TheThreadKeepsItsMode) {
   }
 }
 
-// One rank's thread flushes, the others' do not.
+// Runs calls in which the thread of one rank flushes denormals and the others do not.
 void CheckRanks(size_t tile, size_t n, ReduceOp op, int wire = -1) {
   const size_t p = 4;
   World world(std::vector<int>(p, 0), "", 4096, 20, tile);

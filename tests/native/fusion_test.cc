@@ -1,5 +1,5 @@
-// The plan of fused buffers (device/fusion.h), which is plain arithmetic: what is
-// packed and where, for every kind of call. No CUDA takes part in it.
+// Fusion plans (device/fusion.h), which need no CUDA: which tensors are packed, and
+// where, for every kind of call.
 #include "device/fusion.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ void CheckPlan(const Call& call, const FusionPlan& plan) {
   std::vector<int> seen(call.tensors.size());
   uint64_t end = 0, packed_bytes = 0;
   for (const Segment& s : plan.segments) {
-    CHECK_EQ(s.offset, end);  // one after another, no hole between
+    CHECK_EQ(s.offset, end);  // segments follow each other without gaps
     CHECK_EQ(s.bytes % Width(s.wire), 0u);
     CHECK_EQ(s.elements() * Width(s.wire), s.bytes);
     CHECK(!s.pieces.empty());
@@ -75,7 +75,7 @@ void CheckPlan(const Call& call, const FusionPlan& plan) {
   CHECK_EQ(plan.packed_bytes(), packed_bytes);
   for (size_t i : plan.in_place) {
     ++seen[i];
-    CHECK(!Converts(call, call.tensors[i]));  // nothing in place may change on its way
+    CHECK(!Converts(call, call.tensors[i]));  // tensors in place are not converted
   }
   for (size_t i = 0; i < seen.size(); ++i)
     CHECK_EQ(seen[i], call.tensors[i].bytes() > 0 ? 1 : 0);
@@ -111,7 +111,7 @@ Call RandomCall(Random& random) {
   return call;
 }
 
-TEST(FusionPlansAreSoundAndAlikeOnAllRanks) {
+TEST(FusionPlansAreSoundAndEqualOnAllRanks) {
   Random random(42);
   int planned = 0;
   for (int round = 0; round < 3000; ++round) {
@@ -124,7 +124,7 @@ TEST(FusionPlansAreSoundAndAlikeOnAllRanks) {
     if (!plan.ok()) continue;
     ++planned;
     CheckPlan(call, plan.value());
-    // Addresses differ between ranks, and so do results' rooms and names.
+    // Addresses, rooms and names may differ between ranks.
     Call elsewhere = call;
     for (Tensor& t : elsewhere.tensors) {
       t.in = reinterpret_cast<void*>(random());
@@ -135,7 +135,7 @@ TEST(FusionPlansAreSoundAndAlikeOnAllRanks) {
   CHECK(planned > 1000);
 }
 
-TEST(FusionPacksWhatIsSmallOnly) {
+TEST(FusionPacksOnlySmallTensors) {
   const int64_t limit = static_cast<int64_t>(kMiB / 4);
   const Call call =
       MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kF32, {limit}),
@@ -145,7 +145,7 @@ TEST(FusionPacksWhatIsSmallOnly) {
   CHECK_EQ(plan.segments.size(), 1u);
   CHECK(plan.in_place == std::vector<size_t>{1});
   CHECK_EQ(plan.segments[0].pieces[0].offset, 0u);
-  CHECK_EQ(plan.segments[0].pieces[1].offset, 16u);  // 12 bytes, up to a multiple
+  CHECK_EQ(plan.segments[0].pieces[1].offset, 16u);  // 12 bytes, rounded up
   CHECK_EQ(plan.segments[0].pieces[2].offset, kMiB + 16);
 }
 
@@ -174,7 +174,7 @@ TEST(FusionOfOneRankOnlyConverts) {
   CHECK(PlanOf(call, {}, 1).in_place.empty());
 }
 
-TEST(FusionLeavesOneThatIsAloneWhereItIs) {
+TEST(FusionDoesNotPackASingleTensor) {
   Call call = MakeCall({MakeTensor(DType::kF32, {3}), MakeTensor(DType::kI32, {3}),
                         MakeTensor(DType::kI32, {4})});
   FusionPlan plan = PlanOf(call);
@@ -182,11 +182,11 @@ TEST(FusionLeavesOneThatIsAloneWhereItIs) {
   CHECK(plan.in_place == std::vector<size_t>{0});
   CHECK_EQ(plan.segments.size(), 1u);
   CHECK_EQ(plan.segments[0].offset, 0u);
-  // Packing was asked for.
+  // In mode kPack all tensors are packed.
   FusionOptions options;
   options.mode = Fusion::kPack;
   CHECK(PlanOf(call, options).in_place.empty());
-  // Its elements change on the way.
+  // A tensor that is converted is packed.
   call.wire = static_cast<int>(DType::kF16);
   plan = PlanOf(call);
   CheckPlan(call, plan);
@@ -203,7 +203,7 @@ TEST(FusionOfSegmentsByType) {
   CHECK_EQ(plan.segments[0].pieces[1].elements, 4u);
   CHECK(plan.segments[1].dtype == DType::kF64);
   CHECK_EQ(plan.segments[1].pieces[1].elements, 2u);
-  // A wire type is for real floats wider than it, and for nothing else.
+  // A wire dtype applies only to real floats that are wider.
   call.wire = static_cast<int>(DType::kBF16);
   plan = PlanOf(call);
   CheckPlan(call, plan);
@@ -237,7 +237,7 @@ TEST(FusionPacksAveragesThatNcclWouldRound) {
   }
 }
 
-TEST(FactorsOfAveragesAreThoseOfTheMean) {
+TEST(FactorsOfAveragesGiveTheMean) {
   Call call = MakeCall({});
   call.prescale = 2, call.postscale = 5;
   for (const ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum})
@@ -263,7 +263,7 @@ TEST(FusionOfBroadcastsNeverConverts) {
   const FusionPlan plan = PlanOf(call);
   CheckPlan(call, plan);
   CHECK_EQ(plan.segments.size(), 2u);
-  call.prescale = 2;  // means nothing here
+  call.prescale = 2;  // ignored by a broadcast
   CHECK(Same(plan, PlanOf(call)));
 }
 
@@ -293,7 +293,7 @@ TEST(FusionWithoutDeviceCode) {
   call.wire = static_cast<int>(DType::kF16);
   const Result<FusionPlan> plan = PlanFusion(call, 2, options);
   CHECK(plan.status().code() == Code::kFailedPrecondition);
-  // Nothing is left to convert in a tensor without elements.
+  // A tensor without elements needs no conversion.
   call.tensors = {MakeTensor(DType::kF32, {0})};
   CHECK(PlanFusion(call, 2, options).ok());
 }

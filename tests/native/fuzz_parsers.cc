@@ -1,6 +1,5 @@
-// Targets that are functions of bytes: negotiation messages and what ranks decide from
-// them, the texts with which ranks explain their calls, and the messages on control
-// connections.
+// Targets that are functions of bytes: negotiation messages and the decisions from
+// them, texts in which ranks explain their calls, and messages on control connections.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -41,7 +40,7 @@ std::string Items(const std::vector<Submission>& submissions) {
   return sealed.substr(0, sealed.size() - 4);
 }
 
-// -- message: any items, once as they are and once with a matching seal --------------
+// -- message: any items, once unchanged and once with a matching seal
 
 void ReadAll(NegotiationReader reader, int size) {
   NegotiationItem item;
@@ -82,12 +81,11 @@ std::vector<std::string> MessageSeeds() {
           std::string("\0", 1) + Items({Named(Collective::kBarrier, "", {})})};
 }
 
-// -- negotiation: one of three ranks sends any bytes; the others must decide the same
-// --
+// -- negotiation: one of three ranks sends any bytes; the others must agree
 
 constexpr int kRanks = 3, kFoul = 1;
 
-// The actions of an honest rank in a round.
+// Makes the actions of an honest rank in a round.
 void Act(Negotiation* rank, unsigned what, int round) {
   if (what & 1) rank->Submit(Share(Sum("a")));
   if (what & 2) rank->Submit(Share(Splitting()));
@@ -164,8 +162,7 @@ std::vector<std::string> NegotiateSeeds() {
               Packed(joined.substr(0, joined.size() - 4)) + "\x11" + Packed("")};
 }
 
-// -- texts: explanations of calls, as other ranks sent them
-// -----------------------------
+// -- texts: explanations of calls, from other ranks
 
 void Texts(std::string_view input) {
   Pieces pieces(input);
@@ -202,7 +199,6 @@ std::vector<std::string> TextsSeeds() {
 }
 
 // -- heartbeat: messages on a control connection
-// ----------------------------------------
 
 void Beats(std::string_view input) {
   const auto [here, there] = UnixPair();
@@ -218,7 +214,7 @@ void Beats(std::string_view input) {
     while (recv(there, buffer, sizeof buffer, 0) > 0) {
     }
     for (const auto& [rank, why] : heartbeat->lost()) {
-      ALWAYS(rank >= 0 && rank < 3);  // one that there is
+      ALWAYS(rank >= 0 && rank < 3);  // an existing rank
       ALWAYS(why.size() < 2048);
     }
     for (const ProbeReply& reply : heartbeat->probe_sender().ProbeReplies(0, {1, 2})) {
@@ -235,7 +231,7 @@ void Beats(std::string_view input) {
   close(other);
 }
 
-// As the heartbeat of an honest rank writes them.
+// Returns messages of the heartbeat of an honest rank.
 std::vector<std::string> BeatsSeeds() {
   std::vector<std::string> seeds;
   for (int what = 0; what < 5; ++what) {
@@ -254,7 +250,7 @@ std::vector<std::string> BeatsSeeds() {
       bytes.append(buffer, static_cast<size_t>(n));
     close(there);
   }
-  // The answer to the question that the target asks: a beat's head, a token, a text.
+  // The reply to the probe of the target: the head of a beat, a token, a text.
   std::string answer = seeds[0].substr(0, 32);
   answer[4] = 5;
   answer[12] = 8 + 11;

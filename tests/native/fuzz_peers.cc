@@ -1,8 +1,8 @@
-// Targets in which a peer plays foul: whatever it sends on a link or writes into shared
-// memory, this rank's call ends with a Status.
+// Targets in which a peer is hostile. For all bytes that the peer sends on a link or
+// writes into shared memory, the call of this rank ends with a Status.
 //
-// Nobody waits: the first sleep counts as an interrupt, so what a peer does not send is
-// a call that ends. Inputs that make sense are recorded from ranks that mean well.
+// No call waits: the first sleep counts as an interrupt, so a call ends if bytes of the
+// peer are missing. Valid inputs are recorded from honest ranks.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -26,10 +26,9 @@ constexpr size_t kBeyondInline = 5000;  // floats: more than fit beside an agree
 
 bool Always() { return true; }
 
-// -- what this rank does, and what an honest peer does with it
-// --------------------------
+// -- the calls of this rank and of an honest peer
 
-// Calls by number, for a rank of `size`.
+// The call of a number, for one of `size` ranks.
 struct Work {
   Work(unsigned number, int rank, int size) {
     const auto ranks = static_cast<size_t>(size);
@@ -87,7 +86,7 @@ CommunicatorOptions OptionsOf(int rank, int size) {
   return o;
 }
 
-// A link that writes down what goes out.
+// A link that records the bytes that it sends.
 class Tap final : public Link {
  public:
   Tap(std::unique_ptr<Link> link, std::string* record)
@@ -144,7 +143,7 @@ void DoTogether(const std::vector<std::shared_ptr<Communicator>>& ranks,
   other.join();
 }
 
-// The bytes that rank 1 of two writes to rank 0 in one piece of work.
+// Returns the bytes that rank 1 of two ranks sends to rank 0 in one call.
 std::string Recorded(unsigned number) {
   std::string record;
   Ends ends = LocalEnds(kRing);
@@ -161,7 +160,7 @@ std::string Recorded(unsigned number) {
   return record;
 }
 
-// Interrupts whoever sleeps, as long as it exists.
+// While the object exists, every sleep of this process is interrupted.
 struct AlwaysInterrupted {
   AlwaysInterrupted() : before(interrupt_check.exchange(Always)) {}
   ~AlwaysInterrupted() { interrupt_check.store(before); }
@@ -169,7 +168,6 @@ struct AlwaysInterrupted {
 };
 
 // -- frames: bytes on a link
-// -------------------------------------------------------------
 
 void Write(Link* link, std::string_view bytes) {
   iovec piece{const_cast<char*>(bytes.data()), std::min(bytes.size(), kRing)};
@@ -217,11 +215,10 @@ std::vector<std::string> FramesSeeds() {
   return seeds;
 }
 
-// -- segment: memory that a peer writes as it likes
-// ----------------------------------------
+// -- segment: shared memory that a peer writes at any time
 
-// A peer that writes again and again where this rank writes, while this rank calls: it
-// races on purpose, so sanitizers of threads are not to look.
+// A peer that writes repeatedly where this rank writes, during the call of this rank.
+// The race is intended, so ThreadSanitizer ignores the class.
 class Scribbler {
  public:
   Scribbler(std::byte* to, std::string_view bytes) : to_(to), bytes_(bytes) {
@@ -281,7 +278,7 @@ void InSegment(std::string_view input) {
   }
 }
 
-// The inline data and counters that rank 1 leaves behind.
+// Returns the inline data and the counters of rank 1 after a call.
 std::string Shown(unsigned number, std::string_view over) {
   Ends ends = LocalEnds(kRing);
   auto segments = MakeLocalSegments(kTile, {ends.bells[0].get(), ends.bells[1].get()});
@@ -317,7 +314,6 @@ std::vector<std::string> SegmentSeeds() {
 }
 
 // -- ring: positions and flags in shared memory
-// -----------------------------------------
 
 constexpr size_t kSmallRing = 64;
 

@@ -1,9 +1,9 @@
-// The code that reads other processes' bytes, each part as a function of these bytes,
-// and the damage done to such bytes. Used by a short test (hostile_bytes_test.cc) and
-// by the long, coverage-guided search of tests/fuzz/driver.cc.
+// The code that reads bytes of other processes, each part as a function of the bytes,
+// and functions that damage bytes. A short test (hostile_bytes_test.cc) and the long,
+// coverage-guided search of tests/fuzz/driver.cc use these targets.
 //
-// A target may return whatever it likes as a Status; what it must not do is crash,
-// hang, read outside, ask for memory without end, or break what ALWAYS says.
+// A target may return any Status. It must not crash, hang, read out of bounds, allocate
+// memory without a limit, or violate an ALWAYS.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ namespace ringjax::fuzz {
 struct Target {
   const char* name;
   void (*run)(std::string_view input);
-  std::vector<std::string> (*seeds)();  // inputs that make sense
+  std::vector<std::string> (*seeds)();  // valid inputs
 };
 
 const std::vector<Target>& ParserTargets();  // fuzz_parsers.cc
-const std::vector<Target>& PeerTargets();    // fuzz_peers.cc: a whole peer plays foul
+const std::vector<Target>& PeerTargets();    // fuzz_peers.cc: a hostile peer
 
 inline std::vector<Target> AllTargets() {
   std::vector<Target> all = ParserTargets();
@@ -33,14 +33,14 @@ inline std::vector<Target> AllTargets() {
   return all;
 }
 
-// Holds whatever a peer sends.
+// A condition that must hold for all bytes of a peer.
 #define ALWAYS(condition)                                                           \
   ((condition)                                                                      \
        ? void()                                                                     \
        : (std::fprintf(stderr, "%s:%d: not: %s\n", __FILE__, __LINE__, #condition), \
           std::abort()))
 
-// Takes an input apart. Where nothing is left it gives zeros.
+// Cuts an input into pieces. At its end, returns zeros.
 class Pieces {
  public:
   explicit Pieces(std::string_view rest) : rest_(rest) {}
@@ -56,7 +56,7 @@ class Pieces {
     for (int i = 0; i < 8; ++i) word = word << 8 | Byte();
     return word;
   }
-  // Length in two bytes, then so much of what is left.
+  // Reads a length of two bytes, then a text of at most this length.
   std::string_view Text() {
     const size_t length = Byte() * size_t{256} + Byte();
     const std::string_view text = rest_.substr(0, length);
@@ -80,8 +80,8 @@ inline std::string Packed(std::string_view text) {
 
 using Random = std::mt19937_64;
 
-// Damages `input` once: a bit, a byte, a number that matters, a piece lost, doubled or
-// taken from `other`.
+// Makes one change to `input`: another bit, byte or critical number, or a piece that is
+// deleted, doubled or copied from `other`.
 inline void Damage(std::string* input, const std::string& other, size_t most,
                    Random* random) {
   static constexpr uint64_t kNumbers[] = {0,

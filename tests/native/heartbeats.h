@@ -1,4 +1,4 @@
-// Heartbeats of threads that act as ranks, joined with each other.
+// Heartbeats of threads that act as ranks.
 #pragma once
 
 #include <sys/socket.h>
@@ -16,7 +16,7 @@
 
 namespace ringjax {
 
-// Whether the condition becomes true within so many seconds.
+// Returns whether the condition becomes true within `seconds`.
 template <typename Condition>
 bool Until(Condition&& condition, double seconds = 60) {
   for (const auto start = Clock::now();
@@ -27,8 +27,8 @@ bool Until(Condition&& condition, double seconds = 60) {
   return false;
 }
 
-// Heartbeats of all ranks, joined with each other. Where `bells` has an eventfd for a
-// rank, somebody there knows where the program is.
+// Makes heartbeats of all ranks, connected with each other. A rank that has an eventfd
+// in `bells` can reply to straggler probes.
 inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
     const std::vector<std::shared_ptr<Communicator>>& ranks,
     const std::vector<Doorbell*>& bells = {}) {

@@ -1,5 +1,5 @@
-// Damaged bytes from other processes, for as long as a test may take: what they are,
-// and what must never happen, is in fuzz_targets.h. `make fuzz` goes on for millions.
+// Damaged bytes from other processes, for the time that a test may take. fuzz_targets.h
+// explains the targets and what must never happen. `make fuzz` makes millions of runs.
 #include <algorithm>
 #include <chrono>
 
@@ -38,7 +38,7 @@ TEST(DamagedTextsAreCompared) { Try("texts"); }
 TEST(DamagedFramesEndTheCall) { Try("frames"); }
 TEST(DamagedSegmentsEndTheCall) { Try("segment"); }
 TEST(DamagedRingsAreNoticed) { Try("ring"); }
-TEST(DamagedHeartbeatsLoseOnlyRanksThatThereAre) { Try("heartbeat"); }
+TEST(DamagedHeartbeatsLoseOnlyExistingRanks) { Try("heartbeat"); }
 
 }  // namespace
 }  // namespace ringjax::fuzz

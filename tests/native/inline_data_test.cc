@@ -71,10 +71,10 @@ TEST(AlltoallsOfAllShapesAreInlineIfTheyFitOnAllRanks) {
       for (size_t to = 0; to < n; ++to) rows[r][to] = static_cast<int64_t>(r + 2 * to);
     Exchange(world, rows);
     CHECK_EQ(InlineCalls(world, "alltoall"), 2u);
-    rows[n - 1][0] = most;  // with its table, that is too much for one rank
+    rows[n - 1][0] = most;  // with the table of rows, too much for one rank
     for (int i = 0; i < 3; ++i) Exchange(world, rows);
     CHECK_EQ(InlineCalls(world, "alltoall"), 2u);
-    for (auto& row : rows) row.assign(n, 0);  // nothing at all
+    for (auto& row : rows) row.assign(n, 0);  // no rank sends anything
     Exchange(world, rows);
     rows[0][n - 1] = 1;
     Exchange(world, rows);
@@ -109,7 +109,7 @@ TEST(CallsAtTheInlineLimitAreRight) {
   }
 }
 
-TEST(SplitsThatDoNotFitAreFoundInInlineData) {
+TEST(SplitsThatDoNotMatchAreDetectedInInlineData) {
   World world({0, 0, 0});
   for (int i = 0; i < 3; ++i) {
     world.Each([](Communicator& c) {
@@ -127,8 +127,8 @@ TEST(SplitsThatDoNotFitAreFoundInInlineData) {
   }
 }
 
-// One rank of a shared segment, and a foul peer that writes while this rank waits for
-// its inline data: `write` gets the slots of ranks 0 and 1, behind their headers.
+// Runs one rank of a shared segment beside a hostile peer, which writes while this rank
+// waits for inline data. `write` receives the slots of both ranks, behind the headers.
 Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
                        const std::function<void(std::byte*, std::byte*)>& write) {
   std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
@@ -177,8 +177,8 @@ TEST(APeerThatWritesIntoTheInlineSlotOfAnotherRankChangesNoBounds) {
   }
 }
 
-// The parts of ranks before this one are not the matter of this rank: they may be
-// claimed to be of any length.
+// This rank does not read the parts for lower ranks, so a peer may claim any length for
+// them.
 TEST(PartsBeyondAnInlineSlotAreDamage) {
   Values32 in(24, 1), out(24, -1);
   const Status status =

@@ -1,4 +1,4 @@
-// Two connected ends of every kind of link, for tests that need no more than that.
+// Two connected ends of every kind of link, for tests that need no communicator.
 #pragma once
 
 #include <fcntl.h>
@@ -50,7 +50,7 @@ inline int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
   return fd;
 }
 
-// `peer`: the process of both ends, as a link is told.
+// `peer` is the process id that both ends receive for their peer.
 inline Ends ShmEnds(size_t ring, pid_t peer = getpid()) {
   Ends ends = WithBells();
   const int memfd = MakeMemfd(ShmBytes(ring));
@@ -87,7 +87,7 @@ inline std::pair<int, int> UnixPair() {
   return {fds[0], fds[1]};
 }
 
-// The keys of one end of a connection, in the format in which a handshake returns them.
+// Returns the keys of one end of a connection, in the format of a handshake.
 inline std::string ChannelKey(int side, size_t connection = 0) {
   const char first = static_cast<char>(2 * connection + 1);
   const std::string up(Cipher::kSecretBytes, first);

@@ -20,7 +20,7 @@ namespace {
 TEST(ImpossiblePositionsInSharedMemoryAreRefused) {
   constexpr size_t kRing = 4096;
   for (uint64_t claim : {uint64_t{kRing + 201}, uint64_t{1} << 40, ~uint64_t{0},
-                         uint64_t{99}}) {  // 99: behind what was seen before
+                         uint64_t{99}}) {  // 99: before the last position
     Ends bells = WithBells();
     const int memfd = MakeMemfd(ShmBytes(kRing));
     auto* pair = static_cast<RingPair*>(
@@ -33,7 +33,7 @@ TEST(ImpossiblePositionsInSharedMemoryAreRefused) {
     StoreShared(pair->positions[0].read, uint64_t{100});
     StoreShared(pair->positions[1].written, uint64_t{200});
     CHECK_EQ(link.value()->TryRead({&piece, 1}).value(), 200u);
-    CHECK_EQ(link.value()->TryWrite({&rest, 1}).value(), kRing - 100);  // 100 was seen
+    CHECK_EQ(link.value()->TryWrite({&rest, 1}).value(), kRing - 100);  // 100 are used
 
     StoreShared(pair->positions[1].written, claim);
     StoreShared(pair->positions[0].read, claim);
@@ -94,7 +94,7 @@ TEST(DescriptorsAreNotInherited) {
 
 TEST(ADoorbellRungManyTimesIsDrainedAtOnce) {
   Doorbell bell(MakeEventFd());
-  bell.Drain();  // nothing there: must not wait
+  bell.Drain();  // must not wait without a ring
   for (int i = 0; i < 1000; ++i) bell.Ring();
   bell.Drain();
   pollfd fd{bell.fd(), POLLIN, 0};

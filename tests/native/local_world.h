@@ -26,8 +26,8 @@ inline std::unique_ptr<Doorbell> MakeBell() {
 
 using ResilientComms = std::vector<std::shared_ptr<ResilientComm>>;
 
-// Communicators for ranks on these hosts. Ranks of one host have a shared segment with
-// tiles of so many bytes, unless it is 0.
+// Makes communicators for ranks on these hosts. If all ranks are on one host, they have
+// a shared segment with tiles of `tile` bytes, unless `tile` is 0.
 inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
     const std::vector<int>& hosts, CommunicatorOptions o, size_t ring, size_t tile,
     const ResilientComms& resilient = {},
@@ -65,7 +65,7 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
   return ranks;
 }
 
-// While it lives, a setting of all ranks is another one.
+// Replaces a setting of all ranks while the object lives.
 template <typename T>
 class Instead {
  public:

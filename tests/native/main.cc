@@ -1,7 +1,7 @@
-// ringjax_native_tests [filter [least-cma]]: runs the registered tests whose name
-// contains the filter, or is what follows the "=" of "=Name", one line each, with
-// messages read by CMA from so many bytes on. A test that hangs ends the program with
-// its name. --list names all.
+// ringjax_native_tests [filter [least-cma]]: runs the registered tests and prints a
+// line for each. The filter is a part of a name, or "=" and a whole name. Messages of
+// `least-cma` bytes or more are read by CMA. A test that hangs ends the program, which
+// then prints its name. --list prints all names.
 #include <signal.h>
 #include <unistd.h>
 

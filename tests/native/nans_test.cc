@@ -1,4 +1,4 @@
-// NaNs of sums that each rank forms by itself: the same bits on all ranks.
+// If each rank computes a sum by itself, NaNs must still have equal bits on all ranks.
 #include <cstring>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// The sizes of negotiation messages. An operation is described once and is a number
-// afterwards, a known step needs a few bytes, and no message grows without bounds.
+// The sizes of negotiation messages. An operation is described once, and afterwards
+// sent as a number; a known step needs a few bytes; and messages have a bounded size.
 #include <algorithm>
 #include <random>
 
@@ -20,12 +20,12 @@ TEST(NegotiationForgetsTheLeastRecentlyUsed) {
   };
   CHECK(!hit("a") && !hit("b") && hit("a") && !hit("c") && hit("a") && !hit("b"));
   CHECK(hit("a") && hit("b") && !hit("c"));
-  // A new form of a known name is described, and then has a number of its own.
+  // A known name with another shape is described, and receives its own number.
   ranks.SubmitAll(Sum("a", {5}));
   CHECK_EQ(ranks.Round().size(), 1u);
 }
 
-TEST(NegotiationForgetsNamesThatDoNotComeBack) {
+TEST(NegotiationForgetsNamesThatAreNotRepeated) {
   for (size_t capacity : {0u, 3u}) {
     NegotiatingRanks ranks(2, {.cache_capacity = capacity});
     for (int i = 0; i < 50; ++i) {

@@ -1,6 +1,6 @@
-// Negotiation messages as bytes: a message that was written is read back; a message
-// that is damaged, cut off, made up or of another round is an error that names the
-// rank.
+// Negotiation messages as bytes. A message can be read back after it was written. A
+// message that is damaged, cut off, invented or from another round is an error that
+// names the rank.
 #include "engine/eager/negotiation_message.h"
 
 #include <limits>
@@ -59,8 +59,8 @@ TEST(NegotiationMessagesAreReadAsTheyWereWritten) {
   CHECK(item.submission->Same(Named(Collective::kBarrier, "", {})));
 }
 
-// Rank 0's status after a message with these items from rank 1, in a job of two ranks
-// that both have submitted twice.
+// Returns the status of rank 0 after a message with these items from rank 1. Both ranks
+// have submitted twice.
 Status Said(const std::string& items) {
   NegotiatingRanks ranks(2, {.members = {4, 6}});
   ranks.SubmitAll(Sum("a"));
@@ -148,7 +148,7 @@ TEST(DamagedNegotiationMessagesAreFound) {
   CHECK(!ranks[1].Receive({own, ""}, &decisions).ok());  // `own` is from another round
 }
 
-TEST(TheMessageOfThisRankMustBeWhatWasTaken) {
+TEST(ARoundMustIncludeTheMessageThatThisRankSent) {
   NegotiatingRanks ranks(2);
   ranks.SubmitAll(Sum("a"));
   const auto messages = ranks.Take();
@@ -159,7 +159,7 @@ TEST(TheMessageOfThisRankMustBeWhatWasTaken) {
   CHECK(decisions.empty());
 }
 
-// The items of a message of rank 1, spoilt in some places, or made up.
+// Returns damaged items of a message of rank 1, or random bytes.
 std::string Spoil(std::string items, Random& random) {
   if (items.empty() || random() % 4 == 0) {
     items.resize(1 + random() % 64);
@@ -186,8 +186,8 @@ std::string Spoil(std::string items, Random& random) {
   return items;
 }
 
-// Behind a good seal, so that everything behind it is reached: rank 0 either refuses
-// the message or goes on with what it says; it never falls over.
+// A valid seal makes rank 0 read all of the message. Rank 0 either refuses the message
+// or uses its items, and never crashes.
 TEST(NegotiationMessagesOfAnyBytesDoNoHarm) {
   size_t refused = 0, taken = 0;
   for (uint64_t seed = 0; seed < 6000; ++seed) {

@@ -1,5 +1,5 @@
-// Ranks that negotiate, without threads: one Negotiation for each, rounds between them,
-// and the check that all of them have decided the same.
+// Ranks that negotiate without threads: a Negotiation for each, rounds between them,
+// and the check that all of them have made equal decisions.
 #pragma once
 
 #include <memory>
@@ -30,7 +30,7 @@ inline Submission Sum(std::string name, std::vector<int64_t> dims = {4}) {
   return Named(Collective::kAllreduce, std::move(name), std::move(dims));
 }
 
-// All of a decision, so that equal texts are equal decisions.
+// Returns all properties of a decision, so that equal texts mean equal decisions.
 inline std::string Text(const Decision& decision) {
   std::ostringstream out;
   out << static_cast<int>(decision.kind) << " joined " << decision.last_joined << " "
@@ -73,7 +73,7 @@ class NegotiatingRanks {
     return messages;
   }
 
-  // Checks that all ranks decide alike. The returned pointers are rank 0's.
+  // Checks that all ranks make equal decisions, and returns those of rank 0.
   std::vector<Decision> Give(const std::vector<std::string>& messages) {
     std::vector<Decision> first;
     for (int r = 0; r < size(); ++r) {
@@ -94,7 +94,7 @@ class NegotiatingRanks {
   std::vector<Decision> Round() { return Give(Take()); }
 
   std::vector<std::unique_ptr<Negotiation>> ranks;
-  // Every rank's decisions since this was last cleared.
+  // The decisions of every rank since the vector was last cleared.
   std::vector<std::pair<int, std::vector<Decision>>> seen;
 };
 

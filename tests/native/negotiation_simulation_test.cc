@@ -27,7 +27,7 @@ struct Operation {
   bool alike = true;
 };
 
-// Changes one thing that must be alike.
+// Changes one property that must be equal on all ranks.
 void Plant(Submission* s, int size, Random& random) {
   std::vector<int> ways = {0};
   if (s->op == Collective::kBroadcast) ways.insert(ways.end(), {6, 6, 6});
@@ -90,7 +90,7 @@ Submission RandomSubmission(std::string name, int size, Random& random) {
   return s;
 }
 
-// Rows that are each rank's own matter.
+// Changes row counts, which may differ between ranks.
 void VaryRows(Submission* s, int size, Random& random) {
   if (s->op != Collective::kAllgather && s->op != Collective::kAlltoall) return;
   const bool splits = s->op == Collective::kAlltoall && Chance(random, 2);
@@ -116,7 +116,7 @@ Operation RandomOperation(const std::string& name, int size, Random& random) {
     Plant(&operation.by_rank[Below(random, static_cast<size_t>(size))], size, random);
     operation.alike = false;
   }
-  const bool usual = !Chance(random, 3);  // all ranks have places, or some only
+  const bool usual = !Chance(random, 3);  // whether all ranks have places
   for (Submission& s : operation.by_rank) s.placed = usual || Chance(random, 2);
   for (const Submission& s : operation.by_rank)
     CHECK_EQ(CheckSubmission(s, size).message(), "");
@@ -169,9 +169,9 @@ class Simulation {
     }
   }
 
-  inline static size_t shortcuts = 0;  // rounds of all that ran that were all
+  inline static size_t shortcuts = 0;  // rounds in which all ranks took a shortcut
 
-  // Twice, so that the end of a join leaves nothing behind.
+  // Runs two phases, so that remains of the first join would show.
   void Run() {
     for (int phase = 0; phase < 2; ++phase) {
       Begin();
@@ -201,7 +201,7 @@ class Simulation {
  private:
   struct Rank {
     size_t steps = 0, step = 0;  // number of steps; the current step
-    std::vector<size_t> order;   // the step's operations that are not submitted yet
+    std::vector<size_t> order;   // operations of the step that are not submitted yet
     std::map<std::pair<Collective, std::string>, SubmissionPtr> under_way;
     bool joining = false, done = false;
   };
@@ -234,7 +234,7 @@ class Simulation {
     std::shuffle(rank->order.begin(), rank->order.end(), random_);
   }
 
-  // Submits some of what the rank has still to submit; joins behind the last step.
+  // Submits some of the remaining operations of the rank; joins after the last step.
   void Move(int r) {
     Rank& rank = state_[static_cast<size_t>(r)];
     for (size_t n = Below(random_, 6); n > 0 && !rank.joining; --n) {
@@ -300,11 +300,11 @@ class Simulation {
     return shortcut;
   }
 
-  // Where all ranks have given values and would take them for those of the decision,
-  // each rank's are of the very submission that was decided about.
+  // If all ranks have sent values and would use them for the decision, the values of
+  // each rank must belong to the submission that was decided.
   void CheckShortcut(const Shortcut& shortcut, const std::vector<Decision>& decided) {
     for (uint64_t first_id : shortcut.first_ids)
-      CHECK_EQ(first_id, shortcut.first_ids[0]);  // so all judge alike
+      CHECK_EQ(first_id, shortcut.first_ids[0]);  // so all ranks judge equally
     const bool whole = std::all_of(shortcut.lone.begin(), shortcut.lone.end(),
                                    [](const SubmissionPtr& s) { return s != nullptr; });
     if (!whole || !RunOneNew(decided, shortcut.first_ids[0])) return;
@@ -315,8 +315,8 @@ class Simulation {
     }
   }
 
-  // Exactly the ranks that make this step take part, and it runs if they can. It goes
-  // without an agreement where every rank of the job has given it a place, not else.
+  // Exactly the ranks that make this step take part. The agreement is skipped if and
+  // only if every rank of the job has placed the operation.
   void CheckDecision(size_t step, const Submission& mine, const Ready& ready,
                      const Decision& decision) {
     const auto& operations = program_[step];
@@ -346,7 +346,7 @@ class Simulation {
       CHECK(decision.status.code() == Code::kMismatch && decision.fused.size() == 1);
   }
 
-  // An independent account of what has to be alike.
+  // An independent list of the properties that must be equal.
   static std::string Form(const Submission& s) {
     std::string form = s.cuda ? "cuda" : "host";
     for (const auto& piece : s.tensors)
@@ -369,7 +369,7 @@ class Simulation {
   NegotiatingRanks ranks_;
   std::vector<std::vector<Operation>> program_;  // steps of operations
   std::vector<Rank> state_;
-  std::map<const Submission*, size_t> began_;  // the step of what is under way
+  std::map<const Submission*, size_t> began_;  // the step of each pending submission
 };
 
 TEST(NegotiationOfRandomPrograms) {
@@ -385,7 +385,8 @@ TEST(NegotiationOfRandomPrograms) {
   CHECK(Simulation::shortcuts > 100);
 }
 
-// Some ranks never submit some names: exactly these wait, expire, and can be repeated.
+// Some ranks never submit some names. Exactly these names wait, expire, and can be used
+// again.
 TEST(NegotiationOfRandomAbsences) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     Random random(seed);

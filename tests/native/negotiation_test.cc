@@ -1,6 +1,6 @@
-// Negotiation, case by case: what is decided, in which order and with which words. What
-// travels is in negotiation_cache_test.cc, random programs are in
-// negotiation_simulation_test.cc.
+// Single cases of negotiation: the decisions, their order and the texts of errors.
+// negotiation_cache_test.cc tests the size of messages, and
+// negotiation_simulation_test.cc random programs.
 #include "engine/eager/negotiation.h"
 
 #include <functional>
@@ -25,7 +25,7 @@ std::string Joined(const std::vector<std::string>& names) {
   return text;
 }
 
-// "a b | c": the names in each decision.
+// Returns the names in each decision, such as "a b | c".
 std::string Runs(const std::vector<Decision>& decisions) {
   std::string text;
   for (const Decision& d : decisions) {
@@ -37,7 +37,7 @@ std::string Runs(const std::vector<Decision>& decisions) {
   return text;
 }
 
-// The decision for two ranks that submit `a` and `b` under one name.
+// Returns the decision for two ranks that submit `a` and `b` under one name.
 std::string ToldOf(const Submission& a, const Submission& b) {
   NegotiatingRanks ranks(2, {.prefix = "RINGJAX[world, epoch 0]: "});
   ranks[0].Submit(Share(a));
@@ -65,7 +65,7 @@ TEST(NegotiationWaitsForAllAndKeepsTheOrderOfReadiness) {
   CHECK_EQ(ranks[2].pending(), 0u);
 }
 
-TEST(NegotiationGivesBackTheVerySubmission) {
+TEST(NegotiationReturnsTheSubmittedObject) {
   for (size_t capacity : {0u, 8u}) {
     NegotiatingRanks ranks(2, {.cache_capacity = capacity});
     for (int step = 0; step < 3; ++step) {
@@ -270,13 +270,13 @@ TEST(NegotiationLetsAJoinedRankSubmit) {
   const auto decisions = ranks.Round();
   CHECK_EQ(Runs(decisions), "x");
   CHECK(decisions[0].fused[0].by_rank[0] != nullptr);
-  // And what it submits behind the join belongs to the time after it.
+  // Operations that are submitted after a join wait until the join has ended.
   ranks[0].Submit(Share(Sum("y")));
   ranks[1].Join();
   CHECK_EQ(Runs(ranks.Round()), "y | joined 1");
 }
 
-TEST(NegotiationExpiresOnAllThatWait) {
+TEST(NegotiationExpiresOnAllWaitingRanks) {
   NegotiationOptions options{.members = {3, 4, 5}, .prefix = "P: "};
   NegotiatingRanks ranks(3, options);
   ranks[0].Submit(Share(Sum("x")));
@@ -306,14 +306,14 @@ TEST(NegotiationExpiresOnAllThatWait) {
   CHECK_EQ(Runs(ranks.Round()), "x");
 }
 
-TEST(NegotiationRunsWhatExpiresInTheRoundInWhichItIsReady) {
+TEST(NegotiationRunsAnOperationThatIsReadyAsItExpires) {
   NegotiatingRanks ranks(2);
   ranks[0].Submit(Share(Sum("x")));
   ranks.Round();
   ranks[0].Expire(Collective::kAllreduce, "x", 1);
   ranks[1].Submit(Share(Sum("x")));
   CHECK_EQ(Runs(ranks.Round()), "x");
-  // An expiry is of what was under way when it was said, and of no other rank's wait.
+  // An expiry applies only to an operation that was pending on its rank at that time.
   ranks[0].Expire(Collective::kAllreduce, "x", 1);
   ranks[0].Submit(Share(Sum("x")));
   ranks[1].Expire(Collective::kAllreduce, "x", 1);
@@ -321,14 +321,14 @@ TEST(NegotiationRunsWhatExpiresInTheRoundInWhichItIsReady) {
   CHECK_EQ(ranks[1].pending(), 1u);
 }
 
-TEST(NegotiationExpiresNothingThatCameLaterUnderTheName) {
+TEST(NegotiationExpiresNoLaterOperationOfTheName) {
   NegotiatingRanks ranks(3);
   ranks[0].Submit(Share(Sum("x")));
   ranks[2].Join();
   ranks.Round();
   ranks[0].Expire(Collective::kAllreduce, "x", 1);
   ranks[1].Submit(Share(Sum("x")));
-  ranks[2].Submit(Share(Sum("x")));  // for a time when the others submit it again
+  ranks[2].Submit(Share(Sum("x")));  // until the others submit the name again
   CHECK_EQ(Runs(ranks.Round()), "x");
   CHECK_EQ(ranks[0].waiting().size(), 1u);
   ranks[0].Submit(Share(Sum("x")));
@@ -336,7 +336,7 @@ TEST(NegotiationExpiresNothingThatCameLaterUnderTheName) {
   CHECK_EQ(Runs(ranks.Round()), "x");
 }
 
-TEST(NegotiationIsExactAboutWhatCanBeSubmitted) {
+TEST(NegotiationRefusesExactlyTheImpossibleSubmissions) {
   auto why = [](const Submission& s) { return CheckSubmission(s, 2).message(); };
   CHECK_EQ(why(Sum("x")), "");
   CHECK_EQ(why(Sum("x", {-1})), "f32[-1] is beyond any memory");

@@ -1,6 +1,6 @@
-// The memory between START and DONE: a ring mapped twice so that every part of it is
-// contiguous, and buckets of all sizes that go round it in a window. The results of
-// overlap are tested in engine_test.cc.
+// The memory between START and DONE: an arena, which is mapped twice so that every
+// block is contiguous, and windows of buckets of all sizes that wrap around in the
+// arena. engine_test.cc tests the results of overlap.
 #include <cstring>
 #include <deque>
 #include <random>
@@ -31,7 +31,7 @@ TEST(ABlockThatRunsOverTheEndIsContiguous) {
   CHECK(b[1999] == std::byte{1} && c[6099] == std::byte{2});
 }
 
-TEST(RoomComesBackInTheOrderInWhichItWasTaken) {
+TEST(BlocksAreFreedInTheOrderOfAllocation) {
   Arena arena;
   arena.Grow(4096);
   std::byte* a = arena.Take(2048);
@@ -45,7 +45,7 @@ TEST(RoomComesBackInTheOrderInWhichItWasTaken) {
   CHECK(arena.Take(4096) == a);
 }
 
-TEST(AnArenaGrowsOnlyWhileNothingIsTaken) {
+TEST(AnArenaGrowsOnlyWhileItIsEmpty) {
   Arena arena;
   arena.Grow(4096);
   std::byte* a = arena.Take(64);
@@ -86,7 +86,7 @@ void Train(uint64_t room, uint64_t in_flight) {
         while (held + need > room) collect();
         const Call call = AllreduceOf(&buckets[k]);
         CHECK(overlap.Start(call, static_cast<int64_t>(k), in_flight).ok());
-        std::fill(buckets[k].begin(), buckets[k].end(), -1.0f);  // it has a copy
+        std::fill(buckets[k].begin(), buckets[k].end(), -1.0f);  // START has copied it
         held += need;
         started.push_back(k);
       }
@@ -95,13 +95,12 @@ void Train(uint64_t room, uint64_t in_flight) {
   });
 }
 
-TEST(BucketsGoRoundTheArena) { Train(20000, 20000); }
+TEST(BucketsWrapAroundInTheArena) { Train(20000, 20000); }
 
-TEST(WhatTheArenaHasNoRoomForGetsMemoryForTheMoment) { Train(30000, 4096); }
+TEST(BucketsBeyondTheArenaUseTemporaryMemory) { Train(30000, 4096); }
 
-// A step that failed half way is given up by who begins the next one, while another
-// thread still copies results out: their memory must not be given back before. False if
-// that thread was done sooner.
+// Begins a training step while another thread still copies results of the last one,
+// whose memory must not be freed before. Returns false if that thread was faster.
 bool BeginWhileItIsCopied(std::vector<float>* in) {
   World world({0});
   Overlap overlap(world.ranks[0]);
@@ -112,7 +111,7 @@ bool BeginWhileItIsCopied(std::vector<float>* in) {
     call.tensors[0].out = out.data();
     CHECK(overlap.Done(call, 0).ok());
   });
-  // Counted under the lock under which the copy is announced.
+  // exposed() changes under the lock under which the copy is announced.
   while (overlap.exposed() == 0) std::this_thread::yield();
   overlap.Begin(0);
   CHECK_EQ(out.back(), 1.0f);
@@ -120,7 +119,7 @@ bool BeginWhileItIsCopied(std::vector<float>* in) {
   return world.ranks[0]->aborted();
 }
 
-TEST(NothingIsGivenBackWhileItIsCopied) {
+TEST(NoBlockIsFreedWhileItIsCopied) {
   std::vector<float> in(size_t{1} << 24, 1.0f);
   bool came = false;
   for (int tries = 0; tries < 100 && !came; ++tries) came = BeginWhileItIsCopied(&in);

@@ -1,5 +1,5 @@
-// Ranks that die while buckets are on their way: all buckets of a step have one
-// membership, the same on all ranks, wherever in the step it happens.
+// Ranks that die while buckets are in flight. In all buckets of a step the same ranks
+// took part, on all ranks, for a death at any moment of the step.
 #include <map>
 #include <random>
 
@@ -78,7 +78,7 @@ class Training {
         out.emplace_back(n, -1.0f);
         calls.push_back(AllreduceOf(&in.back()));
         CHECK(overlap.Start(calls.back(), k, 1 << 19).ok());
-        std::fill(in.back().begin(), in.back().end(), -2.0f);  // it has a copy
+        std::fill(in.back().begin(), in.back().end(), -2.0f);  // START has copied it
         ++started_[me];
         Pause(static_cast<int>(random() % 100));
       }
@@ -106,7 +106,7 @@ class Training {
     const auto& want = sums_[static_cast<size_t>(left[0])];
     CHECK_EQ(want.size(), static_cast<size_t>(kSteps));
     for (int w : left) CHECK(sums_[static_cast<size_t>(w)] == want);
-    for (const auto& sums : sums_)  // also of dead workers, until their deaths
+    for (const auto& sums : sums_)  // including steps of dead workers
       for (size_t step = 0; step + 1 < sums.size(); ++step)
         CHECK_EQ(sums[step], want[step]);
     for (size_t step = 0; step < want.size(); ++step) {
@@ -120,7 +120,7 @@ class Training {
   Job job_;
   std::mt19937 random_;
   std::vector<std::unique_ptr<Overlap>> overlaps_;  // by worker
-  std::vector<std::vector<float>> sums_;            // by worker: of its steps
+  std::vector<std::vector<float>> sums_;            // by worker and step
   std::vector<std::atomic<int>> started_;           // by worker: buckets
   std::vector<float> possible_;                     // by epoch
 };
@@ -157,7 +157,7 @@ TEST(AStepThatFailedEverywhereIsForgotten) {
       CHECK(overlaps[w]->Start(AllreduceOf(&other), 0, 256).ok());  // shapes differ
       CHECK(overlaps[w]->Start(AllreduceOf(&data), 1, 256).ok());
       CHECK(overlaps[w]->Done(AllreduceOf(&other), 0).code() == Code::kMismatch);
-      overlaps[w]->Begin(0);  // and bucket 1 was never collected
+      overlaps[w]->Begin(0);  // bucket 1 was never collected
       CHECK(overlaps[w]->Start(AllreduceOf(&data), 0, 256).ok());
       CHECK(overlaps[w]->Done(AllreduceOf(&data), 0).ok());
       CHECK_EQ(data[0], 2.0f);

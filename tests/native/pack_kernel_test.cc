@@ -1,8 +1,8 @@
 // The CUDA kernels, compiled for the CPU, against base/reduce.h: random sizes, places
 // and numbers of tensors, with guard bytes around each and in the gaps of the buffer.
 //
-// This finds wrong indices, offsets and bits. It says nothing about a GPU's compiler,
-// about races (the kernels have nothing to race on) or about speed.
+// This finds wrong indices, offsets and bits. It does not test the compiler for GPUs,
+// races (the kernels share no memory) or speed.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -55,7 +55,7 @@ std::string KernelName(const char* what, Types t, int capacity) {
 
 size_t Below(Random& random, size_t limit) { return random() % limit; }
 
-// Bytes at an address that is a multiple of 256 plus what the caller adds.
+// Memory that begins at a multiple of 256 bytes.
 class Arena {
  public:
   explicit Arena(size_t size) : bytes_(size + 256, kGuard) {}
@@ -68,7 +68,7 @@ class Arena {
   std::vector<std::byte> bytes_;
 };
 
-// Tensors that lie anywhere, and their places in a fused buffer.
+// Tensors at random addresses, and their offsets in a fused buffer.
 struct Layout {
   Types types;
   std::vector<size_t> sizes;     // elements
@@ -79,7 +79,7 @@ struct Layout {
   Layout(Types t, std::vector<size_t> n, Random& random)
       : types(t), sizes(std::move(n)) {
     const size_t width = Width(t.tensor);
-    // Mostly as XLA places them, but also on the element and on any byte.
+    // Mostly aligned as by XLA, but also to an element or not at all.
     const size_t steps[] = {256, 16, 16, width, 1};
     for (size_t elements : sizes) {
       const size_t step = steps[Below(random, 5)];
@@ -129,7 +129,7 @@ void Run(const char* what, const Layout& layout, const Launch& launch) {
   }
 }
 
-// Any bits at all, or numbers that survive scaling and casting.
+// Fills with random bits, or with numbers that scaling and casting keep in range.
 void FillRandom(DType t, std::byte* out, size_t n, Random& random) {
   const bool any_bits = !IsFloat(t) || Below(random, 3) == 0;
   for (size_t i = 0; i < n; ++i) {
@@ -141,7 +141,7 @@ void FillRandom(DType t, std::byte* out, size_t n, Random& random) {
       if (t == DType::kF32) bits = BitsOf(static_cast<float>(v));
       if (t == DType::kF64) bits = std::bit_cast<uint64_t>(v);
     }
-    // Twice that is the least number that does not fit.
+    // Twice this number is the least that is out of range.
     if (!IsFloat(t) && i % 16 == 0)
       bits = uint64_t{1} << (8 * Width(t) - 1 - i / 16 % 2);
     std::memcpy(out + i * Width(t), &bits, Width(t));
@@ -159,7 +159,7 @@ bool IsNan(DType t, const std::byte* at) {
   return t == DType::kF64 && (std::memcpy(&wide, at, 8), std::isnan(wide));
 }
 
-// Elements of `t` with the same bits, or NaN on both sides.
+// Checks that the elements have equal bits, or are NaN on both sides.
 void CheckSame(DType t, const std::byte* found, const std::byte* expected, size_t n) {
   const size_t width = Width(t);
   for (size_t i = 0; i < n; ++i) {
@@ -171,7 +171,7 @@ void CheckSame(DType t, const std::byte* found, const std::byte* expected, size_
   }
 }
 
-// The whole memory but for the elements themselves.
+// Checks all bytes that belong to no element.
 void CheckGuards(Arena& arena, size_t total, const std::vector<size_t>& at,
                  const std::vector<size_t>& sizes, size_t width) {
   size_t position = 0;
@@ -290,7 +290,7 @@ TEST(PoisonedUnpackingMakesFloatsNan) {
     for (size_t i = 0; i < layout.sizes.size(); ++i)
       for (size_t j = 0; j < layout.sizes[i]; ++j) {
         const std::byte* at = tensors.data() + layout.at[i] + j * Width(types.tensor);
-        // Integers have no NaN: they are unpacked as they are, zero here.
+        // Integers have no NaN, so they are unpacked unchanged; here they are 0.
         CHECK(IsFloat(types.tensor) ? IsNan(types.tensor, at) : *at == std::byte{0});
       }
   }
@@ -306,7 +306,7 @@ TEST(PoisonDoesNotTouchWhatIsPacked) {
   CHECK(std::count(fused.data(), fused.data() + 6000, std::byte{0}) == 6000);
 }
 
-// How many elements from the first on are NaN, and that no other one has changed.
+// Returns the number of NaN at the beginning. Checks that the rest has not changed.
 size_t Sealed(DType t, const std::byte* tensor, const std::byte* before, size_t n) {
   size_t nan = 0;
   while (nan < n && IsNan(t, tensor + nan * Width(t))) ++nan;

@@ -1,10 +1,10 @@
-// A rank names a process that may read its memory where Yama allows only ancestors: its
-// parent, but never process 1, from which every process descends.
+// If Yama lets only ancestors read a process, a rank permits its parent to read its
+// memory, but never process 1, from which every process descends.
 #include "transport/process_memory.h"
 
 #include "check.h"
 
-// Sanitizers have a prctl of their own in that place.
+// Sanitizers already replace prctl.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #include <sys/prctl.h>
 #include <sys/syscall.h>

@@ -1,4 +1,4 @@
-// The recorder: what it keeps, adds up and writes at the end.
+// The recorder: the calls that it keeps, its totals, and the file that it writes.
 #include "engine/recorder/recorder.h"
 
 #include <unistd.h>
@@ -44,7 +44,7 @@ TEST(RecorderKeepsTheNewest) {
     CHECK_EQ(NameOf(latest[i]), std::to_string(i + 2));
 }
 
-TEST(RecorderKeepsMoreOrLessFromNowOn) {
+TEST(RecorderCapacityCanChange) {
   Recorder recorder(2, "rank 0", "");
   const auto add = [&](int first, int end) {
     for (int i = first; i < end; ++i) recorder.Add(Allreduce(std::to_string(i), 1, 1));
@@ -66,7 +66,7 @@ TEST(RecorderKeepsMoreOrLessFromNowOn) {
   CHECK_EQ(names(), "456");
 }
 
-TEST(RecorderTellsWhatIsNewAndWhatIsLost) {
+TEST(RecorderReturnsNewCallsAndCountsLostOnes) {
   Recorder recorder(2, "rank 0", "");
   uint64_t seen = 0, lost = 9;
   CHECK_EQ(recorder.LinesSince(&seen, &lost), "");
@@ -84,7 +84,7 @@ TEST(RecorderTellsWhatIsNewAndWhatIsLost) {
   CHECK(lost == 0 && one.find("\"device\": true, \"overlapped\": true}") != one.npos);
 }
 
-TEST(RecorderTellsAListener) {
+TEST(RecorderReportsToTheTimeline) {
   struct Ear final : Listener {
     void Heard(const Event& event) override { heard += NameOf(event); }
     std::string heard;
@@ -100,7 +100,7 @@ TEST(RecorderTellsAListener) {
   CHECK_EQ(ear.use_count(), 1);
 }
 
-TEST(RecorderTellsWaitingFromMoving) {
+TEST(RecorderSeparatesWaitingFromMoving) {
   Recorder recorder(8, "rank 0", "");
   recorder.Add(Allreduce("a", 0, 3));
   recorder.Add(Allreduce("a", 1000, 5));
@@ -127,7 +127,7 @@ TEST(RecorderTellsWaitingFromMoving) {
   CHECK_EQ(t.move[2] + t.move[3], 2u);
 }
 
-TEST(RecorderCountsWhatOverlapsOnce) {
+TEST(RecorderCountsOverlappingTimeOnce) {
   Recorder recorder(8, "rank 0", "");
   Event one = Allreduce("a", 1000, 10);
   Event other = one;
@@ -176,7 +176,7 @@ TEST(RecorderSaysWhyItCouldNotWrite) {
   CHECK(recorder.dumped().empty());
 }
 
-TEST(RecorderHearsSeveralThreads) {
+TEST(RecorderAcceptsSeveralThreads) {
   Recorder recorder(16, "rank 0", "");
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t)

@@ -1,5 +1,5 @@
-// Ranks that die at any moment of a stream of calls: the others end with the same
-// results, each of one membership, and nothing hangs.
+// Ranks that die at any moment of a stream of calls. The others end with equal results,
+// in each of which the ranks of one epoch took part, and no call hangs.
 #include <mutex>
 #include <random>
 #include <set>
@@ -18,7 +18,7 @@ constexpr int kSeeds = 24, kLargest = 20;
 struct Outcome {
   bool ok = false;
   uint32_t epoch = 0;
-  float sum = 0;  // 0: not one number everywhere
+  float sum = 0;  // 0 if the elements are not all equal
   std::string error;
 };
 
@@ -31,7 +31,7 @@ struct Plan {
   float PartOf(int worker) const { return Part(worker / group); }
 };
 
-// Elements of call i: 8 bytes to 4 MiB, few of them large.
+// Returns the number of elements of call i: 8 bytes to 4 MiB, rarely many.
 size_t ElementsOf(unsigned seed, int i) {
   std::mt19937 random(seed * 1000 + static_cast<unsigned>(i));
   const int bits = 1 + static_cast<int>(random() % static_cast<unsigned>(kLargest));
@@ -62,7 +62,7 @@ class Stream {
         std::this_thread::yield();
       Pause(Upto(400));
       job_.Kill(job_.members()[Index()]);
-      if (Upto(2) == 0) Pause(Upto(3000));  // the others find out by themselves
+      if (Upto(2) == 0) Pause(Upto(3000));  // the others detect the loss
       job_.Revoke();
       job_.Join();
       if (while_forming && k == 0) LoseAnotherOne();
@@ -82,7 +82,7 @@ class Stream {
     return static_cast<size_t>(Upto(static_cast<int>(job_.members().size())));
   }
 
-  // After some have been installed.
+  // Loses another worker after some workers have installed the next epoch.
   void LoseAnotherOne() {
     memberships_.push_back(job_.numbers());
     Worker* const victim = job_.members()[Index()];
@@ -95,7 +95,7 @@ class Stream {
     job_.Join();
   }
 
-  // All calls go to the first epoch, which its thread keeps until it ends.
+  // Makes all calls on the communicator of the first epoch, as programs do.
   void Work(int number, Communicator& first) {
     const auto me = static_cast<size_t>(number);
     for (int i = 0; i < plan_.calls; ++i) {
@@ -130,7 +130,7 @@ class Stream {
       const bool lives = std::find(left.begin(), left.end(), w) != left.end();
       for (size_t i = 0; i < results.size(); ++i) {
         const Outcome& o = results[i];
-        if (!o.ok) {  // only of one that was killed, and nothing follows
+        if (!o.ok) {  // only the last call of a killed worker may fail
           if (!Contains(o.error, "killed") && !Contains(o.error, "is gone"))
             testing::Fail(__FILE__, __LINE__, o.error);
           continue;
@@ -188,7 +188,7 @@ TEST(AnotherOneDiesWhileTheNextEpochForms) {
   ManySeeds(4, 65536, 1, true);
   ManySeeds(5, 0, 2, true);
 }
-// All places of a step have one membership, whichever of them had finished.
+// In a step, the communicators of all places have the members of one epoch.
 TEST(GroupsDieAnywhere) {
   ManySeeds(6, 65536, 1, false, 2);
   ManySeeds(6, 0, 2, false, 2);

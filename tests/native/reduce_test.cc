@@ -1,6 +1,6 @@
-// The arithmetic against a slow reference that shares no code with it: halves are
-// rounded with ldexp and nearbyint, floats are computed in double and rounded (exact
-// for one operation), integers in 128 bits.
+// Compares the arithmetic with a slow reference that shares no code with it. The
+// reference rounds halves with ldexp and nearbyint, computes floats in double and
+// rounds them (exact for one operation), and computes integers in 128 bits.
 #include "base/reduce.h"
 
 #include <cmath>
@@ -109,7 +109,7 @@ class Buffer {
 
 std::mt19937_64 random_bits(20240229);
 
-// Ordinary numbers, and every fifth time anything at all.
+// Fills with ordinary numbers, and with random bits at every fifth element.
 void FillFloats(DType t, Buffer* b, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     std::byte* at = b->data() + i * Width(t);
@@ -184,7 +184,7 @@ TEST(ReduceFloats) {
   }
 }
 
-// Decoding the encoded bytes gives the value that the sender computes with, too.
+// The decoded value must be the value with which the sender computes.
 TEST(EncodeDecodeAndCopy) {
   for (const Arithmetic& a : FloatArithmetics()) {
     const DType computed = a.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -229,8 +229,8 @@ TEST(EveryHalfWidensAndComesBack) {
   }
 }
 
-// Ties between two halves, and the doubles next to the ties, which rounding to float
-// first would get wrong.
+// Tests ties between two halves, and the doubles next to the ties, for which a first
+// rounding to float would give a wrong result.
 TEST(NarrowingRoundsOnceAndToEven) {
   for (DType wire : {DType::kF16, DType::kBF16}) {
     std::vector<double> doubles;
@@ -255,7 +255,7 @@ TEST(NarrowingRoundsOnceAndToEven) {
   }
 }
 
-// Also a NaN whose only payload bits are those that are cut off.
+// Includes NaNs whose payload has only bits that narrowing cuts off.
 TEST(NarrowingKeepsNaN) {
   for (DType wire : {DType::kF16, DType::kBF16})
     for (uint32_t bits : {0x7f800001u, 0xff800001u, 0x7fc00000u, 0xffffffffu}) {
@@ -366,7 +366,7 @@ TEST(ReduceIntegers) {
       }
 }
 
-// The least double that does not fit is the limit itself, plus one.
+// The least double that is out of range is the limit plus one.
 TEST(IntegersOf64BitsSaturateAtExactlyTheLimit) {
   for (const int64_t sign : {1, -1}) {
     const int64_t half = sign * (int64_t{1} << 62);

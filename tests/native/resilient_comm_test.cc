@@ -26,7 +26,7 @@ class Caller {
     call_.root = root;
     if (!in_place) call_.tensors[0].out = out_.data();
     result_ = in_place ? &in_ : &out_;
-    // Here, so that callers have the order in which they are made.
+    // The constructor takes the ticket, so callers are ordered by their creation.
     thread_ = std::thread([this, ticket = any_->TakeTicket()] {
       status_ = any_->RunInTurn(ticket, call_, &epoch_);
     });
@@ -91,7 +91,8 @@ TEST(AnInlineCallThatARankHasAbortedRunsAgain) {
   zero.Check(3, 1);
 }
 
-// A rank whose process was frozen goes on, for a moment, as if nothing had happened.
+// A process that was frozen does not know that it is fenced, and continues for a
+// moment.
 TEST(AFencedRankReturnsFromNoCallThatTheOthersRunAgain) {
   std::minstd_rand random(7);
   for (int turn = 0; turn < 200; ++turn) {
@@ -119,8 +120,8 @@ TEST(AFencedRankReturnsFromNoCallThatTheOthersRunAgain) {
   }
 }
 
-// The reason may arrive late on a busy machine, and a peer that stopped may only
-// restart.
+// On a busy machine the reason of an abort may arrive late, and a peer that has stopped
+// may only be between two epochs.
 TEST(APeerThatStoppedIsNotBlamedBeforeTheReasonArrives) {
   Job job(2, 4096);
   CHECK(ArmFailpoint("call.agreed", "stop", 0, 1).ok());
@@ -153,7 +154,7 @@ TEST(ACallWithAllItsResultsOnlyWaitsForTheOthers) {
   alone.Check(1, 1);
 }
 
-TEST(ACallIsRunAgainFromItsInputsAndTellsWhere) {
+TEST(ACallRunsAgainFromItsInputsAndReportsItsEpoch) {
   for (size_t n : {size_t{3}, kLong}) {
     Job job(3, n == 3 ? 4096 : 0);
     Caller zero(job.worker(0), kSum, n), two(job.worker(2), kSum, n);
@@ -165,7 +166,7 @@ TEST(ACallIsRunAgainFromItsInputsAndTellsWhere) {
   }
 }
 
-TEST(WhatWasWrittenOverItsInputsFailsOnAllRanks) {
+TEST(ACallThatOverwroteItsInputsFailsOnAllRanks) {
   for (bool in_place : {true, false}) {
     Job job(3, 0);
     Caller zero(job.worker(0), kSum, kLong, in_place);
@@ -192,7 +193,7 @@ TEST(WhatWasWrittenOverItsInputsFailsOnAllRanks) {
   }
 }
 
-TEST(ARankThatHadNotCalledFailsItsNextCallUnlessItKnows) {
+TEST(ARankOutsideTheCallFailsItsNextCallUnlessItResumes) {
   for (bool knows : {false, true}) {
     Job job(3, 4096);
     Caller zero(job.worker(0), kSum, 5);
@@ -265,7 +266,7 @@ TEST(CallsBehindAParkedOneKeepTheirOrder) {
   }
 }
 
-TEST(ARankThatDoesNotComeEndsTheEpochNotTheJob) {
+TEST(AMissingRankEndsTheEpochButNotTheJob) {
   Job job(3, 0, 30, 1.1);
   Caller zero(job.worker(0), kSum, 5), one(job.worker(1), kSum, 5);
   while (!job.worker(0).communicator->aborted()) std::this_thread::yield();
@@ -279,7 +280,7 @@ TEST(ARankThatDoesNotComeEndsTheEpochNotTheJob) {
   one.Check(3, 1);
 }
 
-// A child has the parent's objects but none of its peers: no call may seem to succeed.
+// A child has the objects of its parent but no peers, so no call may succeed.
 TEST(NoCallSucceedsInAForkedProcess) {
   ResilientComm resilient(0);
   const pid_t child = fork();
@@ -293,7 +294,7 @@ TEST(NoCallSucceedsInAForkedProcess) {
   CHECK_EQ(status, 0);
 }
 
-TEST(TheEpochTimeoutEndsAndNothingFollows) {
+TEST(NoEpochFollowsAfterTheEpochTimeout) {
   Job job(2, 4096, 0.3);
   Caller zero(job.worker(0), kSum, 5);
   AwaitBegun(job.worker(0), 1);
@@ -304,7 +305,7 @@ TEST(TheEpochTimeoutEndsAndNothingFollows) {
   CHECK(job.worker(0).resilient->Install(next).code() == Code::kFailedPrecondition);
 }
 
-TEST(TheEndWakesWhoIsParkedAndWhoWaits) {
+TEST(TheEndWakesParkedAndWaitingCalls) {
   Job job(2, 4096);
   Caller parked(job.worker(0), kSum, 5);
   AwaitBegun(job.worker(0), 1);
@@ -335,7 +336,7 @@ TEST(AnInterruptEndsAParkedCallForGood) {
   CHECK(!job.worker(0).resilient->Install(nullptr).ok());
 }
 
-TEST(CallsBeforeTheInstallationCountForNothing) {
+TEST(CallsBeforeTheInstallationAreNotCounted) {
   Job job(2, 4096);
   Caller zero(job.worker(0), kSum, 5);
   AwaitBegun(job.worker(0), 1);
@@ -355,7 +356,7 @@ TEST(CallsBeforeTheInstallationCountForNothing) {
   CHECK(standing.repeatable);
 }
 
-// In a static job no call waits for what cannot come, whatever the reason of the abort.
+// In a static job no epoch follows, so no call may wait for one after an abort.
 TEST(AStaticCommunicatorEndsWithItsOnlyEpoch) {
   World world({0, 0});
   Communicator& c = *world.ranks[0];
@@ -380,7 +381,7 @@ TEST(AStaticCommunicatorEndsWithItsOnlyEpoch) {
   CHECK_EQ(report.done, 0u);
 }
 
-TEST(ChangesAreThoseOfAllEpochsBetweenTwo) {
+TEST(ChangesIncludeAllEpochsInBetween) {
   ResilientComm resilient(0);
   CHECK(resilient.Install(nullptr).ok());
   CHECK(resilient.Install(nullptr, {0, false, {0, -1, 1}, "one"}).ok());
@@ -416,7 +417,7 @@ TEST(EpochsMayGoInAnyOrder) {
   CHECK(Contains(first->Run(AllreduceOf(&data)).message(), "over"));
 }
 
-TEST(AHeartbeatRingsForWhoIsLostAndWhoHasLeft) {
+TEST(AHeartbeatReportsLostRanksAndRanksThatLeft) {
   World world({0, 0, 0});
   int one[2], two[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, one), 0);

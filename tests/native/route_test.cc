@@ -61,8 +61,7 @@ TEST(RoutesInsideOneHost) {
     }
     CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 60 << 10), "inline");
     CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 1 << 20), "tiles");
-    for (uint64_t bytes :
-         {8, 1 << 20}) {  // no rank knows how long the others' data are
+    for (uint64_t bytes : {8, 1 << 20}) {  // ranks do not know the other lengths
       CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes), "inline");
       CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes, "", true), "pairwise");
     }
@@ -78,7 +77,7 @@ TEST(RoutesBetweenHosts) {
         CHECK(IsSchedule(RouteName(op, hosts, bytes)));
 }
 
-TEST(RoutesThatAreAskedFor) {
+TEST(RoutesOfRequestedAlgorithms) {
   const auto op = Collective::kAllreduce;
   for (uint64_t bytes : {64, 1 << 20}) {
     CHECK_EQ(RouteName(op, {0, 0, 0}, bytes, "ring"), "ring");

@@ -1,6 +1,5 @@
-// The shared segment: allreduce of inline data and in tiles against sums made here,
-// equal bits on all ranks, and what happens when a peer lies about its counters, goes,
-// or does not come.
+// The shared segment: results of inline data and of tiles, equal bits on all ranks, and
+// peers that write false counters, leave, or are late.
 #include "transport/shared_segment.h"
 
 #include <fcntl.h>
@@ -34,8 +33,8 @@ float Value(int rank, size_t i) {
   return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 3) % 13);
 }
 
-// `counts` tensors whose values are small integers, so that every order of adding them
-// up, and bf16, gives the same.
+// Checks an allreduce of tensors of `counts` elements. The values are small integers,
+// so that sums in any order, and in bf16, are equal.
 void CheckAllreduce(Communicator& c, const std::vector<size_t>& counts,
                     const Options& o) {
   const int p = c.size();
@@ -101,12 +100,12 @@ void Allreduces() {
   }
 }
 TEST(AllreduceOverASegment) { Allreduces(); }
-TEST(AllreduceOverASegmentPastTheCaches) {
+TEST(AllreduceOverASegmentByNonTemporalStores) {
   const Instead<bool> past(&always_non_temporal, true);
   Allreduces();
 }
 
-// Results that are longer than the caches, into other memory than the values.
+// The results are longer than the caches, and are not in place.
 TEST(LongAllreduceOverASegment) {
   for (const bool past : {false, true}) {
     const Instead<bool> how(&always_non_temporal, past);
@@ -116,7 +115,7 @@ TEST(LongAllreduceOverASegment) {
   }
 }
 
-// Rank r has rows[r] rows of `width` elements of the sum.
+// Checks a reducescatter. Rank r receives rows[r] rows of `width` elements.
 void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
                         int64_t width, const Options& o) {
   int64_t all = 0, before = 0;
@@ -153,8 +152,8 @@ void CheckReducescatter(Communicator& c, const std::vector<int64_t>& rows,
     if (in[i] != Value(c.rank(), i)) return CHECK_EQ(in[i], Value(c.rank(), i));
 }
 
-// Inline, in one tile, in many, between allreduces that leave the shared segment
-// anywhere.
+// Reducescatters of inline data, one tile and many tiles, between allreduces that
+// advance the cursor by any amount.
 void Reducescatters() {
   for (const int p : {2, 3, 5}) {
     World world(std::vector<int>(static_cast<size_t>(p), 0), "", 4096, 20, kTile);
@@ -182,12 +181,12 @@ void Reducescatters() {
   }
 }
 TEST(ReducescatterOverASegment) { Reducescatters(); }
-TEST(ReducescatterOverASegmentPastTheCaches) {
+TEST(ReducescatterOverASegmentByNonTemporalStores) {
   const Instead<bool> past(&always_non_temporal, true);
   Reducescatters();
 }
 
-// A tile cannot be cut into so many lines.
+// There are more ranks than cache lines in a tile.
 TEST(ReducescatterOfMoreRanksThanATileHasLines) {
   constexpr size_t kRanks = 4096 / kLineBytes + 1;
   World world(std::vector<int>(kRanks, 0), "", 4096, 60, 4096);
@@ -251,7 +250,7 @@ TEST(AllRanksEndWithTheSameBits) {
 
 // After a loss, a rank takes reduced tiles from the shared segment only if no slot was
 // overwritten.
-TEST(SumsStayWhereNoSlotIsUsedTwice) {
+TEST(ReducedTilesAreRetainedIfNoSlotIsReused) {
   const auto bell = MakeBell(), other = MakeBell();
   const auto segments = MakeLocalSegments(kTile, {bell.get(), other.get()});
   SharedSegment& segment = *segments[0];
@@ -287,7 +286,7 @@ double ThreadSeconds() {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-TEST(APeerThatDoesNotComeToTheSegmentIsNamedAndCostsNoTime) {
+TEST(ALatePeerOfASegmentIsNamedAndCostsNoCpuTime) {
   World world({0, 0, 0}, "", 4096, 1.5, kTile);
   std::vector<float> data(8, 1.0f);
   std::thread one([&] {
@@ -302,7 +301,7 @@ TEST(APeerThatDoesNotComeToTheSegmentIsNamedAndCostsNoTime) {
   CHECK_EQ(status.rank(), 2);
 }
 
-TEST(APeerThatGoesIsNoticedOnTheSegment) {
+TEST(APeerThatLeavesIsDetectedOnTheSegment) {
   for (const size_t n : {8, 100000}) {
     World world({0, 0}, "", 4096, 20, kTile);
     std::thread zero([&] {
@@ -317,7 +316,7 @@ TEST(APeerThatGoesIsNoticedOnTheSegment) {
   }
 }
 
-// Two shared segments on one piece of memory, whose second rank is played by the test.
+// Two ends of a shared segment; the test acts as the second rank.
 struct Played {
   explicit Played(double timeout = 20) {
     const size_t bytes = SharedSegmentBytes(2, kTile);
@@ -358,7 +357,7 @@ TEST(ImpossibleCountersAreDamage) {
        {SharedSegment::kCopiedIn, SharedSegment::kReduced, SharedSegment::kFinished}) {
     Played played;
     std::vector<float> data(100000, 1.0f);
-    std::thread peer([&] {  // agrees to whatever rank 0 calls, then lies
+    std::thread peer([&] {  // agrees to each call, then publishes false counters
       while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
         std::this_thread::yield();
       std::memcpy(played.theirs->InlineSlot(1, 1), played.theirs->InlineSlot(1, 0), 64);
@@ -378,7 +377,7 @@ TEST(ImpossibleCountersAreDamage) {
   }
 }
 
-TEST(APeerThatStopsHalfWayIsWaitedForAsleep) {
+TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
   Played played(1.5);
   std::vector<float> data(100000, 1.0f);
   std::thread peer([&] {
@@ -399,14 +398,14 @@ TEST(APeerThatStopsHalfWayIsWaitedForAsleep) {
   CHECK_EQ(status.rank(), 1);
 }
 
-TEST(ASegmentThatDoesNotFitIsRefused) {
+TEST(ASegmentOfWrongSizeSealsOrRankIsRefused) {
   const auto refused = [](size_t bytes, int seals, int rank, size_t tile) {
     const int fd = memfd_create("segment", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
     CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
     const auto segment = MakeShmSegment(fd, rank, tile, {-1, -1});
     CHECK(!segment.ok());
-    CHECK(fcntl(fd, F_GETFD) < 0);  // taken all the same
+    CHECK(fcntl(fd, F_GETFD) < 0);  // closed even on failure
   };
   const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
   refused(SharedSegmentBytes(2, kTile) - 4096, seals, 0, kTile);

@@ -1,5 +1,4 @@
-// Spans: pieces of memory that are addressed as one, in whatever order they are asked
-// for.
+// Spans: pieces of memory that are addressed as one range, in any order of access.
 #include "engine/call/spans.h"
 
 #include "check.h"

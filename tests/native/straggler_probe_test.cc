@@ -1,5 +1,5 @@
-// Where is everybody: questions and answers of heartbeats, and what warnings and errors
-// make of them.
+// Straggler probes: the probes and replies of heartbeats, and the warnings and errors
+// that contain the replies.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -37,7 +37,7 @@ ProbeReply AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
   return zero->probe_sender().ProbeReplies(0, {rank})[0];
 }
 
-TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
+TEST(AReplyNamesTheLastCallAndWhetherThisOneWasMade) {
   World world({0, 0});
   RunTogether(&world, "before");
   const auto beats = JoinHeartbeats(world.ranks);
@@ -48,7 +48,7 @@ TEST(ARankTellsItsLastCallAndWhetherItHasMadeThisOne) {
   CHECK(AskOne(beats[0].get(), 1, 1).entered);
 }
 
-TEST(WhoKnowsTheProgramIsRungAndAnswers) {
+TEST(AProbeWakesTheProgramWhichReplies) {
   World world({0, 0});
   const auto bell = MakeBell();
   const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
@@ -69,16 +69,16 @@ TEST(WhoKnowsTheProgramIsRungAndAnswers) {
   CHECK_EQ(beats[1]->probe_responder().asked().newest, 0u);
 }
 
-TEST(ABusyInterpreterHoldsNoAnswerUp) {
+TEST(ABusyInterpreterDelaysNoReply) {
   World world({0, 0});
   const auto bell = MakeBell();
   const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
   const ProbeReply reply = AskOne(beats[0].get(), 1, 1);
   CHECK(Contains(reply.text, "its interpreter is busy"));
-  beats[1]->probe_responder().Answer(1, "too late");  // harms nobody
+  beats[1]->probe_responder().Answer(1, "too late");  // is ignored
 }
 
-TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
+TEST(TheTimeoutErrorNamesTheRankAndItsPlace) {
   for (const size_t tile : {0, 4096}) {
     World world({0, 0, 0}, "", 4096, 3600, tile);
     RunTogether(&world, "before");
@@ -119,8 +119,8 @@ TEST(TheErrorAtTheLimitSaysWhoAndWhere) {
   }
 }
 
-// Rank 1 of such a set waits for rank 0 as well, and only rank 0 is late.
-TEST(InAProcessSetAnswersTellWhoIsLate) {
+// Rank 1 of the process set also waits for rank 0. Only rank 0 is late.
+TEST(InAProcessSetRepliesShowWhichRankIsLate) {
   CommunicatorOptions options;
   options.id = 7;
   options.name = "process set 7";
@@ -143,7 +143,7 @@ TEST(InAProcessSetAnswersTellWhoIsLate) {
   for (auto& thread : waiting) thread.join();
 }
 
-TEST(ACallMayWaitLongerThanItsCommunicatorDoes) {
+TEST(ACallMayHaveALongerTimeoutThanItsCommunicator) {
   World world({0, 0}, "", 4096, 0.3);
   std::thread waiting([&] {
     std::vector<float> data(4, 1.0f);
@@ -161,7 +161,7 @@ TEST(ACallMayWaitLongerThanItsCommunicatorDoes) {
   waiting.join();
 }
 
-TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
+TEST(UnrequestedRepliesAndControlCharactersAreDropped) {
   World world({0, 0});
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
@@ -195,7 +195,7 @@ TEST(AnswersNobodyAskedForAndControlCharactersAreDropped) {
   close(pair[1]);
 }
 
-TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
+TEST(ProbesAreSentAtTheWarningAndBeforeTheTimeout) {
   StallPolicy monitor;
   CHECK(!monitor.MustAsk(9, 10, 60));
   CHECK(monitor.MustAsk(10, 10, 60));
@@ -208,7 +208,7 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
   CHECK(!monitor.MustAsk(21, 10, 60) && monitor.MustAsk(21.7, 10, 60));
   monitor.Warned(22);
   CHECK(monitor.MustAsk(59, 10, 60) && !monitor.MustAsk(59.5, 10, 60));
-  CHECK(monitor.MustAsk(59, 10, 60));  // data has moved since the last question
+  CHECK(monitor.MustAsk(59, 10, 60));  // data has moved since the last probe
   StallPolicy brief;  // a limit below a second leaves half of its time for the answers
   CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
   StallPolicy endless;
@@ -220,13 +220,13 @@ TEST(QuestionsComeAtTheWarningAndBeforeTheLimit) {
 namespace testing_eager {
 namespace {
 
-TEST(eager_a_submission_may_have_a_limit_of_its_own) {
+TEST(eager_a_submission_may_have_a_timeout_of_its_own) {
   EagerOptions options;
   options.timeout = 3600;
   Eager lanes(2, options);
   const auto beats = JoinHeartbeats(lanes.world.ranks);
   Floats x(4, 1), y(4, 1);
-  // While another one waits without an end, and looks at what is late are far apart.
+  // Another operation waits without a limit, and checks for late ranks are rare.
   EagerRequest patient = Place("patient", &y, &y);
   patient.timeout = 0;
   const auto endless = lanes.lanes[0]->Submit(std::move(patient));

@@ -1,4 +1,4 @@
-// Letting go: who has said so, and how long a communicator waits for whom.
+// The teardown barrier: announcements, and how long a rank waits for which ranks.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,9 +12,9 @@
 namespace ringjax {
 namespace {
 
-constexpr double kLong = 20;  // seconds, which nothing here takes
+constexpr double kLong = 20;  // seconds, longer than any test here
 
-TEST(ThoseWhoPartWaitForEachOther) {
+TEST(RanksWaitForEachOtherAtTheTeardownBarrier) {
   World world({0, 0, 0});
   const auto beats = JoinHeartbeats(world.ranks);
   std::vector<char> parted(3, 0);
@@ -23,7 +23,7 @@ TEST(ThoseWhoPartWaitForEachOther) {
     threads.emplace_back(
         [&, r] { parted[r] = world.ranks[r]->heartbeat().AwaitTeardown(kLong); });
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  CHECK(!parted[0] && !parted[1]);  // rank 2 has yet to come
+  CHECK(!parted[0] && !parted[1]);  // rank 2 has not announced
   parted[2] = world.ranks[2]->heartbeat().AwaitTeardown(kLong);
   for (auto& thread : threads) thread.join();
   CHECK(parted[0] && parted[1] && parted[2]);
@@ -34,7 +34,7 @@ TEST(ThoseWhoPartWaitForEachOther) {
   CHECK(zero.NotReady(0, 0, {0, 1, 2}).empty());
 }
 
-TEST(NobodyWaitsForARankThatIsGone) {
+TEST(NoRankWaitsForALostRank) {
   World world({0, 0, 0});
   auto beats = JoinHeartbeats(world.ranks);
   beats[1]->Leave();
@@ -44,7 +44,7 @@ TEST(NobodyWaitsForARankThatIsGone) {
   CHECK(world.ranks[0]->heartbeat().AwaitTeardown(kLong));
 }
 
-TEST(AWaitForAPeerThatStaysEnds) {
+TEST(TheWaitForAPeerWithoutATeardownEnds) {
   World world({0, 0});
   const auto beats = JoinHeartbeats(world.ranks);
   CHECK(!world.ranks[0]->heartbeat().AwaitTeardown(0.02));
@@ -71,7 +71,7 @@ TEST(AForkedProcessMayStopAHeartbeatAndThatOfTheParentLives) {
   CHECK(beats[0]->lost().empty());
 }
 
-TEST(WithoutAHeartbeatThereIsNobodyToPartFrom) {
+TEST(WithoutAHeartbeatTheBarrierDoesNotWait) {
   World world({0, 0});
   CHECK(world.ranks[0]->heartbeat().AwaitTeardown(kLong));
 }

@@ -1,5 +1,5 @@
-// The timeline: calls of several threads, lanes beside them, files that follow each
-// other. What is in them: tests/ranks/test_timeline.py.
+// The timeline: calls of several threads, lanes beside the calls, and the change to the
+// next file. tests/ranks/test_timeline.py tests the contents of the files.
 #include "engine/eager/timeline.h"
 
 #include <unistd.h>
@@ -35,7 +35,7 @@ struct Folder {
   std::filesystem::path path;
 };
 
-TEST(TimelineHearsSeveralThreadsAndGoesOnInAnotherFile) {
+TEST(TimelineAcceptsSeveralThreadsAndContinuesInAnotherFile) {
   const Folder folder;
   const auto path = folder.path / "trace.json";
   auto opened = Timeline::Open(path, true, 1 << 16);
@@ -66,7 +66,7 @@ TEST(TimelineHearsSeveralThreadsAndGoesOnInAnotherFile) {
     });
   for (std::thread& thread : threads) thread.join();
   timeline->Close();
-  recorder.Add(Event::Now());  // to one that is closed
+  recorder.Add(Event::Now());  // the timeline is closed
   recorder.Tell(nullptr);
   const std::string now = TextOf(path), before = TextOf(path.string() + ".1");
   CHECK(Whole(now) && Whole(before));
@@ -75,7 +75,7 @@ TEST(TimelineHearsSeveralThreadsAndGoesOnInAnotherFile) {
   CHECK(now.find("NOTHING YET") == now.npos);
 }
 
-TEST(TimelineThatCannotGoOnStops) {
+TEST(TimelineThatCannotContinueStops) {
   const Folder folder;
   const auto path = folder.path / "gone" / "trace.json";
   std::filesystem::create_directories(path.parent_path());

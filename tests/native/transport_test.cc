@@ -1,5 +1,6 @@
-// Links between two threads: every transport must carry the same streams, wake who
-// sleeps, and report a peer that is gone. What must be refused: link_refusal_test.cc.
+// Links between two threads. Every transport must carry the same streams, wake a
+// sleeping end, and report a peer that is gone. link_refusal_test.cc tests what links
+// refuse.
 #include <poll.h>
 
 #include <bit>
@@ -51,7 +52,8 @@ std::vector<Message> Messages(int side, size_t count, size_t largest, bool unifo
   return all;
 }
 
-// Sleeps until the link can move. False after `seconds`: a wake-up was lost.
+// Sleeps until the link can move bytes. Returns false after `seconds`, if a wake-up was
+// lost.
 bool Sleep(Link* link, Doorbell* bell, bool reads, bool writes, int seconds = 30) {
   std::vector<pollfd> fds{{bell->fd(), POLLIN, 0}};
   const bool ready = link->Arm(reads, writes, &fds);
@@ -146,20 +148,20 @@ class Exchange {
     return n > 0;
   }
 
-  // How much of a message to ask for at once: 64 bytes to 256 KiB, but not absurdly
-  // more than a small ring takes, since all of it is filled in or cleared first.
+  // Returns how much of a message to move at once: 64 bytes to 256 KiB, but not much
+  // more than a small ring holds, because all of it is filled or cleared before.
   size_t Portion(size_t left) {
     const size_t likely = std::bit_floor(64 + 8 * most_);
     return std::min({left, size_t{64} << random_() % 13, likely});
   }
 
-  // How much of a region to use: sometimes less than was offered.
+  // Returns how much of a region to use, which sometimes is less than offered.
   size_t Used(size_t offered, size_t granularity) {
     if (offered == 0 || random_() % 4 != 0) return offered;
     return random_() % (offered / granularity + 1) * granularity;
   }
 
-  // buffer_ as a few pieces, some of them empty.
+  // Returns buffer_ as a few pieces, some of which are empty.
   std::span<const iovec> Split() {
     pieces_.clear();
     for (size_t at = 0; at < buffer_.size();) {
@@ -231,7 +233,7 @@ TEST(RegionsOfEvenMessagesAreAligned) {
   OnEveryTransport([](const MakeEnds& make) { ExchangeOn(make, 500, 9000, true); });
 }
 
-// Writes or reads all of `bytes`, spinning a random while and then sleeping.
+// Writes or reads `bytes` bytes. Spins for a random time and then sleeps.
 bool MoveAll(Link* link, Doorbell* bell, bool writes, std::byte* data, size_t bytes,
              std::mt19937* random) {
   unsigned left = (*random)() % 40;
@@ -296,7 +298,7 @@ TEST(NoWakeUpIsLostWhenTheRingIsFull) {
   });
 }
 
-// More pieces than one system call takes, which are short, so that it reads ahead.
+// The pieces are more than one system call accepts, and short, so that TCP reads ahead.
 TEST(VeryManyPiecesAreReadAndWritten) {
   OnEveryTransport([](const MakeEnds& make) {
     Ends ends = make();
@@ -321,7 +323,7 @@ TEST(VeryManyPiecesAreReadAndWritten) {
 }
 
 // A fragment of an element must not keep its reader awake.
-TEST(AFragmentIsNotWorthWakingFor) {
+TEST(AFragmentOfAnElementWakesNoReader) {
   OnEveryTransport([](const MakeEnds& make) {
     Ends ends = make();
     std::byte data[8] = {};
@@ -340,7 +342,7 @@ TEST(AFragmentIsNotWorthWakingFor) {
   });
 }
 
-// Repeats until the link gives up; what it says then.
+// Repeats an attempt until the link fails, and returns the status.
 template <typename CallAttempt>
 Status Until(Link* link, Doorbell* bell, bool reads, CallAttempt attempt) {
   for (int i = 0; i < 100; ++i) {
@@ -358,7 +360,7 @@ TEST(AClosedEndIsUnavailableAfterItsLastBytes) {
     for (size_t i = 0; i < 10; ++i) data[i] = Content(0, i);
     const iovec piece{data, 10};
     CHECK_EQ(ends.links[0]->TryWrite({&piece, 1}).value(), 10u);
-    // Asleep for more than there is when the other end goes.
+    // This end sleeps until more bytes arrive when the other end closes.
     Link* link = ends.links[1].get();
     Doorbell* bell = ends.bells[1].get();
     std::thread closer([&ends] {

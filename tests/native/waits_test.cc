@@ -1,5 +1,5 @@
-// Wake-ups that must not be lost. Every wait looks around by itself after a while,
-// which would hide one that is: here that while is longer than a test may take.
+// Wake-ups that must not be lost. Every wait ends by itself after a time slice, which
+// would hide a lost wake-up. So the slice here is longer than a test may take.
 #include <poll.h>
 
 #include <atomic>
@@ -16,7 +16,7 @@
 namespace ringjax {
 namespace {
 
-// Whether it comes true; false after a minute.
+// Returns whether the condition becomes true within a minute.
 template <typename Condition>
 bool Soon(Condition condition) {
   const auto limit = Clock::now() + std::chrono::seconds(60);
@@ -24,14 +24,13 @@ bool Soon(Condition condition) {
   return condition();
 }
 
-// Some nanoseconds: the step between two instructions of another thread.
+// Spins for some nanoseconds, so that another thread gets a few instructions further.
 void Spin(unsigned turns) {
   for (std::atomic<unsigned> left = turns; left > 0;) --left;
 }
 
-// A turn is left at any moment since who waits for it has asked, for the last time
-// before it sleeps, whether it should go on.
-TEST(NobodyMissesThatATurnWasLeft) {
+// The holder leaves at any moment after the waiter's last check before its sleep.
+TEST(NoWaiterMissesThatTheHolderHasLeft) {
   std::mt19937 random(3);
   const auto limit = Clock::now() + std::chrono::seconds(2);
   bool in_time = true;
@@ -44,20 +43,20 @@ TEST(NobodyMissesThatATurnWasLeft) {
       CHECK(ticket_lock.Wait(ticket_lock.Take(), stop).ok());
       through = true;
     });
-    // Giving the core away would take longer than all that may go wrong.
+    // To yield the core would take longer than the race that is tested.
     for (int looks = 1; !asked; ++looks)
       if (looks % 10000 == 0) std::this_thread::yield();
     Spin(random() % 50);
     ticket_lock.Leave();
     in_time = Soon([&] { return through.load(); });
     CHECK(in_time);
-    while (!through) ticket_lock.WakeAll();  // which was lost before
+    while (!through) ticket_lock.WakeAll();  // repeats the lost wake-up
     waiter.join();
   }
 }
 
-// All are woken just after one of them has heard that it may wait.
-TEST(NobodyMissesThatThereIsNoTurnAnyMore) {
+// WakeAll runs just after the check that allows a waiter to wait.
+TEST(NoWaiterMissesThatTheTurnsHaveEnded) {
   TicketLock ticket_lock(std::chrono::hours(1));
   ticket_lock.Take();
   std::atomic<bool> over = false, through = false;
@@ -75,7 +74,7 @@ TEST(NobodyMissesThatThereIsNoTurnAnyMore) {
   waiter.join();
 }
 
-// Aborts when it is armed: after the waiter has looked whether it is to go on.
+// Aborts in Arm, which is after the waiter has checked whether to continue.
 class AbortsLate final : public Waitable {
  public:
   AbortsLate(std::atomic<bool>* aborted, Doorbell* bell)
@@ -101,14 +100,14 @@ TEST(AnAbortJustBeforeTheSleepEndsIt) {
     return waiter.Idle([&] { return std::vector<Waiter::Interest>{{&link, 1, 0}}; });
   };
   CHECK(idle().ok());
-  // It was the doorbell that ended the sleep, and not the end of the slice.
+  // The doorbell has ended the sleep, and not the end of the slice.
   pollfd rung{bell->fd(), POLLIN, 0};
   CHECK_EQ(poll(&rung, 1, 0), 0);
   CHECK(idle().code() == Code::kUnavailable);
 }
 
-// Else who reports how far the calls have come waits for one that has just ended.
-TEST(ACallThatEndsLooksForAnAbortAfterwards) {
+// Otherwise Quiesce would wait for a call that has just ended.
+TEST(ACallThatEndsChecksForAnAbort) {
   Progress progress;
   progress.Begin();
   bool settled = false;

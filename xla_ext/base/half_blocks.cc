@@ -1,3 +1,4 @@
+// See half_blocks.h.
 #include "base/half_blocks.h"
 
 #if defined(__x86_64__)

@@ -190,7 +190,7 @@ void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double fact
     RescaleIntegers<decltype(type)>(out, in, n, factor, divisor);
   });
   if (dtype == DType::kBool)
-    CombineBools({out, out, out, n}, ReduceOp::kMax);  // to 0 or 1
+    CombineBools({out, out, out, n}, ReduceOp::kMax);  // makes 0 or 1
 }
 
 // Returns arithmetic that scales, adds and copies complex numbers as pairs of reals.

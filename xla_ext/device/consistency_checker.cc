@@ -1,3 +1,4 @@
+// See consistency_checker.h.
 #include "device/consistency_checker.h"
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// See cuda_collectives.h.
 #include "device/cuda_collectives.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// See cuda_overlap.h.
 #include "device/cuda_overlap.h"
 
 #include <string>

@@ -1,3 +1,4 @@
+// See device_epoch.h.
 #include "device/device_epoch.h"
 
 #include <utility>

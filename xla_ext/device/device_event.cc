@@ -1,3 +1,4 @@
+// See device_event.h.
 #include "device/device_event.h"
 
 #include "device/current_context.h"

@@ -1,3 +1,4 @@
+// See device_resources.h.
 #include "device/device_resources.h"
 
 #include <string>

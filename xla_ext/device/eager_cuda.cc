@@ -1,3 +1,4 @@
+// See eager_cuda.h.
 #include "device/eager_cuda.h"
 
 #include <algorithm>

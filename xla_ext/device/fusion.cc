@@ -1,3 +1,4 @@
+// See fusion.h.
 #include "device/fusion.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// See in_flight.h.
 #include "device/in_flight.h"
 
 namespace ringjax {

@@ -1,3 +1,4 @@
+// See nccl_comm.h.
 #include "device/nccl_comm.h"
 
 #include <chrono>

@@ -1,3 +1,4 @@
+// See reduction.h.
 #include "device/reduction.h"
 
 #include <bit>

@@ -1,3 +1,4 @@
+// See watchdog.h.
 #include "device/watchdog.h"
 
 #include <algorithm>

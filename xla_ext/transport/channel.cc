@@ -1,3 +1,4 @@
+// See channel.h.
 #include "transport/channel.h"
 
 #include <sys/socket.h>

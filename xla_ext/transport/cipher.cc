@@ -1,3 +1,4 @@
+// See cipher.h.
 #include "transport/cipher.h"
 
 #include <dlfcn.h>

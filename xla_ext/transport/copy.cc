@@ -1,3 +1,4 @@
+// See copy.h.
 #include "transport/copy.h"
 
 #if defined(__SSE2__)

@@ -1,3 +1,4 @@
+// See process_memory.h.
 #include "transport/process_memory.h"
 
 #include <sys/prctl.h>

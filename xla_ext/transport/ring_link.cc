@@ -1,3 +1,4 @@
+// See ring_link.h.
 #include "transport/ring_link.h"
 
 #include "base/status.h"
