@@ -80,7 +80,7 @@ inline thread_local Context t_current = nullptr;
 
 enum class Needs { kNothing, kInit, kContext };
 
-// The checks at the beginning of every function.
+// Makes the checks at the beginning of every function.
 inline Outcome Enter(const char* function, Needs needs) {
   if (g_machine.failures.Strikes(function)) return kUnknown;
   if (t_on_stream) return kNotPermitted;

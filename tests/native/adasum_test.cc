@@ -38,7 +38,7 @@ double Load(DType type, const std::byte* from) {
   return Get<double>(from);
 }
 
-// The allowed error as a fraction of the largest number. Every level rounds once.
+// Returns the allowed error relative to the largest number. Every level rounds once.
 double Tolerance(DType type) {
   if (type == DType::kF16) return 4e-3;
   if (type == DType::kBF16) return 3e-2;
@@ -226,7 +226,7 @@ TEST(AdasumOfOrthogonalVectorsIsTheirSum) {
       World world(OneHost(size));
       const size_t n = 41;
       Job job(size, {{type, n}});
-      // Rank r alone has the elements r, r + size, ...
+      // Only rank r has values other than 0 at the elements r, r + size, ...
       for (size_t i = 0; i < n; ++i)
         job.Set(static_cast<int>(i) % size, 0, i, static_cast<double>(i) + 1);
       job.Run(&world);

@@ -82,8 +82,8 @@ std::string Records(const std::vector<std::string>& texts, uint64_t per_key) {
   return all;
 }
 
-// All bytes that the receiver accepts from `wire`. `*error` is the errno at the end, 0
-// if the channel was closed properly.
+// Returns all bytes that the receiver accepts from `wire`. `*error` is the errno at the
+// end, 0 if the channel was closed properly.
 std::string Believed(const std::string& wire, int* error, uint64_t per_key) {
   Bare receiver(1, per_key);
   CHECK_EQ(send(receiver.wire, wire.data(), wire.size(), 0),

@@ -46,7 +46,7 @@ class Told {
       changed_.notify_all();
     };
   }
-  // The `n`-th status of a device, from 0.
+  // Returns the `n`-th status of a device, from 0.
   Status Of(int64_t device, size_t n = 0) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return all_[device].size() > n; });
@@ -310,7 +310,7 @@ TEST(IfNoThreadCanBeMadeTheNextCallStillWorks) {
 }
 #endif
 
-// The threads of this process, and whether each sleeps.
+// Returns the threads of this process, and whether each sleeps.
 std::map<std::string, bool> Threads() {
   std::map<std::string, bool> all;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {

@@ -37,7 +37,7 @@ class Epochs {
     for (int w : members) Install(w);
   }
 
-  // A worker that is in no epoch yet.
+  // Adds a worker that is in no epoch yet.
   int Add() {
     workers.emplace_back().resilient = std::make_shared<ResilientComm>(epoch_timeout_);
     return static_cast<int>(workers.size()) - 1;
@@ -60,8 +60,8 @@ class Epochs {
     Kill(worker, [] {});
   }
 
-  // The actions of the survivors after a loss, in two halves (Revoke and Regroup), so
-  // that tests can act in between.
+  // Makes the actions of the survivors after a loss. They are in two halves, Revoke and
+  // Regroup, so that tests can act in between.
   void Revoke(const std::string& reason) {
     for (int w : members)
       if (!workers[w].lost)

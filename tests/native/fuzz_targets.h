@@ -70,7 +70,7 @@ class Pieces {
   std::string_view rest_;
 };
 
-// The inverse of Pieces::Text.
+// Packs a text so that Pieces::Text reads it.
 inline std::string Packed(std::string_view text) {
   std::string bytes;
   bytes += static_cast<char>(text.size() / 256);

@@ -346,7 +346,7 @@ class Simulation {
       CHECK(decision.status.code() == Code::kMismatch && decision.fused.size() == 1);
   }
 
-  // An independent list of the properties that must be equal.
+  // Returns an independent list of the properties that must be equal.
   static std::string Form(const Submission& s) {
     std::string form = s.cuda ? "cuda" : "host";
     for (const auto& piece : s.tensors)

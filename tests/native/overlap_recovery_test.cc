@@ -1,5 +1,5 @@
-// Ranks that die while buckets are in flight. In all buckets of a step the same ranks
-// took part, on all ranks, for a death at any moment of the step.
+// Ranks that die at any moment while buckets are in flight. All buckets of a training
+// step contain the values of one set of ranks, and all ranks have equal results.
 #include <map>
 #include <random>
 

@@ -71,7 +71,7 @@ double ReferenceOp(ReduceOp op, double a, double b) {
   return (a < b) == minimum ? a : b;
 }
 
-// The reference for Combine on one float element.
+// Computes the reference for Combine on one float element.
 double ReferenceCombine(double own, double received, const Arithmetic& a, bool first,
                         bool last) {
   const DType computed = a.dtype == DType::kF64 ? DType::kF64 : DType::kF32;

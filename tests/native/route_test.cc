@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kSlot = 65 << 10;
 using Hosts = std::vector<int>;
 
-// The route of a call with `bytes` bytes of each rank (of the root in a broadcast).
+// Returns the route of a call with `bytes` bytes per rank (of the root in a broadcast).
 std::string RouteName(Collective op, const Hosts& hosts, uint64_t bytes,
                       std::string_view algorithm = "", bool resilient = false,
                       ReduceOp reduce_op = ReduceOp::kSum) {

@@ -15,7 +15,7 @@ namespace ringjax {
 
 enum class CpuLevel : int { kBase, kV3, kV4 };
 
-// The highest level that this CPU supports and whose registers the system saves.
+// Returns the highest level that the CPU supports and whose registers the system saves.
 CpuLevel DetectedLevel();
 
 namespace internal {

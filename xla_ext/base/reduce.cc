@@ -241,8 +241,8 @@ Arithmetic AsFloats(const Arithmetic& a) {
   return floats;
 }
 
-// Whether CombineHalves can do `a`: the CPU has F16C, and the values are f16, or f32
-// that is sent as f16.
+// Returns whether CombineHalves can do `a`: the CPU has F16C, and the values are f16,
+// or f32 that is sent as f16.
 bool UsesF16C(const Arithmetic& a) {
   return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
 }
@@ -273,7 +273,7 @@ void CombineHalves(const Operands& p, const Arithmetic& a, bool first, bool last
   }
 }
 
-// Whether a factor, a divisor or the rounding to the wire dtype changes the values.
+// Returns whether a factor, a divisor or rounding to the wire dtype changes values.
 bool HasFactors(const Arithmetic& a, bool first, bool last) {
   return (first && a.scales_first()) || (last && (a.scales_last() || a.compressed()));
 }

@@ -54,7 +54,7 @@ void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool 
 // different bits.
 void UnifyNans(void* values, size_t n, DType dtype);
 
-// Whether Encode is a plain copy, so that the bytes can be sent as they are.
+// Returns whether Encode is a plain copy, so that the bytes can be sent as they are.
 inline bool IsPlain(const Arithmetic& a, bool first) {
   return !a.compressed() && !(first && a.scales_first());
 }

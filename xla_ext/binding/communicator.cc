@@ -275,7 +275,7 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
   }));
 }
 
-// A world for tests: ranks are threads, and ring buffers link each pair of ranks.
+// Makes a world for tests: ranks are threads, and ring buffers link each pair of ranks.
 std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& hosts,
                                                       const nb::dict& options) {
   const int size = static_cast<int>(hosts.size());

@@ -129,7 +129,7 @@ bool IsOf(const CudaCommunicator::All& all, const CudaCommunicator& one) {
                      [&](const auto& each) { return each.get() == &one; });
 }
 
-// The device that a call of a program on this thread would use; -1 if none.
+// Returns the device that a call of a program on this thread would use; -1 if none.
 int DeviceHere(int id) {
   const CudaCommunicator* here = CudaCommunicator::Here(Find(id).devices);
   return here == nullptr ? -1 : here->options().device;

@@ -39,7 +39,7 @@ PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
 PyObject* failure_callback = nullptr;
 nb::python_error* deferred = nullptr;  // raised by a signal handler that the core ran
 
-// A pending call of the interpreter, which raises the deferred exception, if any.
+// Raises the deferred exception, if any. Runs as a pending call of the interpreter.
 int RaiseDeferred(void*) {
   nb::python_error* error = std::exchange(deferred, nullptr);
   if (error == nullptr) return 0;

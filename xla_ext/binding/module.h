@@ -45,7 +45,7 @@ class Descriptors {
 // Makes a doorbell with a new eventfd. Raises OSError on failure.
 std::unique_ptr<Doorbell> NewBell();
 
-// The contents of a list of bytes objects.
+// Returns the contents of a list of bytes objects.
 std::vector<std::string> KeysOf(const nanobind::handle& list);
 
 // Returns f(), called without the GIL.
@@ -59,14 +59,14 @@ auto WithoutGil(const F& f) {
 DType AsDType(int64_t number);
 // Joins the names of tensors with newlines, as Call::names needs them.
 std::string Joined(const std::vector<std::string>& names);
-// The handlers of ffi/handlers.h as capsules for jax.ffi.register_ffi_target.
+// Returns the handlers of ffi/handlers.h as capsules for jax.ffi.register_ffi_target.
 nanobind::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handlers);
 
 // Decodes UTF-8 and replaces invalid bytes, because bytes from peers need not be text.
 nanobind::object ToText(const std::string& s);
 // Raises ringjax._native.StatusError unless `status` is ok.
 void Raise(const Status& status);
-// The number `key` in Python's options, or `otherwise` if the key is missing.
+// Returns the number `key` in Python's options, or `otherwise` if the key is missing.
 double Number(const nanobind::dict& options, const char* key, double otherwise);
 // Reads constants of the cost model by name. Missing ones keep their defaults; raises
 // ValueError for an unknown name or a value that is not positive.

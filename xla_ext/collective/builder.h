@@ -32,12 +32,12 @@ class Blocks {
   // `parts` consecutive ranges. Sizes differ by at most one, the larger ones come
   // first.
   static Blocks Even(Range whole, int parts);
-  // Consecutive ranges of the sizes `counts`, from offset 0.
+  // Returns consecutive ranges of the sizes `counts`, from offset 0.
   static Blocks Of(const std::vector<uint64_t>& counts);
 
   int size() const { return static_cast<int>(ranges_.size()); }
   Range At(int i) const { return ranges_[static_cast<size_t>(Wrap(i, size()))]; }
-  // Blocks lo, lo + 1, ..., hi - 1, which are consecutive in the vector, as one range.
+  // Returns blocks lo .. hi - 1, which are consecutive in the vector, as one range.
   Range Between(int lo, int hi) const;
   Range whole() const { return Between(0, size()); }
   uint64_t Largest() const;
@@ -57,7 +57,7 @@ struct Group {
 
 Group World(const Topology& topology);
 
-// The ranks of each host. Hosts are in the order of their lowest ranks.
+// Returns the ranks of each host. Hosts are in the order of their lowest ranks.
 std::vector<std::vector<int>> Hosts(const Topology& topology);
 
 // Builds the schedule of one rank. The *home* of a range is the slice that holds its
@@ -97,8 +97,8 @@ class ScheduleBuilder {
   Schedule schedule_;
 };
 
-// The schedule of a reduction if there is only one rank: kOut = kIn, with prescale and
-// postscale.
+// Returns the schedule of a reduction if there is only one rank: kOut = kIn, with
+// prescale and postscale.
 Schedule Alone(uint64_t count);
 
 }  // namespace ringjax::collective

@@ -14,7 +14,7 @@
 
 namespace ringjax::collective {
 
-// The smallest k with 2^k >= n: the number of rounds of a binomial tree.
+// Returns the smallest k with 2^k >= n: the number of rounds of a binomial tree.
 int CeilLog2(int n);
 
 // kThrough: ranks forward messages while they arrive. kByRounds: rounds never overlap.
@@ -31,9 +31,10 @@ class Traffic {
   // same time. Ranks below `begin` neither send nor receive.
   void SendAll(double bytes, int begin = 0);
 
-  // The predicted time. `steps`: messages in the longest chain of dependent messages.
-  // The bytes take the time of the busiest rank (inside a host) and of the busiest host
-  // (between hosts): with kThrough the longer of the two, with kByRounds their sum.
+  // Returns the predicted time. `steps`: messages in the longest chain of dependent
+  // messages. The bytes take the time of the busiest rank (inside a host) and of the
+  // busiest host (between hosts): with kThrough the longer of the two, with kByRounds
+  // their sum.
   double Seconds(double steps, Flow flow = Flow::kThrough) const;
 
   int hosts() const { return static_cast<int>(host_size_.size()); }

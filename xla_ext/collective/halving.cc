@@ -39,7 +39,7 @@ struct Fold {
   int Rank(int number) const {
     return number < pairs ? 2 * number + 1 : number + pairs;
   }
-  // The lowest rank that member `number` represents.
+  // Returns the lowest rank that member `number` represents.
   int FirstRank(int number) const { return number < pairs ? 2 * number : Rank(number); }
 
   int power, pairs;
@@ -52,9 +52,10 @@ struct Exchange {
   int keep_lo, keep_hi, give_lo, give_hi;
 };
 
-// The exchanges of member `number` of `power`. With `near_first` the distances are 1,
-// 2, 4, ...: the exchange with most bytes is with the neighbour, likely on the same
-// host. Otherwise the distances are power / 2, ..., 2, 1: member i ends with block i.
+// Returns the exchanges of member `number` of `power`. With `near_first` the distances
+// are 1, 2, 4, ...: the exchange with most bytes is with the neighbour, likely on the
+// same host. Otherwise the distances are power / 2, ..., 2, 1: member i ends with block
+// i.
 std::vector<Exchange> Halve(int number, int power, bool near_first) {
   std::vector<Exchange> exchanges;
   int lo = 0, hi = power;

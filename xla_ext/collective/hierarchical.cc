@@ -45,8 +45,8 @@ struct Position {
     }
   }
 
-  // The ranks whose index on their host is local.index, one on each host. Every host
-  // must have a rank with this index.
+  // Returns the ranks whose index on their host is local.index, one on each host. Every
+  // host must have a rank with this index.
   Group Rail(const HostRanks& hosts) const {
     Group rail{{}, host};
     for (const std::vector<int>& ranks : hosts)
@@ -58,7 +58,7 @@ struct Position {
   Group local;
 };
 
-// The blocks that belong to `ranks`, in the order of `ranks`.
+// Returns the blocks that belong to `ranks`, in the order of `ranks`.
 Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
   std::vector<Range> ranges;
   for (const int r : ranks) ranges.push_back(blocks.At(r));
@@ -227,27 +227,28 @@ Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology)
 
 namespace {
 
-// The time of `rounds` trips around the rings between hosts. `bytes` is the sum over
-// all rings, which work at the same time.
+// Returns the time of `rounds` trips around the rings between hosts. `bytes` is the sum
+// over all rings, which work at the same time.
 double BetweenHosts(double rounds, double bytes, int hosts, const CostModel& model) {
   const double hops = rounds * (hosts - 1);
   return hops * (model.remote_latency + model.remote_message +
                  bytes / hosts * model.remote_byte);
 }
 
-// The topology of one host with `ranks` ranks.
+// Returns the topology of one host with `ranks` ranks.
 Topology FullHost(int ranks) {
   return {0, ranks, std::vector<int>(static_cast<size_t>(ranks), 0)};
 }
 
-// The topology of one rank on each host.
+// Returns the topology of one rank on each host.
 Topology Leaders(int hosts) {
   Topology leaders{0, hosts, {}};
   for (int h = 0; h < hosts; ++h) leaders.host.push_back(h);
   return leaders;
 }
 
-// The time of one trip around the rings, plus that of the phase `inside` the hosts.
+// Returns the time of one trip around the rings, plus that of the phase `inside` the
+// hosts.
 double OnRails(double (*inside)(uint64_t, const Topology&, const CostModel&),
                uint64_t bytes, const Topology& topology, const CostModel& model) {
   const Traffic traffic(topology, model);
@@ -255,7 +256,7 @@ double OnRails(double (*inside)(uint64_t, const Topology&, const CostModel&),
          BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
 }
 
-// The time of both phases of an allreduce inside the hosts.
+// Returns the time of both phases of an allreduce inside the hosts.
 double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& model) {
   const auto cost = traffic.even() ? DirectAllreduceCost : TreeAllreduceCost;
   return cost(bytes, FullHost(traffic.widest()), model);

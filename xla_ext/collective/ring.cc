@@ -21,7 +21,7 @@
 namespace ringjax::collective {
 namespace {
 
-// The time of `rounds` trips around the ring.
+// Returns the time of `rounds` trips around the ring.
 double RingCost(double rounds, uint64_t bytes, const Topology& topology,
                 const CostModel& model) {
   Traffic traffic(topology, model);

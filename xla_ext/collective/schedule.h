@@ -66,7 +66,7 @@ struct Topology {
   bool segment = false;   // whether all ranks have mapped a shared segment
 };
 
-// Whether all ranks are on one host, as a shared segment requires.
+// Returns whether all ranks are on one host, as a shared segment requires.
 inline bool OnOneHost(const std::vector<int>& host) {
   return std::all_of(host.begin(), host.end(), [&](int h) { return h == host[0]; });
 }

@@ -74,7 +74,7 @@ class Memory {
     return pieces;
   }
 
-  // Whether any of the elements was written.
+  // Returns whether any of the elements was written.
   bool Touches(uint64_t offset, uint64_t count) const {
     const auto cell = cells_.lower_bound(offset + count);
     if (cell == cells_.begin()) return false;

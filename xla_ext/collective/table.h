@@ -39,7 +39,7 @@ struct Algorithm {
   double (*cost)(uint64_t bytes, const Topology&, const CostModel&);
 };
 
-// All algorithms, in order of registration.
+// Returns all algorithms, in order of registration.
 std::span<const Algorithm> Algorithms();
 
 // Returns the named algorithm, or the cheapest one that applies if `name` is empty.

@@ -26,10 +26,10 @@ struct Node {
   std::vector<int> children;
 };
 
-// The node at `position` of a binary tree over positions 0 .. size - 1. Position 0 is
-// the root and has one child. Below the root, positions are numbered in order (left
-// subtree, node, right subtree), and the number of trailing zero bits of a position is
-// its height: so exactly the odd positions are leaves.
+// Returns the node at `position` of a binary tree over positions 0 .. size - 1.
+// Position 0 is the root and has one child. Below the root, positions are numbered in
+// order (left subtree, node, right subtree), and the number of trailing zero bits of a
+// position is its height: so exactly the odd positions are leaves.
 Node PlaceInTree(int position, int size) {
   Node node;
   if (position == 0) {
@@ -52,8 +52,8 @@ Node PlaceInTree(int position, int size) {
   return node;
 }
 
-// The node of `rank` in tree 0 or 1. Tree 1 reflects the positions of tree 0 if the
-// size is even and rotates them if it is odd. So even positions become odd, except
+// Returns the node of `rank` in tree 0 or 1. Tree 1 reflects the positions of tree 0 if
+// the size is even and rotates them if it is odd. So even positions become odd, except
 // position 0 if the size is odd.
 Node PlaceInTree(int rank, int size, int tree) {
   if (tree == 0) return PlaceInTree(rank, size);

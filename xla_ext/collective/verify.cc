@@ -89,7 +89,7 @@ Promise PromiseTo(int rank, const std::vector<Problem>& problems) {
   return {};
 }
 
-// Whether the results are reductions over all ranks, and not copies.
+// Returns whether the results are reductions over all ranks, and not copies.
 bool Reduces(Collective op) {
   return op == Collective::kAllreduce || op == Collective::kReducescatter;
 }

@@ -178,8 +178,9 @@ Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) 
   return Seal(work, pieces);
 }
 
-// Whether a call may skip NCCL: there is only one rank, and the fusion is hybrid. The
-// other modes use NCCL with one rank, too, so that their speed can be measured there.
+// Returns whether a call may skip NCCL: there is only one rank, and the fusion is
+// hybrid. The other modes use NCCL with one rank, too, so that their speed can be
+// measured there.
 bool CudaCollectives::Alone() const { return size() == 1 && mode_ == Fusion::kHybrid; }
 
 Status CudaCollectives::CopyThrough(Work* work) {

@@ -41,9 +41,9 @@ class Pool {
 
 constexpr size_t kMaxKnownCalls = 512;
 
-// The key of a call in known_calls_, whose entries keep the result of Validate. So the
-// key also covers properties that Validate checks but that the fingerprint does not
-// have.
+// Returns the key of a call in known_calls_, whose entries keep the result of Validate.
+// So the key also covers properties that Validate checks but that the fingerprint does
+// not have.
 uint64_t KeyOf(const Call& call) {
   uint64_t key = Fingerprint(call);
   auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };

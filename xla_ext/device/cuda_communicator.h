@@ -85,9 +85,9 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // The state of the epoch: whether it is aborted and why. Also aborts it.
   DeviceEpoch& epoch() { return epoch_; }
   const DeviceEpoch& epoch() const { return epoch_; }
-  // The communicator of `all` whose device has the CUDA context that is current on this
-  // thread. If no context is current, the only communicator of `all`: the driver then
-  // refuses streams of another device. Otherwise null.
+  // Returns the communicator of `all` whose device has the CUDA context that is current
+  // on this thread. If no context is current, the only communicator of `all`: the
+  // driver then refuses streams of another device. Otherwise null.
   static CudaCommunicator* Here(const All& all);
 
   // Enqueues one call on `stream`. Without a workspace, the fused buffer comes from the

@@ -28,7 +28,7 @@ class DeviceEpoch {
   void AddOtherDevice(const std::shared_ptr<DeviceEpoch>& other);
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
-  // The reason of the abort; ok if the epoch is not aborted.
+  // Returns the reason of the abort; ok if the epoch is not aborted.
   Status Check() const;
   // Ok if the results of all calls that were enqueued are valid or will be.
   Status Health() const;

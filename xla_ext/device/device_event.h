@@ -64,7 +64,7 @@ class DeviceEvent {
 
   const std::shared_ptr<PrimaryContext>& context() const { return primary_context_; }
   Event event() const { return event_; }
-  // Whether the stream has reached the event. Also true after a final error (MayRun).
+  // Returns whether the stream has reached the event or has a final error (MayRun).
   bool Passed() const;
   // Makes later work of `stream` wait for the event.
   Status Delay(Stream stream) const;

@@ -24,14 +24,14 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using HostFunction = void (*)(void*);
 
-// An address of device memory in the driver's type.
+// Returns an address of device memory in the driver's type.
 inline Pointer ToPointer(const void* p) { return reinterpret_cast<Pointer>(p); }
 
 inline constexpr Outcome kSuccess = 0, kInvalidValue = 1, kNotReady = 600;
-// Whether the work before an event or in a stream may still run, from the result of
-// cuEventQuery or cuStreamQuery. While some thread captures a stream, the driver may
-// refuse the query (errors 900 to 908), which says nothing about the work. Any other
-// error is final.
+// Returns whether the work before an event or in a stream may still run, from the
+// result of cuEventQuery or cuStreamQuery. While some thread captures a stream, the
+// driver may refuse the query (errors 900 to 908), which says nothing about the work.
+// Any other error is final.
 inline bool MayRun(Outcome outcome) {
   return outcome == kNotReady || (outcome >= 900 && outcome <= 908);
 }

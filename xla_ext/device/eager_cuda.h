@@ -51,7 +51,8 @@ class EagerCuda : public EagerBackend {
   void Close() override;
 
   int device() const;  // CUDA ordinal; -1 until the first tensors or Open
-  // Whether NCCL has connected the ranks, so that the device may compute results.
+  // Returns whether NCCL has connected the ranks, so that the device may compute
+  // results.
   bool joined() const { return open_.load(std::memory_order_acquire); }
   // See CudaCommunicator::Confirm. Ok before NCCL has connected the ranks.
   Status Confirm() const;

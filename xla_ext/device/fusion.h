@@ -63,13 +63,15 @@ struct FusionPlan {
 // arithmetic that the kernels do not have.
 Result<FusionPlan> PlanFusion(const Call& call, int size, const FusionOptions& options);
 
-// The dtype in which NCCL moves the elements of a tensor.
+// Returns the dtype in which NCCL moves the elements of a tensor.
 DType WireType(const Call& call, const Tensor& tensor);
 
-// Whether a reduction must convert the elements: a wire dtype or a factor applies.
+// Returns whether a reduction must convert the elements: a wire dtype or a factor
+// applies.
 bool Converts(const Call& call, const Tensor& tensor);
 
-// The dtype of the arithmetic, and the elements in it: a complex number is two floats.
+// Return the dtype of the arithmetic, and the number of elements in this dtype: a
+// complex number is two floats.
 DType ComponentType(DType type);
 uint64_t Components(const Tensor& tensor);
 

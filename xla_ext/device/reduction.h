@@ -16,7 +16,7 @@ struct Reduction {
 // product is refused. Bool is 0 or 1, so maximum is OR and minimum is AND.
 Result<Reduction> ReductionOf(DType type, DType wire, ReduceOp op, int size);
 
-// Whether the kernels make an average from a sum, in float32. NCCL averages by
+// Returns whether the kernels make an average from a sum, in float32. NCCL averages by
 // multiplying each operand by 1/size, rounded to the type: with 3 ranks a bf16 average
 // is wrong by 0.2 %, always in the same direction. So 16-bit types use NCCL's average
 // only if `size` is a power of two, where 1/size is exact.

@@ -28,7 +28,7 @@ struct Terms {
   std::string_view name, names;
   double timeout;
 
-  // Whether invocations are counted, because seq is not the number of the step.
+  // Returns whether invocations are counted, because seq is not the number of the step.
   bool counts() const { return first >= 0; }
 };
 
@@ -51,9 +51,9 @@ struct Check {
   std::atomic<uint32_t>* counter;
   std::optional<uint64_t> ticket = {};  // a ticket for the first call, or none
 
-  // Whether to compare now; equal on all ranks. If seq is the number of the step, the
-  // ranks compare at the steps of ComparesAt, and in a static job also at the first
-  // step of this process. If invocations are counted, the ranks compare at the
+  // Returns whether to compare now; equal on all ranks. If seq is the number of the
+  // step, the ranks compare at the steps of ComparesAt, and in a static job also at the
+  // first step of this process. If invocations are counted, the ranks compare at the
   // invocations of ComparesAt, counted from `first`, but never in an elastic job, where
   // the counts of the ranks differ: a newcomer has missed invocations, and some run
   // again.

@@ -7,11 +7,13 @@
 
 namespace ringjax {
 
-// All handlers for the CPU, for jax.ffi.register_ffi_target: name, XLA_FFI_Handler*.
+// Returns all handlers for the CPU, for jax.ffi.register_ffi_target: name,
+// XLA_FFI_Handler*.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// The two handlers of check.cc, which HostHandlers includes.
+// Returns the two handlers of check.cc, which HostHandlers includes.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
-// All handlers for CUDA; their names are also the names of handlers for the CPU.
+// Returns all handlers for CUDA; their names are also the names of handlers for the
+// CPU.
 std::vector<std::pair<std::string, void*>> DeviceHandlers();
 
 }  // namespace ringjax

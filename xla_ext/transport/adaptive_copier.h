@@ -43,8 +43,8 @@ class AdaptiveCopier {
   // Whether the last long copy was non-temporal.
   bool non_temporal() const { return non_temporal_; }
 
-  // Whether the next copy of `bytes` >= kMinBytes bytes will use non-temporal stores,
-  // according to the measurements. Ignores always_non_temporal.
+  // Returns whether the next copy of `bytes` >= kMinBytes bytes will use non-temporal
+  // stores, according to the measurements. Ignores always_non_temporal.
   bool IsNonTemporal(size_t bytes) const {
     return states_[StateIndex(bytes)].non_temporal;
   }

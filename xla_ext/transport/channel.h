@@ -57,7 +57,8 @@ class Channel {
   bool pending() const { return sent_ < sealed_; }
   // Sends the pending bytes. Returns 1 if none are left, otherwise -1 with errno.
   int Flush();
-  // Whether Receive would return bytes, or report a bad record, without a socket read.
+  // Returns whether Receive would return bytes, or report a bad record, without a
+  // socket read.
   bool readable() const;
 
  private:

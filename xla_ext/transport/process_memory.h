@@ -33,7 +33,7 @@ class ProcessMemory {
   // process is unknown and nothing can be read.
   ProcessMemory(pid_t pid, const Proof& proof) : pid_(pid), proof_(proof) {}
 
-  // Whether the memory can be read and belongs to the process of the proof.
+  // Returns whether the memory can be read and belongs to the process of the proof.
   bool CanRead() const { return Read({}, {}) == 0; }
 
   // Reads like process_vm_readv. Returns the number of bytes read, which may be fewer

@@ -60,8 +60,9 @@ class RingEnd {
   size_t ToWrap() const { return capacity_ - Index(); }
   size_t Index() const { return static_cast<size_t>(position_) & (capacity_ - 1); }
 
-  // The length of the contiguous region at this side's position: at most `usable` and
-  // `limit`, a multiple of `granularity`, and 0 if not even one element is contiguous.
+  // Returns the length of the contiguous region at this side's position: at most
+  // `usable` and `limit`, a multiple of `granularity`, and 0 if not even one element is
+  // contiguous.
   size_t Contiguous(size_t usable, size_t limit, size_t granularity) const {
     return std::min({usable, limit, ToWrap()}) & ~(granularity - 1);
   }
@@ -82,8 +83,8 @@ class RingWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Bytes that can be written. Loads the reader's position first if, as far as this
-  // side knows, fewer than `wanted` bytes can be written.
+  // Returns how many bytes can be written. Loads the reader's position first if, as far
+  // as this side knows, fewer than `wanted` bytes can be written.
   size_t Room(size_t wanted) {
     if (capacity_ - static_cast<size_t>(position_ - other_) < wanted) Refresh();
     return broken_ ? 0 : capacity_ - static_cast<size_t>(position_ - other_);
@@ -138,8 +139,8 @@ class RingReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Bytes that can be read. Loads the writer's position first if, as far as this side
-  // knows, fewer than `wanted` bytes can be read.
+  // Returns how many bytes can be read. Loads the writer's position first if, as far as
+  // this side knows, fewer than `wanted` bytes can be read.
   size_t Available(size_t wanted) {
     if (static_cast<size_t>(other_ - position_) < wanted) Refresh();
     return broken_ ? 0 : static_cast<size_t>(other_ - position_);

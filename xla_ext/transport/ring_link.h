@@ -64,8 +64,8 @@ class RingLink : public Link, private Waker {
   void PublishWritten();
   void PublishRead();
   void WakeIf(uint32_t wants) override;
-  // The state of a direction: ok if bytes may move later, otherwise the reason why no
-  // byte will move any more.
+  // Return the state of a direction: ok if bytes may move later, otherwise the reason
+  // why no byte will move any more.
   Status WriteState() const;
   Status ReadState();
 

@@ -35,12 +35,12 @@ class SharedSegment : public Waitable {
   size_t tile_bytes() const { return tile_bytes_; }
   size_t area_bytes() const { return kTiles * tile_bytes_; }
 
-  // The slot of `rank` for the inline data of the call that raises kAgreed to `turn`:
-  // kHeaderBytes bytes, then up to inline_bytes() bytes. Successive turns use
+  // Returns the slot of `rank` for the inline data of the call that raises kAgreed to
+  // `turn`: kHeaderBytes bytes, then up to inline_bytes() bytes. Successive turns use
   // successive sets of slots, of which there are at least two. Aligned to a cache line.
   std::byte* InlineSlot(uint64_t turn, int rank) const;
-  // The area of `rank`; for rank == size() the area for results that all ranks read. It
-  // has area_bytes() bytes and is aligned to a cache line.
+  // Returns the area of `rank`; for rank == size() the area for results that all ranks
+  // read. It has area_bytes() bytes and is aligned to a cache line.
   std::byte* Area(int rank) const;
   // Bytes of an area that all messages so far have used; equal on all ranks. A message
   // begins where the last message ended, and not at the beginning of the area. So the
@@ -69,7 +69,7 @@ class SharedSegment : public Waitable {
   // with the counters: if a Look after Stop misses a peer's update, then the peer's
   // next Stopped() sees the mark.
   void Stop();
-  // The lowest peer that has called Stop; -1 if there is none.
+  // Returns the lowest peer that has called Stop; -1 if there is none.
   int Stopped() const;
 
   // Requests a wake-up for each advance of any counter of any peer, and for a peer that
@@ -110,8 +110,8 @@ class SharedSegment : public Waitable {
   friend size_t SharedSegmentBytes(int size, size_t tile_bytes);
 };
 
-// The bytes of a shared segment for `size` ranks. Requires IsTileSize(tile_bytes): a
-// positive multiple of 4096, at most 256 MiB.
+// Returns the bytes of a shared segment for `size` ranks. Requires
+// IsTileSize(tile_bytes): a positive multiple of 4096, at most 256 MiB.
 size_t SharedSegmentBytes(int size, size_t tile_bytes);
 bool IsTileSize(size_t tile_bytes);
 

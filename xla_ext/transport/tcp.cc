@@ -285,7 +285,8 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   return false;
 }
 
-// Whether the peer is on this host. If so, both ends of the socket have one address.
+// Returns whether the peer is on this host. If so, both ends of the socket have one
+// address.
 bool IsOnThisHost(int fd) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
