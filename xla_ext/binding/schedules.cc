@@ -193,7 +193,7 @@ void BindSchedules(nb::module_& m) {
         std::vector<std::pair<std::string, double>> all;
         for (const Algorithm& a : Algorithms())
           if (a.op == OpOf(op) && a.applies(topology))
-            all.push_back({Text(a.name), a.cost(bytes, topology, model)});
+            all.push_back({Text(a.name), a.cost(bytes, {topology, model})});
         return all;
       },
       "op"_a, "bytes"_a, "host"_a, "cost"_a = nb::dict());

@@ -47,7 +47,7 @@ void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root
 // A generator and a cost function for each row of the table.
 #define RJ_ALGORITHM(name)                        \
   Schedule name(const Problem&, const Topology&); \
-  double name##Cost(uint64_t bytes, const Topology&, const CostModel&)
+  double name##Cost(uint64_t bytes, const Network&)
 
 RJ_ALGORITHM(RingAllreduce);
 RJ_ALGORITHM(DirectAllreduce);
@@ -77,8 +77,8 @@ RJ_ALGORITHM(PairwiseAlltoall);
 #undef RJ_ALGORITHM
 
 // shared.cc. The schedules are those of the direct algorithms.
-double SharedAllreduceCost(uint64_t bytes, const Topology&, const CostModel&);
-double SharedReducescatterCost(uint64_t bytes, const Topology&, const CostModel&);
+double SharedAllreduceCost(uint64_t bytes, const Network&);
+double SharedReducescatterCost(uint64_t bytes, const Network&);
 
 // hierarchical.cc. HasHierarchy: whether there are several hosts, at least one of them
 // with several ranks. HasEvenHierarchy: also, all hosts have equally many ranks.

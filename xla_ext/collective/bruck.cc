@@ -44,10 +44,9 @@ Schedule BruckAllgather(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-double BruckAllgatherCost(uint64_t bytes, const Topology& topology,
-                          const CostModel& model) {
-  Traffic traffic(topology, model);
-  const int size = topology.size;
+double BruckAllgatherCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  const int size = net.topology.size;
   const double block = static_cast<double>(bytes) / size;
   for (int have = 1; have < size; have *= 2) {
     const int count = std::min(have, size - have);

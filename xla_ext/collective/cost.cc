@@ -27,9 +27,9 @@ int CeilLog2(int n) {
   return static_cast<int>(std::bit_width(static_cast<unsigned>(n - 1)));
 }
 
-Traffic::Traffic(const Topology& topology, const CostModel& model)
-    : model_(model), host_(static_cast<size_t>(topology.size)) {
-  for (const std::vector<int>& ranks : Hosts(topology)) {
+Traffic::Traffic(const Network& net)
+    : model_(net.model), host_(static_cast<size_t>(net.topology.size)) {
+  for (const std::vector<int>& ranks : Hosts(net.topology)) {
     for (const int r : ranks) host_[static_cast<size_t>(r)] = host_size_.size();
     host_size_.push_back(static_cast<int>(ranks.size()));
   }

@@ -23,7 +23,7 @@ enum class Flow { kThrough, kByRounds };
 // All messages of one algorithm, and the time that they take.
 class Traffic {
  public:
-  Traffic(const Topology& topology, const CostModel& model);
+  explicit Traffic(const Network& net);
 
   // Adds `messages` messages of `bytes` bytes in total.
   void Send(int from, int to, double bytes, double messages = 1);

@@ -17,12 +17,11 @@
 namespace ringjax::collective {
 namespace {
 
-double DirectCost(double rounds, uint64_t bytes, const Topology& topology,
-                  const CostModel& model) {
-  Traffic traffic(topology, model);
-  if (topology.size == 1) return traffic.Seconds(0);
+double DirectCost(double rounds, uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  if (net.topology.size == 1) return traffic.Seconds(0);
   for (int i = 0; i < static_cast<int>(rounds); ++i)
-    traffic.SendAll(static_cast<double>(bytes) / topology.size);
+    traffic.SendAll(static_cast<double>(bytes) / net.topology.size);
   return traffic.Seconds(rounds);
 }
 
@@ -97,28 +96,24 @@ Schedule DirectBroadcast(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-double DirectAllreduceCost(uint64_t bytes, const Topology& topology,
-                           const CostModel& model) {
-  return DirectCost(2, bytes, topology, model);
+double DirectAllreduceCost(uint64_t bytes, const Network& net) {
+  return DirectCost(2, bytes, net);
 }
 
-double DirectReducescatterCost(uint64_t bytes, const Topology& topology,
-                               const CostModel& model) {
-  return DirectCost(1, bytes, topology, model);
+double DirectReducescatterCost(uint64_t bytes, const Network& net) {
+  return DirectCost(1, bytes, net);
 }
 
-double DirectAllgatherCost(uint64_t bytes, const Topology& topology,
-                           const CostModel& model) {
-  return DirectCost(1, bytes, topology, model);
+double DirectAllgatherCost(uint64_t bytes, const Network& net) {
+  return DirectCost(1, bytes, net);
 }
 
 // Computes the cost for root 0, so that the choice does not depend on the root.
-double DirectBroadcastCost(uint64_t bytes, const Topology& topology,
-                           const CostModel& model) {
-  Traffic traffic(topology, model);
-  if (topology.size == 1) return traffic.Seconds(0);
-  const double block = static_cast<double>(bytes) / (topology.size - 1);
-  for (int r = 1; r < topology.size; ++r) traffic.Send(0, r, block);
+double DirectBroadcastCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  if (net.topology.size == 1) return traffic.Seconds(0);
+  const double block = static_cast<double>(bytes) / (net.topology.size - 1);
+  for (int r = 1; r < net.topology.size; ++r) traffic.Send(0, r, block);
   traffic.SendAll(block, 1);
   return traffic.Seconds(2);
 }

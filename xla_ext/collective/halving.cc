@@ -184,10 +184,9 @@ void CountHalving(Traffic* traffic, const Fold& fold, bool near_first, double by
 
 }  // namespace
 
-double HalvingAllreduceCost(uint64_t bytes, const Topology& topology,
-                            const CostModel& model) {
-  Traffic traffic(topology, model);
-  const Fold fold(topology.size);
+double HalvingAllreduceCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  const Fold fold(net.topology.size);
   const auto whole = static_cast<double>(bytes);
   CountHalving(&traffic, fold, true, whole, 2);
   for (int i = 0; i < fold.pairs; ++i) {
@@ -198,15 +197,14 @@ double HalvingAllreduceCost(uint64_t bytes, const Topology& topology,
   return traffic.Seconds(2 * rounds, Flow::kByRounds);
 }
 
-double HalvingReducescatterCost(uint64_t bytes, const Topology& topology,
-                                const CostModel& model) {
-  Traffic traffic(topology, model);
-  const Fold fold(topology.size);
+double HalvingReducescatterCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  const Fold fold(net.topology.size);
   const auto whole = static_cast<double>(bytes);
   CountHalving(&traffic, fold, false, whole, 1);
   for (int i = 0; i < fold.pairs; ++i) {
     traffic.Send(2 * i, 2 * i + 1, whole);
-    traffic.Send(2 * i + 1, 2 * i, whole / topology.size);
+    traffic.Send(2 * i + 1, 2 * i, whole / net.topology.size);
   }
   const int rounds = CeilLog2(fold.power) + (fold.pairs > 0 ? 2 : 0);
   return traffic.Seconds(rounds, Flow::kByRounds);

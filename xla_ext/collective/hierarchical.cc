@@ -249,50 +249,45 @@ Topology Leaders(int hosts) {
 
 // Returns the time of one trip around the rings, plus that of the phase `inside` the
 // hosts.
-double OnRails(double (*inside)(uint64_t, const Topology&, const CostModel&),
-               uint64_t bytes, const Topology& topology, const CostModel& model) {
-  const Traffic traffic(topology, model);
-  return inside(bytes, FullHost(traffic.widest()), model) +
-         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), model);
+double OnRails(double (*inside)(uint64_t, const Network&), uint64_t bytes,
+               const Network& net) {
+  const Traffic traffic(net);
+  return inside(bytes, {FullHost(traffic.widest()), net.model}) +
+         BetweenHosts(1, static_cast<double>(bytes), traffic.hosts(), net.model);
 }
 
 // Returns the time of both phases of an allreduce inside the hosts.
 double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& model) {
   const auto cost = traffic.even() ? DirectAllreduceCost : TreeAllreduceCost;
-  return cost(bytes, FullHost(traffic.widest()), model);
+  return cost(bytes, {FullHost(traffic.widest()), model});
 }
 
 }  // namespace
 
-double HierarchicalAllreduceCost(uint64_t bytes, const Topology& topology,
-                                 const CostModel& model) {
-  const Traffic traffic(topology, model);
-  return InsideHosts(bytes, traffic, model) +
-         BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), model);
+double HierarchicalAllreduceCost(uint64_t bytes, const Network& net) {
+  const Traffic traffic(net);
+  return InsideHosts(bytes, traffic, net.model) +
+         BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), net.model);
 }
 
-double HierarchicalHalvingAllreduceCost(uint64_t bytes, const Topology& topology,
-                                        const CostModel& model) {
-  const Traffic traffic(topology, model);
-  return InsideHosts(bytes, traffic, model) +
-         HalvingAllreduceCost(bytes, Leaders(traffic.hosts()), model);
+double HierarchicalHalvingAllreduceCost(uint64_t bytes, const Network& net) {
+  const Traffic traffic(net);
+  return InsideHosts(bytes, traffic, net.model) +
+         HalvingAllreduceCost(bytes, {Leaders(traffic.hosts()), net.model});
 }
 
-double HierarchicalAllgatherCost(uint64_t bytes, const Topology& topology,
-                                 const CostModel& model) {
-  return OnRails(DirectAllgatherCost, bytes, topology, model);
+double HierarchicalAllgatherCost(uint64_t bytes, const Network& net) {
+  return OnRails(DirectAllgatherCost, bytes, net);
 }
 
-double HierarchicalReducescatterCost(uint64_t bytes, const Topology& topology,
-                                     const CostModel& model) {
-  return OnRails(DirectReducescatterCost, bytes, topology, model);
+double HierarchicalReducescatterCost(uint64_t bytes, const Network& net) {
+  return OnRails(DirectReducescatterCost, bytes, net);
 }
 
-double HierarchicalBroadcastCost(uint64_t bytes, const Topology& topology,
-                                 const CostModel& model) {
-  const Traffic traffic(topology, model);
-  return TreeBroadcastCost(bytes, FullHost(traffic.widest()), model) +
-         TreeBroadcastCost(bytes, Leaders(traffic.hosts()), model);
+double HierarchicalBroadcastCost(uint64_t bytes, const Network& net) {
+  const Traffic traffic(net);
+  return TreeBroadcastCost(bytes, {FullHost(traffic.widest()), net.model}) +
+         TreeBroadcastCost(bytes, {Leaders(traffic.hosts()), net.model});
 }
 
 }  // namespace ringjax::collective

@@ -29,11 +29,10 @@ Schedule PairwiseAlltoall(const Problem& problem, const Topology& topology) {
   return builder.Take();
 }
 
-double PairwiseAlltoallCost(uint64_t bytes, const Topology& topology,
-                            const CostModel& model) {
-  Traffic traffic(topology, model);
-  if (topology.size == 1) return traffic.Seconds(0);
-  traffic.SendAll(static_cast<double>(bytes) / topology.size);
+double PairwiseAlltoallCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  if (net.topology.size == 1) return traffic.Seconds(0);
+  traffic.SendAll(static_cast<double>(bytes) / net.topology.size);
   return traffic.Seconds(1);
 }
 

@@ -22,10 +22,9 @@ namespace ringjax::collective {
 namespace {
 
 // Returns the time of `rounds` trips around the ring.
-double RingCost(double rounds, uint64_t bytes, const Topology& topology,
-                const CostModel& model) {
-  Traffic traffic(topology, model);
-  const int size = topology.size;
+double RingCost(double rounds, uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  const int size = net.topology.size;
   const double hops = rounds * (size - 1);
   for (int r = 0; r < size && size > 1; ++r)
     traffic.Send(r, (r + 1) % size, hops / size * static_cast<double>(bytes), hops);
@@ -115,31 +114,27 @@ Schedule ChainBroadcast(const Problem& problem, const Topology& topology) {
 }
 
 // Computes the cost for root 0, so that the choice does not depend on the root.
-double ChainBroadcastCost(uint64_t bytes, const Topology& topology,
-                          const CostModel& model) {
-  Traffic traffic(topology, model);
+double ChainBroadcastCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
   int before = -1;
-  for (const auto& ranks : Hosts(topology))
+  for (const auto& ranks : Hosts(net.topology))
     for (const int rank : ranks) {
       if (before >= 0) traffic.Send(before, rank, static_cast<double>(bytes));
       before = rank;
     }
-  return traffic.Seconds(topology.size - 1);
+  return traffic.Seconds(net.topology.size - 1);
 }
 
-double RingAllreduceCost(uint64_t bytes, const Topology& topology,
-                         const CostModel& model) {
-  return RingCost(2, bytes, topology, model);
+double RingAllreduceCost(uint64_t bytes, const Network& net) {
+  return RingCost(2, bytes, net);
 }
 
-double RingReducescatterCost(uint64_t bytes, const Topology& topology,
-                             const CostModel& model) {
-  return RingCost(1, bytes, topology, model);
+double RingReducescatterCost(uint64_t bytes, const Network& net) {
+  return RingCost(1, bytes, net);
 }
 
-double RingAllgatherCost(uint64_t bytes, const Topology& topology,
-                         const CostModel& model) {
-  return RingCost(1, bytes, topology, model);
+double RingAllgatherCost(uint64_t bytes, const Network& net) {
+  return RingCost(1, bytes, net);
 }
 
 }  // namespace ringjax::collective

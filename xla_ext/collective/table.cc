@@ -87,7 +87,7 @@ Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t b
   for (const Algorithm& row : kTable) {
     if (row.op != op || !row.applies(topology)) continue;
     if (!name.empty() && row.name != name) continue;
-    const double seconds = name.empty() ? row.cost(bytes, topology, model) : 0;
+    const double seconds = name.empty() ? row.cost(bytes, {topology, model}) : 0;
     if (best != nullptr && seconds >= least) continue;
     best = &row;
     least = seconds;

@@ -25,6 +25,12 @@ struct CostModel {
   double remote_byte = 1.0 / 1.1e9;
 };
 
+// The ranks that exchange messages, and the cost of their messages.
+struct Network {
+  const Topology& topology;
+  const CostModel& model;
+};
+
 // The name of the algorithm that needs a shared segment. engine/call/tiles.h runs this
 // algorithm, not the executor.
 inline constexpr std::string_view kShared = "shared";
@@ -36,7 +42,7 @@ struct Algorithm {
   bool (*applies)(const Topology&);  // e.g. hierarchical needs several hosts
   std::string_view needs;  // condition of `applies` in words; empty if there is none
   // Predicted seconds for a whole vector of `bytes` bytes.
-  double (*cost)(uint64_t bytes, const Topology&, const CostModel&);
+  double (*cost)(uint64_t bytes, const Network&);
 };
 
 // Returns all algorithms, in order of registration.

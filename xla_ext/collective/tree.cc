@@ -137,43 +137,40 @@ Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
 }
 
 // Computes the cost for root 0, so that the choice does not depend on the root.
-double TreeBroadcastCost(uint64_t bytes, const Topology& topology,
-                         const CostModel& model) {
-  Traffic traffic(topology, model);
-  for (int r = 1; r < topology.size; ++r)
+double TreeBroadcastCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
+  for (int r = 1; r < net.topology.size; ++r)
     traffic.Send(r & (r - 1), r, static_cast<double>(bytes));
-  return traffic.Seconds(CeilLog2(topology.size));
+  return traffic.Seconds(CeilLog2(net.topology.size));
 }
 
 // Rank 0 receives the vectors of its children one after the other, and can send results
 // only while the last vector arrives. So the time of the vectors `before` is added.
-double TreeAllreduceCost(uint64_t bytes, const Topology& topology,
-                         const CostModel& model) {
-  Traffic before(topology, model), traffic(topology, model);
+double TreeAllreduceCost(uint64_t bytes, const Network& net) {
+  Traffic before(net), traffic(net);
   const auto whole = static_cast<double>(bytes);
-  for (int r = 1; r < topology.size; ++r) {
+  for (int r = 1; r < net.topology.size; ++r) {
     const bool last =
-        std::has_single_bit(static_cast<unsigned>(r)) && 2 * r >= topology.size;
+        std::has_single_bit(static_cast<unsigned>(r)) && 2 * r >= net.topology.size;
     if (!last) before.Send(r, r & (r - 1), whole, 0);
     traffic.Send(r, r & (r - 1), 0);
     traffic.Send(r & (r - 1), r, whole);
   }
-  return before.Seconds(0) + traffic.Seconds(2 * CeilLog2(topology.size));
+  return before.Seconds(0) + traffic.Seconds(2 * CeilLog2(net.topology.size));
 }
 
-double DoubleTreeAllreduceCost(uint64_t bytes, const Topology& topology,
-                               const CostModel& model) {
-  Traffic traffic(topology, model);
+double DoubleTreeAllreduceCost(uint64_t bytes, const Network& net) {
+  Traffic traffic(net);
   const double half = static_cast<double>(bytes) / 2;
   for (int tree = 0; tree < 2; ++tree) {
-    for (int r = 0; r < topology.size; ++r) {
-      const int parent = PlaceInTree(r, topology.size, tree).parent;
+    for (int r = 0; r < net.topology.size; ++r) {
+      const int parent = PlaceInTree(r, net.topology.size, tree).parent;
       if (parent < 0) continue;
       traffic.Send(r, parent, half);
       traffic.Send(parent, r, half);
     }
   }
-  return traffic.Seconds(2 * CeilLog2(topology.size), Flow::kByRounds);
+  return traffic.Seconds(2 * CeilLog2(net.topology.size), Flow::kByRounds);
 }
 
 }  // namespace ringjax::collective
