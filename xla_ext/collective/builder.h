@@ -46,7 +46,7 @@ class Blocks {
   std::vector<Range> ranges_;
 };
 
-// Some ranks, in an order that is the same on all of them, and the index of this rank.
+// Some ranks, in an order that is equal on all of them, and the index of this rank.
 struct Group {
   std::vector<int> ranks;
   int index = 0;

@@ -360,8 +360,7 @@ Status Run::RunOne(Place p, Report* report) {
   return Store(to, std::move(result.value()));
 }
 
-// Reads src. Fails if `first` is set and src is not an untouched contribution, or the
-// reverse.
+// Reads src. Fails unless `first` is set exactly if src is an untouched contribution.
 Result<Pieces> Run::Take(Place p) {
   const Step& step = *At(p).step;
   std::optional<Pieces> pieces =

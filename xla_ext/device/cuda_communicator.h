@@ -175,8 +175,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // caller compares the calls (CudaOptions::checks_consistency).
   std::unique_ptr<ConsistencyChecker> checker_;
 
-  // Lock order: turn_mutex_, that of nccl_comm_, that of epoch_. No other lock is taken
-  // while state_mutex_ is held.
+  // Lock order: turn_mutex_, the mutex of nccl_comm_, the mutex of epoch_. No other
+  // lock is taken while state_mutex_ is held.
   std::mutex turn_mutex_;  // serves one caller at a time; guards the next three
   std::unordered_map<uint64_t, std::unique_ptr<KnownCall>> known_calls_;
   CudaCollectives collectives_;

@@ -38,7 +38,7 @@ Result<CudaCommunicator::All> CudaCommunicator::Connect(const CudaOptions& optio
   for (; culprit < places.size(); ++culprit) {
     CudaOptions own = options;
     own.device = places[culprit].device;
-    own.timed = culprit == 0;  // all devices take equally long, so one is timed
+    own.timed = culprit == 0;  // one is timed, as all take about equally long
     auto prepared = Prepare(own, places[culprit].control);
     status = prepared.status();
     if (!status.ok()) break;

@@ -1,4 +1,5 @@
-// One epoch on one device: whether it is aborted, why, and how far its teardown is.
+// One epoch on one device: whether and why it is aborted, and the steps of its
+// teardown.
 //
 // The first failure aborts the epoch on all devices of the process, because a program
 // needs the results of each of them. The failure of a call of this rank also aborts the

@@ -26,7 +26,7 @@ class DeviceResources {
   // Uses only the device of this rank. `report_time` receives the times of operations.
   Status Open(InFlight::ReportTime report_time);
   // Waits, for a limited time, until the device has ended all work of the communicator.
-  // Returns whether it has.
+  // Returns whether all work has ended.
   bool AwaitIdle() const;
   // Releases everything if the device is `idle`; otherwise leaks everything, because
   // work on the device may still use it. Afterwards in_flight() and the streams are

@@ -7,8 +7,8 @@
 
 namespace ringjax {
 
-// Returns all handlers for the CPU, for jax.ffi.register_ffi_target: name,
-// XLA_FFI_Handler*.
+// Returns the name and the XLA_FFI_Handler* of each handler for the CPU, as
+// jax.ffi.register_ffi_target needs them.
 std::vector<std::pair<std::string, void*>> HostHandlers();
 // Returns the two handlers of check.cc, which HostHandlers includes.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
