@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <ctime>
 #include <random>
 #include <thread>
@@ -13,6 +14,7 @@
 #include "collective/table.h"
 #include "engine/communicator/overlap.h"
 #include "engine/heartbeat/heartbeat.h"
+#include "link_ends.h"
 #include "local_world.h"
 
 namespace ringjax {

@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "check.h"
-#include "engine/call/executor.h"
+#include "engine/call/route.h"
 
 namespace {
 

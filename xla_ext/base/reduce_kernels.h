@@ -13,8 +13,8 @@
 #include "base/convert.h"
 #include "base/dtype.h"
 
-// Forces inlining of a lambda (RINGJAX_INLINE is for functions). Its place is behind
-// the parameters.
+// Forces inlining of a lambda, as RINGJAX_INLINE does for functions. It stands behind
+// the parameters of the lambda.
 #define RINGJAX_INLINE_LAMBDA __attribute__((always_inline))
 
 // Promises the compiler that no iteration depends on another one. out == own is an
