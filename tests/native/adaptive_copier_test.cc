@@ -16,8 +16,8 @@ TEST(BothKindsOfStoresCopyTheSameBytes) {
   std::vector<unsigned char> from((1 << 20) + 200), to(from.size() + 200);
   for (size_t i = 0; i < from.size(); ++i)
     from[i] = static_cast<unsigned char>(i % 251);
-  for (const bool past : {false, true}) {
-    const Instead<bool> how(&always_non_temporal, past);
+  for (const bool non_temporal : {false, true}) {
+    const Override<bool> how(&always_non_temporal, non_temporal);
     AdaptiveCopier copier;
     for (const size_t bytes : {0, 1, 4095, 4096, 4097, 65600, 1 << 20})
       for (const size_t offset : {0, 1, 63, 64, 100}) {
@@ -28,7 +28,7 @@ TEST(BothKindsOfStoresCopyTheSameBytes) {
                           [](unsigned char c) { return c == 255; }));
         CHECK_EQ(to[offset + bytes], 255);
         if (bytes >= AdaptiveCopier::kMinBytes)
-          CHECK_EQ(copier.non_temporal() || !past, true);
+          CHECK_EQ(copier.non_temporal() || !non_temporal, true);
       }
   }
 }
@@ -36,18 +36,18 @@ TEST(BothKindsOfStoresCopyTheSameBytes) {
 // A writer on a simulated machine, and the number of its non-temporal copies.
 class Machine {
  public:
-  int Write(int count, double ordinary, double past, size_t bytes = 64 << 10) {
+  int Write(int count, double ordinary, double non_temporal, size_t bytes = 64 << 10) {
     int times = 0;
     for (int i = 0; i < count; ++i) {
-      const bool goes = copier_.IsNonTemporal(bytes);
-      times += goes;
+      const bool chosen = copier_.IsNonTemporal(bytes);
+      times += chosen;
       // Every fifth copy is interrupted and takes 20 times as long.
-      copier_.Record(bytes, (goes ? past : ordinary) * static_cast<double>(bytes) *
-                                (i % 5 == 2 ? 20 : 1));
+      copier_.Record(bytes, (chosen ? non_temporal : ordinary) *
+                                static_cast<double>(bytes) * (i % 5 == 2 ? 20 : 1));
     }
     return times;
   }
-  bool Past(size_t bytes) const { return copier_.IsNonTemporal(bytes); }
+  bool IsNonTemporal(size_t bytes) const { return copier_.IsNonTemporal(bytes); }
 
  private:
   AdaptiveCopier copier_;
@@ -74,9 +74,10 @@ TEST(EachSizeIsMeasuredSeparately) {
     machine.Write(1, 0.4, 0.04, 5 << 20);
     machine.Write(1, 0.1, 0.05, AdaptiveCopier::kMinBytes);
   }
-  CHECK(!machine.Past(64 << 10));
-  CHECK(machine.Past(1 << 20) && machine.Past(5 << 20) && machine.Past(~size_t{0}));
-  CHECK(!machine.Past(AdaptiveCopier::kMinBytes) && !machine.Past(0));
+  CHECK(!machine.IsNonTemporal(64 << 10));
+  CHECK(machine.IsNonTemporal(1 << 20) && machine.IsNonTemporal(5 << 20) &&
+        machine.IsNonTemporal(~size_t{0}));
+  CHECK(!machine.IsNonTemporal(AdaptiveCopier::kMinBytes) && !machine.IsNonTemporal(0));
 }
 
 }  // namespace

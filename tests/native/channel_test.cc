@@ -57,20 +57,20 @@ TEST(TheCipherGivesTheTestVectorOfNist) {  // test case 16 of the GCM specificat
 }
 
 // A channel whose other end is a plain socket without encryption.
-struct Bare {
-  explicit Bare(int side, uint64_t records_per_key = Cipher::kRecordsPerKey)
-      : Bare(side, records_per_key, UnixPair()) {}
-  Bare(int side, uint64_t records_per_key, std::pair<int, int> fds)
+struct PlainEnd {
+  explicit PlainEnd(int side, uint64_t records_per_key = Cipher::kRecordsPerKey)
+      : PlainEnd(side, records_per_key, UnixPair()) {}
+  PlainEnd(int side, uint64_t records_per_key, std::pair<int, int> fds)
       : channel(fds.first, KeyOf(ChannelKey(side)), records_per_key),
         wire(fds.second) {}
-  ~Bare() { close(wire); }
+  ~PlainEnd() { close(wire); }
 
   Channel channel;
   int wire;
 };
 
 std::string Records(const std::vector<std::string>& texts, uint64_t per_key) {
-  Bare sender(0, per_key);
+  PlainEnd sender(0, per_key);
   std::string all;
   for (const std::string& text : texts) {
     const iovec piece{const_cast<char*>(text.data()), text.size()};
@@ -84,8 +84,8 @@ std::string Records(const std::vector<std::string>& texts, uint64_t per_key) {
 
 // Returns all bytes that the receiver accepts from `wire`. `*error` is the errno at the
 // end, 0 if the channel was closed properly.
-std::string Believed(const std::string& wire, int* error, uint64_t per_key) {
-  Bare receiver(1, per_key);
+std::string Accepted(const std::string& wire, int* error, uint64_t per_key) {
+  PlainEnd receiver(1, per_key);
   CHECK_EQ(send(receiver.wire, wire.data(), wire.size(), 0),
            static_cast<ssize_t>(wire.size()));
   shutdown(receiver.wire, SHUT_WR);
@@ -113,12 +113,12 @@ TEST(NoByteIsAcceptedAfterAnAlteredByte) {
   const std::vector<std::string> texts = {"first", "the second", "third"};
   const std::string wire = Records(texts, kPerKey), plain = "firstthe secondthird";
   int error = 0;
-  CHECK_EQ(Believed(wire, &error, kPerKey), plain);
+  CHECK_EQ(Accepted(wire, &error, kPerKey), plain);
   CHECK_EQ(error, 0);
   for (size_t at = 0; at < wire.size(); ++at) {
     std::string damaged = wire;
     damaged[at] = static_cast<char>(damaged[at] ^ 1);
-    const std::string found = Believed(damaged, &error, kPerKey);
+    const std::string found = Accepted(damaged, &error, kPerKey);
     CHECK(found.size() < plain.size() && plain.starts_with(found));
     CHECK(error == EBADMSG || error == ECONNRESET);  // an altered length
   }
@@ -138,7 +138,7 @@ TEST(MissingRepeatedAndMovedRecordsAreRefused) {
                                                         {a + c, "first"},
                                                         {c, ""}}) {
     int error = 0;
-    CHECK_EQ(Believed(order, &error, kPerKey), prefix);
+    CHECK_EQ(Accepted(order, &error, kPerKey), prefix);
     CHECK_EQ(error, EBADMSG);
   }
 }
@@ -148,7 +148,7 @@ TEST(AStreamThatEndsWithinARecordIsAnError) {
   for (size_t cut = 1; cut < wire.size(); ++cut) {
     if (cut == 5 + 22) continue;  // the boundary of the two records
     int error = 0;
-    CHECK_EQ(Believed(wire.substr(0, cut), &error, kPerKey), cut < 27 ? "" : "first");
+    CHECK_EQ(Accepted(wire.substr(0, cut), &error, kPerKey), cut < 27 ? "" : "first");
     CHECK_EQ(error, ECONNRESET);
   }
 }

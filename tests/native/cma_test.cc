@@ -79,7 +79,7 @@ const std::vector<std::vector<size_t>> kShapes = {
     std::vector<size_t>(2000, 3)};  // the last: more pieces than a list may have
 
 TEST(EveryCollectiveWithAllMessagesReadByCma) {
-  const Instead<uint64_t> all(&least_cma, 1);
+  const Override<uint64_t> all(&least_cma, 1);
   const std::vector<std::vector<int>> layouts = {
       {0, 0}, {0, 0, 0}, {0, 0, 0, 0, 0}, {0, 0, 1, 1}, {0, 1, 1}};
   for (const auto& hosts : layouts) {

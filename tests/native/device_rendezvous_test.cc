@@ -36,7 +36,7 @@ namespace ringjax {
 namespace {
 
 // The results that the devices of one rank received.
-class Told {
+class DeviceStatuses {
  public:
   std::function<void(const Status&)> For(int64_t device) {
     return [this, device](const Status& status) {
@@ -66,8 +66,8 @@ class Told {
   std::set<std::thread::id> threads_;
 };
 
-Part PartOf(const std::shared_ptr<Communicator>& c, Told* told, int64_t device,
-            std::vector<float>* in, std::vector<float>* out,
+Part PartOf(const std::shared_ptr<Communicator>& c, DeviceStatuses* statuses,
+            int64_t device, std::vector<float>* in, std::vector<float>* out,
             std::vector<int64_t> devices, std::vector<int64_t> shards,
             int64_t run = 1) {
   Part part;
@@ -81,7 +81,7 @@ Part PartOf(const std::shared_ptr<Communicator>& c, Told* told, int64_t device,
   part.run = run;
   part.devices = std::move(devices);
   part.shards = std::move(shards);
-  part.done = told->For(device);
+  part.done = statuses->For(device);
   return part;
 }
 
@@ -90,7 +90,7 @@ TEST(DevicesMeetInOneOrderForAnyOrderOfArrival) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
-    Told told;
+    DeviceStatuses statuses;
     const float r = static_cast<float>(c.rank());
     // Rank 1 has other device numbers, and on all ranks the order of arrival differs.
     const std::vector<int64_t> devices =
@@ -99,11 +99,11 @@ TEST(DevicesMeetInOneOrderForAnyOrderOfArrival) {
                        out[2] = {{0, 0}, {0, 0}};
     for (size_t k :
          c.rank() == 2 ? std::vector<size_t>{1, 0} : std::vector<size_t>{0, 1})
-      CHECK(
-          rendezvous
-              .Join(PartOf(shared, &told, devices[k], &in[k], &out[k], devices, {0, 1}))
-              .ok());
-    for (int64_t device : devices) CHECK(told.Of(device).ok());
+      CHECK(rendezvous
+                .Join(PartOf(shared, &statuses, devices[k], &in[k], &out[k], devices,
+                             {0, 1}))
+                .ok());
+    for (int64_t device : devices) CHECK(statuses.Of(device).ok());
     CHECK(out[0] == (std::vector<float>{3, 6}));
     CHECK(out[1] == (std::vector<float>{30, 33}));
   });
@@ -114,14 +114,15 @@ TEST(AShardOnSeveralDevicesIsSentOnce) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
-    Told told;
+    DeviceStatuses statuses;
     // Devices 0 and 2 have shard 1; only the first one's data counts.
     std::vector<float> in[3] = {{1}, {2}, {99}}, out[3] = {{0}, {0}, {0}};
     for (int64_t d : {2, 0, 1})
-      CHECK(rendezvous
-                .Join(PartOf(shared, &told, d, &in[d], &out[d], {0, 1, 2}, {1, 0, 1}))
-                .ok());
-    for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
+      CHECK(
+          rendezvous
+              .Join(PartOf(shared, &statuses, d, &in[d], &out[d], {0, 1, 2}, {1, 0, 1}))
+              .ok());
+    for (int64_t d : {0, 1, 2}) CHECK(statuses.Of(d).ok());
     CHECK(out[0][0] == 2 && out[1][0] == 4 && out[2][0] == 2);
     const auto stats = c.log().stats();
     CHECK_EQ(stats.at("allreduce").calls, 1u);
@@ -134,15 +135,17 @@ TEST(ADeviceThatIsAheadWaitsForTheOthersInItsNextCall) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
-    Told told;
+    DeviceStatuses statuses;
     std::vector<std::vector<float>> first(2, {1}), second(2, {10});
     for (int64_t d : {0, 1}) {
       auto& one = first[static_cast<size_t>(d)];
       auto& two = second[static_cast<size_t>(d)];
-      CHECK(rendezvous.Join(PartOf(shared, &told, d, &one, &one, {0, 1}, {0, 1})).ok());
-      CHECK(rendezvous.Join(PartOf(shared, &told, d, &two, &two, {0, 1}, {0, 1})).ok());
+      CHECK(rendezvous.Join(PartOf(shared, &statuses, d, &one, &one, {0, 1}, {0, 1}))
+                .ok());
+      CHECK(rendezvous.Join(PartOf(shared, &statuses, d, &two, &two, {0, 1}, {0, 1}))
+                .ok());
     }
-    for (int64_t d : {0, 1}) CHECK(told.Of(d, 1).ok());
+    for (int64_t d : {0, 1}) CHECK(statuses.Of(d, 1).ok());
     CHECK(first[0][0] == 2 && first[1][0] == 2);
     CHECK(second[0][0] == 20 && second[1][0] == 20);
   });
@@ -159,7 +162,7 @@ TEST(NoDeviceWaitsUntilAnotherContinues) {
     std::condition_variable all;
     std::atomic<int> gone{0};
     for (int64_t d : {0, 1, 2, 3}) {
-      Told unused;
+      DeviceStatuses unused;
       Part part =
           PartOf(shared, &unused, d, &data[d], &data[d], {0, 1, 2, 3}, {0, 1, 2, 3});
       part.done = [&](const Status& status) {  // as in a collective of the framework
@@ -182,17 +185,18 @@ TEST(AMissingDeviceIsNamedWithinTheTimeout) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
-    Told told;
+    DeviceStatuses statuses;
     std::vector<float> data[3] = {{1}, {1}, {1}};
     for (int64_t d : {0, 1, 2}) {
       if (c.rank() == 1 && d == 1) continue;
-      Part part = PartOf(shared, &told, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2});
+      Part part =
+          PartOf(shared, &statuses, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2});
       if (c.rank() == 1) part.call.timeout = 0.2;
       CHECK(rendezvous.Join(std::move(part)).ok());
     }
     for (int64_t d : {0, 1, 2}) {
       if (c.rank() == 1 && d == 1) continue;
-      const Status status = told.Of(d);
+      const Status status = statuses.Of(d);
       CHECK(status.code() == Code::kDeadlineExceeded || c.rank() == 0);
       CHECK(!status.ok());
       if (c.rank() == 1)
@@ -201,9 +205,9 @@ TEST(AMissingDeviceIsNamedWithinTheTimeout) {
     }
     if (c.rank() == 1) {  // the late device receives the error, too
       const Status late = rendezvous.Join(
-          PartOf(shared, &told, 1, &data[1], &data[1], {0, 1, 2}, {0, 1, 2}));
+          PartOf(shared, &statuses, 1, &data[1], &data[1], {0, 1, 2}, {0, 1, 2}));
       CHECK(late.code() == Code::kDeadlineExceeded);
-      CHECK_EQ(told.count(), 2u);
+      CHECK_EQ(statuses.count(), 2u);
     }
   });
 }
@@ -213,13 +217,13 @@ TEST(AProbeReportsWhichDeviceIsMissing) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     const auto rendezvous = std::make_shared<DeviceRendezvous>();
-    Told told;
+    DeviceStatuses statuses;
     std::vector<float> data[3] = {{1}, {1}, {1}};
     const auto come = [&](int64_t d) {
-      CHECK(
-          rendezvous
-              ->Join(PartOf(shared, &told, d, &data[d], &data[d], {0, 1, 2}, {0, 1, 2}))
-              .ok());
+      CHECK(rendezvous
+                ->Join(PartOf(shared, &statuses, d, &data[d], &data[d], {0, 1, 2},
+                              {0, 1, 2}))
+                .ok());
     };
     c.log().set_missing_locally([&] { return rendezvous->Missing(); });
     CHECK(!c.log().probe_answer().has_text);
@@ -231,7 +235,7 @@ TEST(AProbeReportsWhichDeviceIsMissing) {
     CHECK_EQ(c.log().probe_answer().text,
              "it waits for device 1 of its own to come to allreduce 'x'");
     come(1);
-    for (int64_t d : {0, 1, 2}) CHECK(told.Of(d).ok());
+    for (int64_t d : {0, 1, 2}) CHECK(statuses.Of(d).ok());
     CHECK_EQ(c.log().probe_answer().text, "its last call was allreduce 'x' (seq 1)");
     c.log().set_missing_locally(nullptr);
   });
@@ -242,24 +246,25 @@ TEST(AMismatchIsTheSameErrorOnAllDevicesAndTheNextCallWorks) {
   world.Each([](Communicator& c) {
     const auto shared = c.shared_from_this();
     DeviceRendezvous rendezvous;
-    Told told;
+    DeviceStatuses statuses;
     std::vector<float> data[2] = {{1}, {1}};
     for (int64_t d : {0, 1}) {
-      Part part = PartOf(shared, &told, d, &data[d], &data[d], {0, 1}, {0, 1});
+      Part part = PartOf(shared, &statuses, d, &data[d], &data[d], {0, 1}, {0, 1});
       part.call.partition = c.rank() == 0 ? "2 devices (0, 1)" : "2 devices (0, 2)";
       CHECK(rendezvous.Join(std::move(part)).ok());
     }
     for (int64_t d : {0, 1}) {
-      CHECK(told.Of(d).code() == Code::kMismatch);
-      CHECK(told.Of(d).message().find("rank 1 sent 2 devices (0, 2), rank 0 sent 2 "
-                                      "devices (0, 1)") != std::string::npos);
+      CHECK(statuses.Of(d).code() == Code::kMismatch);
+      CHECK(statuses.Of(d).message().find("rank 1 sent 2 devices (0, 2), rank 0 sent 2 "
+                                          "devices (0, 1)") != std::string::npos);
     }
-    CHECK(told.Of(0).message() == told.Of(1).message());
+    CHECK(statuses.Of(0).message() == statuses.Of(1).message());
     for (int64_t d : {0, 1})
-      CHECK(rendezvous
-                .Join(PartOf(shared, &told, d, &data[d], &data[d], {0, 1}, {0, 1}, 2))
-                .ok());
-    for (int64_t d : {0, 1}) CHECK(told.Of(d, 1).ok());
+      CHECK(
+          rendezvous
+              .Join(PartOf(shared, &statuses, d, &data[d], &data[d], {0, 1}, {0, 1}, 2))
+              .ok());
+    for (int64_t d : {0, 1}) CHECK(statuses.Of(d, 1).ok());
     CHECK(data[0][0] == 2 && data[1][0] == 2);
   });
 }
@@ -267,32 +272,33 @@ TEST(AMismatchIsTheSameErrorOnAllDevicesAndTheNextCallWorks) {
 TEST(UnsuitablePartsAreRefusedAndLeaveNoCallOpen) {
   World world({0});
   const auto shared = world.ranks[0];
-  Told told;
+  DeviceStatuses statuses;
   std::vector<float> data{1};
   {
     DeviceRendezvous rendezvous;
-    CHECK(rendezvous.Join(PartOf(shared, &told, 3, &data, &data, {0, 1}, {0, 1}))
+    CHECK(rendezvous.Join(PartOf(shared, &statuses, 3, &data, &data, {0, 1}, {0, 1}))
               .code() == Code::kInvalidArgument);  // another device
-    CHECK(rendezvous.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0})).code() ==
-          Code::kInvalidArgument);
-    CHECK(rendezvous.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0, 2}))
+    CHECK(rendezvous.Join(PartOf(shared, &statuses, 0, &data, &data, {0, 1}, {0}))
               .code() == Code::kInvalidArgument);
-    CHECK(rendezvous.Join(PartOf(shared, &told, 0, &data, &data, {0, 1}, {0, 1})).ok());
-    CHECK(rendezvous.Join(PartOf(shared, &told, 1, &data, &data, {0, 1}, {0, 0}))
+    CHECK(rendezvous.Join(PartOf(shared, &statuses, 0, &data, &data, {0, 1}, {0, 2}))
+              .code() == Code::kInvalidArgument);
+    CHECK(rendezvous.Join(PartOf(shared, &statuses, 0, &data, &data, {0, 1}, {0, 1}))
+              .ok());
+    CHECK(rendezvous.Join(PartOf(shared, &statuses, 1, &data, &data, {0, 1}, {0, 0}))
               .code() == Code::kInternal);  // cut in another way
-    CHECK_EQ(told.count(), 0u);
+    CHECK_EQ(statuses.count(), 0u);
   }
-  CHECK(told.Of(0).code() == Code::kUnavailable);  // it was shut down
+  CHECK(statuses.Of(0).code() == Code::kUnavailable);  // it was shut down
 }
 
 #ifdef RJ_THREADS_CAN_FAIL
 TEST(IfNoThreadCanBeMadeTheNextCallStillWorks) {
   World world({0});
   DeviceRendezvous rendezvous;
-  Told told;
+  DeviceStatuses statuses;
   std::vector<float> in[2] = {{1}, {2}}, out[2] = {{0}, {0}};
   const auto join = [&](int64_t device, int64_t run) {
-    return rendezvous.Join(PartOf(world.ranks[0], &told, device, &in[device],
+    return rendezvous.Join(PartOf(world.ranks[0], &statuses, device, &in[device],
                                   &out[device], {0, 1}, {0, 1}, run));
   };
   no_thread_can_be_made = true;
@@ -305,7 +311,7 @@ TEST(IfNoThreadCanBeMadeTheNextCallStillWorks) {
   no_thread_can_be_made = false;
   CHECK(failed);
   CHECK(join(0, 2).ok() && join(1, 2).ok());
-  CHECK(told.Of(0).ok() && told.Of(1).ok());
+  CHECK(statuses.Of(0).ok() && statuses.Of(1).ok());
   CHECK(out[0][0] == 1 && out[1][0] == 2);
 }
 #endif
@@ -337,7 +343,7 @@ void AwaitSleepOfOthersThan(const std::map<std::string, bool>& before) {
 
 TEST(AShorterTimeoutEndsBeforeALongerOneThatBeganFirst) {
   World world({0});
-  Told told;
+  DeviceStatuses statuses;
   std::vector<float> x{1};
   {
     DeviceRendezvous rendezvous;
@@ -345,15 +351,15 @@ TEST(AShorterTimeoutEndsBeforeALongerOneThatBeganFirst) {
     for (const double seconds : {1000.0, 0.05}) {
       const int64_t device = seconds < 1 ? 1 : 0;
       Part part =
-          PartOf(world.ranks[0], &told, device, &x, &x, {0, 1}, {0, 1}, device + 1);
+          PartOf(world.ranks[0], &statuses, device, &x, &x, {0, 1}, {0, 1}, device + 1);
       part.call.timeout = seconds;
       CHECK(rendezvous.Join(std::move(part)).ok());
       // Otherwise the watching thread would find both deadlines when it begins.
       if (seconds > 1) AwaitSleepOfOthersThan(before);
     }
-    CHECK(told.Of(1).code() == Code::kDeadlineExceeded);
+    CHECK(statuses.Of(1).code() == Code::kDeadlineExceeded);
   }
-  CHECK(!told.Of(0).ok());
+  CHECK(!statuses.Of(0).ok());
 }
 
 }  // namespace

@@ -25,12 +25,12 @@ constexpr FloatMode::Control kUp = FloatMode::Control{1} << 22;
 #endif
 
 // Gives this thread another mode while the object lives.
-class Otherwise {
+class OtherMode {
  public:
-  explicit Otherwise(FloatMode::Control mode) : before_(FloatMode::Get()) {
+  explicit OtherMode(FloatMode::Control mode) : before_(FloatMode::Get()) {
     FloatMode::Set(mode);
   }
-  ~Otherwise() { FloatMode::Set(before_); }
+  ~OtherMode() { FloatMode::Set(before_); }
 
  private:
   FloatMode::Control before_;
@@ -46,7 +46,7 @@ uint64_t Reduced(uint64_t own, uint64_t received, DType t, ReduceOp op) {
 }
 
 TEST(DenormalsAreNumbersInThreadsThatFlushThem) {
-  const Otherwise flushing(kFlush);
+  const OtherMode flushing(kFlush);
   for (DType t : kFloats) {
     const uint64_t sign = uint64_t{1} << (8 * Width(t) - 1);
     CHECK_EQ(Reduced(5, 3, t, ReduceOp::kMin), 3u);
@@ -121,7 +121,7 @@ TEST(NoModeOfTheThreadChangesAResult) {
                 t == DType::kF64 ? SmallDoubles(3) : Values(t, 3, false)}) {
             const Bytes want = AllResults(a, own, received);
             for (FloatMode::Control mode : {kFlush, kUp}) {
-              const Otherwise otherwise(mode);
+              const OtherMode otherwise(mode);
               CHECK(AllResults(a, own, received) == want);
             }
           }
@@ -144,7 +144,7 @@ TEST(NoModeOfTheThreadChangesMoments) {
     };
     const Bytes want = all();
     for (FloatMode::Control mode : {kFlush, kUp}) {
-      const Otherwise otherwise(mode);
+      const OtherMode otherwise(mode);
       CHECK(all() == want);
     }
   }
@@ -154,7 +154,7 @@ TEST(TheThreadKeepsItsMode) {
   const float own[] = {1, 2, 3}, received[] = {3, 2, 1};
   float out[3];
   for (FloatMode::Control mode : {kFlush, kUp}) {
-    const Otherwise otherwise(mode);
+    const OtherMode otherwise(mode);
     Combine(out, own, received, 3, {}, true, true);
     CopyScaled(out, own, 3, {.postscale = 0.1}, true, true);
     CHECK_EQ(FloatMode::Get(), mode);
@@ -172,7 +172,7 @@ void CheckRanks(size_t tile, size_t n, ReduceOp op, int wire = -1) {
       const uint32_t bits = 3 + static_cast<uint32_t>(i * 4 + c.rank()) % 1000 * 4001;
       std::memcpy(&data[i], &bits, 4);
     }
-    const Otherwise maybe(c.rank() == 1 ? kFlush : FloatMode::Get());
+    const OtherMode maybe(c.rank() == 1 ? kFlush : FloatMode::Get());
     Call call = AllreduceOf(&data, op);
     call.wire = wire;
     CHECK(c.Run(call).ok());

@@ -83,7 +83,7 @@ std::vector<std::string> MessageSeeds() {
 
 // -- negotiation: one of three ranks sends any bytes; the others must agree
 
-constexpr int kRanks = 3, kFoul = 1;
+constexpr int kRanks = 3, kHostile = 1;
 
 // Makes the actions of an honest rank in a round.
 void Act(Negotiation* rank, unsigned what, int round) {
@@ -123,12 +123,12 @@ void Negotiate(std::string_view input) {
     }
     const std::string items(pieces.Text());
     if (!items.empty())
-      messages[kFoul] = SealMessage(items, static_cast<uint64_t>(round), kFoul);
+      messages[kHostile] = SealMessage(items, static_cast<uint64_t>(round), kHostile);
     std::vector<Decision> decisions[2];
     const Status one = ranks[0].Receive(messages, &decisions[0]);
     const Status two = ranks[2].Receive(messages, &decisions[1]);
     ALWAYS(one.ok() == two.ok() && one.message() == two.message());
-    ALWAYS(one.ok() || one.rank() == kFoul);
+    ALWAYS(one.ok() || one.rank() == kHostile);
     if (!one.ok()) return;
     Compare(decisions[0], decisions[1]);
     ALWAYS(ranks[0].pending() == ranks[2].pending());

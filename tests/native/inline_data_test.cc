@@ -129,8 +129,8 @@ TEST(SplitsThatDoNotMatchAreDetectedInInlineData) {
 
 // Runs one rank of a shared segment beside a hostile peer, which writes while this rank
 // waits for inline data. `write` receives the slots of both ranks, behind the headers.
-Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
-                       const std::function<void(std::byte*, std::byte*)>& write) {
+Status RunBesideHostilePeer(int rank, int64_t rows, Values32* in, Values32* out,
+                            const std::function<void(std::byte*, std::byte*)>& write) {
   std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
   auto segments = MakeLocalSegments(4096, {bells[0].get(), bells[1].get()});
   auto [low, high] = MakeLocalLinks(1 << 15, bells[0].get(), bells[1].get());
@@ -141,7 +141,7 @@ Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
   links[1 - rank] = std::move(rank == 0 ? low : high);
   Communicator victim(o, std::move(links), std::move(bells[rank]),
                       std::move(segments[rank]));
-  SharedSegment& foul = *segments[1 - rank];
+  SharedSegment& hostile = *segments[1 - rank];
   Call call;
   call.op = Collective::kAlltoall;
   call.name = "x";
@@ -149,11 +149,11 @@ Status BesideAFoulPeer(int rank, int64_t rows, Values32* in, Values32* out,
   call.tensors.push_back(Floats(in, out));
   Status status;
   std::thread thread([&] { status = victim.Run(call); });
-  while (foul.Look(SharedSegment::kAgreed, rank) < 1) std::this_thread::yield();
-  std::byte* slots[2] = {foul.InlineSlot(1, 0), foul.InlineSlot(1, 1)};
+  while (hostile.Look(SharedSegment::kAgreed, rank) < 1) std::this_thread::yield();
+  std::byte* slots[2] = {hostile.InlineSlot(1, 0), hostile.InlineSlot(1, 1)};
   std::memcpy(slots[1 - rank], slots[rank], SharedSegment::kHeaderBytes);
   write(slots[0] + SharedSegment::kHeaderBytes, slots[1] + SharedSegment::kHeaderBytes);
-  foul.Publish(SharedSegment::kAgreed, 1);
+  hostile.Publish(SharedSegment::kAgreed, 1);
   thread.join();
   return status;
 }
@@ -165,12 +165,12 @@ TEST(APeerThatWritesIntoTheInlineSlotOfAnotherRankChangesNoBounds) {
     const auto count = static_cast<size_t>(2 * rows);
     Values32 in(count, 1), out(count, -1);
     const uint64_t part = static_cast<uint64_t>(rows) * sizeof(float), most = 60000;
-    const Status status =
-        BesideAFoulPeer(0, rows, &in, &out, [&](std::byte* own, std::byte* foul) {
+    const Status status = RunBesideHostilePeer(
+        0, rows, &in, &out, [&](std::byte* own, std::byte* hostile) {
           const uint64_t expects[5] = {1, part, part, part, most};
           const uint64_t sends[5] = {1, most, part, part, part};
           std::memcpy(own, expects, sizeof expects);
-          std::memcpy(foul, sends, sizeof sends);
+          std::memcpy(hostile, sends, sizeof sends);
         });
     CHECK(status.code() == Code::kMismatch);
     CHECK(out == Values32(count, -1));
@@ -182,9 +182,9 @@ TEST(APeerThatWritesIntoTheInlineSlotOfAnotherRankChangesNoBounds) {
 TEST(PartsBeyondAnInlineSlotAreDamage) {
   Values32 in(24, 1), out(24, -1);
   const Status status =
-      BesideAFoulPeer(1, 12, &in, &out, [](std::byte* foul, std::byte*) {
+      RunBesideHostilePeer(1, 12, &in, &out, [](std::byte* hostile, std::byte*) {
         const uint64_t table[5] = {1, 1 << 20, 48, 1 << 20, 48};
-        std::memcpy(foul, table, sizeof table);
+        std::memcpy(hostile, table, sizeof table);
       });
   CHECK(status.code() == Code::kUnavailable);
   CHECK(status.message().find("impossible splits") != std::string::npos);

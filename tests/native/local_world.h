@@ -67,13 +67,13 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
 
 // Replaces a setting of all ranks while the object lives.
 template <typename T>
-class Instead {
+class Override {
  public:
-  Instead(std::atomic<T>* setting, T value)
+  Override(std::atomic<T>* setting, T value)
       : setting_(setting), before_(setting->exchange(value)) {}
-  ~Instead() { *setting_ = before_; }
-  Instead(const Instead&) = delete;
-  Instead& operator=(const Instead&) = delete;
+  ~Override() { *setting_ = before_; }
+  Override(const Override&) = delete;
+  Override& operator=(const Override&) = delete;
 
  private:
   std::atomic<T>* const setting_;

@@ -61,7 +61,7 @@ TEST(NegotiationMessagesAreReadAsTheyWereWritten) {
 
 // Returns the status of rank 0 after a message with these items from rank 1. Both ranks
 // have submitted twice.
-Status Said(const std::string& items) {
+Status StatusAfter(const std::string& items) {
   NegotiatingRanks ranks(2, {.members = {4, 6}});
   ranks.SubmitAll(Sum("a"));
   ranks.SubmitAll(Sum("b"));
@@ -85,22 +85,22 @@ std::string Tail(const Submission& submission) {  // a description without its s
 
 TEST(NegotiationMessagesThatMakeNoSenseAreRefused) {
   const std::string huge = Word(UINT64_MAX), run = Word(0 << 2 | 1);
-  CHECK(Said(Word(0) + Word(1 << 2)).ok());
-  CHECK(Said(run + Word(2)).ok());
-  CHECK(!Said(run + Word(3)).ok());
-  CHECK(!Said(run + Word(0)).ok());
-  CHECK(!Said(run + huge).ok() && !Said(Word(1 << 2 | 1) + huge).ok());
-  CHECK(!Said(Word(2 << 2)).ok());
-  CHECK(!Said(Word(0) + Word(0)).ok());  // twice
-  CHECK(!Said(huge).ok());
-  CHECK(!Said(std::string(11, '\xff')).ok());
-  CHECK(!Said(std::string(9, '\xff') + '\x02').ok());
-  CHECK(!Said(Word(3)).ok() && !Said(Word(9 << 2 | 2)).ok());
+  CHECK(StatusAfter(Word(0) + Word(1 << 2)).ok());
+  CHECK(StatusAfter(run + Word(2)).ok());
+  CHECK(!StatusAfter(run + Word(3)).ok());
+  CHECK(!StatusAfter(run + Word(0)).ok());
+  CHECK(!StatusAfter(run + huge).ok() && !StatusAfter(Word(1 << 2 | 1) + huge).ok());
+  CHECK(!StatusAfter(Word(2 << 2)).ok());
+  CHECK(!StatusAfter(Word(0) + Word(0)).ok());  // twice
+  CHECK(!StatusAfter(huge).ok());
+  CHECK(!StatusAfter(std::string(11, '\xff')).ok());
+  CHECK(!StatusAfter(std::string(9, '\xff') + '\x02').ok());
+  CHECK(!StatusAfter(Word(3)).ok() && !StatusAfter(Word(9 << 2 | 2)).ok());
   const std::string join = Word(1 << 2 | 2), description = Word(2);
-  CHECK(Said(join).ok());
-  CHECK(!Said(join + join).ok());
-  CHECK(Said(Tail(Sum("c"))).ok());
-  CHECK(!Said(Tail(Sum("c")) + Tail(Sum("c"))).ok());
+  CHECK(StatusAfter(join).ok());
+  CHECK(!StatusAfter(join + join).ok());
+  CHECK(StatusAfter(Tail(Sum("c"))).ok());
+  CHECK(!StatusAfter(Tail(Sum("c")) + Tail(Sum("c"))).ok());
   for (auto spoil : {+[](Submission* s) { s->root = 2; },
                      +[](Submission* s) { s->tensors[0].dims = {1 << 30, 1 << 30}; },
                      +[](Submission* s) { s->tensors[0].dims = {-1}; },
@@ -114,13 +114,14 @@ TEST(NegotiationMessagesThatMakeNoSenseAreRefused) {
                      }}) {
     Submission s = Sum("c");
     spoil(&s);
-    CHECK(!Said(Tail(s)).ok());
+    CHECK(!StatusAfter(Tail(s)).ok());
   }
   const std::string start = description + '\0' + '\0', rest = Word(1) + Word(0);
-  CHECK(!Said(start + huge).ok());                                    // the name
-  CHECK(!Said(start + Word(0) + rest + huge).ok());                   // tensors
-  CHECK(!Said(start + Word(0) + rest + Word(1) + '\0' + huge).ok());  // dimensions
-  CHECK(!Said(description + '\0' + '\x20').ok());                     // flags
+  CHECK(!StatusAfter(start + huge).ok());                   // the name
+  CHECK(!StatusAfter(start + Word(0) + rest + huge).ok());  // tensors
+  CHECK(
+      !StatusAfter(start + Word(0) + rest + Word(1) + '\0' + huge).ok());  // dimensions
+  CHECK(!StatusAfter(description + '\0' + '\x20').ok());                   // flags
 }
 
 TEST(DamagedNegotiationMessagesAreFound) {

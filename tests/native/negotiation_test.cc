@@ -38,7 +38,7 @@ std::string Runs(const std::vector<Decision>& decisions) {
 }
 
 // Returns the decision for two ranks that submit `a` and `b` under one name.
-std::string ToldOf(const Submission& a, const Submission& b) {
+std::string DecisionOf(const Submission& a, const Submission& b) {
   NegotiatingRanks ranks(2, {.prefix = "RINGJAX[world, epoch 0]: "});
   ranks[0].Submit(Share(a));
   ranks[1].Submit(Share(b));
@@ -88,7 +88,7 @@ TEST(NegotiationNamesWhatDiffers) {
   auto other = [&](const std::function<void(Submission*)>& change) {
     Submission s = grad;
     change(&s);
-    return ToldOf(grad, s);
+    return DecisionOf(grad, s);
   };
   CHECK_EQ(other([](Submission*) {}), "run");
   CHECK_EQ(other([](Submission* s) { s->tensors[0].dims = {17, 3}; }),
@@ -126,20 +126,20 @@ TEST(NegotiationNamesWhatDiffers) {
 TEST(NegotiationNamesWhatDiffersInRowsAndRoots) {
   Submission rows = Named(Collective::kAllgather, "g", {3, 5}), more = rows;
   more.tensors[0].dims = {0, 5};
-  CHECK_EQ(ToldOf(rows, more), "run");
+  CHECK_EQ(DecisionOf(rows, more), "run");
   more.tensors[0].dims = {3, 6};
-  CHECK_EQ(ToldOf(rows, more),
+  CHECK_EQ(DecisionOf(rows, more),
            "RINGJAX[world, epoch 0]: Mismatched shapes of allgather 'g': rank 0 sent "
            "f32[*,5], rank 1 sent f32[*,6]");
   Submission root = Named(Collective::kBroadcast, "w", {2}), second = root;
   second.root = 1;
-  CHECK_EQ(ToldOf(root, second),
+  CHECK_EQ(DecisionOf(root, second),
            "RINGJAX[world, epoch 0]: Mismatched root ranks of broadcast 'w': rank 0 "
            "sent root_rank=0, rank 1 sent root_rank=1");
   // Arguments that have no meaning for an allgather may differ.
   rows.root = 1, rows.reduce_op = ReduceOp::kMin, rows.prescale = 3;
   more.tensors[0].dims = {1, 5};
-  CHECK_EQ(ToldOf(rows, more), "run");
+  CHECK_EQ(DecisionOf(rows, more), "run");
 }
 
 TEST(NegotiationNamesTheOddOneOutByWorldRank) {

@@ -101,14 +101,14 @@ void Allreduces() {
 }
 TEST(AllreduceOverASegment) { Allreduces(); }
 TEST(AllreduceOverASegmentByNonTemporalStores) {
-  const Instead<bool> past(&always_non_temporal, true);
+  const Override<bool> past(&always_non_temporal, true);
   Allreduces();
 }
 
 // The results are longer than the caches, and are not in place.
 TEST(LongAllreduceOverASegment) {
   for (const bool past : {false, true}) {
-    const Instead<bool> how(&always_non_temporal, past);
+    const Override<bool> how(&always_non_temporal, past);
     World world({0, 0, 0}, "", 4096, 20, 1 << 20);
     world.Each(
         [](Communicator& c) { CheckAllreduce(c, {2'100'003}, {.in_place = false}); });
@@ -182,7 +182,7 @@ void Reducescatters() {
 }
 TEST(ReducescatterOverASegment) { Reducescatters(); }
 TEST(ReducescatterOverASegmentByNonTemporalStores) {
-  const Instead<bool> past(&always_non_temporal, true);
+  const Override<bool> past(&always_non_temporal, true);
   Reducescatters();
 }
 
@@ -317,8 +317,8 @@ TEST(APeerThatLeavesIsDetectedOnTheSegment) {
 }
 
 // Two ends of a shared segment; the test acts as the second rank.
-struct Played {
-  explicit Played(double timeout = 20) {
+struct PlayedSegments {
+  explicit PlayedSegments(double timeout = 20) {
     const size_t bytes = SharedSegmentBytes(2, kTile);
     const int fd = memfd_create("segment", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
@@ -345,7 +345,7 @@ struct Played {
 
 TEST(ImpossibleCountersAreDamage) {
   for (const uint64_t lie : {uint64_t{3}, ~uint64_t{0}, uint64_t{1} << 63}) {
-    Played played;
+    PlayedSegments played;
     played.theirs->Publish(SharedSegment::kAgreed, lie);
     std::vector<float> data(8, 1.0f);
     const Status status = played.ours->Run(AllreduceOf(&data));
@@ -355,7 +355,7 @@ TEST(ImpossibleCountersAreDamage) {
   }
   for (const SharedSegment::Counter counter :
        {SharedSegment::kCopiedIn, SharedSegment::kReduced, SharedSegment::kFinished}) {
-    Played played;
+    PlayedSegments played;
     std::vector<float> data(100000, 1.0f);
     std::thread peer([&] {  // agrees to each call, then publishes false counters
       while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
@@ -378,7 +378,7 @@ TEST(ImpossibleCountersAreDamage) {
 }
 
 TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
-  Played played(1.5);
+  PlayedSegments played(1.5);
   std::vector<float> data(100000, 1.0f);
   std::thread peer([&] {
     while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
