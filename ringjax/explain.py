@@ -41,13 +41,10 @@ def _points(body: str, line: str) -> Iterator[str]:
 
 
 def explain(line: str) -> str:
-    """Returns what docs/troubleshooting.md says about an error: sections or list items.
+    """Returns the sections or list items of docs/troubleshooting.md about an error.
 
-    Args:
-        line: the name of an exception, a heading of the page, or the text of an error.
-
-    Returns:
-        "" if the page has nothing about the error.
+    `line` is the name of an exception, a heading of the page, or the text of an error.
+    Returns "" if the page has nothing about the error.
 
     Example:
         >>> explain("OutOfDescriptors").splitlines()[0]

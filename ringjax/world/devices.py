@@ -222,10 +222,8 @@ class Devices:
         """Connects the communicators of all `sets`, once. All ranks must call it.
 
         If any rank has no devices (`numbers`), no rank gets communicators. `why_not` is
-        the reason on this rank. `sets` has the ranks of each process set.
-
-        Raises:
-            StartupError: the ranks do not fit together, or NCCL failed.
+        the reason on this rank. `sets` has the ranks of each process set. Raises
+        StartupError if the ranks do not fit together, or if NCCL failed.
         """
         if self._opened:
             return

@@ -86,10 +86,7 @@ class EpochBuilder:
         """Connects the `wanted` communicators, which serve no calls yet.
 
         A communicator whose id is in `known` belongs to that resilient communicator;
-        any other gets a new one.
-
-        Raises:
-            Unreachable, PeerLost, StartupError: some members could not be reached.
+        any other gets a new one. Raises as `MeshFactory.build` does.
         """
         everybody, small = range(len(members.members)), self.config
         elastic = self.config.elastic

@@ -109,11 +109,8 @@ def reconnect_devices(world: EpochSequence) -> bool:
 def restart_epoch(world: EpochSequence, text: str) -> None:
     """Waits for an epoch in which all ranks restart, and connects devices in it.
 
-    `text` says why this rank requests a restart, for the log.
-
-    Raises:
-        Fenced, RingjaxError: the job is over for this rank.
-        StartupError: the devices of this rank cannot be connected.
+    `text` says why this rank requests a restart, for the log. Raises RingjaxError if
+    the job is over for this rank, or StartupError if its devices cannot be connected.
     """
     assert world.client is not None
     while True:

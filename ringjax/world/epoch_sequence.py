@@ -245,10 +245,8 @@ class EpochSequence:
 
         After a loss, connects the communicators of the world and the replica set only,
         because most parked calls wait for these; `complete` connects the rest. A
-        newcomer has no parked calls, so it connects all communicators.
-
-        Raises:
-            Unreachable, PeerLost, StartupError: see `MeshFactory.build`.
+        newcomer has no parked calls, so it connects all communicators. Raises as
+        `MeshFactory.build` does.
         """
         assert self._epoch_builder is not None
         members = directives[-1]

@@ -204,10 +204,9 @@ class World(EpochSequence):
     def begin_profile(
         self, directory: str, *, steps: int = 0, jax_trace: bool | None = None
     ) -> ProfileRecording:
-        """Ends a running profile, and starts this rank's part of a new one.
+        """Ends a running profile, and starts this rank's part of a new profile.
 
-        Raises:
-            OSError: the folder cannot be written.
+        Raises OSError if the folder cannot be written.
         """
         self.end_profile()
         self._recording = ProfileRecording(
