@@ -1,8 +1,8 @@
 // The lowest possible cost of collectives between processes of one machine: loops over
 // shared memory, or over the memory of another process, that move as few bytes as
-// private buffers allow, and plain streams over loopback TCP. A yardstick and no
-// library: no NaN in bfloat16, no error but a rank that does not start. Built and
-// called by limit.py.
+// private buffers allow, and plain streams over loopback TCP. This is no library: NaN
+// is wrong in bfloat16, and the only error is a rank that does not start. limit.py
+// builds and calls this file.
 
 #include <memory>
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// 0, or -1 if another rank is missing.
+// Returns 0, or -1 if another rank is missing.
 template <typename Step>
 int Repeat(int calls, Step step) {
   for (int i = 0; i < calls; ++i) {
@@ -25,8 +25,8 @@ int Repeat(int calls, Step step) {
 
 extern "C" {
 
-// Returns null if not all ranks come, or there are too many. A rank that waits looks
-// `spins` times before it lets others run.
+// Returns null if a rank is missing, or if there are too many ranks. A waiting rank
+// polls `spins` times before it yields.
 void* limit_join(const char* name, int rank, int size, int spins) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) return nullptr;
   auto self = std::make_unique<Rank>(rank, size, spins);
@@ -35,10 +35,11 @@ void* limit_join(const char* name, int rank, int size, int spins) {
 
 void limit_leave(void* rank) { delete static_cast<Rank*>(rank); }
 
-// Whether ranks may read each other's memory.
+// Returns whether ranks may read each other's memory.
 int limit_can_read(void* rank) { return static_cast<Rank*>(rank)->can_read() ? 1 : 0; }
 
-// All three: `calls` times; 0, or -1 if another rank is missing.
+// Each of these functions repeats an operation `calls` times. It returns 0, or -1 if
+// another rank is missing.
 int limit_allreduce(void* rank, const LimitJob* job, int calls) {
   auto* self = static_cast<Rank*>(rank);
   return Repeat(calls, [&] { return Allreduce(self, *job).Run(); });

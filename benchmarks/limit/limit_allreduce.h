@@ -1,11 +1,11 @@
 // The allreduce of limit.cc.
 //
-// Up to kAtOnce bytes, every rank writes its message to its slot and adds up all slots,
-// with one barrier between. Longer messages are cut into tiles. Rank r adds up the r-th
+// Up to kAtOnce bytes, every rank writes its message to its slot and, after one
+// barrier, adds all slots. Longer messages are cut into tiles. Rank r adds the r-th
 // part of a tile. So a rank writes only the other parts to its slot, adds its own part
-// from its input, and reads the other ranks' sums: (P-1)/P of the message goes in, and
-// as much comes out. Two sets of slots take turns. One barrier ends each round: copy
-// tile k in, add tile k-1, copy tile k-2 out.
+// from its input, and reads the other ranks' sums: it writes (P-1)/P of the message to
+// shared memory, and reads as many bytes. Two sets of slots alternate. One barrier ends
+// each round: copy tile k in, add tile k-1, copy tile k-2 out.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_ALLREDUCE_H_
 #define RINGJAX_BENCHMARKS_LIMIT_ALLREDUCE_H_
@@ -21,9 +21,9 @@
 // The arguments of an allreduce, from limit.py.
 struct LimitJob {
   char* const* inputs;
-  char* const* outputs;  // the inputs themselves: in place
-  const size_t* ends;    // ends of the tensors, in bytes, one tensor after another
-  size_t tensors;        // one at least
+  char* const* outputs;  // equal to the inputs for a call in place
+  const size_t* ends;    // ends of the tensors in bytes, as if they were concatenated
+  size_t tensors;        // at least one
   size_t tile;
   float scale;
   int bfloat16;
@@ -49,8 +49,8 @@ class Allreduce {
  private:
   static constexpr size_t kAtOnce = 16 << 10;
 
-  // Calls visit(tensor, place in it, place in the range, bytes) for [begin, end) of all
-  // tensors one after the other.
+  // Calls visit(tensor, offset in the tensor, offset in the range, bytes) for each
+  // piece of a tensor in [begin, end) of the concatenated tensors.
   template <typename Visit>
   void ForEach(size_t begin, size_t end, Visit visit) const {
     const size_t* ends = job_.ends;
@@ -95,11 +95,12 @@ class Allreduce {
     return true;
   }
 
-  char* Slot(size_t k, size_t rank) const {  // rank == size_: the sums
+  // Returns the slot of a rank, or the slot for the sums if `rank` is `size_`.
+  char* Slot(size_t k, size_t rank) const {
     return self_.Slot(self_.tiles + k, static_cast<int>(rank));
   }
 
-  // The part of [begin, end) that `rank` adds up.
+  // Returns the part of [begin, end) that `rank` adds.
   std::pair<size_t, size_t> Part(size_t begin, size_t end, size_t rank) const {
     const size_t step = kLine * size_;
     const size_t each = (end - begin + step - 1) / step * kLine;
@@ -107,8 +108,8 @@ class Allreduce {
             std::min(end, begin + (rank + 1) * each)};
   }
 
-  // Calls visit(begin, end) for what the other ranks add up: before and behind our
-  // part.
+  // Calls visit(begin, end) for the parts that other ranks add, before and behind the
+  // part of this rank.
   template <typename Visit>
   void ForOthers(size_t begin, size_t end, Visit visit) const {
     const auto [low, high] = Part(begin, end, rank_);

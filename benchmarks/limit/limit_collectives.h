@@ -1,15 +1,15 @@
 // Broadcast, allgather, alltoall and reducescatter of limit.cc, of floats in private
 // buffers, each in two ways:
 //
-// In tiles: every rank writes to its slot what others need of the next tile, and one
-// barrier later they copy it out of there, or add it up. A tile, and so what is short,
-// is one exchange. A broadcast flows through a ring of slots: only the root writes, and
-// only it has to wait for the others, when the ring is full.
+// In tiles: every rank writes the part of the next tile that others need to its slot.
+// After a barrier the others copy or add this part. A short message is one tile. A
+// broadcast flows through a ring of slots: only the root writes, and it waits for the
+// other ranks only if the ring is full.
 //
-// Or read: by process_vm_readv out of the private memory of who has it, which is one
-// copy, and needs a barrier before and another one after it. A reducescatter reads
-// piece by piece into a buffer that stays in the caches, and adds up from there. The
-// root of a broadcast would have nothing to do; it may write a share to the others.
+// By reading: a rank calls process_vm_readv on the private memory of another rank. That
+// is one copy, between two barriers. A reducescatter reads in pieces into a buffer that
+// stays in the caches, and adds from there. The root of a broadcast may write a share
+// to the others, because it would otherwise be idle.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_COLLECTIVES_H_
 #define RINGJAX_BENCHMARKS_LIMIT_COLLECTIVES_H_
@@ -31,9 +31,9 @@ struct LimitMove {
   const char* given;
   char* out;
   size_t bytes;  // size of the whole vector, a multiple of the number of ranks
-  size_t piece;  // bytes of the whole vector that are moved at a time
+  size_t piece;  // bytes of the whole vector that one step moves
   int which, way;
-  int copying;  // how tiles are copied, see Copying
+  int copying;  // see Copying
 };
 
 class Collective {
@@ -54,10 +54,9 @@ class Collective {
   }
 
  private:
-  static constexpr size_t kRing = 4;  // slots that a broadcast flows through
+  static constexpr size_t kRing = 4;  // slots of a broadcast
 
-  // -- in tiles
-  // ---------------------------------------------------------------------------
+  // In tiles.
 
   bool Broadcast() {
     const size_t tile = std::min(move_.piece, kMaxTile);
@@ -98,7 +97,8 @@ class Collective {
     return true;
   }
 
-  // A slot has room for `tile` bytes for each rank; all get the same in an allgather.
+  // Returns the part of a slot for one receiver: `tile` bytes for each rank. In an
+  // allgather all ranks receive the same part.
   char* Slot(size_t k, size_t from, size_t to, size_t tile) const {
     char* slot = self_.Slot(self_.tiles + k, static_cast<int>(from));
     return slot + (which_ == kAllgather ? 0 : to * tile);
@@ -127,8 +127,7 @@ class Collective {
     }
   }
 
-  // -- out of private memory
-  // ---------------------------------------------------------------------------
+  // By reading.
 
   bool Direct() {
     self_.Post(move_.given, move_.out);
@@ -166,7 +165,8 @@ class Collective {
     return true;
   }
 
-  // The root writes to each other rank as much as makes its work equal to theirs.
+  // The root writes a share to each other rank, which makes the work of all ranks
+  // equal.
   bool ReadOrWrite() {
     const size_t share = move_.way == kReadAndWrite ? part_ / size_ : 0;
     if (rank_ != 0) return Read(0, 0, move_.out, part_ - share);
@@ -202,13 +202,12 @@ class Collective {
     return true;
   }
 
-  // -- both
-  // ---------------------------------------------------------------------------
+  // Both ways.
 
-  // Slots are written past the caches by nobody: they are read at once.
+  // Slots are never written past the caches, because another rank reads them soon.
   Copying In() const { return copying_ == kStreamed ? kMemcpy : copying_; }
 
-  // Where in what a rank gives that is which `to` gets.
+  // Returns the offset, in the input of a rank, of the part that rank `to` receives.
   size_t Going(size_t to) const {
     return which_ == kAlltoall || which_ == kReducescatter ? to * part_ : 0;
   }
@@ -218,7 +217,7 @@ class Collective {
          bytes);
   }
 
-  // `sources` are the others'; ours is added from where it lies.
+  // Adds the other ranks' `sources` and the input of this rank.
   void AddUp(Sources sources, size_t at, size_t bytes) {
     sources[rank_] = move_.given + Going(rank_) + at;
     if (copying_ == kStreamed) {

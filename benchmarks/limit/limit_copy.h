@@ -1,4 +1,4 @@
-// How the limit copies and adds up. Used by limit.cc alone.
+// Copies and sums of the limit.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_COPY_H_
 #define RINGJAX_BENCHMARKS_LIMIT_COPY_H_
@@ -29,7 +29,8 @@ inline void Narrow(float x, uint16_t* out) {  // rounds to the nearest, ties to 
 using Sources = std::array<const char*, kMaxRanks>;
 using Adder = void (*)(const Sources&, char*, char*, size_t, float);
 
-// Both results are the same; they may be the same memory, and that of a source.
+// Adds the sources and writes the sum to both results. The results may be one memory,
+// and also that of a source.
 template <typename T, size_t... kRank>
 void Add(const Sources& sources, char* first, char* second, size_t bytes, float scale) {
   const T* in[] = {reinterpret_cast<const T*>(sources[kRank])...};
@@ -59,8 +60,8 @@ constexpr auto kRankCounts = std::make_index_sequence<kMaxRanks>();
 constexpr auto kAddFloat = Adders<float>(kRankCounts);
 constexpr auto kAddBfloat16 = Adders<uint16_t>(kRankCounts);
 
-// memcpy may be a string instruction, which is the best there is within a core's caches
-// and several times slower on lines of a distant core.
+// memcpy may be a string instruction, which is the fastest copy within the caches of a
+// core, but several times slower for lines that a distant core has written.
 enum Copying { kMemcpy, kStreamed, kVector };
 
 inline void CopyVector(char* to, const char* from, size_t bytes) {
@@ -80,7 +81,7 @@ inline void CopyVector(char* to, const char* from, size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-// A copy that does not read what it overwrites, and leaves the caches alone.
+// Copies past the caches, without reading the lines that it overwrites.
 inline void CopyPast(char* to, const char* from, size_t bytes) {
 #ifdef __AVX__
   size_t head = -reinterpret_cast<uintptr_t>(to) % 32;

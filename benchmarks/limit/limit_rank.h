@@ -1,5 +1,4 @@
-// One rank of the limit: the memory that all share, and how ranks wait for each other.
-// Used by limit.cc alone.
+// One rank of the limit: the memory that all ranks share, and waits for other ranks.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_RANK_H_
 #define RINGJAX_BENCHMARKS_LIMIT_RANK_H_
@@ -24,27 +23,28 @@
 
 constexpr size_t kLine = 64;
 constexpr size_t kMaxTile = 2 << 20;
-// Slots must not start at the same place of a cache.
+// With this stride, slots do not start at the same set of a cache.
 constexpr size_t kStride = kMaxTile + 4096 + 4 * kLine;
-constexpr int kPatience = 60;  // seconds until a wait fails
+constexpr int kWaitLimit = 60;  // seconds until a wait fails
 
 struct alignas(kLine) Flag {
   std::atomic<uint64_t> value;
 };
 
-// Where a rank's private memory is, for who reads or writes it there.
+// The addresses of a rank's private memory, which other ranks read and write.
 struct alignas(kLine) Place {
   int64_t process;
   uint64_t given, out;
 };
 
-struct Control {  // zero at first, as the kernel gives it
+// The kernel returns new shared memory filled with zeros.
+struct Control {
   std::array<Flag, kMaxRanks> arrived;
-  Flag sent;                          // tiles of broadcasts
-  std::array<Flag, kMaxRanks> taken;  // the tiles that each rank has read
+  Flag sent;                          // number of broadcast tiles that were written
+  std::array<Flag, kMaxRanks> taken;  // number of tiles that each rank has read
   std::array<Place, kMaxRanks> places;
   std::atomic<int> port;
-  std::atomic<int> unreadable;  // ranks that may not read the memory of another one
+  std::atomic<int> unreadable;  // number of ranks that may not read other ranks
 };
 
 class Rank {
@@ -73,7 +73,7 @@ class Rank {
     control_ = reinterpret_cast<Control*>(base_);
     if (rank_ == 0) streams_.Listen(&control_->port);
     const bool all = Barrier() && TryReading();
-    if (rank_ == 0) shm_unlink(name);  // everybody has it open
+    if (rank_ == 0) shm_unlink(name);  // all ranks have opened the file
     if (!all || size_ == 1 || rank_ > 1) return all;
     return streams_.Connect(rank_, control_->port.load());
   }
@@ -84,19 +84,20 @@ class Rank {
   Streams* streams() { return &streams_; }
   bool can_read() const { return control_->unreadable.load() == 0; }
 
-  // Two sets of slots take turns, tile by tile. `rank` == size: one for nobody.
+  // Returns a slot. Two sets of slots alternate from tile to tile. Each set has a slot
+  // for each rank, and one more, which belongs to no rank.
   char* Slot(size_t tile, int rank) const {
     return base_ + kControl +
            (tile % 2 * (Size() + 1) + static_cast<size_t>(rank)) * kStride;
   }
 
-  // Private memory that is not the caller's.
+  // Returns private memory of this object.
   char* Scratch(size_t bytes) {
     if (scratch_.size() < bytes) scratch_.resize(bytes);
     return scratch_.data();
   }
 
-  // A barrier, or its two halves.
+  // The two halves of a barrier, and the whole barrier.
   void Arrive() {
     control_->arrived[static_cast<size_t>(rank_)].value.store(
         ++epoch_, std::memory_order_release);
@@ -120,14 +121,14 @@ class Rank {
         if (flag.value.load(std::memory_order_acquire) >= value) return true;
         Pause();
       }
-      if (++yields == 0) deadline = Clock::now() + std::chrono::seconds(kPatience);
+      if (++yields == 0) deadline = Clock::now() + std::chrono::seconds(kWaitLimit);
       if (yields % 1024 == 1023 && Clock::now() > deadline) return false;
       sched_yield();
     }
     return true;
   }
 
-  // Tells the others where they may read and write until the next barrier is over.
+  // Publishes the memory that other ranks may access until the next barrier is over.
   void Post(const void* given, void* out) {
     control_->places[static_cast<size_t>(rank_)] = {
         getpid(), reinterpret_cast<uint64_t>(given), reinterpret_cast<uint64_t>(out)};
@@ -136,13 +137,14 @@ class Rank {
     return control_->places[static_cast<size_t>(rank)];
   }
 
-  // Where tiles flow one way, ranks are ahead of each other by more than a barrier
-  // allows: before slots are used in the other manner, all must be done with them.
+  // Ranks use the slots for a broadcast, or in turns. In a broadcast, ranks are ahead
+  // of each other by more than a barrier allows, so a change of the use needs a
+  // barrier.
   bool Flow() { return Use(true); }
   bool TakeTurns() { return Use(false); }
 
-  size_t tiles = 0;   // tiles that took turns so far: selects the next set of slots
-  size_t flowed = 0;  // tiles that were broadcast
+  size_t tiles = 0;   // number of tiles in turns so far, which selects the set of slots
+  size_t flowed = 0;  // number of tiles of broadcasts so far
 
  private:
   static constexpr size_t kControl = 8192;
@@ -166,7 +168,8 @@ class Rank {
   size_t Bytes() const { return kControl + 2 * (Size() + 1) * kStride; }
 
   bool TryReading() {
-    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);  // Yama: what is no child may read
+    // Yama by default lets only ancestors read the memory of a process.
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
     uint64_t word = 0;
     Post(&epoch_, nullptr);
     if (!Barrier()) return false;

@@ -1,5 +1,5 @@
-// Two plain streams over loopback TCP between ranks 0 and 1, as iperf has them: what
-// ringjax over sockets is to be held against. Used by limit.cc alone.
+// Two plain streams over loopback TCP between ranks 0 and 1, like those of iperf, with
+// which ringjax over sockets is compared.
 
 #ifndef RINGJAX_BENCHMARKS_LIMIT_TCP_H_
 #define RINGJAX_BENCHMARKS_LIMIT_TCP_H_
@@ -28,7 +28,7 @@ class Streams {
     if (listener_ >= 0) close(listener_);
   }
 
-  // Rank 0; `port` is told to rank 1.
+  // Listens on rank 0. Rank 1 reads `port` from shared memory.
   void Listen(std::atomic<int>* port) {
     listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     sockaddr_in address = Loopback(0);
@@ -40,7 +40,7 @@ class Streams {
     }
   }
 
-  // Ranks 0 and 1, once rank 0 listens.
+  // Connects ranks 0 and 1, after rank 0 has called Listen.
   bool Connect(int rank, int port) {
     for (int& stream : streams_) {
       if (rank == 0) {
@@ -52,15 +52,15 @@ class Streams {
         if (connect(stream, any, sizeof address) != 0) return false;
       }
       if (stream < 0) return false;
-      const timeval patience = {60, 0};
+      const timeval limit = {60, 0};
       for (int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
-        setsockopt(stream, SOL_SOCKET, option, &patience, sizeof patience);
+        setsockopt(stream, SOL_SOCKET, option, &limit, sizeof limit);
       }
     }
     return true;
   }
 
-  // `bytes` in all: from rank 0 to rank 1, or with two streams half in either
+  // Moves `bytes` in all: from rank 0 to rank 1, or with two streams one half in each
   // direction.
   bool Transfer(int rank, size_t bytes, int streams) {
     if (streams == 1) {
