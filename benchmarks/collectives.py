@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import session
-from benchmarks.harness.options import KIB, MIB, how, parse_bytes, parse_ranks
+from benchmarks.harness.options import (
+    KIB,
+    MIB,
+    add_measurement_options,
+    parse_bytes,
+    parse_ranks,
+)
 from benchmarks.harness.report import bytes_text, columns, ratios, spread
 from benchmarks.harness.turns import Case
 from benchmarks.peers.adapter import COLLECTIVES
@@ -57,7 +63,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--quick", action="store_true", help="seconds: whether it works, not how fast"
     )
-    how(p, "collectives")
+    add_measurement_options(p, "collectives")
     if p.parse_args(words).quick:
         p.set_defaults(**QUICK)
     options = p.parse_args(words)

@@ -99,7 +99,7 @@ def extra_table(rows: Sequence[Row]) -> str:
 
 
 def alone(row: Row, rows: Sequence[Row]) -> float | None:
-    """Formats the memory that jax and malloc need for steps without ringjax."""
+    """Returns the memory that the same steps need without ringjax, if known."""
     donated = VARIANTS[row["variant"]][1]
     for other in rows:
         same = all(other[name] == row[name] for name in ("ranks", "set", "steps"))

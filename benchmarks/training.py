@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import session, shapes, torch_networks
-from benchmarks.harness.options import how, parse_ranks
+from benchmarks.harness.options import add_measurement_options, parse_ranks
 from benchmarks.harness.report import columns, ratios, spread
 from benchmarks.harness.turns import Case
 from benchmarks.peers.table import PEERS
@@ -107,7 +107,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="keras-… trains `dense` only",
     )
     p.add_argument("--no-gradients", dest="gradients", action="store_false")
-    how(p, "training")
+    add_measurement_options(p, "training")
     p.set_defaults(seconds=1.0)
     options = p.parse_args(words)
     if options.rounds < 1:

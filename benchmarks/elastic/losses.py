@@ -31,7 +31,7 @@ from benchmarks.harness import machine
 from benchmarks.harness.launchers import PEERS_FOLDER
 
 PROGRAM = Path(__file__).with_name("losses_rank.py")
-PATIENCE = 150.0  # seconds until a job that does not progress has failed
+PROGRESS_LIMIT = 150.0  # seconds until a job that does not progress has failed
 STEPS = 30  # steps of all replicas together before the next kill
 
 
@@ -77,7 +77,7 @@ class Job(ABC):
 
     def __enter__(self) -> Self:
         try:
-            self.begin()
+            self.start()
         except BaseException:
             self.__exit__()
             raise
@@ -94,15 +94,15 @@ class Job(ABC):
                 process.wait()
 
     @abstractmethod
-    def begin(self) -> None:
+    def start(self) -> None:
         """Starts the job."""
 
-    def killed(self, victim: str) -> float | None:
+    def recover(self, victim: str) -> float | None:
         """Reacts to a kill as an operator; returns the time if the job has ended."""
         return None
 
     def spawn(self, name: str, words: Sequence[object], **env: object) -> None:
-        told = {
+        variables = {
             "LOSSES_FOLDER": self._folder,
             "LOSSES_DEVICES": self.devices,
             "LOSSES_NAME": name,
@@ -112,7 +112,7 @@ class Job(ABC):
         with (self._folder / f"{name}.out").open("wb") as out:
             self.children[name] = subprocess.Popen(
                 [str(word) for word in words],
-                env={**os.environ, **{k: str(v) for k, v in told.items()}},
+                env={**os.environ, **{k: str(v) for k, v in variables.items()}},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -122,7 +122,7 @@ class Job(ABC):
         """Returns the traces of all processes that the job has had."""
         return [Trace.read(path) for path in self._folder.glob("*.log")]
 
-    def together(self, since: float, steps: int = 1) -> list[Trace]:
+    def wait_for_steps(self, since: float, steps: int = 1) -> list[Trace]:
         """Waits until all replicas have made so many steps; returns their traces.
 
         Raises:
@@ -132,7 +132,7 @@ class Job(ABC):
         def whole(trace: Trace) -> int:
             return sum(w > since and n == self.replicas for w, _, n in trace.steps)
 
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PROGRESS_LIMIT
         while time.monotonic() < deadline:
             found = [trace for trace in self.traces() if whole(trace) >= steps]
             if len(found) >= self.replicas * self.processes:
@@ -149,7 +149,7 @@ class Ringjax(Job):
         super().__init__(*job)
         self.processes, self.devices = processes, devices
 
-    def begin(self) -> None:
+    def start(self) -> None:
         words: list[object] = [sys.executable, "-m", "ringjax.run", "-np"]
         words += [self.replicas * self.processes, "--min-np", self.processes]
         words += ["--group-size", self.processes, sys.executable, PROGRAM, "ringjax"]
@@ -165,7 +165,7 @@ class Jax(Job):
         super().__init__(*job)
         self._heartbeat, self._started = heartbeat, 0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         port, self._started = machine.free_port(), self._started + 1
         for rank in range(self.replicas):
             self.spawn(
@@ -177,8 +177,8 @@ class Jax(Job):
                 LOSSES_HEARTBEAT=self._heartbeat,
             )
 
-    def killed(self, victim: str) -> float | None:
-        deadline = time.monotonic() + PATIENCE
+    def recover(self, victim: str) -> float | None:
+        deadline = time.monotonic() + PROGRESS_LIMIT
         for process in self.children.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -187,7 +187,7 @@ class Jax(Job):
                 process.wait()
         ended = time.monotonic()
         self.children.clear()
-        self.begin()
+        self.start()
         return ended
 
 
@@ -200,7 +200,7 @@ class Torchft(Job):
         super().__init__(*job)
         self._lighthouse, self._port = lighthouse, machine.free_port()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         server = Path(self.python).with_name("torchft_lighthouse")
         words = ["--min_replicas", 1, "--bind", f"[::]:{self._port}"]
         self.spawn("lighthouse", [server, *words, *self._lighthouse.split()])
@@ -213,7 +213,7 @@ class Torchft(Job):
         words = [self.python, PROGRAM, "torchft"]
         self.spawn(name, words, LOSSES_RANK=rank, TORCHFT_LIGHTHOUSE=where)
 
-    def killed(self, victim: str) -> None:
+    def recover(self, victim: str) -> None:
         self.children.pop(victim).wait()
         times, rank = victim.split("-")
         self._spawn(f"{int(times) + 1}-{rank}")
@@ -233,16 +233,16 @@ PEERS: dict[str, Callable[[int, Path], Job]] = {
 }
 
 
-def lose(job: Job, chance: random.Random) -> dict[str, float | None]:
+def lose(job: Job, rng: random.Random) -> dict[str, float | None]:
     """Kills a process of a job that trains; returns the costs in seconds."""
     began = time.monotonic()
-    training = job.together(began, STEPS)
-    time.sleep(chance.uniform(0.05, 0.5))  # the kill may happen at any moment of a step
-    victim = chance.choice(training)
+    training = job.wait_for_steps(began, STEPS)
+    time.sleep(rng.uniform(0.05, 0.5))  # the kill may happen at any moment of a step
+    victim = rng.choice(training)
     kill = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
-    ended = job.killed(victim.name)
-    whole = job.together(kill)
+    ended = job.recover(victim.name)
+    whole = job.wait_for_steps(kill)
     time.sleep(0.5)  # the traces then contain steps after the recovery
     traces = {trace.name: trace for trace in job.traces()}
     before = [when for when, _, _ in traces[victim.name].steps if began < when < kill]
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--json", type=Path, help="samples are added to this file")
     options = parser.parse_args(arguments)
-    chance = random.Random(options.seed)
+    rng = random.Random(options.seed)
     samples: dict[str, list[dict[str, float | None]]] = {}
     if options.json and options.json.exists():
         samples = json.loads(options.json.read_text())
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     PEERS[name](replicas, Path(folder)) as job,
                 ):
                     for _ in range(options.kills):
-                        found.append(lose(job, chance))
+                        found.append(lose(job, rng))
                         if options.json:
                             options.json.write_text(json.dumps(samples))
     print(table(samples))

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import driver
-from benchmarks.gpu.report import markdown_table, text_table
-from benchmarks.gpu.section import RESULT
+from benchmarks.gpu.section import RESULT, markdown_table, text_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 470.0  # time limit for all sections together

@@ -12,8 +12,9 @@ import argparse
 import os
 
 from benchmarks.gpu.models import SETS
-from benchmarks.gpu.report import Report, Spread
 from benchmarks.gpu.section import (
+    Report,
+    Spread,
     allreduce_stats,
     attempt,
     on_gpu,

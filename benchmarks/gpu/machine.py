@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import (
+    Report,
     device_communicator,
     on_gpu,
     require_device_path,
@@ -111,9 +111,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _line(report: Report, what: str, ask: Callable[[], Any]) -> None:
+def _line(report: Report, what: str, query: Callable[[], Any]) -> None:
     try:
-        text = str(ask())
+        text = str(query())
     except Exception as error:
         text = f"not known: {type(error).__name__}: {error}"
     report.row(what, text)

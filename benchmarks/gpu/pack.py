@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.gpu.driver import ALIGNMENT, Device
 from benchmarks.gpu.models import SETS
-from benchmarks.gpu.report import Report, Spread
-from benchmarks.gpu.section import attempt, section
+from benchmarks.gpu.section import Report, Spread, attempt, section
 
 WIRES = {"f32": 4, "bf16": 2, "f16": 2}
 ROTATE = 400 << 20  # bytes of all tensors that take turns: several times the L2 cache

@@ -1,21 +1,146 @@
-"""Common code of all sections of check.py: the report, and ringjax's device path.
+"""The sections of check.py: reports of tables, failures and targets; ringjax's device.
 
-A section is `python -m benchmarks.gpu.…`, which prints its tables if run alone.
+A section is `python -m benchmarks.gpu.…`, which prints its tables if it is run alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.report import Report, text_table
+from benchmarks.harness.report import columns
 
-RESULT = "RINGJAX_GPU_CHECK_RESULT"
+RESULT = "RINGJAX_GPU_CHECK_RESULT"  # names the file of a report
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median, the tenth and the ninetieth percentile of some samples."""
+
+    median: float
+    p10: float
+    p90: float
+    count: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Spread:
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return Spread(
+            statistics.median(ordered),
+            ordered[round(0.1 * last)],
+            ordered[round(0.9 * last)],
+            len(ordered),
+        )
+
+    def show(self, digits: int = 1) -> str:
+        """Formats the median and the spread."""
+        return f"{self.median:.{digits}f} ({self.p10:.{digits}f}–{self.p90:.{digits}f})"
+
+
+class Report:
+    """The results of one section. If `path` is None, nothing is written.
+
+    The file is written after every addition, so that a section that crashes, or that is
+    ended at its time limit, still shows its results.
+
+    Attributes:
+      tables: dicts of title, head, rows (of text cells) and notes.
+      failures: descriptions of errors. Any failure makes the section fail.
+      missed: targets that were not reached. A missed target does not make the section
+        fail.
+      values: numbers for the JSON file, by name.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.tables: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.missed: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.write()
+
+    def table(self, title: str, *head: str) -> None:
+        """Begins a table, to which `row` and `note` add."""
+        self.tables.append(
+            {"title": title, "head": list(head), "rows": [], "notes": []}
+        )
+        self.write()
+
+    def row(self, *cells: Any) -> list[str]:
+        """Adds a row to the last table, and returns its cells."""
+        row = [str(cell) for cell in cells]
+        self.tables[-1]["rows"].append(row)
+        self.write()
+        return row
+
+    def note(self, text: str) -> None:
+        """Adds a sentence under the last table."""
+        self.tables[-1]["notes"].append(text)
+        self.write()
+
+    def fail(self, text: str) -> None:
+        self.failures.append(text)
+        self.write()
+
+    def value(self, name: str, value: Any) -> None:
+        """Keeps a number, or another JSON value, for the file of all results."""
+        self.values[name] = value
+        self.write()
+
+    def compare_with_target(
+        self, what: str, value: float, target: float | None, unit: str = ""
+    ) -> str:
+        """Returns the cell of a target, and records a target that is missed.
+
+        A positive target means "at least" this value. A negative target means "at most"
+        its absolute value. If there is no target, the cell is empty.
+        """
+        if target is None:
+            return ""
+        reached = value >= target if target >= 0 else value <= -target
+        text = f"{'≥' if target >= 0 else '≤'} {abs(target):g}{unit}"
+        if not reached:
+            self.missed.append(f"{what}: {value:.4g}{unit}, target {text}")
+            self.write()
+        return f"{text}: {'reached' if reached else 'missed'}"
+
+    def write(self) -> None:
+        """Writes the file, after a change of a row that `row` has returned."""
+        if self._path is not None:
+            kept = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            beside = self._path.with_suffix(".new")
+            beside.write_text(json.dumps(kept))
+            # The rename is atomic, so no reader sees a part of the file.
+            beside.replace(self._path)
+
+
+def text_table(table: dict[str, Any]) -> str:
+    rows = [table["head"], *table["rows"]]
+    width = max(map(len, rows))
+    text = columns([[*row, *[""] * (width - len(row))] for row in rows], left=width)
+    return "\n".join([table["title"], text, *(f"* {n}" for n in table["notes"])])
+
+
+def markdown_table(table: dict[str, Any]) -> str:
+    lines = [f"### {table['title']}", ""]
+    width = max(map(len, [table["head"], *table["rows"]]))
+    for number, row in enumerate([table["head"], *table["rows"]]):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append("| " + " | ".join([*cells, *[""] * (width - len(cells))]) + " |")
+        if number == 0:
+            lines.append("|" + " --- |" * width)
+    lines += ["", *(f"* {note}" for note in table["notes"])]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 @contextlib.contextmanager
@@ -42,8 +167,6 @@ def attempt(
     try:
         return action(*args, **kwargs)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         report.fail(f"{what}: {type(error).__name__}: {str(error)[:600]}")
         return None

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import trace, training_step
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.section import attempt, on_gpu, require_device_path, section
+from benchmarks.gpu.section import Report, attempt, on_gpu, require_device_path, section
 
 STEPS = 5
 TARGET = 90.0  # least hidden share in per cent

@@ -17,8 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.gpu import models
-from benchmarks.gpu.report import Report, Spread
-from benchmarks.gpu.section import attempt, on_gpu, require_device_path, section
+from benchmarks.gpu.section import (
+    Report,
+    Spread,
+    attempt,
+    on_gpu,
+    require_device_path,
+    section,
+)
 
 NONE = "no allreduce"
 VARIANTS = {

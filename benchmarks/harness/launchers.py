@@ -91,10 +91,10 @@ def _launch(
         return Launch(words, environment=dict(entry.environment))
     if entry.launcher == "horovodrun":
         words = [_program("horovodrun", python), "--gloo", "-np", str(ranks)]
-        # The peer is stopped during the turns of other peers, which must not count as a
-        # failure.
-        patient = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
-        return Launch(words, environment=patient, restless=True)
+        # The ranks are stopped during the turns of other peers, which must not count as
+        # a failure.
+        environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+        return Launch(words, environment=environment, restless=True)
     if entry.launcher == "mpirun":
         return _mpirun(shlex.split(options.mpirun), ranks, python)
     if entry.launcher == "mpich":

@@ -58,7 +58,7 @@ def parse_python(text: str) -> tuple[str, str]:
     return peer, os.path.abspath(found)
 
 
-def how(p: argparse.ArgumentParser, benchmark: str) -> Any:
+def add_measurement_options(p: argparse.ArgumentParser, benchmark: str) -> Any:
     """Adds the options of the measurement, and returns their group."""
     group = p.add_argument_group("how")
     add = group.add_argument
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--full", action="store_true", help="all sizes, sets, dtypes and 2,3,4,8 ranks"
     )
-    group = how(p, "allreduce")
+    group = add_measurement_options(p, "allreduce")
     group.add_argument(
         "--plot",
         type=Path,

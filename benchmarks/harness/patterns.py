@@ -12,7 +12,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def given(name: str, rank: int, size: int, count: int) -> Array:
+def input_of(name: str, rank: int, size: int, count: int) -> Array:
     """Returns the input of a rank; `count` numbers are the whole vector."""
     own = count // size if name == "allgather" else count
     return _pattern(own) + np.float32(rank)
@@ -32,7 +32,7 @@ def expected(name: str, rank: int, size: int, count: int) -> Array:
     return total[mine] if name == "reducescatter" else total
 
 
-def room(name: str, array: Array, right: Array) -> Array:
+def output_for(name: str, array: Array, right: Array) -> Array:
     """Returns an array for the result: the given array, or a new array."""
     return array if name in ("allreduce", "broadcast") else np.zeros_like(right)
 

@@ -76,13 +76,13 @@ class Variant:
     def burst(self) -> list[float]:
         """Runs a burst; returns seconds per call of each batch, on the slowest rank."""
         start = _clocks()
-        answers = self.world.ask(
+        replies = self.world.request(
             do="run", variant=self.name, batches=self.batches, calls=self.calls
         )
         wall, busy, own = (b - a for a, b in zip(start, _clocks(), strict=True))
         self.wall, self.busy = self.wall + wall, self.busy + busy
-        self.own += own + sum(a["cpu"] for a in answers)
-        return [max(t) for t in zip(*(a["seconds"] for a in answers), strict=True)]
+        self.own += own + sum(a["cpu"] for a in replies)
+        return [max(t) for t in zip(*(a["seconds"] for a in replies), strict=True)]
 
     def settle(self, seconds: float) -> None:
         """Warms up and chooses the length of the bursts."""
@@ -164,15 +164,15 @@ def compare(
     return rows
 
 
-def affordable(counts: Sequence[int], size: int, ranks: int, memory: int) -> int:
-    """Returns how many variants of each peer fit into memory at the same time."""
+def variants_that_fit(counts: Sequence[int], size: int, ranks: int, memory: int) -> int:
+    """Returns how many variants of each peer memory can hold at the same time."""
     most = max(counts, default=0)
     while most and COPIES * size * ranks * sum(min(most, n) for n in counts) > memory:
         most -= 1
     return most
 
 
-def able(world: World, case: Case) -> list[str]:
+def variants_for(world: World, case: Case) -> list[str]:
     """Returns the variants of a peer for a case."""
     if case.dtype not in world.dtypes:
         return []
@@ -186,10 +186,10 @@ def able(world: World, case: Case) -> list[str]:
 
 
 class Quiet:
-    """Waits for moments without other work, for `patience` seconds in all."""
+    """Waits for moments without other work, for `seconds` in all."""
 
-    def __init__(self, patience: float) -> None:
-        self.left = patience
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
 
     def wait(self) -> None:
         """Returns after a quiet quarter of a second, or if no waiting time is left."""
@@ -210,8 +210,8 @@ def measure(
     quiet: Quiet,
 ) -> list[dict[str, Any]]:
     """Measures one case: all variants of all worlds, in turns. Drops failed worlds."""
-    asked = [(world, names) for world in worlds if (names := able(world, case))]
-    most = affordable(
+    asked = [(world, names) for world in worlds if (names := variants_for(world, case))]
+    most = variants_that_fit(
         [len(n) for _, n in asked], case.size, ranks, machine.usable_memory()
     )
     if any(len(names) > most for _, names in asked):
@@ -220,7 +220,7 @@ def measure(
     for world, names in asked:
         found = [Variant(world, name) for name in names[:most]]
         try:
-            world.ask(
+            world.request(
                 do="prepare",
                 variants=names[:most],
                 shapes=case.shapes,

@@ -79,9 +79,9 @@ def collective(peer: Peer, variant: str, count: int, fresh: bool = False) -> Ope
       ArithmeticError: the result is wrong.
     """
     name = variant.partition(": ")[0]
-    array = patterns.given(name, peer.rank, peer.size, count)
+    array = patterns.input_of(name, peer.rank, peer.size, count)
     right = patterns.expected(name, peer.rank, peer.size, count)
-    out = patterns.room(name, array, right)
+    out = patterns.output_for(name, array, right)
     step = peer.collective(variant, array, out)
     result = step()
     got = out if result is None else peer.local(result)
@@ -98,7 +98,7 @@ class Worker:
         self._peer = peer
         self._steps: dict[str, Operation] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "prepare":
             self._steps.clear()  # clear first, so that memory is not held twice
             shapes = [tuple(s) for s in request["shapes"]]
@@ -135,7 +135,7 @@ def main() -> None:
             print(json.dumps(hello), file=stream, flush=True)
             for line in stream:
                 try:
-                    text = json.dumps(worker.answer(json.loads(line)))
+                    text = json.dumps(worker.reply(json.loads(line)))
                 except Exception:
                     text = json.dumps({"error": traceback.format_exc()})
                 print(text, file=stream, flush=True)

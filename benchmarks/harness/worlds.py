@@ -80,29 +80,29 @@ class World:
         self._pids = [hello["pid"] for hello in hellos]
         self._rest()
 
-    def ask(self, **request: Any) -> list[dict[str, Any]]:
+    def request(self, **message: Any) -> list[dict[str, Any]]:
         """Sends a request to every rank and returns the replies.
 
         Raises:
           WorldError: a rank failed, died or is late.
         """
-        answers = []
+        replies = []
         self._wake()
         try:
             for stream in self._streams:
-                print(json.dumps(request), file=stream, flush=True)
+                print(json.dumps(message), file=stream, flush=True)
             for stream in self._streams:
-                answers.append(json.loads(stream.readline() or "null"))
+                replies.append(json.loads(stream.readline() or "null"))
         except OSError as error:
             raise WorldError(f"{self.peer}: {error}\n{self._tail()}") from None
         finally:
             self._rest()
-        if None in answers:
+        if None in replies:
             raise WorldError(f"{self.peer}: a rank has ended\n{self._tail()}")
-        errors = [a["error"] for a in answers if "error" in a]
+        errors = [a["error"] for a in replies if "error" in a]
         if errors:
             raise WorldError(f"{self.peer}: {errors[0]}")
-        return answers
+        return replies
 
     def close(self) -> None:
         """Waits for the end of the ranks, and ends ranks that do not end."""

@@ -187,21 +187,21 @@ class Client:
         self.sock = socket.create_connection(where)
         self.keys: Any = None
 
-    def prove(self) -> bool:
+    def authenticate(self) -> bool:
         """Handles the next part of the handshake; returns whether more parts follow."""
         try:
-            heard = self.sock.recv(self.wants, socket.MSG_WAITALL)
-            self.output, self.wants = self.steps.send(heard)
+            received = self.sock.recv(self.wants, socket.MSG_WAITALL)
+            self.output, self.wants = self.steps.send(received)
         except StopIteration as finished:
             self.keys = finished.value[1]
             self.sealer, self.opener = self.keys.sealer(), self.keys.opener()
             return False
         return True
 
-    def say(self, kind: str, **more: Any) -> None:
+    def send(self, kind: str, **more: Any) -> None:
         self.sock.sendall(self.sealer.seal({"type": kind, **more}))
 
-    def hear(self) -> Row:
+    def receive(self) -> Row:
         while not (found := self.opener.feed(self.sock.recv(1 << 20))):
             pass
         return dict(found[0])
@@ -221,17 +221,17 @@ def gather(ranks: int) -> Row:
         while waiting:
             for client in waiting:
                 client.sock.sendall(client.output)
-            waiting = [client for client in waiting if client.prove()]
+            waiting = [client for client in waiting if client.authenticate()]
         for client in clients:
-            client.say("hello", hello=client.hello)
-        members = [len(client.hear()["members"]) for client in clients]
+            client.send("hello", hello=client.hello)
+        members = [len(client.receive()["members"]) for client in clients]
         times.append(time.perf_counter())
         for number, client in enumerate(clients):
-            client.say("exchange", epoch=0, number=0, value=number, seconds=60)
-        values = [client.hear()["values"] for client in clients]
+            client.send("exchange", epoch=0, number=0, value=number, seconds=60)
+        values = [client.receive()["values"] for client in clients]
         times.append(time.perf_counter())
         for client in clients:
-            client.say("leave", epoch=0)
+            client.send("leave", epoch=0)
         for client in clients:
             client.sock.close()
         text, _ = server.communicate()

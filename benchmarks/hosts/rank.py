@@ -51,8 +51,8 @@ class Core:
     def collective(self, name: str, count: int) -> tuple[Step, str]:
         """Returns a call after a check of its result, and the name of the algorithm."""
         place = ringjax.rank(), ringjax.size(), count
-        array, right = patterns.given(name, *place), patterns.expected(name, *place)
-        out = patterns.room(name, array, right)
+        array, right = patterns.input_of(name, *place), patterns.expected(name, *place)
+        out = patterns.output_for(name, array, right)
         before = self.algorithms(name)
         self.call(name, array, out)
         if not np.array_equal(out, right):
@@ -96,9 +96,9 @@ class Streams:
             core.allreduce(ports)
             for _ in range(flows):
                 where = (addresses[ahead], int(ports[ahead]))
-                self._ends.append((socket.create_connection(where, 30), _give))
+                self._ends.append((socket.create_connection(where, 30), _send))
             for _ in range(flows):
-                self._ends.append((server.accept()[0], _take))
+                self._ends.append((server.accept()[0], _receive))
         for end, _ in self._ends:
             end.settimeout(60)
         self._threads = ThreadPoolExecutor(len(self._ends))
@@ -120,13 +120,13 @@ class Streams:
             self._threads.shutdown()
 
 
-def _give(end: socket.socket, size: int) -> None:
+def _send(end: socket.socket, size: int) -> None:
     chunk = memoryview(bytes(CHUNK))
     while size > 0:
         size -= end.send(chunk[: min(size, CHUNK)])
 
 
-def _take(end: socket.socket, size: int) -> None:
+def _receive(end: socket.socket, size: int) -> None:
     chunk = memoryview(bytearray(CHUNK))
     while size > 0:
         got = end.recv_into(chunk[: min(size, CHUNK)])

@@ -23,7 +23,7 @@ struct LimitJob {
   char* const* inputs;
   char* const* outputs;  // equal to the inputs for a call in place
   const size_t* ends;    // ends of the tensors in bytes, as if they were concatenated
-  size_t tensors;        // at least one
+  size_t tensors;        // one or more
   size_t tile;
   float scale;
   int bfloat16;

@@ -293,11 +293,11 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 
 def test_variants_that_do_not_fit_into_memory_are_left_out() -> None:
     one = turns.COPIES * 100 * 2
-    assert turns.affordable([3, 1], 100, 2, one * 4) == 3
-    assert turns.affordable([3, 1], 100, 2, one * 4 - 1) == 2
-    assert turns.affordable([3, 1], 100, 2, one * 2) == 1
-    assert turns.affordable([3, 1], 100, 2, one) == 0
-    assert turns.affordable([], 100, 2, 0) == 0
+    assert turns.variants_that_fit([3, 1], 100, 2, one * 4) == 3
+    assert turns.variants_that_fit([3, 1], 100, 2, one * 4 - 1) == 2
+    assert turns.variants_that_fit([3, 1], 100, 2, one * 2) == 1
+    assert turns.variants_that_fit([3, 1], 100, 2, one) == 0
+    assert turns.variants_that_fit([], 100, 2, 0) == 0
 
 
 def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_bad_options_are_refused(
     ],
 )
 def test_what_rank_1_of_2_must_get(name: str, right: list[int]) -> None:
-    given = patterns.given(name, 1, 2, 4).tolist()
+    given = patterns.input_of(name, 1, 2, 4).tolist()
     assert given == ([1, 2] if name == "allgather" else [1, 2, 3, 4])
     assert patterns.expected(name, 1, 2, 4).tolist() == right
 
@@ -197,11 +197,11 @@ class Worlds:
         self.variants = {"collectives": names}
         self.prepared: list[str] = []
 
-    def ask(self, **request: Any) -> list[dict[str, Any]]:
-        if request["do"] == "prepare":
-            self.prepared = request["variants"]
+    def request(self, **message: Any) -> list[dict[str, Any]]:
+        if message["do"] == "prepare":
+            self.prepared = message["variants"]
             return [{}]
-        return [{"seconds": [0.001] * request["batches"], "cpu": 0.0}]
+        return [{"seconds": [0.001] * message["batches"], "cpu": 0.0}]
 
 
 def test_each_case_asks_for_the_variants_of_its_collective() -> None:

@@ -20,7 +20,7 @@ from support.launch import ROOT
 
 from benchmarks.gpu import build, check, models, pack, trace
 from benchmarks.gpu.check import Outcome, Section
-from benchmarks.gpu.report import Report, Spread, markdown_table, text_table
+from benchmarks.gpu.section import Report, Spread, markdown_table, text_table
 
 # -- sections --------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def section(name: str, code: str, limit: float = 20, **options: Any) -> Section:
 
 
 REPORT = (
-    "from pathlib import Path; import os; from benchmarks.gpu.report import Report; "
+    "from pathlib import Path; import os; from benchmarks.gpu.section import Report; "
 )
 REPORT += "r = Report(Path(os.environ['RINGJAX_GPU_CHECK_RESULT'])); "
 

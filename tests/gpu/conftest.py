@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from support import gpu_ranks, rank_worker
 
-from benchmarks.gpu import driver, section
-from benchmarks.gpu.report import Report
+from benchmarks.gpu import driver
+from benchmarks.gpu.section import RESULT, Report
 
 HERE = Path(__file__).parent
 IN_RANK = rank_worker.VARIABLE in os.environ
@@ -104,7 +104,7 @@ class ReportedTests:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers `ReportedTests` in a section of `make gpu-check`."""
-    if path := os.environ.get(section.RESULT):
+    if path := os.environ.get(RESULT):
         config.pluginmanager.register(ReportedTests(Report(Path(path))))
 
 
