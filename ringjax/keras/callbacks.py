@@ -23,7 +23,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: the rank that has the variables.
         device: accepted and ignored.
-        local_variables: a variable of the model, or several, that each rank keeps.
+        local_variables: one or more variables of the model that are not broadcast.
 
     Raises:
         ValueError: `local_variables` contains an object that is no variable.

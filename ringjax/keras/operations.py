@@ -58,7 +58,7 @@ def allgather(value: Tensor, name: str | None = None) -> Tensor:
 
     The numbers of rows may differ between ranks.
 
-    Args, Raises: as `allreduce`; the value is not 0-d.
+    Args, Raises: as `allreduce`. The value has at least one dimension.
 
     Example:
         >>> import ringjax.keras as hvd
@@ -86,7 +86,7 @@ def broadcast(value: Tensor, root_rank: int, name: str | None = None) -> Tensor:
 def reducescatter(value: Tensor, name: str | None = None, op: int = Average) -> Tensor:
     """Reduces like `allreduce`, and returns this rank's share of the rows.
 
-    Args, Raises: as `allreduce`; the value is not 0-d.
+    Args, Raises: as `allreduce`. The value has at least one dimension.
 
     Example:
         >>> import ringjax.keras as hvd

@@ -87,7 +87,7 @@ def process_set_id_of(process_set: ProcessSet, op: str) -> int:
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
         )
     if process_set is global_process_set:
-        # An equal process set in `_sets` may have another time limit: replace that set.
+        # Replace an equal process set, because it may have another time limit.
         _sets[0] = process_set
         return 0
     number = process_set.process_set_id

@@ -26,7 +26,7 @@ _Pairs: TypeAlias = Iterable[tuple[Gradient, tf.Variable]]
 
 
 class _WrappedOptimizer(tf.compat.v1.train.Optimizer):
-    """An optimizer that leaves the arithmetic to the wrapped optimizer."""
+    """An optimizer whose methods call the methods of the wrapped optimizer."""
 
     def __init__(
         self, optimizer: LegacyOptimizer, name: str, use_locking: bool
@@ -214,7 +214,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
         ]
 
     def _create_variables(self, variables: list[tf.Variable]) -> tf.Variable:
-        """Creates the step counter, which it returns, and a start for each variable."""
+        """Returns the step counter; creates a start value for each variable."""
         with tf.init_scope():
             if self._steps is None:
                 self._steps = _create_variable(tf.zeros((), tf.int64), "step_count")

@@ -86,8 +86,7 @@ def check(
 ) -> None:
     """Adds a comparison of parameters between the ranks; see `ffi/check.cc`.
 
-    The parameters are compared in the call number `first`, and then in every `every`th
-    call.
+    The call number `first` compares the parameters, and then every `every`th call.
     """
     graph = tf.compat.v1.get_default_graph()
     if not tf_private.is_jit_function(graph) or not all(

@@ -75,8 +75,8 @@ class TrainingDataCache:
                 or not columns <= found.columns
                 or not store.exists(store.get_train_data_path(found.index))
             ):
-                # Reuse the number of files that no `fit` uses now. The new files then
-                # replace these files in the store.
+                # Reuse the number of old files that no `fit` uses now, so that the new
+                # files replace the old files in the store.
                 used = {d.index for d in self._datasets.values() if d.users}
                 index = next(i for i in range(len(used) + 1) if i not in used)
                 self._datasets = {

@@ -228,5 +228,5 @@ def _receive(sock: socket.socket, late: str) -> bytes:
 
 
 def derive_job_id(key: bytes) -> str:
-    """Derives the id of the job from its key, so that it needs no exchange."""
+    """Derives the id of the job from its key, so no process has to send the id."""
     return hashlib.sha256(b"ringjax data service" + key).hexdigest()[:16]

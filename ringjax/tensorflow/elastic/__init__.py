@@ -124,8 +124,8 @@ class _State(State):
 class TensorFlowState(_State):
     """The state of training with a list of variables.
 
-    In a TensorFlow 1 graph, which TensorFlow 2.21 runs in a session, it reads and
-    writes the variables through that session.
+    In a TensorFlow 1 graph, which TensorFlow 2.21 runs in a session, the state reads
+    and writes the variables through that session.
 
     Args:
         variables: variables of TensorFlow or Keras; None means the global variables of
