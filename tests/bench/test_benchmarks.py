@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks.harness import (
     launchers,
     machine,
@@ -42,7 +39,9 @@ USUAL = [name for name, entry in PEERS.items() if entry.usual]
         ("transformer", 1204, 26_391_424),
     ],
 )
-def test_the_gradients_are_those_of(name: str, tensors: int, numbers: int) -> None:
+def test_sets_have_the_tensors_of_their_network(
+    name: str, tensors: int, numbers: int
+) -> None:
     found = shapes.SETS[name][1]()
     assert (len(found), shapes.count(found)) == (tensors, numbers)
 
@@ -52,7 +51,7 @@ def test_the_wide_transformer_has_as_many_tensors() -> None:
 
 
 @pytest.mark.parametrize("tensors", [1, 3, 7, 10])
-def test_even_tensors_hold_everything(tensors: int) -> None:
+def test_even_tensors_hold_all_numbers(tensors: int) -> None:
     found = shapes.even(tensors, 10)
     assert len(found) == tensors and shapes.count(found) == 10
     assert max(found)[0] - min(found)[0] <= 1
@@ -62,23 +61,23 @@ def test_even_tensors_hold_everything(tensors: int) -> None:
     ("text", "size"),
     [("4096", 4096), ("4K", 4096), ("100m", 100 << 20), ("1GiB", 1 << 30)],
 )
-def test_sizes_are_read(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert options.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "4T", "x"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
         options.parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["1", "2,1", "", "2,x"])
-def test_ranks_that_cannot_be_are_refused(text: str) -> None:
+def test_invalid_numbers_of_ranks_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="-np is 2 or more"):
         options.parse_ranks(text)
 
 
-def test_by_default_it_is_short() -> None:
+def test_default_cases() -> None:
     found = options.parse([])
     assert found.ranks == [2] and found.peers == USUAL
     kinds = [(c.kind, c.size, len(c.shapes)) for c in options.cases(found, 2)]
@@ -90,7 +89,7 @@ def test_by_default_it_is_short() -> None:
     assert [c.kind for c in options.cases(found, 4)].count("streams") == 0
 
 
-def test_full_is_everything() -> None:
+def test_full_has_all_cases() -> None:
     found = options.parse(["--full", "--peers", "limit", "all"])
     assert found.ranks == [2, 3, 4, 8] and found.peers == USUAL
     cases = options.cases(found, 4)
@@ -100,7 +99,7 @@ def test_full_is_everything() -> None:
     assert min(sizes) == 4096 and max(sizes) == 256 << 20
 
 
-def test_counts_keep_the_bytes() -> None:
+def test_cases_of_counts_have_equal_bytes() -> None:
     words = ["--no-model", "--no-tcp", "--sizes", "--counts", "--dtype", "bfloat16"]
     cases = options.cases(options.parse(words), 2)
     assert [len(c.shapes) for c in cases] == [1, 10, 100, 1000, 10_000]
@@ -127,7 +126,7 @@ def test_bad_options_are_refused(
     assert text in capsys.readouterr().err
 
 
-def test_a_plot_without_matplotlib_is_refused_at_once(
+def test_plot_is_refused_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -178,7 +177,7 @@ def test_a_peer_may_have_another_python(
     assert (found.python, found.words[0]) == (str(built), str(run))
 
 
-def test_modules_are_looked_for_where_the_peer_runs(tmp_path: Path) -> None:
+def test_modules_are_searched_by_the_python_of_the_peer(tmp_path: Path) -> None:
     entry = Entry(PEERS["mpi4py"].kind, ("json", "no_such_module"))
     words = options.parse([])
     other = tmp_path / "python"
@@ -239,13 +238,13 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert ours["foreign"] == 0.0 and theirs["foreign"] is None
 
 
-def test_streams_are_not_shared_out() -> None:
+def test_streams_carry_each_byte_once() -> None:
     case = Case("TCP", [(1_000_000,)], "streams")
     (row,) = turns.compare([variant("limit", [1.0])], case, ranks=2)
     assert row["busbw"] == row["algbw"] and row["ratio"] is None
 
 
-def test_the_table_lines_up() -> None:
+def test_columns_are_aligned() -> None:
     text = report.table("title", rows())
     head, *lines = text.splitlines()[2:]
     ends = {name: head.index(name) + len(name) for name in ("p90", "busbw", "foreign")}
@@ -268,7 +267,7 @@ def counted() -> list[dict[str, Any]]:
     ]
 
 
-def test_time_against_tensor_counts() -> None:
+def test_table_of_time_by_tensors() -> None:
     title, head, first, second = report.counts_table(counted()).strip().splitlines()
     assert title.startswith("1 MiB in so many tensors")
     assert head.split()[-3:] == ["1", "1000", "last/first"]
@@ -300,7 +299,7 @@ def test_variants_that_do_not_fit_into_memory_are_left_out() -> None:
     assert turns.variants_that_fit([], 100, 2, 0) == 0
 
 
-def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_waits_while_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.cpu_count() or 1
     busy = iter([0.0, 0.9 * cores, 0.9 * cores, 0.95 * cores, 9.0, 19.0 * cores])
     wall = iter([0.0, 1.0, 1.0, 2.0, 2.0, 3.0])
@@ -309,12 +308,12 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = turns.Quiet(3.0)
     quiet.wait()  # a busy second, then a quiet one
     assert quiet.left == 1.0
-    quiet.wait()  # busy, and no patience left
+    quiet.wait()  # busy, and no time left
     quiet.wait()
     assert quiet.left == 0.0
 
 
-def test_where_it_was_measured_is_told() -> None:
+def test_results_describe_the_machine() -> None:
     about = json.loads(json.dumps(machine.describe()))
     assert about["machine"]["cpus"] >= 1 and about["machine"]["cpu"]
     assert about["when"][:2] == "20"

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
-from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks import by_ranks, collectives
 
 
@@ -40,7 +36,7 @@ def test_times_are_of_ringjax_and_the_best_of_the_limit() -> None:
     ]
 
 
-def test_it_has_the_options_of_all_collectives(
+def test_options_are_those_of_collectives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Any] = []

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks import collectives
 from benchmarks.harness import patterns, turns, worker
 from benchmarks.harness.turns import Case, Variant
 from benchmarks.peers.adapter import COLLECTIVES, Peer
 
 
-def test_by_default_it_is_everything() -> None:
+def test_default_cases() -> None:
     options = collectives.parse([])
     assert options.ranks == [2, 4] and {"limit", "mpich"} <= set(options.peers)
     assert not {"jax-empty", "ringjax-tcp"} & set(options.peers)  # no collectives
@@ -31,7 +27,7 @@ def test_by_default_it_is_everything() -> None:
     assert (odd.title, odd.shapes) == ("alltoall, 4 KiB", [(1023,)])
 
 
-def test_quick_is_quick_unless_said_otherwise() -> None:
+def test_other_options_override_quick() -> None:
     options = collectives.parse(["--quick", "--rounds", "5"])
     assert (options.rounds, options.ranks, options.seconds) == (5, [2], 0.01)
 
@@ -55,7 +51,7 @@ def test_bad_options_are_refused(
         ("reducescatter", [5, 7]),
     ],
 )
-def test_what_rank_1_of_2_must_get(name: str, right: list[int]) -> None:
+def test_expected_results_of_rank_1_of_2(name: str, right: list[int]) -> None:
     given = patterns.input_of(name, 1, 2, 4).tolist()
     assert given == ([1, 2] if name == "allgather" else [1, 2, 3, 4])
     assert patterns.expected(name, 1, 2, 4).tolist() == right
@@ -95,7 +91,7 @@ def test_a_collective_is_checked_before_it_is_timed(name: str, returns: bool) ->
         worker.collective(OneRank(1, returns), name, 10)
 
 
-def test_fresh_numbers_are_written_before_each_call_and_not_timed(
+def test_fresh_input_is_written_outside_the_measured_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, seen = [0.0], []
@@ -119,7 +115,9 @@ def test_fresh_numbers_are_written_before_each_call_and_not_timed(
     assert isinstance(made, worker.Fresh)
 
 
-def test_only_some_give_the_very_array(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fresh_is_refused_for_peers_that_copy_their_input(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = collectives.parse(["--fresh"])
     assert options.peers == ["ringjax", "mpi4py", "mpich"]
     assert all(case.fresh for case in collectives.cases(options, 2))
@@ -128,7 +126,7 @@ def test_only_some_give_the_very_array(capsys: pytest.CaptureFixture[str]) -> No
     assert "--fresh: not with limit" in capsys.readouterr().err
 
 
-def test_busbw_is_of_the_collective() -> None:
+def test_bus_factor_of_each_collective() -> None:
     factors = [
         Case("", [(4,)], "collectives", collective=name).bus_factor(4)
         for name in COLLECTIVES
@@ -170,12 +168,12 @@ def test_the_table_compares_with_the_best_mpi() -> None:
     assert len(head) == len(first) == len(second)
 
 
-def test_without_an_mpi_there_is_no_ratio() -> None:
+def test_table_without_mpi_has_no_ratio() -> None:
     head, line = collectives.table(rows(ringjax=[0.02])).splitlines()
     assert "MPI" not in head and "20.0 (20.0 .. 20.0)  " in line
 
 
-def test_the_limit_is_its_variant_with_the_fastest_round() -> None:
+def test_the_best_variant_of_the_limit_has_the_fastest_round() -> None:
     often = variant("limit", "alltoall: often", 0.02, 0.02, 0.02)
     once = variant("limit", "alltoall: once", 0.01, 0.03, 0.03)
     found = rows(often, once, ringjax=[0.04, 0.04, 0.06], mpich=[0.02, 0.02, 0.03])
@@ -188,7 +186,7 @@ def test_the_limit_is_its_variant_with_the_fastest_round() -> None:
 
 
 class Worlds:
-    """A peer with three variants that records the variants asked for."""
+    """A peer with three variants that records the requested variants."""
 
     peer, dtypes = "limit", ("float32",)
 
@@ -204,7 +202,7 @@ class Worlds:
         return [{"seconds": [0.001] * message["batches"], "cpu": 0.0}]
 
 
-def test_each_case_asks_for_the_variants_of_its_collective() -> None:
+def test_each_case_runs_the_variants_of_its_collective() -> None:
     options = collectives.parse(["--rounds", "2", "--sizes", "4K"])
     world = Worlds()
     quiet = turns.Quiet(0.0)

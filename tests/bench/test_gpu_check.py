@@ -81,7 +81,7 @@ def _running(mark: str) -> list[str]:
     return found
 
 
-def test_sections_that_cannot_run_say_why(
+def test_sections_that_cannot_run_report_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = run(
@@ -109,7 +109,7 @@ def test_later_sections_keep_some_time(tmp_path: Path) -> None:
     assert (one.status, one.reason) == ("not run", "no time left")
 
 
-def test_what_a_section_runs_with(tmp_path: Path, monkeypatch: Any) -> None:
+def test_environment_of_a_section(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("RINGJAX_FUSION", "group")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     (tmp_path / "ringjax").mkdir()
@@ -197,7 +197,7 @@ def test_report_tables_and_targets(tmp_path: Path) -> None:
     ]
 
 
-def test_missed_targets_are_shown_but_are_no_failure() -> None:
+def test_missed_targets_are_notes_and_no_failures() -> None:
     outcome = Outcome("pack", "ok", 1.0, report={"missed": ["pack: 80 %"]})
     assert check.summary([outcome])["notes"] == ["target missed: pack: 80 %"]
 
@@ -205,7 +205,7 @@ def test_missed_targets_are_shown_but_are_no_failure() -> None:
 # -- shapes and networks ---------------------------------------------------------------
 
 
-def test_the_sets_of_tensors_are_what_they_are_called() -> None:
+def test_sets_have_the_tensors_of_their_network() -> None:
     resnet, transformer = models.SETS["ResNet-50"], models.SETS["transformer"]
     assert (len(resnet), models.count(resnet)) == (161, 25_557_032)
     assert (len(transformer), models.count(transformer)) == (1204, 1_312_136_192)
@@ -216,7 +216,7 @@ def test_the_sets_of_tensors_are_what_they_are_called() -> None:
     assert sum(large) / sum(sizes) == pytest.approx(0.937, abs=0.001)
 
 
-def test_bytes_that_packing_moves() -> None:
+def test_moved_and_fused_bytes() -> None:
     resnet = models.SETS["ResNet-50"]
     assert pack.moved_bytes(resnet, 4) == 8 * 25_557_032
     assert pack.moved_bytes(resnet, 2) == 6 * 25_557_032
@@ -353,7 +353,7 @@ def recorded(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
     return [*meta, host, module, *spans, {"name": "no phase"}]
 
 
-def test_the_hidden_share_of_the_communication(tmp_path: Path) -> None:
+def test_hidden_share_of_communication(tmp_path: Path) -> None:
     events = recorded(
         ("gemm", 1, 0, 100),
         ("fusion", 1, 110, 40),
@@ -378,7 +378,7 @@ def test_on_one_stream_nothing_is_hidden() -> None:
     assert trace.overlap(trace.kernels(events)).hidden == 0.0
 
 
-def test_a_profile_that_does_not_tell_is_no_number(tmp_path: Path) -> None:
+def test_incomplete_profiles_raise_an_error(tmp_path: Path) -> None:
     with pytest.raises(trace.TraceError, match="1 kernels of the allreduce and 0"):
         trace.overlap(trace.kernels(recorded(("rj_pack", 1, 0, 1))))
     with pytest.raises(trace.TraceError, match=r"0 kernels .* \['gemm'\]"):

@@ -17,11 +17,8 @@ from typing import Any
 
 import pytest
 from support import namespaces
-from support.launch import ROOT
 from support.namespaces import Namespaces, address
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks.hosts import collectives
 from benchmarks.hosts.layouts import Layout, parse_rate, parse_size
 from benchmarks.peers.adapter import COLLECTIVES
@@ -65,7 +62,7 @@ def test_without_a_rate_there_is_no_bound() -> None:
         assert Layout.parse("loopback").bounds(name, MIB) is None
 
 
-def test_plain_streams_carry_what_must_cross() -> None:
+def test_plain_streams_carry_the_bytes_of_the_bound() -> None:
     words = ["--collectives", "alltoall", "broadcast", "--sizes", "4096", "16M"]
     options = collectives.parse(words)
     assert collectives.cases(Layout(2, 3), options) == [
@@ -90,7 +87,7 @@ def test_share_of_the_communication_that_is_hidden(
 # -- options ---------------------------------------------------------------------------
 
 
-def test_layouts_are_read() -> None:
+def test_layouts_are_parsed() -> None:
     assert Layout.parse("4x2") == Layout(4, 2)
     assert Layout.parse("loopback").loopback
     for text in ("1x2", "0x1", "4x0", "4", "x", "4x2x1", ""):
@@ -98,7 +95,7 @@ def test_layouts_are_read() -> None:
             Layout.parse(text)
 
 
-def test_sizes_and_rates_are_read() -> None:
+def test_sizes_and_rates_are_parsed() -> None:
     assert [parse_size(t) for t in ("4096", "64k", "16M")] == [4096, 65536, 16 * MIB]
     assert [parse_rate(t) for t in ("1gbit", "500mbit", "none")] == [
         "1gbit",
@@ -113,7 +110,7 @@ def test_sizes_and_rates_are_read() -> None:
             parse_rate(text)
 
 
-def test_every_layout_meets_every_rate_but_loopback_has_none() -> None:
+def test_every_layout_has_every_rate_but_loopback_has_none() -> None:
     words = ["--layouts", "4x1", "loopback", "4x2", "--rates", "1gbit", "10gbit"]
     titles = [layout.title for layout in collectives.worlds(collectives.parse(words))]
     assert titles == [
@@ -145,7 +142,7 @@ def test_wrong_options_are_refused(
     assert words[0] in capsys.readouterr().err
 
 
-def test_only_root_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespaces_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit, match="only root may make network namespaces"):
         collectives.main(["--layouts", "4x1"])
@@ -154,7 +151,7 @@ def test_only_root_may(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- ranks -----------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place() -> None:
+def test_environment_of_a_rank() -> None:
     layout = Layout(3, 2, "1gbit")
     secret = "ab" * 32
     env = layout.environment(3, "0123456789abcdef", secret)
@@ -244,7 +241,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_the_network_exists_inside_and_never_after(network: Any) -> None:
+def test_the_network_exists_only_inside_the_context(network: Any) -> None:
     machine = Machine()
     with network(machine) as made:
         names = {"rjbtest", *made.names, *(f"rjtestv{host}" for host in range(3))}
@@ -256,14 +253,14 @@ def test_the_network_exists_inside_and_never_after(network: Any) -> None:
     assert machine.names == set()
 
 
-def test_without_a_rate_nothing_is_shaped() -> None:
+def test_links_without_a_rate_have_no_token_bucket() -> None:
     assert not any(words[0] == "tc" for words in Namespaces(2, None, "x").up())
 
 
 @pytest.mark.parametrize(
     "word", ["link add rjtestv1", "netns add rjtestn2", "tc qdisc"]
 )
-def test_what_was_made_is_removed_if_the_rest_fails(network: Any, word: str) -> None:
+def test_a_failed_setup_removes_its_parts(network: Any, word: str) -> None:
     machine = Machine(fails=word)
     with (
         pytest.raises(RuntimeError, match=f"{word}.*: no such thing"),
@@ -273,7 +270,7 @@ def test_what_was_made_is_removed_if_the_rest_fails(network: Any, word: str) -> 
     assert machine.names == set()
 
 
-def test_what_was_made_is_removed_on_an_interrupt(network: Any) -> None:
+def test_an_interrupt_removes_the_network(network: Any) -> None:
     machine = Machine(fails="netns add rjtestn1", raises=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt), network(machine):
         pytest.fail("it was not made")
@@ -293,7 +290,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_while_it_is_removed_comes_afterwards(
+def test_an_interrupt_during_the_removal_is_raised_after_it(
     network: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()
@@ -310,7 +307,7 @@ def test_an_interrupt_while_it_is_removed_comes_afterwards(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_cannot_be_removed_is_named(
+def test_the_error_names_parts_that_cannot_be_removed(
     network: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespaces, "END", 0.05)
@@ -320,7 +317,7 @@ def test_what_cannot_be_removed_is_named(
         pass
 
 
-def test_names_fit_the_kernel() -> None:
+def test_names_too_long_for_the_kernel_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be named"):
         Namespaces(2, None, "longerthanthat")
     with pytest.raises(ValueError, match="cannot be named"):
@@ -330,7 +327,7 @@ def test_names_fit_the_kernel() -> None:
 # -- tables ----------------------------------------------------------------------------
 
 
-def test_the_table_holds_the_shares() -> None:
+def test_table_of_shares() -> None:
     layout = Layout(4, 2, "1gbit")
     size = 100 * MIB
     bound = 1.5 * size / 125e6
@@ -374,7 +371,7 @@ def test_the_table_holds_the_shares() -> None:
     assert "0.84" in collectives.table(Layout.parse("loopback"), [free])
 
 
-def test_the_model_is_compared_round_by_round() -> None:
+def test_shares_of_the_model_are_taken_within_rounds() -> None:
     seconds = {
         "none": [1.0, 2.0, 1.0],
         "in turn": [1.5, 2.5, 1.5],

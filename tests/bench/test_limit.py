@@ -79,7 +79,7 @@ def main(rank: int, size: int, port: int) -> None:
 
 @pytest.mark.timeout(150)  # its ranks spin: on a busy machine they take long
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_limit_is_right(size: int) -> None:
+def test_all_variants_have_right_results(size: int) -> None:
     limit.build()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     ranks = [
@@ -105,7 +105,7 @@ def test_the_limit_is_right(size: int) -> None:
     assert variants in {len(limit.variants(can_read=can)) for can in (True, False)}
 
 
-def test_every_collective_has_a_limit_without_reading_too() -> None:
+def test_every_collective_has_variants_without_reading() -> None:
     for can_read in (True, False):
         names = [v.partition(": ")[0] for v in limit.variants(can_read)]
         assert set(names) == set(COLLECTIVES)
@@ -113,7 +113,7 @@ def test_every_collective_has_a_limit_without_reading_too() -> None:
     assert not any(": read" in v for v in limit.variants(can_read=False))
 
 
-def test_a_limit_that_cannot_be_built_says_why(
+def test_a_failed_build_raises_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")

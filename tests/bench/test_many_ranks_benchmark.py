@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks.harness import jobs
 from benchmarks.hosts import many_ranks
 
@@ -21,7 +16,7 @@ def test_clients_of_the_coordinator(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_a_report_among_other_lines() -> None:
+def test_reports_are_found_among_other_lines() -> None:
     text = f'[0]<stdout>:{jobs.MARK}{{"ranks": 3}}\n[1]<stdout>:else\n'
     assert jobs.reports(text) == [{"ranks": 3}]
     assert jobs.reports("nothing") == []

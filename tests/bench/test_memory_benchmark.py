@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from support.launch import ROOT, environment
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks import memory
 from benchmarks.harness import jobs, memory_rank
 
@@ -38,7 +36,7 @@ def rank(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_extra_is_what_neither_results_nor_the_compiler_took() -> None:
+def test_extra_excludes_results_and_compilation() -> None:
     found = {n: v / MIB for n, v in memory.extra(rank(), donated=True).items()}
     assert found == {
         "world": 6,
@@ -52,7 +50,7 @@ def test_extra_is_what_neither_results_nor_the_compiler_took() -> None:
     }
 
 
-def test_results_that_are_not_donated_are_the_callers() -> None:
+def test_results_are_not_extra_without_donation() -> None:
     more = rank(steady=level(315, 4, 1, 8), peak=None)
     found = memory.extra(more, donated=False)
     assert found["results"] == 100 * MIB
@@ -68,14 +66,14 @@ def series(per_step: float, jump: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def test_growth_is_told_from_a_jump() -> None:
+def test_growth_ignores_a_jump() -> None:
     assert memory.growth(series(0, jump=50 * MIB))["bytes"] == pytest.approx(0)
     assert memory.growth(series(300))["bytes"] == pytest.approx(3_000_000)
     assert memory.growth(series(300))["threads"] == 0
     assert memory.slope([1, 1], [2, 3]) == 0  # a single place has no slope
 
 
-def test_tables_name_what_is_too_much() -> None:
+def test_tables_mark_values_above_their_limit() -> None:
     about = {"set": "vgg16", "variant": "not donated", "ranks": 2, "steps": 10_000}
     about |= {"gradients": 528 * MIB}
     few, many = (memory.extra(rank(peak=p * MIB), True) for p in (225, 999))
@@ -117,7 +115,7 @@ def test_bad_options_are_refused(words: list[str]) -> None:
         memory.parse(words)
 
 
-def test_what_a_process_holds_is_seen() -> None:
+def test_resident_memory_of_this_process() -> None:
     import mmap
 
     before, size = memory_rank.resident(), 16 * MIB

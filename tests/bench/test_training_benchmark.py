@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from typing import Any
 
 import pytest
 import torch
-from support.launch import ROOT
 
-# Behind everything else: the ringjax under test must not come from the checkout.
-sys.path.append(str(ROOT))
 from benchmarks import training
 from benchmarks.harness import shapes, torch_networks
 
@@ -84,13 +80,13 @@ def test_the_table_of_gradients() -> None:
     assert theirs[2:] == ["2.50 (2.00 .. 3.00)", "15.0"]
 
 
-def test_without_ours_there_is_nothing_to_compare_with() -> None:
+def test_tables_without_ringjax_have_no_ratios() -> None:
     rows = [row("horovod", "together", 2), row("horovod", "alone", 1)]
     assert cells(training.step_table(rows))[1][4:6] == ["-", "-"]
     assert cells(training.gradient_table(rows[:1]))[1][2] == "-"
 
 
-def test_what_is_measured() -> None:
+def test_cases() -> None:
     options = training.parse(["--networks", "resnet50"])
     steps, gradients = training.cases(options, 2)
     assert (steps.kind, steps.network) == ("trainings", "resnet50")

@@ -80,7 +80,7 @@ def training(
     xla: Any = (),
     **options: Any,
 ) -> Program:
-    """A complete training step with Adam."""
+    """Compiles a complete training step with Adam."""
     tx = optax.chain(ringjax.allreduce_grads(**options), optax.adam(1e-3))
 
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -124,7 +124,7 @@ def check_chain(program: Program) -> None:
 
 
 def check_overlap(program: Program, buckets: int) -> None:
-    """Each bucket starts before matrix products that later buckets wait for."""
+    """Checks that each bucket starts before the products that later buckets need."""
     check_chain(program)
     sites = range(buckets)
     kinds = [x.kind for x in program.calls()]
@@ -156,7 +156,7 @@ def test_bfloat16_gradients(compiled: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_small_batches_overlap_too(compiled: Any, dtype: Any) -> None:
-    """The least memory would be to compute all gradients of weights at the end."""
+    """A scheduler that only saves memory would compute all gradients at the end."""
     rows = (Shape((64, WIDTH), F32), Shape((64, WIDTH), F32))
     size = 2 * MATRIX * jnp.dtype(dtype).itemsize // 4
     options = {"overlap": True, "bucket_bytes": size}
@@ -194,7 +194,7 @@ def test_without_overlap_one_call_follows_the_backward_pass(compiled: Any) -> No
 
 
 def test_the_head_starts_before_the_layers_of_a_scan(compiled: Any) -> None:
-    """Theirs exist when it ends, all at once; no call goes into its body."""
+    """The gradients of the layers exist only after the scan, which contains no call."""
 
     def loss(params: Any, batch: Any) -> Any:
         def layer(x: Any, p: Any) -> Any:
@@ -219,7 +219,7 @@ def test_the_head_starts_before_the_layers_of_a_scan(compiled: Any) -> None:
 def test_kernels_of_convolutions_are_transposed_before_they_start(
     compiled: Any,
 ) -> None:
-    """cuDNN has another layout; the update would need the same transposition."""
+    """cuDNN has another layout. Without a call, the update needs the transposition."""
 
     def loss(params: Any, x: Any) -> Any:
         for kernel in params:
@@ -256,7 +256,7 @@ def test_other_collectives_share_the_order(compiled: Any) -> None:
 
 
 def test_calls_stay_out_of_cuda_graphs(compiled: Any, tmp_path: Path) -> None:
-    """A graph could not be captured again for the next epoch."""
+    """A captured graph would use the communicator of an epoch that has ended."""
     options = {"overlap": True, "bucket_bytes": 2 * MATRIX}
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
     training(compiled, dense_loss, dense(), ROWS, xla=dump, **options)

@@ -33,7 +33,7 @@ Built = tuple[Callable[..., Any], Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def gpus() -> Iterator[Any]:
-    """Four GPUs of one process that are not there."""
+    """Four described GPUs of one process, which do not exist."""
     ringjax.init()
     yield described_gpu.gpus(DEVICES)
     ringjax.shutdown()
@@ -59,12 +59,12 @@ def dense(tx: Any) -> Built:
 
 
 def accumulating(tx: Any) -> Built:
-    """Every second step averages."""
+    """Returns a step that averages every second time."""
     return dense(optax.MultiSteps(tx, 2))
 
 
 def two(tx: Any) -> Built:
-    """Matrices by one optimizer, biases by another, and each averages its own."""
+    """Returns a step with an optimizer for matrices and another one for biases."""
     other = optax.chain(tx, optax.scale(0.5))
     names = {f"layer_{i}": {"w": "w", "b": "b"} for i in range(LAYERS)}
     return dense(optax.multi_transform({"w": tx, "b": other}, names))
@@ -163,7 +163,7 @@ ROW = [
 
 
 @pytest.mark.parametrize(("name", "kind", "cut"), ROW)
-def test_no_program_has_collectives_more(
+def test_no_program_has_additional_collectives(
     gpus: Any, name: str, kind: AxisType, cut: str
 ) -> None:
     shape, spec = CUTS[cut]

@@ -39,14 +39,14 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 
 @pytest.fixture(scope="module", autouse=True)
 def gpus() -> Iterator[Any]:
-    """Four GPUs of one process that are not there."""
+    """Four described GPUs of one process, which do not exist."""
     ringjax.init()
     yield described_gpu.gpus(DEVICES)
     ringjax.shutdown()
 
 
 class Step:
-    """A training step; its parameters are cut over rows, or alike on all devices."""
+    """Returns a training step with parameters sharded over rows, or replicated."""
 
     def __init__(self, gpus: Any, kind: AxisType, cut: bool, hiding: bool) -> None:
         self._mesh = jax.sharding.Mesh(gpus, ("d",), axis_types=(kind,))
@@ -90,7 +90,7 @@ class Step:
 
 
 def collectives(program: Program) -> Counter[str]:
-    """XLA's own."""
+    """Returns XLA's own collectives."""
     return Counter(COLLECTIVE.findall(program.text))
 
 
@@ -116,7 +116,7 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 @pytest.mark.parametrize("hiding", [False, True], ids=["default", "latency-hiding"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-def test_cut_parameters_cost_no_collective_more(
+def test_sharded_parameters_cost_no_additional_collective(
     gpus: Any, kind: AxisType, hiding: bool
 ) -> None:
     step = Step(gpus, kind, True, hiding)
@@ -129,10 +129,10 @@ def test_cut_parameters_cost_no_collective_more(
 
 @pytest.mark.parametrize("hiding", [False, True], ids=["default", "latency-hiding"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-def test_what_devices_have_alike_is_an_allreduce_in_three_parts(
+def test_replicated_parameters_are_reduced_in_three_parts(
     gpus: Any, kind: AxisType, hiding: bool
 ) -> None:
-    """XLA's sum over the devices becomes a cut sum, our call, and a gathering."""
+    """XLA's sum over devices becomes a sharded sum, ringjax's call, and a gather."""
     step = Step(gpus, kind, False, hiding)
     plain = collectives(step.compiled(optax.identity()))
     assert plain == {"all-reduce": 1}
@@ -151,8 +151,8 @@ def test_what_devices_have_alike_is_an_allreduce_in_three_parts(
     assert places["reduce-scatter-done"] < here < places["all-gather-start"]
 
 
-def test_it_is_one_call_whatever_overlap_says(gpus: Any) -> None:
-    """XLA has its sums over the devices together, at the end of the backward pass."""
+def test_the_gradients_travel_in_one_call_with_and_without_overlap(gpus: Any) -> None:
+    """XLA puts its sums over the devices at the end of the backward pass."""
     step = Step(gpus, AxisType.Auto, True, False)
     program = step.compiled(
         ringjax.allreduce_grads(overlap=True, bucket_bytes=2 * MATRIX)
@@ -161,7 +161,7 @@ def test_it_is_one_call_whatever_overlap_says(gpus: Any) -> None:
 
 
 def test_calls_with_tokens(gpus: Any) -> None:
-    """A metric is ordered before the gradients, by a number that stands for a token."""
+    """A number that stands for a token orders a metric before the gradients."""
     mesh = jax.sharding.Mesh(gpus, ("d",))
     tx = ringjax.allreduce_grads()
 

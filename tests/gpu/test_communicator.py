@@ -1,7 +1,7 @@
 """A device communicator of one rank on a GPU: real NCCL, real streams, no JAX.
 
-One rank shows types, streams, in place and out of place, and how an epoch ends; what
-several ranks compute is in test_collectives.py.
+One rank is enough to test types, streams, memory in place and out of place, and the end
+of an epoch. test_collectives.py tests several ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = [(), (3,), (0,), (17, 5), (400_003,)]  # the last is reduced in place
 
 
 def connect(fusion: str = "hybrid", comm_stream: int = 1) -> Any:
-    """A world of one rank; its id is one that no other has."""
+    """Returns a communicator of one rank with a unique id."""
     devices.open_library("")
     (control,) = _native.local_world([0])
     (made,) = _native.connect_devices(
@@ -55,7 +55,7 @@ def communicator(request) -> Iterator[Any]:
 
 
 class Tensors:
-    """Arrays on the device, as the communicator takes them."""
+    """Arrays on the device, with the arguments for a communicator."""
 
     def __init__(self, device: Any, arrays: list[Any]) -> None:
         self.device, self.arrays = device, arrays
@@ -186,7 +186,7 @@ def test_barrier(communicator, device) -> None:
 
 # Alone in the world, hybrid fusion has nothing to gain from packing.
 @pytest.mark.parametrize(("fusion", "packs"), [("hybrid", 0), ("pack", 1)])
-def test_what_is_counted(device, fusion, packs) -> None:
+def test_statistics_of_allreduce(device, fusion, packs) -> None:
     communicator = connect(fusion)
     sizes = (5, 7, 1 << 20)
     tensors = Tensors(device, [np.ones(size, np.float32) for size in sizes])
@@ -208,7 +208,7 @@ def test_what_is_counted(device, fusion, packs) -> None:
 def test_after_an_abort_nothing_is_sent(device) -> None:
     communicator = connect()
     communicator.check()
-    communicator.abort("rank 0 has had enough", 0)
+    communicator.abort("rank 0 has failed", 0)
     assert communicator.aborted
     for call in (
         communicator.check,
@@ -218,15 +218,15 @@ def test_after_an_abort_nothing_is_sent(device) -> None:
             OPS["barrier"], REDUCE["Sum"], [], [], stream=device.stream
         ),
     ):
-        with pytest.raises(_native.StatusError, match="rank 0 has had enough"):
+        with pytest.raises(_native.StatusError, match="rank 0 has failed"):
             call()
     communicator.close()
     communicator.close()
     connect().close()  # another epoch works
 
 
-def test_one_epoch_after_the_other_as_in_an_elastic_job(device) -> None:
-    """Each ends by an abort with work on its way, and the next one is right."""
+def test_epochs_end_by_an_abort_as_in_an_elastic_job(device) -> None:
+    """Each epoch ends by an abort with work in flight, and the next epoch works."""
     tensors = Tensors(device, [np.ones(n, np.float32) for n in (5, 7, 1 << 20)])
     call = OPS["allreduce"], REDUCE["Sum"], tensors.ins("f32"), tensors.outs()
     for _ in range(3):

@@ -40,7 +40,7 @@ def test_allreduce_goes_through_the_device() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("compression", ["none", "bf16", "fp16"])
-def test_training_is_what_it_is_without_ringjax(overlap, compression) -> None:
+def test_training_equals_training_without_ringjax(overlap, compression) -> None:
     wire = getattr(ringjax.Compression, compression)
     exchange = ringjax.allreduce_grads(
         overlap=overlap, bucket_bytes=10_000, compression=wire

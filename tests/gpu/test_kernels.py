@@ -19,7 +19,7 @@ NUMPY = {
 SAME = [(name, name) for name in NUMPY]
 CAST = [(a, b) for a in ("f32", "f64") for b in ("f16", "bf16")]
 ODD = [(), (1,), (0,), (3,), (4,), (5, 7), (1023,), (4096,), (4097,), (8193, 3)]
-GUARD = 64  # bytes between tensors that nobody may touch
+GUARD = 64  # bytes between tensors that kernels must not write
 MARK = 0xA5
 
 
@@ -47,7 +47,7 @@ class Tensors:
         return self.bytes[place : place + size].view(self.dtype).reshape(shape)
 
     def fill(self, seed: int = 0, top: int = 64) -> list[Any]:
-        """Small integers, exact in every type; returns copies of them."""
+        """Draws small integers, exact in every type; returns copies of the tensors."""
         rng = np.random.default_rng(seed)
         low = 0 if self.dtype.kind in "ub" else -top
         for place, shape in self.places:
@@ -98,7 +98,7 @@ def same(got: list[Any], want: list[Any]) -> None:
 
 @pytest.mark.parametrize(("dtype", "wire"), SAME + CAST)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_there_and_back(device, dtype, wire, shift) -> None:
+def test_unpack_restores_the_packed_tensors(device, dtype, wire, shift) -> None:
     tensors = Tensors(device, ODD, dtype, wire, shift)
     values = tensors.fill()
     assert tensors.run(unpack=False) >= 1
