@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import sys
@@ -32,29 +31,13 @@ VARIANTS: dict[str, tuple[bool | None, bool]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Resident:
-    """Resident bytes of this process, by the kind of memory.
+def resident() -> dict[str, int]:
+    """Measures the bytes of this process, after free memory was returned to the kernel.
 
-    Attributes:
-      private: bytes that only this process maps.
-      shared: bytes of shared memory that this process has touched.
-      file: bytes of programs and libraries.
-      mapped: bytes of shared memory in the address space, touched or not.
+    `private` are resident bytes that only this process maps, `shared` are resident
+    bytes of shared memory, and `file` are those of programs and libraries. `mapped` is
+    the shared memory in the address space, resident or not.
     """
-
-    private: int
-    shared: int
-    file: int
-    mapped: int
-
-    @property
-    def total(self) -> int:
-        return self.private + self.shared + self.file
-
-
-def resident() -> Resident:
-    """Measures the resident bytes, after free memory was returned to the kernel."""
     # Ignore a C library that is not glibc.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -65,7 +48,8 @@ def resident() -> Resident:
         if mode.endswith("s") and inode != "0":
             first, last = (int(end, 16) for end in span.split("-"))
             mapped += last - first
-    return Resident(known["RssAnon"], known["RssShmem"], known["RssFile"], mapped)
+    kinds = {"private": "RssAnon", "shared": "RssShmem", "file": "RssFile"}
+    return {kind: known[name] for kind, name in kinds.items()} | {"mapped": mapped}
 
 
 def _status() -> dict[str, int]:
@@ -154,11 +138,7 @@ def levels(steps: Steps, variant: str) -> tuple[dict[str, Any], Callable[[], Non
         once()
     found["peak"] = _status()["VmHWM"] if known else None
     found["steady"] = resident()
-    as_words = {
-        name: dataclasses.asdict(value) if isinstance(value, Resident) else value
-        for name, value in found.items()
-    }
-    return as_words, once
+    return found, once
 
 
 def main() -> None:

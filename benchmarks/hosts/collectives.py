@@ -9,6 +9,7 @@ layouts.py places ranks and computes the bounds, and README.md explains the tabl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -43,11 +44,21 @@ def run(layout: Layout, options: argparse.Namespace, folder: Path) -> list[Any]:
     Raises:
       HostsError: a rank has failed, or the time limit has passed.
     """
-    if layout.loopback:
-        return _run(layout, options, folder, None)
-    tag = f"{os.getpid():x}"[-5:]
-    with Namespaces(layout.hosts, layout.rate, tag) as network:
-        return _run(layout, options, folder, network)
+    plan = {
+        "ring": layout.ring,
+        "cases": cases(layout, options),
+        "flows": options.flows,
+        "rounds": options.rounds,
+        "batch": 0 if layout.loopback else options.batch,
+        "bucket_bytes": options.bucket_bytes,
+    }
+    words = [sys.executable, "-m", "benchmarks.hosts.rank", json.dumps(plan)]
+    network: Any = contextlib.nullcontext()
+    if not layout.loopback:
+        network = Namespaces(layout.hosts, layout.rate, f"{os.getpid():x}"[-5:])
+    with network as hosts:
+        lines = launch(layout, hosts, words, folder, options.timeout)
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def cases(layout: Layout, options: argparse.Namespace) -> list[tuple[str, int, int]]:
@@ -59,25 +70,6 @@ def cases(layout: Layout, options: argparse.Namespace) -> list[tuple[str, int, i
         for name in options.collectives
         for size in sizes
     ]
-
-
-def _run(
-    layout: Layout,
-    options: argparse.Namespace,
-    folder: Path,
-    network: Namespaces | None,
-) -> list[Any]:
-    plan = {
-        "ring": layout.ring,
-        "cases": cases(layout, options),
-        "flows": options.flows,
-        "rounds": options.rounds,
-        "batch": options.batch if network is not None else 0,
-        "bucket_bytes": options.bucket_bytes,
-    }
-    words = [sys.executable, "-m", "benchmarks.hosts.rank", json.dumps(plan)]
-    lines = launch(layout, network, words, folder, options.timeout)
-    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def launch(

@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from support.namespaces import address
 
 LOOPBACK = "loopback"

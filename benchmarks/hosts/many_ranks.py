@@ -106,7 +106,6 @@ def job(ranks: int, timeout: float) -> Row:
 
 def elastic(ranks: int, timeout: float) -> Row:
     """Kills a worker, waits for the new worker, and checks all steps."""
-    sys.path.append(str(jobs.ROOT / "tests"))
     from chaos.deeds import EAGER, Chaos
     from support.launch import Jobs
 

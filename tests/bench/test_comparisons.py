@@ -6,12 +6,20 @@ No test checks a time.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.launch import ROOT, environment
+
+PROGRAMS = (
+    *("allreduce", "by_ranks", "collectives", "memory", "output", "stragglers"),
+    *("training", "elastic.losses", "elastic.strangers", "gpu.check"),
+    *("hosts.collectives", "hosts.many_ranks"),
+)
 
 
 def compared(program: str, *words: str, file: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -55,3 +63,18 @@ def test_the_comparison_of_all_collectives_runs(tmp_path: Path) -> None:
     *_, head, first = text[: text.index("allreduce, 1 MiB  ")].splitlines()
     assert head.split() == ["us", "(min", "..", "max)", "ringjax", "foreign"]
     assert first.startswith("allreduce, 4 KiB  ")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_can_be_started_from_the_checkout(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout

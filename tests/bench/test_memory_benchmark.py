@@ -124,9 +124,9 @@ def test_resident_memory_of_this_process() -> None:
     shared[:size] = bytes(size)
     after = memory_rank.resident()
     shared.close()
-    assert size / 2 < after.private - before.private < 2 * size
-    assert after.shared - before.shared == size
-    assert after.mapped - before.mapped == 2 * size
+    assert size / 2 < after["private"] - before["private"] < 2 * size
+    assert after["shared"] - before["shared"] == size
+    assert after["mapped"] - before["mapped"] == 2 * size
     assert memory_rank.counts()["threads"] >= 1
 
 

@@ -94,13 +94,6 @@ def uses_nccl() -> bool:
     return device_communicator() is not None
 
 
-def on_gpu() -> bool:
-    """Returns whether JAX computes on a GPU in this process."""
-    import jax
-
-    return bool(jax.default_backend() == "gpu")
-
-
 def digest(tree: Any) -> str:
     """Returns a hash of all bits of a JAX tree of arrays."""
     import hashlib
