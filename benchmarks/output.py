@@ -1,4 +1,4 @@
-"""How much the ranks of a job can print: python -m benchmarks.output [--ranks 8].
+"""The throughput of the output of ranks: python -m benchmarks.output [--ranks 8].
 
 All ranks write as fast as they can, through ringrun and, as the limit, directly into
 one pipe. Both take turns. The table has MB per second of all ranks: the median, the

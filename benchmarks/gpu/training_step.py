@@ -1,7 +1,8 @@
 """The time that the allreduce of one rank adds to a step, compared with psum.
 
-With one rank nothing must be sent. The remaining time is ringjax's own work, and
-optimizations that XLA cannot do. All variants are compiled first, then take turns.
+With one rank nothing is sent. The added time is ringjax's own work, and the loss of
+optimizations that XLA cannot make across its calls. All variants are compiled first and
+then take turns.
 Tensor fusion is a setting of the world, so each mode has a run of its own, with its own
 "no allreduce".
 """

@@ -1,4 +1,4 @@
-"""The launcher and the Python of a peer's ranks, and whether both are here.
+"""Finds the launcher and the Python of a peer's ranks, or the reason of their absence.
 
 worlds.py starts the ranks.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.peers import limit
 from benchmarks.peers.table import Entry
 
-# build/peers/horovod/bin/python is the Python for Horovod, if it exists: see README.md.
+# For example, build/peers/horovod/bin/python is the Python for Horovod; see README.md.
 PEERS_FOLDER = Path(__file__).resolve().parents[2] / "build" / "peers"
 
 
@@ -151,15 +151,15 @@ def _mpirun(words: Sequence[str], ranks: int, python: str) -> Launch:
     if len(words) == 1:
         launch.words[1:1] = open_mpi_words(ranks, os.cpu_count() or 1)
     library = ctypes.util.find_library("mpi")
-    # The MPI belongs to the environment of this Python.
+    # Beside its own MPI, mpi4py finds the library without help.
     own = Path(program).parent == Path(python).parent
-    if library is not None and not own:  # else mpi4py must find a library
+    if library is not None and not own:
         launch.environment["MPI4PY_LIBMPI"] = os.environ.get("MPI4PY_LIBMPI", library)
     return launch
 
 
 def open_mpi_words(ranks: int, cpus: int) -> list[str]:
-    """Returns options: more ranks than cores, and no busy waiting."""
+    """Returns options of Open MPI for more ranks than cores, without busy waiting."""
     words = ["--oversubscribe", "--bind-to", "none"]
     return words + (["--mca", "mpi_yield_when_idle", "1"] if ranks > cpus else [])
 

@@ -33,7 +33,7 @@ def expected(name: str, rank: int, size: int, count: int) -> Array:
 
 
 def output_for(name: str, array: Array, right: Array) -> Array:
-    """Returns an array for the result: the given array, or a new array."""
+    """Returns `array` for the collectives in place, and a new array for the others."""
     return array if name in ("allreduce", "broadcast") else np.zeros_like(right)
 
 

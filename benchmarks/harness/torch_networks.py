@@ -1,4 +1,4 @@
-"""Real networks in PyTorch, and a step of training them on invented data.
+"""Real networks in PyTorch, and a training step on random data.
 
 The inputs are so small that a step takes about 0.3 s of one CPU. The callers in peers/
 decide how gradients travel.

@@ -173,7 +173,7 @@ def variants_that_fit(counts: Sequence[int], size: int, ranks: int, memory: int)
 
 
 def variants_for(world: World, case: Case) -> list[str]:
-    """Returns the variants of a peer for a case."""
+    """Returns the variants of a peer for a case; none if the peer cannot run it."""
     if case.dtype not in world.dtypes:
         return []
     if case.network and case.network not in world.networks:

@@ -31,7 +31,7 @@ BURST, MOST_CALLS = 0.15, 50  # most seconds and calls of a turn
 
 
 class Core:
-    """The calls of ringjax's core, which are timed, and with which ranks agree."""
+    """Calls of ringjax's core, for the measurement and for agreement between ranks."""
 
     def __init__(self) -> None:
         self.communicator = runtime.communicator()

@@ -37,7 +37,7 @@ class Fit:
 
 
 class RingjaxKeras(Peer):
-    """ringjax.keras; KERAS_BACKEND says on which backend."""
+    """ringjax.keras, on the backend that KERAS_BACKEND selects."""
 
     arrays = models = ()
     trainings = ("together", "alone")

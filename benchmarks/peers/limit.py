@@ -22,12 +22,11 @@ from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
 BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
 FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wshadow"
-# Numbers of polls before a waiting rank yields its core, which other ranks may need.
-SPINS_CROWDED, SPINS = 100, 1000
-# A line that another core has written comes faster from the cache that both share than
-# from that core's own: which tile is best depends on the caches.
-# Whether memcpy or a loop of vector stores is better depends on how far apart the cores
-# are.
+# Numbers of polls before a waiting rank yields its core to others: with more ranks than
+# cores, and with enough cores.
+SPINS_OVERSUBSCRIBED, SPINS = 100, 1000
+# There are several variants, because the best size of a tile depends on the caches that
+# cores share, and the best way to copy depends on the distance between cores.
 _MEMCPY, _STREAMED, _VECTOR = range(3)  # limit_copy.h
 # variant -> bytes of a tile, and how to copy
 VARIANTS = {
@@ -211,7 +210,7 @@ class Limit(Peer):
         # The name differs from the name in other runs, because all ranks have one
         # parent.
         name = f"/ringjax-limit-{os.getppid()}-{port}".encode()
-        spins = SPINS if size <= len(cores) else SPINS_CROWDED
+        spins = SPINS if size <= len(cores) else SPINS_OVERSUBSCRIBED
         self._self = self._native.limit_join(name, rank, size, spins)
         if not self._self:
             raise ConnectionError(f"the limit has no place for rank {rank} of {size}")
@@ -238,8 +237,9 @@ class Limit(Peer):
             self._arrays = (None, [])  # clear first, so that memory is not held twice
             kind = np.float32 if dtype == "float32" else np.uint16
             arrays = [np.empty(s, kind) for s in shapes]
+            # Unwritten pages are all one page of zeros, which would stay in the caches.
             for array in arrays:
-                array.fill(0)  # untouched pages would be read from the cache
+                array.fill(0)
             self._arrays = (key, arrays)
         scale = 1.0 if len(shapes) == 1 else 1.0 / self.size
         return Allreduce(self._native, self._self, arrays, variant, scale)

@@ -17,7 +17,7 @@ from benchmarks.peers.adapter import (
 
 
 class Ringjax(Peer):
-    """ringjax: the core alone, and what a compiled program calls."""
+    """ringjax: calls in compiled programs, and of the core alone."""
 
     arrays: tuple[str, ...] = (
         "jit",

@@ -1,4 +1,4 @@
-"""Four devices a process: an array in shards, reduced between the processes."""
+"""An array that is sharded over four devices of each process, and reduced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RingjaxShards(Ringjax):
 
 
 class JaxShards(JaxGloo):
-    """One mesh of all devices of all processes, pmean between those at one place."""
+    """pmean between the devices with the same shard, on a mesh of all processes."""
 
     arrays = ("pmean in jit", "pmean in jit, donated")
     models = collectives = ()

@@ -213,7 +213,7 @@ CASE = Case("4 MB, float32, sum", [(1_000_000,)])
 
 
 def rows() -> list[dict[str, Any]]:
-    """Rows of two rounds. The second is ten times slower, which changes no ratio."""
+    """Returns rows of three rounds; the second is slower for all, with equal ratios."""
     return turns.compare(
         [
             variant("limit", [0.5], [5.0], [0.5]),
@@ -258,7 +258,7 @@ def test_columns_are_aligned() -> None:
 
 
 def counted() -> list[dict[str, Any]]:
-    """Rows of two peers and two rank counts; a peer failed with the second count."""
+    """Returns rows of two peers and two tensor counts; one failed in the second."""
     about = {"kind": "models", "counts": True, "dtype": "float32", "ranks": 2}
     about |= {"size": 1 << 20, "variant": "v"}
     found = [("limit", 1, 4.0), ("other", 1, 5.0), ("limit", 1000, 6.0)]

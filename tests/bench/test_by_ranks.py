@@ -11,7 +11,7 @@ from benchmarks import by_ranks, collectives
 
 
 def row(peer: str, ranks: int, *medians: float, case: str = "alltoall, 4 KiB") -> Any:
-    """A row of `turns.measure` with the columns that by_ranks reads."""
+    """Returns a row of `turns.measure` with the columns that by_ranks reads."""
     rounds = [[us, us] for us in medians]
     return {"peer": peer, "ranks": ranks, "case": case, "rounds_us": rounds}
 

@@ -148,7 +148,7 @@ def variant(peer: str, name: str, *times: float) -> Variant:
 
 
 def rows(*more: Variant, **times: list[float]) -> list[dict[str, Any]]:
-    """The rows of one case, from each peer's milliseconds per round."""
+    """Returns the rows of one case, from each peer's milliseconds per round."""
     case = Case("alltoall, 4 KiB", [(1024,)], "collectives", collective="alltoall")
     variants = [variant(peer, "alltoall", *of) for peer, of in times.items()]
     found = turns.compare([*more, *variants], case, ranks=2)

@@ -23,7 +23,7 @@ PROGRAMS = (
 
 
 def compared(program: str, *words: str, file: Path) -> tuple[str, list[dict[str, Any]]]:
-    """The output of a comparison without other libraries, and its rows."""
+    """Returns the output of a comparison of ringjax alone, and its rows."""
     words = ("--peers", "ringjax", *words, "--json", str(file))
     done = subprocess.run(
         [sys.executable, "-m", program, *words],

@@ -26,7 +26,7 @@ from benchmarks.gpu.section import Report, Spread, markdown_table, text_table
 
 
 def section(name: str, code: str, limit: float = 20, **options: Any) -> Section:
-    """A section that runs some Python, on the CPU too."""
+    """Returns a section that runs Python code, also without a GPU."""
     options = {"needs_build": False, "needs_gpu": False} | options
     return Section(name, ("-c", code), limit, dry=("-c", code), **options)
 
@@ -316,7 +316,7 @@ def test_sections_of_several_ranks_succeed_on_the_cpu(tmp_path: Path, name) -> N
 def test_a_missing_device_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain pytest skips the same tests."""
+    """Plain pytest only skips these tests."""
     if check.driver.count_devices()[0]:
         pytest.skip("there is a CUDA device")
     monkeypatch.setattr(check.driver, "count_devices", lambda: (1, ""))
@@ -331,7 +331,7 @@ def test_a_missing_device_fails_the_check(
 
 
 def recorded(*kernels: tuple[str, int, float, float]) -> list[dict[str, Any]]:
-    """Events as jax.profiler writes them: a GPU, streams 1 and 2, a line of modules."""
+    """Returns events of jax.profiler: a GPU with two streams and a line of modules."""
     names = {1: "Stream #13(Compute)", 2: "Stream #20(Compute)", 9: "XLA Modules"}
     meta = [
         {"ph": "M", "pid": 1, "name": "process_name",

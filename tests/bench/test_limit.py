@@ -31,7 +31,7 @@ PARTS = [1, 16, 333, 60_001, 500_000]
 
 
 def inputs(rank: int, count: int, dtype: Any) -> Any:
-    """Numbers whose sums are rounded."""
+    """Draws numbers whose sums are rounded."""
     return np.random.default_rng((rank, count)).random(count, np.float32).astype(dtype)
 
 

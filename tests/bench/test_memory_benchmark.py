@@ -18,13 +18,13 @@ MIB = memory.MIB
 
 
 def level(private: int, shared: int = 0, file: int = 0, mapped: int = 0) -> Any:
-    """A rank's memory in bytes, from values in MiB."""
+    """Returns the memory of a rank in bytes, from values in MiB."""
     values = {"private": private, "shared": shared, "file": file, "mapped": mapped}
     return {name: value * MIB for name, value in values.items()}
 
 
 def rank(**more: Any) -> dict[str, Any]:
-    """A rank with 100 MiB of gradients."""
+    """Returns the result of a rank with 100 MiB of gradients."""
     return {
         "before": level(200),
         "world": level(203, 2, 1, 8),
@@ -58,7 +58,7 @@ def test_results_are_not_extra_without_donation() -> None:
 
 
 def series(per_step: float, jump: int = 0) -> list[dict[str, Any]]:
-    """The memory of 10,000 steps. A `jump` at the beginning is no growth."""
+    """Returns the memory of 10,000 steps, with a `jump` after the first step."""
     rest = {"descriptors": 9, "threads": 5, "maps": 100}
     return [
         {"step": n, "bytes": 1e8 + per_step * n + (jump if n else 0), **rest}
