@@ -29,7 +29,7 @@ TOOLS = {
 }
 PROGRAMS = {"cmake": "cmake>=3.20", "ninja": "ninja", "c++": "g++ 12 or clang 15"}
 RUNTIME = ("jax", "numpy", "optax", "cloudpickle", "pytest", "pytest_timeout")
-EXAMPLES = ("flax", "sklearn", "hypothesis")
+EXAMPLES = ("flax", "sklearn")
 
 
 def programs_missing() -> list[str]:

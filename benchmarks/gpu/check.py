@@ -72,7 +72,9 @@ def _tests(
 ) -> Section:
     """Returns the section of some files of tests/gpu, of which a table is made."""
     paths = [f"tests/gpu/test_{file}.py" for file in files]
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
+    # The machine of a check may not have hypothesis, which these tests do not use.
+    plugins = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    arguments = ("-m", "pytest", "-q", *plugins, *paths)
     return Section(
         name,
         arguments,
