@@ -20,13 +20,13 @@ TEST(AClockReadingIsExactToHalfTheRoundTrip) {
   const auto passed = [start] {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
-  zero.AskClock(5);  // sends nothing: rank 0 has the clock
-  two.AskClock(5);
-  two.AskClock(3);  // adds requests only if some of the five were answered
+  zero.RequestClock(5);  // sends nothing: rank 0 has the clock
+  two.RequestClock(5);
+  two.RequestClock(3);  // adds requests only if some of the five were answered
   std::vector<ClockReading> readings;
   while (readings.size() < 5 && passed() < 60) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    for (const ClockReading& reading : two.TakeClocks()) readings.push_back(reading);
+    for (const ClockReading& reading : two.TakeReadings()) readings.push_back(reading);
   }
   CHECK(readings.size() >= 5 && readings.size() <= 8);
   for (const ClockReading& reading : readings) {
@@ -35,9 +35,10 @@ TEST(AClockReadingIsExactToHalfTheRoundTrip) {
     // Threads share one clock, so the true difference is 0.
     CHECK(std::abs(reading.ahead) <= reading.trip / 2);
   }
-  CHECK(zero.TakeClocks().empty() && beats[1]->clock_offsets().TakeClocks().empty());
+  CHECK(zero.TakeReadings().empty() &&
+        beats[1]->clock_offsets().TakeReadings().empty());
   beats[0]->Stop();
-  two.AskClock(1);  // no effect: the heartbeat has stopped
+  two.RequestClock(1);  // no effect: the heartbeat has stopped
   for (const auto& beat : beats) beat->Stop();
 }
 

@@ -226,17 +226,17 @@ TEST(AProbeReportsWhichDeviceIsMissing) {
                 .ok());
     };
     c.log().set_missing_locally([&] { return rendezvous->Missing(); });
-    CHECK(!c.log().probe_answer().has_text);
+    CHECK(!c.log().trace().has_text);
     come(2);
-    CHECK_EQ(c.log().probe_answer().text,
+    CHECK_EQ(c.log().trace().text,
              "it waits for device 0, 1 of its own to come to allreduce 'x'");
-    CHECK(c.log().probe_answer().waits);
+    CHECK(c.log().trace().waits);
     come(0);
-    CHECK_EQ(c.log().probe_answer().text,
+    CHECK_EQ(c.log().trace().text,
              "it waits for device 1 of its own to come to allreduce 'x'");
     come(1);
     for (int64_t d : {0, 1, 2}) CHECK(statuses.Of(d).ok());
-    CHECK_EQ(c.log().probe_answer().text, "its last call was allreduce 'x' (seq 1)");
+    CHECK_EQ(c.log().trace().text, "its last call was allreduce 'x' (seq 1)");
     c.log().set_missing_locally(nullptr);
   });
 }

@@ -280,20 +280,20 @@ TEST(ExplanationsShowWhatDiffers) {
                     &culprit);
   };
   // Row counts may differ between ranks, so the types are the difference.
-  std::string text = told(call, other, kMostText);
+  std::string text = told(call, other, kMaxText);
   CHECK(Contains(text, "rank 9 sent f64[*,2]"));
   CHECK_EQ(culprit, 9);
   call = AllreduceOf(&a), other = AllreduceOf(&a);
   other.prescale = 1.0 + 1e-15;
   CHECK(Fingerprint(call) != Fingerprint(other));
-  CHECK(Contains(told(call, other, kMostText), "prescale_factor=1.000000000000001"));
+  CHECK(Contains(told(call, other, kMaxText), "prescale_factor=1.000000000000001"));
   other = call;
   other.tensors.push_back(Floats(&a, &a));
-  text = told(call, other, Explain(call, kMostText).find(" tensors") - 1);
+  text = told(call, other, Explain(call, kMaxText).find(" tensors") - 1);
   CHECK(Contains(text, "tensors beyond the first 0"));
   CHECK_EQ(culprit, -1);
   // The refusing ranks count, even if they are the majority.
-  text = Mismatch({Refusal("why"), Explain(call, kMostText), Refusal("why")}, {2, 3, 4},
+  text = Mismatch({Refusal("why"), Explain(call, kMaxText), Refusal("why")}, {2, 3, 4},
                   "set", &culprit);
   CHECK_EQ(text, "allreduce 'x' (set): rank 2 refused it: why. Nothing was exchanged.");
   CHECK_EQ(culprit, 2);

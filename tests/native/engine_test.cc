@@ -289,7 +289,7 @@ TEST(AStoppedPeerMissesNoByteOfItsHeartbeat) {
       0, std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
   const auto ask = [&](int from, int to) {
     for (int i = from; i < to; ++i)
-      heartbeat->probe_sender().Ask(
+      heartbeat->probe_sender().SendProbes(
           {i, 0, false, {1}, std::string(static_cast<size_t>(i) % 997, '?')});
   };
   constexpr int kProbes = 20000;

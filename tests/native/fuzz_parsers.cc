@@ -191,9 +191,9 @@ std::vector<std::string> TextsSeeds() {
   call.names = "w\nb";
   call.tensors.push_back({DType::kF32, {8, 128}, nullptr, nullptr, 0});
   call.tensors.push_back({DType::kF16, {128}, nullptr, nullptr, 0});
-  const std::string one = Explain(call, kMostText);
+  const std::string one = Explain(call, kMaxText);
   call.tensors[1].dims = {127};
-  const std::string two = Explain(call, kMostText);
+  const std::string two = Explain(call, kMaxText);
   return {"\1" + Packed(one) + Packed(two), "\1" + Packed(one) + Packed(one) + "\x20",
           "\2" + Packed(one) + Packed(Refusal("too large")) + Packed(two)};
 }
@@ -207,7 +207,7 @@ void Beats(std::string_view input) {
     auto heartbeat = std::make_shared<Heartbeat>(
         0, std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0, MakeBell(),
         nullptr, MakeBell());
-    heartbeat->probe_sender().Ask({0, 7, false, {1, 2}, "allreduce 'x'"});
+    heartbeat->probe_sender().SendProbes({0, 7, false, {1, 2}, "allreduce 'x'"});
     [[maybe_unused]] const ssize_t sent = send(there, input.data(), input.size(), 0);
     shutdown(there, SHUT_WR);
     char buffer[4096];
@@ -218,7 +218,7 @@ void Beats(std::string_view input) {
       ALWAYS(why.size() < 2048);
     }
     for (const ProbeReply& reply : heartbeat->probe_sender().ProbeReplies(0, {1, 2})) {
-      ALWAYS(reply.text.size() <= kMostReply);
+      ALWAYS(reply.text.size() <= kMaxReplyBytes);
       for (const char c : reply.text) ALWAYS(static_cast<unsigned char>(c) >= 0x20);
     }
     const TeardownBarrier& barrier = heartbeat->teardown_announcements();
@@ -241,7 +241,8 @@ std::vector<std::string> BeatsSeeds() {
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
     if (what == 3)
-      heartbeat->probe_sender().Ask({0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
+      heartbeat->probe_sender().SendProbes(
+          {0, 7, false, {0}, "allreduce 'x' (f32[8], SUM)"});
     if (what == 4) heartbeat->teardown_announcements().AnnounceTeardown(1 << 30, 1);
     heartbeat->Stop();
     std::string& bytes = seeds.emplace_back();

@@ -294,7 +294,7 @@ class Simulation {
   Shortcut Ask() {
     Shortcut shortcut;
     for (int r = 0; r < ranks_.size(); ++r) {
-      shortcut.lone.push_back(ranks_[r].Lone());
+      shortcut.lone.push_back(ranks_[r].OnlySubmission());
       shortcut.first_ids.push_back(ranks_[r].next_id());
     }
     return shortcut;

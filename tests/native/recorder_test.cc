@@ -56,11 +56,11 @@ TEST(RecorderCapacityCanChange) {
   };
   add(0, 3);
   CHECK_EQ(names(), "12");
-  recorder.Keep(4);
+  recorder.SetCapacity(4);
   CHECK_EQ(names(), "12");
   add(3, 6);
   CHECK_EQ(names(), "2345");
-  recorder.Keep(3);
+  recorder.SetCapacity(3);
   CHECK_EQ(names(), "345");
   add(6, 7);
   CHECK_EQ(names(), "456");
@@ -86,15 +86,15 @@ TEST(RecorderReturnsNewCallsAndCountsLostOnes) {
 
 TEST(RecorderReportsToTheTimeline) {
   struct Ear final : Listener {
-    void Heard(const Event& event) override { heard += NameOf(event); }
+    void OnEvent(const Event& event) override { heard += NameOf(event); }
     std::string heard;
   };
   Recorder recorder(2, "rank 0", "");
   const auto ear = std::make_shared<Ear>();
   recorder.Add(Allreduce("a", 1, 1));
-  recorder.Tell(ear);
+  recorder.SetListener(ear);
   recorder.Add(Allreduce("b", 1, 1));
-  recorder.Tell(nullptr);
+  recorder.SetListener(nullptr);
   recorder.Add(Allreduce("c", 1, 1));
   CHECK_EQ(ear->heard, "b");
   CHECK_EQ(ear.use_count(), 1);
@@ -141,8 +141,8 @@ TEST(RecorderCountsOverlappingTimeOnce) {
 
 TEST(RecorderCutsNamesBetweenCharacters) {
   Event event;
-  event.SetName(std::string(Event::kMostName - 1, 'x') + "\xc3\xa4");
-  CHECK_EQ(NameOf(event), std::string(Event::kMostName - 1, 'x'));
+  event.SetName(std::string(Event::kMaxName - 1, 'x') + "\xc3\xa4");
+  CHECK_EQ(NameOf(event), std::string(Event::kMaxName - 1, 'x'));
   event.SetName("\xc3\xa4");
   CHECK_EQ(NameOf(event), "\xc3\xa4");
 }

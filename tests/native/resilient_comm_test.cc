@@ -286,7 +286,8 @@ TEST(NoCallSucceedsInAForkedProcess) {
   const pid_t child = fork();
   if (child == 0) {
     std::shared_ptr<Communicator> next;
-    const bool fails = !resilient.Judge(0, 1).ok() && !resilient.Follow(0, &next).ok();
+    const bool fails =
+        !resilient.AwaitDecision(0, 1).ok() && !resilient.AwaitNextEpoch(0, &next).ok();
     _exit(fails ? 0 : 1);
   }
   int status = -1;
@@ -375,7 +376,8 @@ TEST(AStaticCommunicatorEndsWithItsOnlyEpoch) {
     CHECK(Contains(status.message(), "allreduce 'x' (f32[4], SUM, seq 0): is late"));
   }
   std::shared_ptr<Communicator> next;
-  CHECK(resilient.Follow(c.epoch_index(), &next).code() == Code::kDeadlineExceeded);
+  CHECK(resilient.AwaitNextEpoch(c.epoch_index(), &next).code() ==
+        Code::kDeadlineExceeded);
   ProgressReport report;
   CHECK(c.Quiesce(20, &report).ok());
   CHECK_EQ(report.done, 0u);

@@ -31,7 +31,7 @@ void RunTogether(World* world, const std::string& name) {
 }
 
 ProbeReply AskOne(Heartbeat* zero, int rank, uint64_t sequence) {
-  zero->probe_sender().Ask({0, sequence, false, {rank}, "allreduce 'x'"});
+  zero->probe_sender().SendProbes({0, sequence, false, {rank}, "allreduce 'x'"});
   CHECK(
       Until([&] { return AllAnswered(zero->probe_sender().ProbeReplies(0, {rank})); }));
   return zero->probe_sender().ProbeReplies(0, {rank})[0];
@@ -52,7 +52,7 @@ TEST(AProbeWakesTheProgramWhichReplies) {
   World world({0, 0});
   const auto bell = MakeBell();
   const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
-  beats[0]->probe_sender().Ask({0, 1, false, {1}, "allreduce 'x'"});
+  beats[0]->probe_sender().SendProbes({0, 1, false, {1}, "allreduce 'x'"});
   pollfd rung{bell->fd(), POLLIN, 0};
   CHECK_EQ(poll(&rung, 1, 60'000), 1);
   const ProbeResponder::Asked asked = beats[1]->probe_responder().asked();
@@ -183,7 +183,7 @@ TEST(UnrequestedRepliesAndControlCharactersAreDropped) {
     CHECK_EQ(send(pair[1], bytes.data(), bytes.size(), 0),
              static_cast<ssize_t>(bytes.size()));
   };
-  zero->probe_sender().Ask({0, 1, false, {1}, "allreduce 'x'"});
+  zero->probe_sender().SendProbes({0, 1, false, {1}, "allreduce 'x'"});
   answer(99, "a lie");
   answer(1, "\x1b[31mit is\nhere\xc2\x9b!");
   CHECK(Until([&] { return zero->probe_sender().ProbeReplies(0, {1})[0].answered; }));
@@ -197,22 +197,22 @@ TEST(UnrequestedRepliesAndControlCharactersAreDropped) {
 
 TEST(ProbesAreSentAtTheWarningAndBeforeTheTimeout) {
   StallPolicy monitor;
-  CHECK(!monitor.MustAsk(9, 10, 60));
-  CHECK(monitor.MustAsk(10, 10, 60));
-  CHECK(!monitor.MustAsk(10.1, 10, 60));
-  CHECK(!monitor.Settled(10.2, false) && monitor.Settled(10.2, true));
-  CHECK(monitor.Settled(10.8, false));
+  CHECK(!monitor.MustProbe(9, 10, 60));
+  CHECK(monitor.MustProbe(10, 10, 60));
+  CHECK(!monitor.MustProbe(10.1, 10, 60));
+  CHECK(!monitor.DoneWaiting(10.2, false) && monitor.DoneWaiting(10.2, true));
+  CHECK(monitor.DoneWaiting(10.8, false));
   CHECK(monitor.MustWarn(10.8, 10));
   monitor.Warned(10.8);
   CHECK(!monitor.MustWarn(20, 10) && monitor.MustWarn(21.7, 10));
-  CHECK(!monitor.MustAsk(21, 10, 60) && monitor.MustAsk(21.7, 10, 60));
+  CHECK(!monitor.MustProbe(21, 10, 60) && monitor.MustProbe(21.7, 10, 60));
   monitor.Warned(22);
-  CHECK(monitor.MustAsk(59, 10, 60) && !monitor.MustAsk(59.5, 10, 60));
-  CHECK(monitor.MustAsk(59, 10, 60));  // data has moved since the last probe
+  CHECK(monitor.MustProbe(59, 10, 60) && !monitor.MustProbe(59.5, 10, 60));
+  CHECK(monitor.MustProbe(59, 10, 60));  // data has moved since the last probe
   StallPolicy brief;  // a limit below a second leaves half of its time for the answers
-  CHECK(!brief.MustAsk(0.1, 0, 0.4) && brief.MustAsk(0.2, 0, 0.4));
+  CHECK(!brief.MustProbe(0.1, 0, 0.4) && brief.MustProbe(0.2, 0, 0.4));
   StallPolicy endless;
-  CHECK(!endless.MustAsk(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
+  CHECK(!endless.MustProbe(1e9, 0, 0) && !endless.MustWarn(1e9, 0));
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ TEST(TimelineAcceptsSeveralThreadsAndContinuesInAnotherFile) {
   const std::shared_ptr<Timeline> timeline = opened.value();
   CHECK(Whole(TextOf(path)));
   Recorder recorder(16, "rank 0", "");
-  recorder.Tell(timeline);
+  recorder.SetListener(timeline);
   std::vector<std::thread> threads;
   for (int t = 0; t < 3; ++t)
     threads.emplace_back([&, t] {
@@ -67,7 +67,7 @@ TEST(TimelineAcceptsSeveralThreadsAndContinuesInAnotherFile) {
   for (std::thread& thread : threads) thread.join();
   timeline->Close();
   recorder.Add(Event::Now());  // the timeline is closed
-  recorder.Tell(nullptr);
+  recorder.SetListener(nullptr);
   const std::string now = TextOf(path), before = TextOf(path.string() + ".1");
   CHECK(Whole(now) && Whole(before));
   CHECK(now.size() + before.size() < (1 << 16) + 4096);

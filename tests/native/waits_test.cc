@@ -111,7 +111,7 @@ TEST(ACallThatEndsChecksForAnAbort) {
   Progress progress;
   progress.Begin();
   bool settled = false;
-  progress.End([&] { return settled = progress.Settled(0); });
+  progress.End([&] { return settled = progress.AwaitInactive(0); });
   CHECK(settled);
 }
 

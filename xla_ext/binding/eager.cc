@@ -180,7 +180,7 @@ void BindEager(nb::module_& m) {
              Raise(timeline.status());
              return std::move(timeline.value());
            }),
-           "path"_a, "mark_rounds"_a, "most_bytes"_a = Timeline::kMostBytes)
+           "path"_a, "mark_rounds"_a, "most_bytes"_a = Timeline::kMaxBytes)
       .def("close", [](Timeline& t) {
         nb::gil_scoped_release release;
         t.Close();

@@ -222,9 +222,10 @@ nb::list Lost(const Heartbeat& self) {
   return all;
 }
 
-nb::list AsList(const std::vector<Waited>& waits) {
+nb::list AsList(const std::vector<WaitRecord>& waits) {
   nb::list all;
-  for (const Waited& w : waits) all.append(nb::make_tuple(w.named, w.sequence, w.us));
+  for (const WaitRecord& w : waits)
+    all.append(nb::make_tuple(w.named, w.sequence, w.us));
   return all;
 }
 
@@ -238,8 +239,8 @@ nb::dict TakeWaits(Heartbeat& self) {
   return all;
 }
 
-nb::list TakeClocks(Heartbeat& self) {
-  const auto taken = WithoutGil([&] { return self.clock_offsets().TakeClocks(); });
+nb::list TakeReadings(Heartbeat& self) {
+  const auto taken = WithoutGil([&] { return self.clock_offsets().TakeReadings(); });
   nb::list all;
   for (const ClockReading& c : taken)
     all.append(nb::make_tuple(c.rank, c.when, c.ahead, c.trip));
@@ -279,15 +280,15 @@ void BindHeartbeat(nb::module_& m) {
       .def(
           "say_where",
           [](Heartbeat& h, const std::string& place) {
-            h.wait_reports().SayWhere(place);
+            h.wait_reports().SetLocation(place);
           },
           "place"_a, Unlocked())
       .def("take_waits", &TakeWaits)
       .def(
           "ask_clock",
-          [](Heartbeat& h, int times) { h.clock_offsets().AskClock(times); }, "times"_a,
-          Unlocked())
-      .def("take_clocks", &TakeClocks)
+          [](Heartbeat& h, int times) { h.clock_offsets().RequestClock(times); },
+          "times"_a, Unlocked())
+      .def("take_clocks", &TakeReadings)
       .def("close", &Heartbeat::Stop, Unlocked());
   m.def("waits_since", [](const Recorder& recorder, uint64_t seen) {
     const auto waits = WaitsSince(recorder, &seen, 4096);

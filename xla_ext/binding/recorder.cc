@@ -88,7 +88,7 @@ void BindRecorder(nb::module_& m) {
              const Busy busy = r.busy();
              return nb::make_tuple(busy.waiting, busy.moving);
            })
-      .def("keep", &Recorder::Keep, "capacity"_a)
+      .def("keep", &Recorder::SetCapacity, "capacity"_a)
       .def(
           "lines_since",
           [](const Recorder& r, uint64_t seen) {
@@ -100,7 +100,7 @@ void BindRecorder(nb::module_& m) {
           "seen"_a)
       .def(
           "tell",
-          [](Recorder& r, std::shared_ptr<Timeline> t) { r.Tell(std::move(t)); },
+          [](Recorder& r, std::shared_ptr<Timeline> t) { r.SetListener(std::move(t)); },
           "timeline"_a.none())
       .def_prop_ro("count", &Recorder::count)
       .def_prop_ro("dumped", &Recorder::dumped);

@@ -10,25 +10,25 @@
 namespace ringjax {
 namespace {
 
-// Bytes that are exchanged at a time: few enough to be in the cache for the arithmetic.
+// Bytes exchanged at a time, few enough to stay in the cache until they are combined.
 constexpr uint64_t kTileBytes = 1 << 20;
 
 struct Extent {
   uint64_t offset = 0, count = 0;  // start and length, in elements
 
   uint64_t end() const { return offset + count; }
-  // At most `most` elements, from element `done` on.
+  // Returns the part that begins at element `done`, at most `most` elements long.
   Extent From(uint64_t done, uint64_t most) const {
     const uint64_t skip = std::min(done, count);
     return {offset + skip, std::min(most, count - skip)};
   }
 };
 
-// One level on one rank: its peer, and the halves of the piece that the rank has.
+// One level of the algorithm on one rank: the peer, and the two halves of the piece.
 struct Level {
   int peer;
-  bool lower;         // this rank's vector is a, the peer's b
-  Extent keep, give;  // the halves that this rank combines, and sends
+  bool lower;         // whether this rank has vector a, and the peer vector b
+  Extent keep, give;  // the half that this rank combines, and the half that it sends
 
   Level(int rank, int distance, Extent piece)
       : peer(rank ^ distance), lower((rank & distance) == 0) {
@@ -38,7 +38,7 @@ struct Level {
   }
 };
 
-// The weight of a vector a: 1 - a.b / 2|a|^2, or 1 if |a| is zero.
+// Returns the weight of a vector a in the sum: 1 - a.b / 2|a|^2, or 1 if |a| is zero.
 double Weight(double dot, double square) {
   if (square < std::numeric_limits<double>::min()) return 1;
   return 1 - dot / (2 * square);
@@ -66,7 +66,7 @@ class AdasumRun {
     adding_.dtype = adding_.wire = DType::kF64;
   }
 
-  Status Loop() {
+  Status Run() {
     Extent piece{0, ends_.empty() ? 0 : ends_.back()};
     if (size_ == 1 || a_.scales_first()) {
       Scale(piece, true, size_ == 1);
@@ -78,7 +78,7 @@ class AdasumRun {
       RJ_TRY(Exchange(level));
       RJ_TRY(SumMoments(distance));
       if (2 * distance == size_)
-        RJ_TRY(Turn(level));
+        RJ_TRY(FinishLastLevel(level));
       else
         Combine(level, level.keep);
       own_ = buffers_.out;
@@ -88,8 +88,8 @@ class AdasumRun {
   }
 
  private:
-  // Calls visit(tensor, part) for the part of each tensor that lies in `range`. A part
-  // is contiguous in in, out and scratch.
+  // Calls visit(tensor, part) for the part of each tensor that lies in `range`. Each
+  // part is contiguous in all three memories: input, output and scratch.
   template <typename Visit>
   void ForTensors(Extent range, Visit visit) const {
     auto tensor = std::upper_bound(ends_.begin(), ends_.end(), range.offset);
@@ -103,7 +103,7 @@ class AdasumRun {
   std::byte* At(const Spans& spans, Extent part) const {
     return spans.At(part.offset * width_, part.count * width_).data;
   }
-  // The peer's values of `part`, which lies in the half that this rank keeps.
+  // Returns the peer's values of `part`, which lies in the half that this rank keeps.
   const std::byte* Arrived(const Level& level, Extent part) const {
     return At(buffers_.scratch, {part.offset - level.keep.offset, part.count});
   }
@@ -144,8 +144,8 @@ class AdasumRun {
     return OkStatus();
   }
 
-  // Sends the half that this rank gives. Receives the peer's values of the half that it
-  // keeps into scratch, and computes the moments of the two vectors in this half.
+  // Sends the half `level.give`. Receives the peer's values of the half `level.keep`
+  // into scratch, and computes the moments of the two vectors in that half.
   Status Exchange(const Level& level) {
     std::fill(moments_.begin(), moments_.end(), Moments{});
     auto add = [&](Extent tile) {
@@ -159,8 +159,8 @@ class AdasumRun {
     return Swap(level.peer, level.give, own_, level.keep, scratch, [](Extent) {}, add);
   }
 
-  // Sums the moments of 2 * `distance` ranks by recursive doubling: in each step two
-  // ranks add the same two numbers, so all ranks end with the same bits.
+  // Sums the moments of 2 * `distance` ranks by recursive doubling. In each step the
+  // two ranks of a pair add the same two numbers, so all ranks end with the same bits.
   Status SumMoments(int distance) {
     static_assert(sizeof(Moments) == 3 * sizeof(double));
     Spans numbers;
@@ -178,7 +178,7 @@ class AdasumRun {
   }
 
   void Combine(const Level& level, Extent range) {
-    const FloatMode mode;  // applies to the weights, too
+    const FloatMode mode;  // also for the arithmetic of the weights
     ForTensors(range, [&](size_t t, Extent part) {
       const Moments& m = moments_[t];
       const std::byte *a = At(*own_, part), *b = Arrived(level, part);
@@ -188,9 +188,9 @@ class AdasumRun {
     });
   }
 
-  // Combines the half of the last level and makes the first step of the allgather,
-  // which has the same peer: each tile is sent as soon as it is combined.
-  Status Turn(const Level& level) {
+  // Combines the half of the last level and makes the first step of the allgather. Both
+  // have the same peer, so each tile is sent as soon as it is combined.
+  Status FinishLastLevel(const Level& level) {
     auto finish = [&](Extent tile) {
       Combine(level, tile);
       if (!a_.scales_last()) return;
@@ -204,8 +204,8 @@ class AdasumRun {
                 [](Extent) {});
   }
 
-  // Makes the other steps of the allgather, one for each level in reverse order: each
-  // half that was given away comes back from the peer that has its result.
+  // Makes the other steps of the allgather, one for each level in reverse order. Each
+  // step receives the result of the half that the level sent to the peer.
   Status Gather(const std::vector<Level>& levels) {
     Schedule gather;
     for (size_t i = levels.size(); i-- > 1;) {
@@ -229,10 +229,10 @@ class AdasumRun {
   uint64_t* sent_bytes_;
   const int size_;
   const uint64_t width_;
-  const Spans* own_;              // values of this rank: first in, later out
+  const Spans* own_;              // values of this rank: the input, later the output
   Arithmetic moving_, adding_;    // arithmetic of elements and of moments
   std::vector<uint64_t> ends_;    // ends of the tensors, in elements
-  std::vector<Moments> moments_;  // moments of each tensor, at this level
+  std::vector<Moments> moments_;  // moments of each tensor at the current level
 };
 
 }  // namespace
@@ -242,7 +242,7 @@ Status AllreduceAdasum(const Buffers& buffers, const std::vector<uint64_t>& size
                        const Endpoints& endpoints, Waiter* waiter,
                        uint64_t* sent_bytes) {
   return AdasumRun(buffers, sizes, arithmetic, frame, endpoints, waiter, sent_bytes)
-      .Loop();
+      .Run();
 }
 
 }  // namespace ringjax

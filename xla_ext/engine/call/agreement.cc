@@ -13,7 +13,14 @@ namespace {
 
 constexpr char kNotCalled[] = "has not called";
 
-// Sends to one peer and receives from another, or from the same, at the same time.
+Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
+  return Status(Code::kInternal,
+                "is out of step: it is at seq " + std::to_string(got.sequence) +
+                    ", this rank at seq " + std::to_string(frame.sequence),
+                peer);
+}
+
+// Sends to one peer while it receives from another or the same peer (MPI_Sendrecv).
 class Exchange {
  public:
   Exchange(const Endpoints& endpoints, Waiter* waiter)
@@ -21,7 +28,7 @@ class Exchange {
 
   // Returns once `out` has been sent and flushed, and `in` has been received. `sent`
   // bytes of `out` have been sent before. An error names the peer.
-  Status Do(int to, iovec out, int from, iovec in, size_t sent = 0) {
+  Status SendReceive(int to, iovec out, int from, iovec in, size_t sent = 0) {
     size_t received = 0;
     Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
     bool flushed = false;
@@ -55,6 +62,16 @@ class Exchange {
     return OkStatus();
   }
 
+  // Sends the frame `mine` to one peer and receives a frame of another. Fails if the
+  // received frame has another kind or step, or belongs to another call.
+  Status SwapFrames(int to, Frame mine, int from, Frame* theirs) {
+    RJ_TRY(SendReceive(to, {&mine, sizeof mine}, from, {theirs, sizeof *theirs}));
+    if (theirs->SameStream(mine) && theirs->kind == mine.kind &&
+        theirs->step == mine.step)
+      return OkStatus();
+    return OutOfStep(*theirs, mine, from);
+  }
+
   // Sends as much of `out` as the link takes at once, and adds the bytes to `*sent`.
   Status Push(int to, iovec out, size_t* sent) {
     bool moved = false;
@@ -79,8 +96,9 @@ class Exchange {
   iovec rest_;
 };
 
-// Waits until the counters of all ranks have reached `turn`. A value below `least` or
-// above turn + 1 is impossible: a peer that is one turn ahead waits for this rank.
+// Waits until the counters of all ranks have reached `turn`. A value below `least`, or
+// above turn + 1, is an error: a correct peer that is one turn ahead waits for this
+// rank.
 Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
              const Endpoints& endpoints, Waiter* waiter) {
   for (int peer = 0; peer < endpoints.segment->size(); ++peer)
@@ -90,11 +108,21 @@ Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
   return OkStatus();
 }
 
-Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
-  return Status(Code::kInternal,
-                "is out of step: it is at seq " + std::to_string(got.sequence) +
-                    ", this rank at seq " + std::to_string(frame.sequence),
-                peer);
+// Runs the dissemination rounds over links, beginning with the frame `mine`. Sets
+// `*agreed` to whether all ranks have sent equal fingerprints and none has refused.
+Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter,
+                   bool* agreed) {
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
+  Frame theirs;
+  mine.step = 0;
+  for (int reach = 1; reach < size; reach *= 2, ++mine.step) {
+    RJ_TRY(exchange.SwapFrames((endpoints.rank + reach) % size, mine,
+                               (endpoints.rank - reach + size) % size, &theirs));
+    if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
+  }
+  *agreed = mine.agreed == 1;
+  return OkStatus();
 }
 
 // Compares the frames of all peers in the shared segment with the frame of this rank.
@@ -116,9 +144,10 @@ Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpo
 // Agrees through the shared segment: every rank writes its frame and reads the frames
 // of all peers, which takes one exchange.
 //
-// Publish releases the frame and the inline data behind it; Poll, in Await, acquires
-// those of the peer. A slot is written again two turns later at the earliest. In the
-// turn between, its writer has waited for every peer, so no peer still reads the slot.
+// Publish releases the frame and the inline data behind it, and Poll (in Await)
+// acquires the frame and the data of the peer. A slot is written again two turns later
+// at the earliest. In the turn between, its writer has waited for every peer, so no
+// peer still reads the slot.
 Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* waiter,
                       bool* agreed) {
   SharedSegment& segment = *endpoints.segment;
@@ -129,18 +158,18 @@ Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* wai
   return CompareInSegment(turn, mine, endpoints, agreed);
 }
 
-// The frame of one rank, and its message if the message fits, on the way over links.
+// The frame of one rank as it travels over links, with the rank's message if it fits.
 struct Block {
   Frame frame;
   char text[448];
 };
 static_assert(sizeof(Block) == 512, "blocks are of one size");
 
-// Checks the frame of a peer in a round before its lengths are used. A message with
-// piggybacked data behind it must fit into `most_inline` bytes together with the data.
+// Checks the frame of a peer in a round before the lengths in the frame are used. A
+// message and its piggybacked data must together fit into `most_inline` bytes.
 Status CheckRound(const Frame& got, const Frame& mine, uint64_t most_inline, int peer) {
   if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
-  const uint64_t most = got.attached > 0 ? most_inline : kMostMessage;
+  const uint64_t most = got.attached > 0 ? most_inline : kMaxMessage;
   if (got.bytes > most || got.attached > most + 1 - got.bytes)
     return Status(Code::kInternal, "announced a message beyond all bounds", peer);
   return OkStatus();
@@ -159,10 +188,10 @@ void PutPiggyback(const Piggyback& piggyback, SharedSegment* segment, std::byte*
   mine->attached = 1 + size;
 }
 
-// Exchanges the frames of all ranks, and the messages that fit into inline slots.
-Status ShowInSegment(Frame mine, const std::string& own, const Endpoints& endpoints,
-                     Waiter* waiter, std::vector<Frame>* frames,
-                     std::vector<std::string>* all, Piggyback* piggyback) {
+// Exchanges frames, and the messages that fit into inline slots, in the shared segment.
+Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& endpoints,
+                         Waiter* waiter, std::vector<Frame>* frames,
+                         std::vector<std::string>* all, Piggyback* piggyback) {
   SharedSegment& segment = *endpoints.segment;
   const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
   std::byte* slot = segment.InlineSlot(turn, segment.rank());
@@ -176,7 +205,8 @@ Status ShowInSegment(Frame mine, const std::string& own, const Endpoints& endpoi
     Frame& theirs = (*frames)[peer];
     slot = segment.InlineSlot(turn, peer);
     std::memcpy(&theirs, slot, sizeof theirs);
-    if (peer == segment.rank()) theirs = mine;  // a peer could have changed the slot
+    if (peer == segment.rank())
+      theirs = mine;  // a faulty peer may have changed the slot
     RJ_TRY(CheckRound(theirs, mine, segment.inline_bytes(), peer));
     if (theirs.bytes <= segment.inline_bytes())
       (*all)[peer].assign(
@@ -193,12 +223,13 @@ Status ShowInSegment(Frame mine, const std::string& own, const Endpoints& endpoi
 }
 
 // Exchanges frames and messages over links. In step k a rank sends its first 2^k
-// blocks, or as many as the receiver lacks, to the rank 2^k before it. The rank's own
-// block goes to all of these ranks at the beginning, so that a chain of at most log2 P
-// ranks wakes each rank that sleeps.
-Status PassOn(const Frame& mine, const std::string& own, const Endpoints& endpoints,
-              Waiter* waiter, std::vector<Frame>* frames,
-              std::vector<std::string>* all) {
+// blocks, or as many as the receiver lacks, to the rank 2^k before it. The rank pushes
+// its own block to all of these ranks at the beginning, because peers that sleep
+// between rounds (Rounds::AwaitNext) wake on it: a chain of at most log2 P ranks wakes
+// every rank.
+Status ExchangeOverLinks(const Frame& mine, const std::string& own,
+                         const Endpoints& endpoints, Waiter* waiter,
+                         std::vector<Frame>* frames, std::vector<std::string>* all) {
   const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
   std::vector<Block> blocks(static_cast<size_t>(size));  // blocks[i] is from rank + i
@@ -215,9 +246,9 @@ Status PassOn(const Frame& mine, const std::string& own, const Endpoints& endpoi
     const int to = (endpoints.rank - reach + size) % size;
     const int from = (endpoints.rank + reach) % size;
     const auto count = static_cast<size_t>(std::min(reach, size - reach));
-    RJ_TRY(exchange.Do(to, {blocks.data(), count * sizeof(Block)}, from,
-                       {&blocks[static_cast<size_t>(reach)], count * sizeof(Block)},
-                       sent[step]));
+    RJ_TRY(exchange.SendReceive(
+        to, {blocks.data(), count * sizeof(Block)}, from,
+        {&blocks[static_cast<size_t>(reach)], count * sizeof(Block)}, sent[step]));
     for (int i = reach; i < reach + static_cast<int>(count); ++i) {
       const Block& block = blocks[static_cast<size_t>(i)];
       RJ_TRY(CheckRound(block.frame, mine, 0, from));
@@ -234,25 +265,12 @@ Status PassOn(const Frame& mine, const std::string& own, const Endpoints& endpoi
 
 Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
              bool* agreed) {
-  const int size = static_cast<int>(endpoints.links.size());
-  Exchange exchange(endpoints, waiter);
-  Frame mine = frame, theirs;
+  Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kAgree);
   mine.agreed = fit ? 1 : 0;
   waiter->Progressed();
-  if (endpoints.segment) return AgreeInSegment(mine, endpoints, waiter, agreed);
-  for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
-    const int to = (endpoints.rank + reach) % size;
-    const int from = (endpoints.rank - reach + size) % size;
-    mine.step = static_cast<uint32_t>(round);
-    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
-        theirs.step != mine.step)
-      return OutOfStep(theirs, mine, from);
-    if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
-  }
-  *agreed = mine.agreed == 1;
-  return OkStatus();
+  return endpoints.segment ? AgreeInSegment(mine, endpoints, waiter, agreed)
+                           : Disseminate(mine, endpoints, waiter, agreed);
 }
 
 bool HaveAgreed(uint64_t turn, const Endpoints& endpoints) {
@@ -260,15 +278,15 @@ bool HaveAgreed(uint64_t turn, const Endpoints& endpoints) {
   bool agreed = segment.own(SharedSegment::kAgreed) >= turn;
   for (int peer = 0; peer < segment.size() && agreed; ++peer)
     agreed = segment.Look(SharedSegment::kAgreed, peer) >= turn;
-  Frame mine;  // the frame that this rank has shown to the peers
+  Frame mine;  // the frame that this rank has written for its peers
   std::memcpy(&mine, segment.InlineSlot(turn, segment.rank()), sizeof mine);
   return agreed && CompareInSegment(turn, mine, endpoints, &agreed).ok() && agreed;
 }
 
-Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool fetched,
+Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool in_tiles,
                 Waiter* waiter) {
   waiter->Progressed();
-  if (fetched)
+  if (in_tiles)
     return Await(SharedSegment::kFinished,
                  endpoints.segment->own(SharedSegment::kFinished), 0, endpoints,
                  waiter);
@@ -277,21 +295,11 @@ Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool fetched,
     endpoints.segment->Publish(SharedSegment::kEnded, turn);
     return Await(SharedSegment::kEnded, turn, turn - 1, endpoints, waiter);
   }
-  const int size = static_cast<int>(endpoints.links.size());
-  Exchange exchange(endpoints, waiter);
-  Frame mine = frame, theirs;
+  Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kEnd);
   mine.bytes = 0;
-  for (int round = 0, reach = 1; reach < size; ++round, reach *= 2) {
-    const int to = (endpoints.rank + reach) % size;
-    const int from = (endpoints.rank - reach + size) % size;
-    mine.step = static_cast<uint32_t>(round);
-    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
-        theirs.step != mine.step)
-      return OutOfStep(theirs, mine, from);
-  }
-  return OkStatus();
+  bool unused = false;
+  return Disseminate(mine, endpoints, waiter, &unused);
 }
 
 Status ExchangeTexts(const Frame& frame, const std::string& own,
@@ -299,7 +307,7 @@ Status ExchangeTexts(const Frame& frame, const std::string& own,
                      std::vector<std::string>* texts) {
   const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
-  std::string text(Cut(own, kMostText));
+  std::string text(Cut(own, kMaxText));
   texts->assign(size, "");
   (*texts)[endpoints.rank] = text;
   Frame mine = frame, theirs;
@@ -308,14 +316,12 @@ Status ExchangeTexts(const Frame& frame, const std::string& own,
   for (int i = 1; i < size; ++i) {
     const int to = (endpoints.rank + i) % size,
               from = (endpoints.rank - i + size) % size;
-    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind ||
-        theirs.bytes > kMostText)
-      return OutOfStep(theirs, mine, from);
+    RJ_TRY(exchange.SwapFrames(to, mine, from, &theirs));
+    if (theirs.bytes > kMaxText) return OutOfStep(theirs, mine, from);
     std::string& received = (*texts)[from];
     received.resize(theirs.bytes);
-    RJ_TRY(exchange.Do(to, {text.data(), text.size()}, from,
-                       {received.data(), received.size()}));
+    RJ_TRY(exchange.SendReceive(to, {text.data(), text.size()}, from,
+                                {received.data(), received.size()}));
   }
   return OkStatus();
 }
@@ -334,9 +340,9 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
   frames[endpoints.rank] = mine;
   waiter->Progressed();
   if (endpoints.segment) {
-    RJ_TRY(ShowInSegment(mine, own, endpoints, waiter, &frames, all, piggyback));
+    RJ_TRY(ExchangeInSegment(mine, own, endpoints, waiter, &frames, all, piggyback));
   } else {
-    RJ_TRY(PassOn(mine, own, endpoints, waiter, &frames, all));
+    RJ_TRY(ExchangeOverLinks(mine, own, endpoints, waiter, &frames, all));
   }
   (*all)[endpoints.rank] = own;
   const uint64_t most =
@@ -351,8 +357,8 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
               from = (endpoints.rank - i + size) % size;
     std::string nothing, &theirs = frames[from].bytes > most ? (*all)[from] : nothing;
     if (frames[from].bytes > most) theirs.resize(frames[from].bytes);
-    RJ_TRY(exchange.Do(to, {rest.data(), rest.size()}, from,
-                       {theirs.data(), theirs.size()}));
+    RJ_TRY(exchange.SendReceive(to, {rest.data(), rest.size()}, from,
+                                {theirs.data(), theirs.size()}));
   }
   return OkStatus();
 }
@@ -367,15 +373,14 @@ Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
   mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
   mine.bytes = bytes;
   std::vector<int64_t> out = words;
-  *received = words;  // the words for this rank itself stay
+  *received = words;  // the words of this rank for itself are not sent
   for (int i = 1; i < size; ++i) {
     const int to = (endpoints.rank + i) % size,
               from = (endpoints.rank - i + size) % size;
-    RJ_TRY(exchange.Do(to, {&mine, sizeof mine}, from, {&theirs, sizeof theirs}));
-    if (!theirs.SameStream(mine) || theirs.kind != mine.kind || theirs.bytes != bytes)
-      return OutOfStep(theirs, mine, from);
-    RJ_TRY(exchange.Do(to, {out.data() + to * k, bytes}, from,
-                       {received->data() + from * k, bytes}));
+    RJ_TRY(exchange.SwapFrames(to, mine, from, &theirs));
+    if (theirs.bytes != bytes) return OutOfStep(theirs, mine, from);
+    RJ_TRY(exchange.SendReceive(to, {out.data() + to * k, bytes}, from,
+                                {received->data() + from * k, bytes}));
   }
   return OkStatus();
 }

@@ -1,4 +1,4 @@
-// See alike.h.
+// Hashes tensors, finds the first one that differs, and names the ranks. See alike.h.
 #include "engine/call/alike.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 
+#include "engine/call/descriptor.h"
 #include "engine/call/hash.h"
 
 namespace ringjax {
@@ -13,30 +14,21 @@ namespace {
 
 constexpr size_t kLanes = 8;     // hashes whose multiplications run in parallel
 constexpr size_t kAhead = 1536;  // distance of the prefetch, in bytes
-constexpr size_t kRanks = 1024;  // ranks compared at most: 8 KiB are inline data
-constexpr size_t kMostNamed = 8;
-
-std::string_view Line(std::string_view lines, size_t number) {
-  for (; number > 0; --number) {
-    const size_t end = lines.find('\n');
-    if (end == std::string_view::npos) return {};
-    lines.remove_prefix(end + 1);
-  }
-  return lines.substr(0, lines.find('\n'));
-}
+constexpr size_t kRanks = 1024;  // ranks compared; their hashes, 8 KiB, travel inline
+constexpr size_t kMaxNamed = 8;  // ranks named in a text
 
 std::string Ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < std::min(ranks.size(), kMostNamed); ++i)
+  for (size_t i = 0; i < std::min(ranks.size(), kMaxNamed); ++i)
     text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  if (ranks.size() > kMostNamed)
-    text += " and " + std::to_string(ranks.size() - kMostNamed) + " more";
+  if (ranks.size() > kMaxNamed)
+    text += " and " + std::to_string(ranks.size() - kMaxNamed) + " more";
   return text;
 }
 
-// Names the ranks whose hash is not the most frequent one. If several hashes are
-// equally frequent, the one that the lowest rank has counts. Ignores ranks with hash 0,
-// which were lost during the comparison or have joined.
+// Names the ranks whose hash is not the most frequent hash. If several hashes are
+// equally frequent, the hash of the lowest rank counts as the most frequent one.
+// Ignores ranks with hash 0, which were lost during the comparison or have joined.
 std::string WhoDiffers(const std::vector<uint64_t>& hashes,
                        const std::vector<int>& members) {
   const size_t known = std::min(members.size(), hashes.size());
@@ -65,7 +57,7 @@ uint64_t HashOfBytes(const void* data, uint64_t size) {
   constexpr size_t kStride = kLanes * sizeof(uint64_t);
   uint64_t left = size;
   for (; left >= kStride; left -= kStride, at += kStride) {
-    __builtin_prefetch(at + kAhead);  // a prefetch beyond the end does no harm
+    __builtin_prefetch(at + kAhead);  // never faults, even beyond the end
     std::array<uint64_t, kLanes> words;
     std::memcpy(words.data(), at, kStride);
     for (size_t i = 0; i < kLanes; ++i) lanes[i].Add(words[i]);
@@ -79,24 +71,24 @@ uint64_t HashOfBytes(const void* data, uint64_t size) {
 
 Result<std::string> Difference(std::span<const uint64_t> hashes, std::string_view names,
                                const std::vector<int>& members, int rank,
-                               const Greatest& greatest) {
+                               const MaxOverRanks& max_over_ranks) {
   Hash all;
   for (uint64_t hash : hashes) all.Add(hash);
-  // The maximum of ~x is ~(minimum of x): one exchange finds minimum and maximum. If
-  // the two are equal, all ranks have the same x.
+  // The maximum of ~x is ~(minimum of x), so one exchange finds the minimum and the
+  // maximum. If the two are equal, all ranks have the same x.
   std::vector<uint64_t> ends = {all.value(), ~all.value()};
-  RJ_TRY(greatest(&ends));
+  RJ_TRY(max_over_ranks(&ends));
   if (ends[0] == ~ends[1]) return std::string();
   ends.clear();
   for (uint64_t hash : hashes) ends.insert(ends.end(), {hash, ~hash});
-  RJ_TRY(greatest(&ends));
+  RJ_TRY(max_over_ranks(&ends));
   size_t first = hashes.size(), count = 0;
   for (size_t i = hashes.size(); i-- > 0;)
     if (ends[2 * i] != ~ends[2 * i + 1]) first = i, ++count;
   std::vector<uint64_t> table(kRanks);
   if (first < hashes.size() && static_cast<size_t>(rank) < kRanks)
     table[static_cast<size_t>(rank)] = hashes[first];
-  RJ_TRY(greatest(&table));
+  RJ_TRY(max_over_ranks(&table));
   if (count == 0) return std::string();  // the rank that differed was lost meanwhile
   return "'" + std::string(Line(names, first)) + "' of " + WhoDiffers(table, members) +
          (count == 1 ? ""

@@ -12,7 +12,7 @@
 namespace ringjax {
 namespace {
 
-// Whether Call::rows must be equal on all ranks. The rows of an alltoall may differ.
+// Returns whether Call::rows must be equal on all ranks.
 bool RowsAgree(Collective op) { return op != Collective::kAlltoall; }
 
 std::vector<std::string_view> Lines(std::string_view text) {
@@ -29,14 +29,14 @@ constexpr long kHeadLines = 10;  // lines of Explain before the tensors
 constexpr std::string_view kRefused = "refused: ";
 constexpr std::string_view kStep = "optimizer step ";
 
-// The title of the operation: the first line of the first text that is no refusal.
+// Returns the title of the operation: the first line of the first text of Explain.
 std::string_view Title(const std::vector<std::string>& texts) {
   for (std::string_view text : texts)
     if (!IsRefusal(text)) return text.substr(0, text.find('\n'));
   return "?";
 }
 
-// The lowest rank whose text is the most frequent one, or one of several such texts.
+// Returns the lowest rank whose text no other text exceeds in frequency.
 int Reference(const std::vector<std::string>& texts) {
   int best = 0;
   long most = 0;
@@ -79,14 +79,7 @@ std::string Call::Title() const {
   return title;
 }
 
-std::string_view Call::TensorName(size_t i) const {
-  std::string_view rest = names;
-  for (; i > 0 && !rest.empty(); --i) {
-    const size_t end = rest.find('\n');
-    rest.remove_prefix(end == rest.npos ? rest.size() : end + 1);
-  }
-  return rest.substr(0, rest.find('\n'));
-}
+std::string_view Call::TensorName(size_t i) const { return Line(names, i); }
 
 bool Call::KeepsInputs() const {
   using Range = std::pair<uintptr_t, uintptr_t>;
@@ -94,7 +87,7 @@ bool Call::KeepsInputs() const {
     const auto begin = reinterpret_cast<uintptr_t>(at);
     return Range{begin, begin + bytes};
   };
-  std::vector<std::pair<Range, bool>> ranges;  // range, whether it is written
+  std::vector<std::pair<Range, bool>> ranges;  // true: the call writes the range
   for (const Tensor& t : tensors) {
     if (t.bytes() > 0) ranges.push_back({range(t.in, t.bytes()), false});
     if (t.room > 0) ranges.push_back({range(t.out, t.room), true});
@@ -179,6 +172,15 @@ std::string_view Cut(std::string_view text, size_t limit) {
   if (text.size() <= limit) return text;
   while (limit > 0 && (text[limit] & 0xc0) == 0x80) --limit;  // UTF-8 continuation byte
   return text.substr(0, limit);
+}
+
+std::string_view Line(std::string_view lines, size_t number) {
+  for (; number > 0; --number) {
+    const size_t end = lines.find('\n');
+    if (end == lines.npos) return {};
+    lines.remove_prefix(end + 1);
+  }
+  return lines.substr(0, lines.find('\n'));
 }
 
 std::string Explain(const Call& call, size_t limit) {

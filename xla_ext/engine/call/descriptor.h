@@ -1,5 +1,5 @@
-// The description of a call in two forms that ranks compare: a fingerprint for every
-// call, and a text if the fingerprints differ.
+// The description of a call, in two forms that ranks compare: a fingerprint for every
+// call, and a text that the ranks exchange if their fingerprints differ.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Tensor {
   uint64_t bytes() const { return elements() * Width(dtype); }
 };
 
-// A call of any framework as one rank makes it. All properties in its fingerprint must
+// A collective call as one rank makes it. The properties that Fingerprint hashes must
 // be equal on all ranks.
 struct Call {
   Collective op = Collective::kAllreduce;
@@ -36,66 +36,72 @@ struct Call {
   int root = 0;
   int64_t step = -1;   // the caller's training step (optimizer state), -1 if none
   int64_t bucket = 0;  // number of the call within the training step
-  // Seconds without progress until the call fails. 0: never; negative: the timeout of
-  // the communicator. May differ between ranks.
+  // Seconds without progress until the call fails; 0 means never, and a negative number
+  // means the timeout of the communicator. May differ between ranks.
   double timeout = -1;
   std::string_view name;   // the name of the operation: "grads"
   std::string_view names;  // the names of the tensors, one on each line; may be empty
   // For shards on several devices: the line "2 devices (0, 1)", then lines that say how
-  // each tensor is cut. All lines are compared, but errors show only the first. Empty:
-  // the tensors are whole, on one device.
+  // each tensor is cut. All lines are compared, but errors show only the first line.
+  // Empty if each tensor is whole and on one device.
   std::string_view partition;
   std::vector<Tensor> tensors;
-  // The sizes of dim 0 by rank: a list for each tensor in turn; see Problem::counts.
+  // The sizes of dim 0 on each rank, one list after the other for each tensor. See
+  // Problem::counts for the order in a list.
   std::vector<int64_t> rows;
-  bool rows_known = false;  // alltoall: rows were negotiated, so they fit together
-  bool overlapped = false;  // the program continues during the call (recorded only)
+  bool rows_known = false;  // alltoall: the negotiation has compared `rows` already
+  bool overlapped = false;  // the program continues during the call; only recorded
 
-  // Sets op, reduce_op and wire. kInvalidArgument if one of the numbers is unknown.
+  // Sets op, reduce_op and wire. Returns kInvalidArgument if a number is unknown.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
 
-  // "allreduce 'grads'", or "allreduce" if it has no name.
+  // Returns "allreduce 'grads'", or "allreduce" if the call has no name.
   std::string Title() const;
   std::string_view TensorName(size_t i) const;
-  // Whether no result overlaps any input, so that the call can run again.
+  // Returns whether no result overlaps any input, so that the call can run again.
   bool KeepsInputs() const;
 };
 
-// Whether dim 0 may differ between ranks. Call::rows then has its size on each rank.
+// Returns whether dim 0 of a tensor may differ between ranks in this collective. Then
+// Call::rows has the size of dim 0 on each rank.
 bool RaggedRows(Collective op);
 
-// kInvalidArgument if `op` cannot apply `reduce_op` to `dtype` on `size` ranks.
+// Returns kInvalidArgument if `op` cannot apply `reduce_op` to `dtype` on `size` ranks.
 Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
 
-// A hash of all properties of a call that must be equal on all ranks. The rows of an
-// alltoall differ between ranks and are compared separately.
+// Returns a hash of all properties of a call that must be equal on all ranks. The rows
+// of an alltoall differ between ranks and are compared separately.
 uint64_t Fingerprint(const Call& call);
 
-// "f32[8,128]", or "f32[*,128]" if `ragged`: dim 0 may differ between ranks.
+// Returns "f32[8,128]", or "f32[*,128]" if `ragged`, where dim 0 may differ by rank.
 std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged = false);
 std::string Describe(const Tensor& tensor, bool ragged = false);
 
-// The shortest decimal text that identifies the number.
+// Returns the shortest decimal text that identifies the number.
 std::string Digits(double value);
 
-// At most the first `limit` bytes of `text`; does not end within a UTF-8 character.
+// Returns at most the first `limit` bytes of `text`, and no part of a UTF-8 character.
 std::string_view Cut(std::string_view text, size_t limit);
 
-// Bytes of the longest text that a rank sends to explain its call.
-inline constexpr size_t kMostText = 64 << 10;
+// Returns line `number` of `lines`, counted from 0; empty if there are fewer lines.
+std::string_view Line(std::string_view lines, size_t number);
 
-// The text about a call that Mismatch compares line by line, at most `limit` bytes: the
-// operation, its options, and one line for each tensor.
+// Bytes of the longest text that a rank sends to explain its call.
+inline constexpr size_t kMaxText = 64 << 10;
+
+// Returns a text about a call, at most `limit` bytes: the operation, its options, and a
+// line for each tensor. Mismatch compares these texts line by line.
 std::string Explain(const Call& call, size_t limit);
 
-// The text of a rank whose own call is not valid, in place of Explain.
+// Returns the text that a rank whose own call is not valid sends in place of Explain.
 std::string Refusal(const std::string& why);
 bool IsRefusal(std::string_view text);
 
-// Returns an error text that names the first refusal, or else the first difference. The
-// text is the same on all ranks. texts[r] is Explain or Refusal of rank r, members[r]
-// its world rank. `*culprit` is the world rank that refuses or differs, or -1 if all
-// texts are equal, because they were cut before the difference.
+// Returns an error text that names the first refusal, or without refusals the first
+// difference. The text is the same on all ranks. texts[r] is the Explain or Refusal
+// text of rank r, and members[r] its world rank. `*culprit` is the world rank that
+// refuses or differs, or -1 if all texts are equal, because they were cut before the
+// difference.
 std::string Mismatch(const std::vector<std::string>& texts,
                      const std::vector<int>& members, std::string_view communicator,
                      int* culprit);

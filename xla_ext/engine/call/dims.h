@@ -1,5 +1,6 @@
-// The dimensions of a tensor. Up to six dimensions need no allocation: allocations
-// would cost more than the rest of the description of a call with hundreds of tensors.
+// The dimensions of a tensor. Up to six dimensions need no allocation, because in a
+// call with hundreds of tensors allocations would take most of the time to describe the
+// call.
 #pragma once
 
 #include <algorithm>

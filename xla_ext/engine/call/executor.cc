@@ -1,10 +1,10 @@
 // Execute: a loop over the heads of the send and receive queues of each peer. See
 // executor.h.
 //
-// Each pass runs the copies as far as earlier steps permit, then visits each peer:
-// send, flush, receive. The thread waits after a pass in which nothing moved. One visit
-// moves at most kSegment bytes (or kReadAtOnce, see below), so that receiving, reducing
-// and sending take turns while the data are still in the cache.
+// Each pass runs the copies as far as earlier steps permit. Then it serves each peer:
+// it sends, flushes and receives. The thread waits after a pass in which nothing moved.
+// In one pass a message moves at most kSegment bytes (or kReadAtOnce, see below), so
+// that receiving, reducing and sending alternate while the data are still in the cache.
 #include "engine/call/executor.h"
 
 #include <algorithm>
@@ -22,9 +22,10 @@ namespace {
 constexpr uint64_t kSegment = 256 << 10;
 // Bytes that one system call of CMA copies to their destination.
 constexpr uint64_t kReadAtOnce = 1 << 20;
-constexpr size_t kPieces = 64;  // iovecs in one call of a link
-// Bytes that one system call of CMA copies to be reduced: they stay in the L1 cache.
-constexpr uint64_t kStepBlock = 32 << 10;
+constexpr size_t kMaxPieces = 64;  // iovecs in one call of a link
+// Bytes that one system call of CMA copies before they are reduced. They fit in the L1
+// cache.
+constexpr uint64_t kReduceBlock = 32 << 10;
 // Copies of this many bytes, which exceed the caches, use non-temporal stores.
 constexpr uint64_t kPastCaches = 4 << 20;
 
@@ -46,33 +47,33 @@ class PlanRun {
         next_receive_(plan.sends.size(), 0),
         flushed_(plan.sends.size(), true) {}
 
-  // Only a failed call leaves bytes exposed and not acknowledged. The caller may
-  // overwrite them from now on, so peers must not use what they read of these bytes.
+  // After a failed call, a peer may not have read all bytes that this rank has exposed.
+  // The caller may overwrite these bytes from now on, so Invalidate makes the peer's
+  // later reads fail.
   ~PlanRun() {
     for (int peer : plan_.peers)
       if (CmaEndpoint* cma = endpoints_.links[peer]->cma(); cma && cma->outstanding())
         cma->Invalidate();
   }
 
-  Status Loop() {
+  Status Run() {
     while (true) {
       bool moved = false, left = false;
-      RJ_TRY(Copies(&moved, &left));
-      for (int peer : plan_.peers) {
-        RJ_TRY(Named(peer, Serve(peer, &moved, &left)));
-      }
+      RunCopies(&moved, &left);
+      for (int peer : plan_.peers) RJ_TRY(WithPeer(peer, Serve(peer, &moved, &left)));
       if (!left) return OkStatus();
       if (moved) {
         waiter_->Progressed();
         continue;
       }
       RJ_TRY(waiter_->Idle([this] { return Interests(); }));
-      RJ_TRY(CheckStall(endpoints_, *waiter_, [this] { return Waited(); }, kNotMoved));
+      RJ_TRY(
+          CheckStall(endpoints_, *waiter_, [this] { return LatePeers(); }, kNotMoved));
     }
   }
 
  private:
-  // How many elements of `step`, from its first one on, the earlier steps permit.
+  // Returns how many elements of `step`, from its first one, the earlier steps permit.
   uint64_t Allowed(const PlannedStep& step) const {
     uint64_t allowed = step.count;
     for (const Dependency& d : step.after) {
@@ -97,7 +98,7 @@ class PlanRun {
   // Moves `*next` past the finished steps of a queue. Returns whether no step is left.
   bool Advance(const std::vector<int>& queue, size_t* next) const {
     while (*next < queue.size() && Finished(queue[*next]) &&
-           progress_[queue[*next]].opened())
+           progress_[queue[*next]].head_complete())
       ++*next;
     return *next == queue.size();
   }
@@ -130,7 +131,7 @@ class PlanRun {
         std::min(Allowed(planned) * wire_, m.bytes + kSegment) - m.bytes;
     const bool plain = IsPlain(a_, planned.step.first);
     if (m.head == 0 && limit == 0) return OkStatus();
-    if (m.head == 0 && plain && m.remote.empty()) List(link, planned, &m);
+    if (m.head == 0 && plain && m.remote.empty()) ListPieces(link, planned, &m);
     if (!m.remote.empty()) return SendByCma(link, planned, &m, moved);
     if (m.head < sizeof(Frame) || (plain && limit > 0)) {
       Frame header = Header(FrameKind::kData, planned);
@@ -140,7 +141,8 @@ class PlanRun {
             {reinterpret_cast<char*>(&header) + m.head, sizeof(Frame) - m.head});
       if (plain) {
         const Slice& src = planned.step.src;
-        At(src.region).Pieces(src.offset * width_ + m.bytes, limit, kPieces, &pieces_);
+        At(src.region)
+            .Pieces(src.offset * width_ + m.bytes, limit, kMaxPieces, &pieces_);
       }
       Result<size_t> n = link->TryWrite(pieces_);
       if (!n.ok()) return n.status();
@@ -160,9 +162,9 @@ class PlanRun {
     return header;
   }
 
-  // Sets m->remote to the memory that holds a message, if the peer is to read it by
-  // CMA.
-  void List(Link* link, const PlannedStep& planned, Message* m) {
+  // Sets m->remote to the memory that holds a message if the peer is to read the
+  // message by CMA. Otherwise leaves it empty.
+  void ListPieces(Link* link, const PlannedStep& planned, Message* m) {
     const uint64_t bytes = planned.count * wire_;
     CmaEndpoint* cma = link->cma();
     if (!uses_cma_ || bytes < least_cma || cma == nullptr || !cma->PeerCanRead())
@@ -174,11 +176,11 @@ class PlanRun {
   }
 
   Status SendByCma(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
-    if (!m->opened()) {
+    if (!m->head_complete()) {
       Frame header = Header(FrameKind::kCma, planned);
       header.attached = m->remote.size();
-      RJ_TRY(Announce(link, header, m, moved));
-      if (!m->opened()) return OkStatus();
+      RJ_TRY(SendHead(link, header, m, moved));
+      if (!m->head_complete()) return OkStatus();
     }
     CmaEndpoint& cma = *link->cma();
     const uint64_t ready = Allowed(planned) * wire_;
@@ -199,20 +201,16 @@ class PlanRun {
   Status SendEncoded(Link* link, const PlannedStep& planned, uint64_t limit, Message* m,
                      bool* moved) {
     const Slice& src = planned.step.src;
-    const Spans& spans = At(src.region);
     Result<std::span<std::byte>> room = link->Reserve(limit, wire_);
     if (!room.ok()) return room.status();
     const uint64_t n = room.value().size() / wire_;
     if (n == 0) return OkStatus();
     std::byte* to = room.value().data();
-    uint64_t offset = (src.offset + m->bytes / wire_) * width_;
-    for (uint64_t left = n * width_; left > 0;) {
-      const Span from = spans.At(offset, left);
+    const uint64_t offset = (src.offset + m->bytes / wire_) * width_;
+    At(src.region).ForPieces(offset, n * width_, [&](Span from) {
       Encode(to, from.data, from.bytes / width_, a_, planned.step.first);
       to += from.bytes / width_ * wire_;
-      offset += from.bytes;
-      left -= from.bytes;
-    }
+    });
     RJ_TRY(link->Commit(n * wire_));
     m->bytes += n * wire_;
     *moved = true;
@@ -222,9 +220,9 @@ class PlanRun {
   Status Receive(Link* link, int index, bool* moved) {
     const PlannedStep& planned = plan_.steps[index];
     Message& m = progress_[index];
-    if (!m.opened()) {
-      RJ_TRY(OpenIt(link, planned, &m, moved));
-      if (!m.opened()) return OkStatus();
+    if (!m.head_complete()) {
+      RJ_TRY(ReceiveCheckedHead(link, planned, &m, moved));
+      if (!m.head_complete()) return OkStatus();
     }
     const bool reduces = planned.step.kind == StepKind::kRecvReduce;
     const uint64_t most = m.remote.empty() || reduces ? kSegment : kReadAtOnce;
@@ -235,7 +233,7 @@ class PlanRun {
       return ReceiveThrough(link, planned, limit, &m, moved);
     pieces_.clear();
     const Slice& dst = planned.step.dst;
-    At(dst.region).Pieces(dst.offset * width_ + m.bytes, limit, kPieces, &pieces_);
+    At(dst.region).Pieces(dst.offset * width_ + m.bytes, limit, kMaxPieces, &pieces_);
     Result<size_t> n = link->TryRead(pieces_);
     if (!n.ok()) return n.status();
     m.bytes += n.value();
@@ -243,20 +241,21 @@ class PlanRun {
     return OkStatus();
   }
 
-  // Receives and checks the header, and the list of pieces if the payload goes by CMA.
-  Status OpenIt(Link* link, const PlannedStep& planned, Message* m, bool* moved) {
+  // Receives and checks the header, and for a payload by CMA also the list of pieces.
+  Status ReceiveCheckedHead(Link* link, const PlannedStep& planned, Message* m,
+                            bool* moved) {
     if (m->head < sizeof(Frame)) {
-      RJ_TRY(Open(link, m, moved));
+      RJ_TRY(ReceiveHead(link, m, moved));
       if (m->head < sizeof(Frame)) return OkStatus();
       const bool can_read = link->cma() != nullptr && link->cma()->can_read();
       RJ_TRY(CheckFrame(m->frame, planned.count * wire_, can_read));
       if (IsCma(m->frame)) m->remote.resize(m->frame.attached);
     }
-    if (m->opened()) return OkStatus();
-    RJ_TRY(Open(link, m, moved));
+    if (m->head_complete()) return OkStatus();
+    RJ_TRY(ReceiveHead(link, m, moved));
     uint64_t left = m->frame.bytes;
     for (const iovec& piece : m->remote) {
-      if (!m->opened()) return OkStatus();
+      if (!m->head_complete()) return OkStatus();
       if (piece.iov_len > left) return OutOfStep(m->frame, m->frame.bytes);
       left -= piece.iov_len;
     }
@@ -267,8 +266,8 @@ class PlanRun {
     return frame.kind == static_cast<uint16_t>(FrameKind::kCma);
   }
 
-  // Reads exposed bytes of a peer: to their destination, or into Block() to reduce
-  // them. Falls back to the ring buffer if the kernel refuses to read.
+  // Reads exposed bytes of a peer to their destination, or for a reduction into
+  // ReduceBlock(). Falls back to the ring buffer if the kernel refuses to read.
   Status ReceiveByCma(Link* link, const PlannedStep& planned, uint64_t limit,
                       Message* m, bool* moved) {
     CmaEndpoint& cma = *link->cma();
@@ -277,14 +276,15 @@ class PlanRun {
     const Step& s = planned.step;
     const bool reduces = s.kind == StepKind::kRecvReduce;
     for (uint64_t left = std::min(limit, exposed.value()); left > 0;) {
-      const uint64_t n = reduces ? std::min(left, kStepBlock) : left;
+      const uint64_t n = reduces ? std::min(left, kReduceBlock) : left;
       std::vector<iovec> from;
-      PiecesOf(m->remote, m->bytes, n, kPieces, &from);
+      PiecesOf(m->remote, m->bytes, n, kMaxPieces, &from);
       pieces_.clear();
       if (reduces)
-        pieces_.push_back({Block(), n});
+        pieces_.push_back({ReduceBlock(), n});
       else
-        At(s.dst.region).Pieces(s.dst.offset * width_ + m->bytes, n, kPieces, &pieces_);
+        At(s.dst.region)
+            .Pieces(s.dst.offset * width_ + m->bytes, n, kMaxPieces, &pieces_);
       Result<uint64_t> read = cma.Read(pieces_, from);
       if (!read.ok()) return read.status();
       const uint64_t whole = read.value() - read.value() % wire_;
@@ -295,29 +295,35 @@ class PlanRun {
         return OkStatus();
       }
       cma.Acknowledge(whole);
-      if (reduces) Reduce(s, Block(), m->bytes / wire_, whole / wire_);
+      if (reduces) Reduce(s, ReduceBlock(), m->bytes / wire_, whole / wire_);
       m->bytes += whole;
       left -= whole;
     }
     return OkStatus();
   }
 
-  static std::byte* Block() {
-    alignas(64) static thread_local std::byte block[kStepBlock];
+  static std::byte* ReduceBlock() {
+    alignas(64) static thread_local std::byte block[kReduceBlock];
     return block;
   }
 
-  // Reduces or decodes received bytes straight from the memory of the transport.
+  // Reduces or decodes received bytes in the memory of the transport, without a copy.
   Status ReceiveThrough(Link* link, const PlannedStep& planned, uint64_t limit,
                         Message* m, bool* moved) {
     Result<std::span<const std::byte>> peeked = link->Peek(limit, wire_);
     if (!peeked.ok()) return peeked.status();
     const uint64_t n = peeked.value().size() / wire_;
     if (n == 0) return OkStatus();
+    const std::byte* from = peeked.value().data();
+    const Slice& dst = planned.step.dst;
+    const uint64_t offset = (dst.offset + m->bytes / wire_) * width_;
     if (planned.step.kind == StepKind::kRecvReduce)
-      Reduce(planned.step, peeked.value().data(), m->bytes / wire_, n);
+      Reduce(planned.step, from, m->bytes / wire_, n);
     else
-      Decoded(planned.step, peeked.value().data(), m->bytes / wire_, n);
+      At(dst.region).ForPieces(offset, n * width_, [&](Span out) {
+        Decode(out.data, from, out.bytes / width_, a_);
+        from += out.bytes / width_ * wire_;
+      });
     link->Consume(n * wire_);
     m->bytes += n * wire_;
     *moved = true;
@@ -326,56 +332,46 @@ class PlanRun {
 
   // Reduces `n` received elements in the wire dtype into dst, from element `done` on.
   void Reduce(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
-    uint64_t to = (s.dst.offset + done) * width_, own = (s.src.offset + done) * width_;
-    for (uint64_t left = n * width_; left > 0;) {
-      const Span out = At(s.dst.region).At(to, left);
-      const Span mine = At(s.src.region).At(own, out.bytes);
-      Combine(out.data, mine.data, from, mine.bytes / width_, a_, s.first, s.last);
-      from += mine.bytes / width_ * wire_;
-      to += mine.bytes;
-      own += mine.bytes;
-      left -= mine.bytes;
-    }
+    ForPairs(s, done, n, [&](std::byte* out, Span own) {
+      Combine(out, own.data, from, own.bytes / width_, a_, s.first, s.last);
+      from += own.bytes / width_ * wire_;
+    });
   }
 
-  void Decoded(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
-    uint64_t to = (s.dst.offset + done) * width_;
-    for (uint64_t left = n * width_; left > 0;) {
-      const Span out = At(s.dst.region).At(to, left);
-      Decode(out.data, from, out.bytes / width_, a_);
-      from += out.bytes / width_ * wire_;
-      to += out.bytes;
-      left -= out.bytes;
-    }
+  // Calls visit(out, own) for contiguous pieces of the step's dst and src, from element
+  // `done` to element `done` + `n`.
+  template <typename Visit>
+  void ForPairs(const Step& s, uint64_t done, uint64_t n, Visit visit) const {
+    uint64_t from = (s.src.offset + done) * width_;
+    const uint64_t to = (s.dst.offset + done) * width_;
+    At(s.dst.region).ForPieces(to, n * width_, [&](Span out) {
+      At(s.src.region).ForPieces(from, out.bytes, [&](Span own) {
+        visit(out.data, own);
+        out.data += own.bytes;
+      });
+      from += out.bytes;
+    });
   }
 
-  Status Copies(bool* moved, bool* left) {
+  void RunCopies(bool* moved, bool* left) {
     for (int index : plan_.copies) {
       const PlannedStep& planned = plan_.steps[index];
       Message& m = progress_[index];
       const uint64_t done = m.bytes / wire_, n = Allowed(planned) - done;
       if (n > 0) {
         const Step& s = planned.step;
-        uint64_t to = (s.dst.offset + done) * width_;
-        uint64_t from = (s.src.offset + done) * width_;
-        for (uint64_t rest = n * width_; rest > 0;) {
-          const Span out = At(s.dst.region).At(to, rest);
-          const Span own = At(s.src.region).At(from, out.bytes);
-          if (own.bytes >= kPastCaches && own.data != out.data &&
-              IsPlain(a_, s.first) && !(s.last && a_.scales_last()))
-            CopyNonTemporal(out.data, own.data, own.bytes);
+        ForPairs(s, done, n, [&](std::byte* out, Span own) {
+          if (own.bytes >= kPastCaches && own.data != out && IsPlain(a_, s.first) &&
+              !(s.last && a_.scales_last()))
+            CopyNonTemporal(out, own.data, own.bytes);
           else
-            CopyScaled(out.data, own.data, own.bytes / width_, a_, s.first, s.last);
-          to += own.bytes;
-          from += own.bytes;
-          rest -= own.bytes;
-        }
+            CopyScaled(out, own.data, own.bytes / width_, a_, s.first, s.last);
+        });
         m.bytes += n * wire_;
         *moved = true;
       }
       if (!Finished(index)) *left = true;
     }
-    return OkStatus();
   }
 
   Status CheckFrame(const Frame& got, uint64_t bytes, bool can_read) const {
@@ -396,7 +392,7 @@ class PlanRun {
                       std::to_string(bytes) + " bytes)");
   }
 
-  static Status Named(int peer, Status status) {
+  static Status WithPeer(int peer, Status status) {
     if (status.ok()) return status;
     return Status(status.code(), status.message(), peer);
   }
@@ -405,24 +401,24 @@ class PlanRun {
     std::vector<Waiter::Interest> all;
     for (int peer : plan_.peers) {
       const bool reads = next_receive_[peer] < plan_.receives[peer].size() &&
-                         Clear(plan_.receives[peer][next_receive_[peer]]);
+                         WaitsForLink(plan_.receives[peer][next_receive_[peer]]);
       const bool writes = (next_send_[peer] < plan_.sends[peer].size() &&
-                           Clear(plan_.sends[peer][next_send_[peer]])) ||
+                           WaitsForLink(plan_.sends[peer][next_send_[peer]])) ||
                           !flushed_[peer];
       if (reads || writes) all.push_back({endpoints_.links[peer].get(), reads, writes});
     }
     return all;
   }
 
-  // Whether only the link, and no earlier step, keeps this step from moving.
-  bool Clear(int index) const {
+  // Returns whether the step waits only for its link, and for no earlier step.
+  bool WaitsForLink(int index) const {
     const PlannedStep& planned = plan_.steps[index];
     const bool receives = planned.step.kind != StepKind::kSend;
-    if (receives && !progress_[index].opened()) return true;
+    if (receives && !progress_[index].head_complete()) return true;
     return Allowed(planned) > Done(index);
   }
 
-  std::vector<int> Waited() const {
+  std::vector<int> LatePeers() const {
     std::vector<int> waited;
     for (const Waiter::Interest& i : Interests())
       for (int peer : plan_.peers)
@@ -437,12 +433,12 @@ class PlanRun {
   const Endpoints& endpoints_;
   Waiter* waiter_;
   const uint64_t width_, wire_;
-  // False also for a rank that only sends and has a core of its own: this rank copies
-  // into the ring buffer while the peer copies out of it, and the two copies take 0.6
-  // to 0.9 of the time of a single copy by the peer.
+  // False also for a rank that only sends and has a core of its own. Such a rank copies
+  // into the ring buffer while the peer copies out of it, and these two concurrent
+  // copies take 0.6 to 0.9 of the time of a single copy by the peer.
   const bool uses_cma_;
   std::vector<Message> progress_;
-  std::vector<size_t> next_send_, next_receive_;  // next messages by peer
+  std::vector<size_t> next_send_, next_receive_;  // heads of the queues of each peer
   std::vector<bool> flushed_;                     // whether each peer's link is flushed
   std::vector<iovec> pieces_;
 };
@@ -451,7 +447,7 @@ class PlanRun {
 
 Status Execute(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
                const Frame& frame, const Endpoints& endpoints, Waiter* waiter) {
-  return PlanRun(plan, buffers, arithmetic, frame, endpoints, waiter).Loop();
+  return PlanRun(plan, buffers, arithmetic, frame, endpoints, waiter).Run();
 }
 
 }  // namespace ringjax

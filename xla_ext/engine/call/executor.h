@@ -24,24 +24,26 @@ struct Endpoints {
   std::vector<std::unique_ptr<Link>> links;  // link to each rank; null for this rank
   std::unique_ptr<SharedSegment> segment;    // null if the communicator has none
   int rank = 0;
-  double timeout = 0;  // seconds without any progress; 0 means to wait forever
-  double look = 1;     // seconds without progress until on_stall is called
-  // Called after each wait once nothing has moved for `look` seconds, with the seconds
-  // without progress and the peers that the call waits for. `*end` is true on entry
-  // after `timeout`. The call ends on an error, or if `*end` is true on return.
+  double timeout = 0;      // seconds without progress until a call fails; 0 means never
+  double stall_after = 1;  // seconds without progress until on_stall is called
+  // Called after each wait once nothing has moved for `stall_after` seconds. Receives
+  // the seconds without progress and the peers that the call waits for. `*end` is true
+  // on entry if `timeout` has passed. The call ends if the function fails, or if it
+  // returns with `*end` true.
   std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
 };
 
 inline constexpr char kNotMoved[] = "has not moved any data";
 
-// Calls on_stall if there was no progress for long. To be called after each wait. If
-// the call must end (see on_stall), fails with kDeadlineExceeded, `what` and the first
-// of `peers()`, the ranks that the call waits for.
+// Calls on_stall if there has been no progress for `endpoints.stall_after` seconds.
+// Must be called after each wait. `peers()` returns the ranks that the call waits for.
+// If the call must end (see on_stall), fails with kDeadlineExceeded, the text `what`
+// and the first of these ranks.
 template <typename Peers>
 Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peers,
                   const char* what) {
   const double idle = waiter.IdleSeconds();
-  if (idle < endpoints.look) return OkStatus();
+  if (idle < endpoints.stall_after) return OkStatus();
   const std::vector<int> waited = peers();
   bool end = endpoints.timeout > 0 && idle > endpoints.timeout;
   if (endpoints.on_stall) RJ_TRY(endpoints.on_stall(idle, waited, &end));
@@ -50,9 +52,9 @@ Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peer
   return OkStatus();
 }
 
-// Waits until the counter of a peer in the shared segment has reached `value`.
-// kUnavailable if the counter is below `least` or above `most`, which is impossible.
-// `what` completes the error about a peer that is late: "rank 2 has not ...".
+// Waits until the counter of a peer in the shared segment has reached `value`. Fails
+// with kUnavailable if the counter is below `least` or above `most`, which means that
+// the segment is damaged. `what` completes the error about a late peer: "has not ...".
 inline Status AwaitCounter(SharedSegment::Counter counter, int peer, uint64_t value,
                            uint64_t least, uint64_t most, const Endpoints& endpoints,
                            Waiter* waiter, const char* what) {
@@ -75,9 +77,10 @@ struct Buffers {
   Spans scratch;
 };
 
-// Runs all steps of a plan. Errors: kUnavailable with the rank of the peer,
-// kDeadlineExceeded with the first peer that the call waited for, kCancelled, kInternal
-// if a peer sends another message than the plan expects.
+// Runs all steps of a plan. Fails with kUnavailable and the rank of a lost peer, with
+// kDeadlineExceeded and the first peer that the call waited for, with kCancelled after
+// an interrupt, or with kInternal if a peer sends a message that the plan does not
+// expect.
 Status Execute(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
                const Frame& frame, const Endpoints& endpoints, Waiter* waiter);
 

@@ -1,5 +1,6 @@
 // A frame: the 64 bytes in front of each message on a link. Both ends derive the next
-// message from their schedules; the frame proves that they expect the same one.
+// message from their schedules, and the frame lets the receiver check that the sender
+// means the message that the receiver expects.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct Frame {
   uint32_t epoch = 0;
   uint32_t communicator = 0;
   uint32_t lane = 0;
-  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: Request no.
+  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: request number
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   uint64_t bytes = 0;  // bytes of the payload
@@ -27,7 +28,7 @@ struct Frame {
   // list of these pieces follows the frame in place of the payload.
   uint64_t attached = 0;
 
-  // Whether both frames belong to the same call of the same communicator. Ignores kind,
+  // Returns whether both frames belong to one call of one communicator. Ignores kind,
   // agreed, step, fingerprint, bytes and attached.
   bool SameStream(const Frame& o) const {
     return magic == o.magic && job == o.job && epoch == o.epoch &&

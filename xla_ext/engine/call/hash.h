@@ -1,4 +1,4 @@
-// A fast hash of words, numbers and texts. Ranks of the same byte order compute the
+// A fast hash of words, numbers and texts. Ranks with the same byte order compute the
 // same value. The hash does not resist constructed collisions.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace ringjax {
 
-// Folds 128-bit products, the idea of wyhash (Wang Yi, 2019): one multiplication for
-// each word, because the calls of a training step may have thousands of words.
+// Folds 128-bit products, as wyhash does (Wang Yi, 2019). One word takes only one
+// multiplication, because the calls of a training step may have thousands of words.
 class Hash {
  public:
   void Add(uint64_t word) {

@@ -15,8 +15,9 @@ uint64_t Sum(std::span<const uint64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
 }
 
-// The table in front of the bytes of an alltoall: whether the bytes are in the slot,
-// then how many the rank sends to each rank, then how many it expects of each rank.
+// The table in front of the bytes of an alltoall. Its words are: whether the bytes are
+// in the slot, the bytes that the rank sends to each rank, and the bytes that it
+// expects from each rank.
 class Table {
  public:
   static uint64_t Bytes(size_t size) { return (1 + 2 * size) * sizeof(uint64_t); }
@@ -25,7 +26,8 @@ class Table {
     std::memcpy(words_.data(), at, Bytes(size));
   }
 
-  // Makes the table of this rank again: a peer could have changed the one in the slot.
+  // Makes the table of this rank anew, because a faulty peer may have changed the table
+  // in the slot.
   Table(const Problem& problem, uint64_t room) : words_(1 + problem.counts.size()) {
     const size_t size = problem.counts.size() / 2;
     words_[0] = Sum(std::span(problem.counts).first(size)) <= room;
@@ -40,14 +42,15 @@ class Table {
   std::vector<uint64_t> words_;
 };
 
-std::byte* Text(const Endpoints& endpoints, uint64_t turn, size_t rank) {
+std::byte* SlotData(const Endpoints& endpoints, uint64_t turn, size_t rank) {
   return endpoints.segment->InlineSlot(turn, static_cast<int>(rank)) +
          SharedSegment::kHeaderBytes;
 }
 
-// The bytes that each rank contributes. Not for an alltoall, whose sizes differ between
-// ranks.
-std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t size) {
+// Returns how many bytes each rank contributes. Not for an alltoall, whose sizes differ
+// between ranks.
+std::vector<uint64_t> ContributedBytes(const Problem& problem, const Arithmetic& a,
+                                       size_t size) {
   if (problem.op == Collective::kAllgather) return problem.counts;
   if (problem.op != Collective::kBroadcast)
     return std::vector(size, Sum(problem.counts) * Width(a.wire));
@@ -59,47 +62,44 @@ std::vector<uint64_t> Given(const Problem& problem, const Arithmetic& a, size_t 
 // Writes `in` in the element type of the wire.
 void Write(std::byte* to, const Spans& in, const Arithmetic& a,
            AdaptiveCopier* copier) {
-  for (uint64_t at = 0; at < in.bytes();) {
-    const Span from = in.At(at, in.bytes() - at);
+  in.ForPieces(0, in.bytes(), [&](Span from) {
     const uint64_t n = from.bytes / Width(a.dtype);
     if (IsPlain(a, true))
       copier->Copy(to, from.data, from.bytes);
     else
       Encode(to, from.data, n, a, true);
     to += n * Width(a.wire);
-    at += from.bytes;
-  }
+  });
 }
 
-// Reduces the values of all ranks from byte `offset` on into `out`.
-void AddUp(const Values& values, uint64_t offset, const Arithmetic& a,
-           const Spans& out) {
+// Reduces the values of all ranks into `out`, beginning at byte `offset` of each value.
+void ReduceValues(const Values& values, uint64_t offset, const Arithmetic& a,
+                  const Spans& out) {
   const size_t last = values.size() - 1;
-  for (uint64_t at = 0; at < out.bytes();) {
-    const Span to = out.At(at, out.bytes() - at);
+  out.ForPieces(0, out.bytes(), [&](Span to) {
     const uint64_t n = to.bytes / Width(a.dtype);
     Decode(to.data, values[0].data() + offset, n, a);
     for (size_t r = 1; r <= last; ++r)
       Combine(to.data, to.data, values[r].data() + offset, n, a, false, r == last);
     offset += n * Width(a.wire);
-    at += to.bytes;
-  }
+  });
 }
 
 // Copies the values of all ranks to `out`, in rank order.
 void Gather(const Values& values, const Spans& out) {
-  uint64_t place = 0;
-  for (const auto& given : values)
-    for (size_t done = 0; done < given.size();) {
-      const Span to = out.At(place, given.size() - done);
-      CopyBytes(to.data, given.data() + done, to.bytes);
-      done += to.bytes;
-      place += to.bytes;
-    }
+  uint64_t offset = 0;
+  for (std::span<const std::byte> value : values) {
+    const std::byte* from = value.data();
+    out.ForPieces(offset, value.size(), [&](Span to) {
+      CopyBytes(to.data, from, to.bytes);
+      from += to.bytes;
+    });
+    offset += value.size();
+  }
 }
 
-// Whether every rank expects as many bytes as every other rank sends to it.
-bool Agree(const std::vector<Table>& tables) {
+// Returns whether every rank expects as many bytes as every other rank sends to it.
+bool TablesFit(const std::vector<Table>& tables) {
   for (size_t from = 0; from < tables.size(); ++from)
     for (size_t to = 0; to < tables.size(); ++to)
       if (tables[from].sent(to) != tables[to].expected(from)) return false;
@@ -117,8 +117,8 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
     if (r == rank)
       tables.emplace_back(problem, room);
     else
-      tables.emplace_back(Text(endpoints, turn, r), size);
-  if (!Agree(tables))
+      tables.emplace_back(SlotData(endpoints, turn, r), size);
+  if (!TablesFit(tables))
     return Status(Code::kMismatch,
                   "splits and received_splits of the ranks do not fit together. "
                   "Nothing was exchanged.");
@@ -126,7 +126,7 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
                        [](const Table& t) { return t.whole(); });
   if (!*whole) return OkStatus();
   for (size_t r = 0; r < size; ++r) {
-    // A table from a peer may hold any numbers; the limit keeps the sum from overflow.
+    // A table from a peer may hold any numbers, so each is limited: no sum overflows.
     uint64_t before = 0;
     for (size_t to = 0; to < rank; ++to)
       before += std::min(tables[r].sent(to), room + 1);
@@ -134,7 +134,8 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
     if (before > room || bytes > room - before)
       return Status(Code::kUnavailable, "shared memory is damaged: impossible splits",
                     static_cast<int>(r));
-    values->emplace_back(Text(endpoints, turn, r) + Table::Bytes(size) + before, bytes);
+    values->emplace_back(SlotData(endpoints, turn, r) + Table::Bytes(size) + before,
+                         bytes);
   }
   return OkStatus();
 }
@@ -144,7 +145,7 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size) {
   const auto ranks = static_cast<size_t>(size);
   if (problem.op == Collective::kAlltoall) return Table::Bytes(ranks);
-  const std::vector<uint64_t> given = Given(problem, a, ranks);
+  const std::vector<uint64_t> given = ContributedBytes(problem, a, ranks);
   return *std::max_element(given.begin(), given.end());
 }
 
@@ -152,8 +153,8 @@ void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
                const Endpoints& endpoints) {
   SharedSegment& segment = *endpoints.segment;
   const auto size = static_cast<size_t>(segment.size());
-  std::byte* to = Text(endpoints, segment.own(SharedSegment::kAgreed) + 1,
-                       static_cast<size_t>(segment.rank()));
+  std::byte* to = SlotData(endpoints, segment.own(SharedSegment::kAgreed) + 1,
+                           static_cast<size_t>(segment.rank()));
   if (problem.op == Collective::kBroadcast && segment.rank() != problem.root) return;
   if (problem.op == Collective::kAlltoall) {
     const uint64_t whole = in.bytes() <= segment.inline_bytes() - Table::Bytes(size);
@@ -173,18 +174,18 @@ Status ReadInline(const Problem& problem, const Arithmetic& a,
     return ReadTables(problem, endpoints, values, whole);
   const uint64_t turn = endpoints.segment->own(SharedSegment::kAgreed);
   const auto size = static_cast<size_t>(endpoints.segment->size());
-  const std::vector<uint64_t> given = Given(problem, a, size);
+  const std::vector<uint64_t> given = ContributedBytes(problem, a, size);
   for (size_t r = 0; r < size; ++r)
-    values->emplace_back(Text(endpoints, turn, r), given[r]);
+    values->emplace_back(SlotData(endpoints, turn, r), given[r]);
   return OkStatus();
 }
 
-int SortOut(const Problem& problem, const Arithmetic& a, int rank,
-            std::span<const std::span<const std::byte>> given, Values* values) {
+int ReadPiggybacked(const Problem& problem, const Arithmetic& a, int rank,
+                    std::span<const std::span<const std::byte>> given, Values* values) {
   const size_t size = given.size();
   const bool parts = problem.op == Collective::kAlltoall;
   std::vector<uint64_t> whole;
-  if (!parts) whole = Given(problem, a, size);
+  if (!parts) whole = ContributedBytes(problem, a, size);
   values->clear();
   for (size_t r = 0; r < size; ++r) {
     const uint64_t part = parts ? problem.counts[size + r] : whole[r];
@@ -195,21 +196,18 @@ int SortOut(const Problem& problem, const Arithmetic& a, int rank,
   return -1;
 }
 
-void Finish(const Problem& problem, const Arithmetic& a, const Values& values, int rank,
-            const Spans& out) {
+void FinishInline(const Problem& problem, const Arithmetic& a, const Values& values,
+                  int rank, const Spans& out) {
   const auto before = static_cast<size_t>(rank);
   switch (problem.op) {
     case Collective::kAllreduce:
-      AddUp(values, 0, a, out);
-      for (uint64_t at = 0; at < out.bytes();) {
-        const Span sums = out.At(at, out.bytes() - at);
+      ReduceValues(values, 0, a, out);
+      return out.ForPieces(0, out.bytes(), [&](Span sums) {
         UnifyNans(sums.data, sums.bytes / Width(a.dtype), a.dtype);
-        at += sums.bytes;
-      }
-      return;
+      });
     case Collective::kReducescatter:
-      return AddUp(values, Sum(std::span(problem.counts).first(before)) * Width(a.wire),
-                   a, out);
+      return ReduceValues(
+          values, Sum(std::span(problem.counts).first(before)) * Width(a.wire), a, out);
     default:
       return Gather(values, out);
   }

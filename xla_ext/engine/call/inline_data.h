@@ -1,9 +1,10 @@
 // Inline data: the data of short calls, which travel with the agreement.
 //
 // All ranks must map one SharedSegment. Before the ranks agree, each rank writes its
-// data behind the frame of its agreement, into its inline slot. After the agreement all
-// data are there, and each rank finishes the call alone: one exchange instead of two.
-// Verbs and UCX call data that travel with their descriptor inline, too.
+// data into its inline slot, behind the frame of its agreement. After the agreement
+// each rank has the data of all ranks and finishes the call alone, so the call takes
+// one exchange instead of two. Verbs and UCX call data that travel with their
+// descriptor inline, too.
 //
 //   allreduce, reducescatter   the values of the rank, in the element type of the wire;
 //                              each rank reduces the elements that it needs
@@ -13,7 +14,7 @@
 //                              and expects of each rank, then its bytes
 //
 // Without a shared segment, an alltoall begins with an exchange of splits. The table
-// replaces that exchange, even if the bytes of some rank do not fit.
+// replaces that exchange, even if the bytes of some rank do not fit into its slot.
 #pragma once
 
 #include <span>
@@ -24,13 +25,14 @@
 
 namespace ringjax {
 
-// The data that each rank has for this rank, by rank. In a reduction these are whole
-// vectors; in a broadcast all but the root's are empty; in an alltoall they are parts
-// of the data.
+// The data that each rank has for this rank, in rank order. In a reduction, each entry
+// is a whole vector. In a broadcast, only the entry of the root has bytes. In an
+// alltoall, each entry is the part that is meant for this rank.
 using Values = std::vector<std::span<const std::byte>>;
 
-// Bytes of the longest inline data of any of `size` ranks. For an alltoall, whose sizes
-// differ between ranks, the bytes of the table. The result is equal on all ranks.
+// Returns the bytes of the longest inline data of any of `size` ranks. For an alltoall,
+// whose sizes differ between ranks, returns the bytes of the table. The result is equal
+// on all ranks.
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 
 // Writes the data of this rank into its slot for the next agreement. Must be called
@@ -38,23 +40,23 @@ uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
                const Endpoints& endpoints);
 
-// Finds the data of all ranks after the agreement. `*values` refers to the slots, and
-// is valid until this rank begins its next call. `*whole`: whether the data of every
-// rank were in its slot, the same on all ranks; if not, `*values` is empty. Only an
-// alltoall fails: kMismatch if a rank sends another size than its peer expects (the
-// error names no rank), kUnavailable if a table is damaged.
+// Finds the data of all ranks after the agreement. `*values` refers to the slots and is
+// valid until this rank begins its next call. `*whole` says, equally on all ranks,
+// whether the data of every rank fitted into its slot; if not, `*values` is empty. Only
+// an alltoall can fail: with kMismatch if a rank sends another size than its peer
+// expects (the error names no rank), or with kUnavailable if a table is damaged.
 Status ReadInline(const Problem& problem, const Arithmetic& a,
                   const Endpoints& endpoints, Values* values, bool* whole);
 
 // Finds the values of a call in `given`, the piggybacked data of all ranks (Piggyback,
 // in agreement.h). All parts of a piggybacked alltoall have equal length. Returns -1,
-// or the first rank that gave another number of bytes than the call has.
-int SortOut(const Problem& problem, const Arithmetic& a, int rank,
-            std::span<const std::span<const std::byte>> given, Values* values);
+// or the first rank whose data have another size than the call requires.
+int ReadPiggybacked(const Problem& problem, const Arithmetic& a, int rank,
+                    std::span<const std::span<const std::byte>> given, Values* values);
 
-// Writes the result of this rank. All ranks reduce the same numbers in the same order,
-// so they end with the same bits.
-void Finish(const Problem& problem, const Arithmetic& a, const Values& values, int rank,
-            const Spans& out);
+// Computes the result of this rank from `values`. All ranks reduce the same numbers in
+// the same order, so they end with the same bits.
+void FinishInline(const Problem& problem, const Arithmetic& a, const Values& values,
+                  int rank, const Spans& out);
 
 }  // namespace ringjax

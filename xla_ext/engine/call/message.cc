@@ -6,8 +6,9 @@
 namespace ringjax {
 namespace {
 
-// Appends the part of the `bytes` bytes at `from` that has not moved. `before` bytes of
-// the stream precede them, and `done` bytes of the stream have moved.
+// Appends the part of the memory [from, from + bytes) that has not moved. In the
+// stream, `before` bytes precede this memory, and the first `done` bytes of the stream
+// have moved.
 void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
           std::vector<iovec>* out) {
   const uint64_t skip = std::clamp(done, before, before + bytes) - before;
@@ -17,10 +18,10 @@ void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
 
 }  // namespace
 
-Status Announce(Link* link, Frame header, Message* message, bool* moved) {
+Status SendHead(Link* link, Frame header, Message* message, bool* moved) {
   std::vector<iovec> pieces;
   Rest(&header, sizeof header, 0, message->head, &pieces);
-  Rest(message->remote.data(), message->heads() - sizeof header, sizeof header,
+  Rest(message->remote.data(), message->head_size() - sizeof header, sizeof header,
        message->head, &pieces);
   Result<size_t> n = link->TryWrite(pieces);
   if (!n.ok()) return n.status();
@@ -29,10 +30,10 @@ Status Announce(Link* link, Frame header, Message* message, bool* moved) {
   return OkStatus();
 }
 
-Status Open(Link* link, Message* message, bool* moved) {
+Status ReceiveHead(Link* link, Message* message, bool* moved) {
   std::vector<iovec> pieces;
   Rest(&message->frame, sizeof(Frame), 0, message->head, &pieces);
-  Rest(message->remote.data(), message->heads() - sizeof(Frame), sizeof(Frame),
+  Rest(message->remote.data(), message->head_size() - sizeof(Frame), sizeof(Frame),
        message->head, &pieces);
   Result<size_t> n = link->TryRead(pieces);
   if (!n.ok()) return n.status();

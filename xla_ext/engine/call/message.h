@@ -1,6 +1,6 @@
 // A message on its way over a link: a header, then the payload. If the receiver reads
-// the payload by CMA (transport/cma.h), the header is followed by a list instead: the
-// pieces of the sender's memory that hold the payload.
+// the payload by CMA (transport/cma.h), a list of the pieces of the sender's memory
+// that hold the payload follows the header instead.
 #pragma once
 
 #include <sys/uio.h>
@@ -17,7 +17,6 @@ namespace ringjax {
 constexpr size_t kMaxCmaPieces = 256;  // pieces of a message that is read by CMA
 
 // One message as its sender or its receiver sees it, and how much of it has moved.
-
 struct Message {
   uint64_t head = 0;            // bytes of the header, and of the list, that have moved
   uint64_t bytes = 0;           // bytes of the payload that have moved
@@ -25,10 +24,10 @@ struct Message {
   std::vector<iovec> remote;    // pieces of the sender's memory; empty without CMA
   uint64_t exposed_before = 0;  // bytes that the sender had exposed before this message
 
-  uint64_t heads() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }
-  bool opened() const { return head == heads(); }
+  uint64_t head_size() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }
+  bool head_complete() const { return head == head_size(); }
 
-  // Lets the rest of the payload go through the ring buffer. Called on both sides.
+  // Makes the rest of the payload travel through the ring buffer. Called on both sides.
   void FallBack() {
     remote.clear();
     head = sizeof(Frame);
@@ -37,15 +36,16 @@ struct Message {
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t),
               "a list is what both sides expect");
 
-// Sends what the link takes of the header and the list. Sets `*moved` if bytes moved.
-Status Announce(Link* link, Frame header, Message* message, bool* moved);
+// Sends as much of the header and the list as the link accepts. Sets `*moved` if bytes
+// moved.
+Status SendHead(Link* link, Frame header, Message* message, bool* moved);
 
-// Receives what has arrived of the header, and of the list once `remote` has the length
-// of the list. Sets `*moved` if bytes moved.
-Status Open(Link* link, Message* message, bool* moved);
+// Receives the bytes of the header and the list that have arrived. The caller first
+// sets the length of `remote` to that of the list. Sets `*moved` if bytes moved.
+Status ReceiveHead(Link* link, Message* message, bool* moved);
 
-// Appends to `out` the parts of `pieces` that hold the `bytes` bytes from byte `begin`
-// on, until `out` has `most` entries.
+// Appends to `out` the parts of `pieces` that hold `bytes` bytes, beginning at byte
+// `begin`. Stops when `out` has `most` entries.
 void PiecesOf(const std::vector<iovec>& pieces, uint64_t begin, uint64_t bytes,
               size_t most, std::vector<iovec>* out);
 

@@ -15,9 +15,10 @@ class Owner {
   bool IsHere() const { return forks_ == Forks(); }
 
  private:
-  // The number of forks between this process and its ancestor that called the function
-  // first. getpid would be a system call, a twentieth of the time of a short operation.
-  // Relaxed is enough: the only store is in a new child, which has one thread then.
+  // Returns the number of forks since the first call of this function, which may have
+  // been in an ancestor. getpid would be a system call, a twentieth of the time of a
+  // short operation. Relaxed is enough, because only a new child writes the counter,
+  // while it has one thread.
   static int Forks() {
     static std::atomic<int> forks{0};
     [[maybe_unused]] static const int watched =

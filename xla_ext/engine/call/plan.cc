@@ -12,8 +12,8 @@ bool SameMemory(Region a, Region b, bool in_place) {
   return in_place && a != Region::kScratch && b != Region::kScratch;
 }
 
-// Appends a dependency on `step` if `earlier`, a slice of that step, overlaps `later`,
-// a slice of the dependent step.
+// Appends a dependency on the earlier step with index `step` if its slice `earlier`
+// overlaps `later`, a slice of the dependent step.
 void Conflict(const Slice& earlier, int step, const Slice& later, bool in_place,
               std::vector<Dependency>* after) {
   if (!SameMemory(earlier.region, later.region, in_place)) return;

@@ -15,13 +15,13 @@
 
 namespace ringjax {
 
-// The limit that an earlier step sets to a dependent one until the earlier step is
-// complete: the dependent step may move as many elements as the earlier step has moved,
-// minus `shift`, if `contained`, and no element otherwise.
+// A dependency of one step on an earlier step. While the earlier step is incomplete,
+// the dependent step may move as many elements as the earlier step has moved, minus
+// `shift`. If not `contained`, the dependent step may not move any element.
 struct Dependency {
   int step;        // index of the earlier step
   bool contained;  // the memory of the dependent step lies inside that of `step`
-  uint64_t shift;  // offset of the former memory in the latter, in elements
+  uint64_t shift;  // offset, in elements, at which it begins there
 };
 
 struct PlannedStep {
@@ -39,8 +39,8 @@ struct Plan {
   uint64_t scratch = 0;    // size of the scratch memory, in elements
   uint64_t sent = 0;       // elements that this rank sends
   // Whether messages may be read by CMA. A send by CMA ends only when the peer has read
-  // the message. The verifier proves that the schedules of the table do not deadlock
-  // even then, because the links of its model have no buffers.
+  // the message. Even so the schedules of the table cannot deadlock: the verifier
+  // proves it for links without buffers.
   bool uses_cma = true;
 
   // Whether this rank sends to one peer only and receives nothing.

@@ -30,7 +30,7 @@ bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
   // ranks were in the slots, so no rank could complete the call from the slots.
   if (problem.op == Collective::kAlltoall && inputs.repairs) return false;
   const uint64_t most = problem.op == Collective::kAllreduce
-                            ? std::min(kMostInlineAllreduce, inputs.inline_bytes)
+                            ? std::min(kMaxInlineAllreduce, inputs.inline_bytes)
                             : inputs.inline_bytes;
   return InlineBytes(problem, arithmetic, inputs.topology.size) <= most;
 }

@@ -9,9 +9,10 @@
 //              message goes through the ring buffer of the link. A message to another
 //              host goes through TCP.
 //
-// xla_ext/README.md has the table of sizes. All ranks must decide the same, so the
-// decision depends only on values that are equal on all ranks. An alltoall has none but
-// the number of ranks: no rank knows how many bytes the other ranks send.
+// xla_ext/README.md has the table of sizes. All ranks must choose the same route, so
+// the decision depends only on values that are equal on all ranks. For an alltoall,
+// only the number of ranks is such a value, because no rank knows how many bytes the
+// others send.
 #pragma once
 
 #include <atomic>
@@ -25,10 +26,10 @@
 
 namespace ringjax {
 
-// Bytes of the longest inline allreduce. Each rank reduces all its elements, which up
-// to this length costs less than a second exchange. For the other collectives the size
-// of an inline slot is the limit, at most 65 KiB (transport/shared_segment.cc).
-inline constexpr uint64_t kMostInlineAllreduce = 16 << 10;
+// Bytes of the longest inline allreduce. Each rank reduces all elements, which up to
+// this length takes less time than a second exchange. For the other collectives the
+// size of an inline slot is the limit, at most 65 KiB (transport/shared_segment.cc).
+inline constexpr uint64_t kMaxInlineAllreduce = 16 << 10;
 
 // Bytes of the shortest message that is read by CMA. A system call costs more than two
 // copies of a shorter message. Only tests change the number.
@@ -39,11 +40,11 @@ struct Route {
   Kind kind = Kind::kSchedule;
   const Algorithm* algorithm = nullptr;  // kTiles and kSchedule
 
-  // "inline", "tiles", "adasum" or the name of the algorithm.
+  // Returns "inline", "tiles", "adasum" or the name of the algorithm.
   std::string_view name() const;
 };
 
-// The inputs of the decision that are the same for all requests of one collective.
+// The inputs of the decision that are equal for all requests of one collective.
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
@@ -52,7 +53,8 @@ struct RouteInputs {
   bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
 };
 
-// Whether the route is kInline. Cheap, because it computes no costs of algorithms.
+// Returns whether the route is kInline. Faster than RouteOf, because the cost model is
+// not evaluated.
 bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
               const RouteInputs& inputs);
 

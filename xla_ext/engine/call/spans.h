@@ -1,8 +1,8 @@
 // Spans: the memory of a request as a list of pieces, addressed as if the pieces were
 // one contiguous vector.
 //
-// Fusion therefore costs no copy on the CPU: many gradients are one long vector for a
-// schedule and need not be packed.
+// Therefore fusion needs no copy on the CPU: a schedule treats many gradients as one
+// long vector, and the gradients need not be packed.
 #pragma once
 
 #include <sys/uio.h>
@@ -24,12 +24,12 @@ struct Span {
 // Not thread-safe, not even the const functions: they update a cached position.
 class Spans {
  public:
-  // Reserves room for `pieces` pieces. A training step may have thousands of them, and
-  // a vector that grows by doubling would touch fresh pages in every call.
+  // Reserves room for `pieces` pieces. A training step may have thousands of pieces,
+  // and a vector that grows by doubling would touch new pages in every call.
   void Reserve(size_t pieces) { pieces_.reserve(pieces); }
 
-  // Appends a piece. Drops an empty piece, whose pointer may be garbage. Merges a piece
-  // with the one before if the two are adjacent in memory.
+  // Appends a piece. Drops an empty piece, whose pointer may be invalid. Merges a piece
+  // with the previous piece if the two are adjacent in memory.
   void Add(void* data, uint64_t bytes) {
     if (bytes == 0) return;
     auto* begin = static_cast<std::byte*>(data);
@@ -42,8 +42,8 @@ class Spans {
   uint64_t bytes() const { return total_; }
   bool empty() const { return total_ == 0; }
 
-  // The longest contiguous piece that begins at `offset`, at most `limit` bytes.
-  // `offset` must be less than bytes().
+  // Returns the longest contiguous piece that begins at `offset`, at most `limit`
+  // bytes. `offset` must be less than bytes().
   Span At(uint64_t offset, uint64_t limit) const {
     RJ_CHECK(offset < total_, "memory is asked for behind the end of a tensor");
     const Piece& piece = pieces_[Find(offset)];
@@ -51,7 +51,18 @@ class Spans {
     return {piece.data + skip, std::min(limit, piece.bytes - skip)};
   }
 
-  // Appends at most `most` pieces, those of [offset, offset + bytes), to `out`.
+  // Calls visit(piece) for the contiguous pieces of [offset, offset + bytes), in order.
+  template <typename Visit>
+  void ForPieces(uint64_t offset, uint64_t bytes, Visit visit) const {
+    while (bytes > 0) {
+      const Span piece = At(offset, bytes);
+      visit(piece);
+      offset += piece.bytes;
+      bytes -= piece.bytes;
+    }
+  }
+
+  // Appends the pieces of [offset, offset + bytes) to `out`, but at most `most` pieces.
   void Pieces(uint64_t offset, uint64_t bytes, size_t most,
               std::vector<iovec>* out) const {
     for (size_t i = bytes ? Find(offset) : 0; bytes > 0 && most > 0; ++i, --most) {
@@ -71,7 +82,7 @@ class Spans {
   };
 
   // Returns the index of the piece that holds `offset`. Steps move forward through the
-  // memory, so the piece found last is tried first, and then the piece after it.
+  // memory, so the last result is tried first, and then the piece after it.
   size_t Find(uint64_t offset) const {
     size_t i = hint_;
     if (!Holds(i, offset) && !Holds(++i, offset)) {

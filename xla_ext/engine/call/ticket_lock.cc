@@ -11,14 +11,14 @@ uint64_t TicketLock::Take() {
 Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
   std::unique_lock lock(mutex_);
   while (serving_ != ticket) {
-    // Call `stop` before each sleep: an earlier ticket may never be used, and then no
-    // Leave will ever serve this ticket.
+    // `stop` is called before each sleep, because an earlier ticket may never be used,
+    // and then no Leave ever serves this ticket.
     const uint64_t woken = woken_;
     lock.unlock();
     RJ_TRY(stop());
     lock.lock();
-    // A WakeAll while the mutex was released did not wake this thread, and `stop` may
-    // return something else now: so `stop` is called again before the sleep.
+    // A WakeAll while the mutex was released did not wake this thread, but `stop` may
+    // return an error now. So `stop` is called again before the sleep.
     if (serving_ == ticket || woken_ != woken) continue;
     served_.wait_for(lock, slice_);
   }

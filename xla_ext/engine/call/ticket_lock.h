@@ -1,9 +1,9 @@
 // A ticket lock: callers are served in the order in which they took tickets.
 //
 // Mellor-Crummey and Scott, "Algorithms for scalable synchronization on shared-memory
-// multiprocessors", ACM TOCS 9(1), 1991. A caller that waits sleeps on a condition
-// variable and does not spin, since a call may last for seconds. The fast path takes
-// one mutex.
+// multiprocessors", ACM TOCS 9(1), 1991. Unlike theirs, a waiting caller sleeps on a
+// condition variable and does not spin, because a call may last for seconds. The fast
+// path takes one mutex.
 #pragma once
 
 #include <chrono>
@@ -19,8 +19,8 @@ namespace ringjax {
 // All functions may be called by any thread.
 class TicketLock {
  public:
-  // `slice`: the longest sleep before Wait calls `stop` again. Ctrl-C needs this limit,
-  // because no thread calls WakeAll then; other reasons to stop come with a WakeAll.
+  // `slice` is the longest sleep before Wait calls `stop` again. Only Ctrl-C needs this
+  // limit, because no thread calls WakeAll for it. All other reasons to stop do.
   explicit TicketLock(std::chrono::milliseconds slice = std::chrono::milliseconds(100))
       : slice_(slice) {}
 
@@ -28,7 +28,7 @@ class TicketLock {
   // Wait and Leave.
   uint64_t Take();
   // Waits until the ticket is served. Calls `stop` before each sleep, without holding
-  // the mutex. If `stop` fails, returns its error; the ticket is then lost, and later
+  // the mutex. If `stop` fails, returns its error. The ticket is then lost, and later
   // tickets are never served.
   Status Wait(uint64_t ticket, const std::function<Status()>& stop);
   void Leave();    // serves the next ticket

@@ -12,24 +12,24 @@ namespace ringjax {
 namespace {
 
 // Reductions are strip-mined: all P contributions are added to one strip of this many
-// bytes before the next one is begun, so that the strip stays in the L1 cache.
+// bytes before the next strip is begun, so that the strip stays in the L1 cache.
 constexpr uint64_t kStrip = 8 << 10;
-// From this many bytes on, a message's results are written to the output with
+// The results of a message of at least this many bytes are written to the output with
 // non-temporal stores. An ordinary store would first load each line of the output, and
-// results larger than the caches would displace what the next tile needs in the caches.
+// results larger than the caches would evict the data of the next tile.
 constexpr uint64_t kNonTemporalResult = 8 << 20;
 
-// One strip in the wire's element type. Values that are converted or scaled on their
-// way to the segment are prepared here, so that the copier can still choose how to
-// store them.
+// One strip in the wire's element type. Values are converted and scaled here before
+// they go to the segment, so that the copier (AdaptiveCopier) can choose how to store
+// them.
 alignas(64) thread_local std::byte scratch[kStrip];
 
 struct Range {
   uint64_t begin, end;  // elements of the message
 };
 
-// How a message is laid out in the slots. Ranks compute it from the same arguments, so
-// it is the same on all of them.
+// The layout of a message in the slots. All ranks compute the layout from the same
+// arguments, so it is equal on all ranks.
 struct Tiling {
   uint64_t tile = 0;   // elements of a tile that belong to one block (see Layout)
   uint64_t tiles = 0;  // tiles of the message
@@ -37,12 +37,12 @@ struct Tiling {
   uint64_t slots = 0;  // slots in the area of a rank
 };
 
-// Lays out `blocks` equal blocks of `count` elements each. Every tile takes an equal
-// share of each block, in whole cache lines. `tile` is 0 if that is less than one line,
-// or if there are no elements.
+// Lays out `blocks` blocks of `count` elements each. Every tile takes an equal share of
+// each block, in whole cache lines. `tile` is 0 if that share would be less than one
+// line, or if there are no elements.
 //
-// A message that fits one tile stays one tile. Cutting it would let the phases overlap,
-// but every further tile costs another exchange of counters between all cores.
+// A message that fits one tile is not cut. Several tiles would let the phases overlap,
+// but every further tile takes another exchange of counters between all cores.
 Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
               const SharedSegment& segment) {
   const uint64_t wire_width = Width(arithmetic.wire);
@@ -57,13 +57,13 @@ Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
   return t;
 }
 
-// Runs the phases of all tiles in an order that never overwrites data in use. What a
-// phase does with a tile is up to the derived class.
+// Runs the phases of all tiles in an order that never overwrites data in use. A derived
+// class defines the phases of one tile.
 //
 // The flow control works as follows. Every rank publishes three counters: kCopiedIn,
 // kReduced and kFinished. Each is the number of tiles, of all messages ever, that have
-// passed the phase on that rank; kFinished follows the last phase that a message has.
-// Counters are the only synchronisation: there is no lock and no barrier. With S slots
+// passed the phase on that rank; kFinished counts after the last phase of a message.
+// Counters are the only synchronization: there is no lock and no barrier. With S slots
 // in an area, a rank may start a phase of tile k as soon as
 //
 //   copy in k    every peer has reduced tile k - S    (this rank's slot is free)
@@ -72,18 +72,20 @@ Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
 //   copy out k   every peer has reduced tile k        (the results are there)
 //
 // The first S tiles of a message are special. Slots of two messages may differ in size,
-// so a slot of this message may overlap any slot of the message before. These slots are
-// free once every peer has finished all messages before.
+// so a slot of this message may overlap any slot of the previous message. The slots of
+// these tiles are free once every peer has finished all previous messages.
 //
 // A rank runs one phase at a time: it tries to reduce first, then to copy out, then to
-// copy in. All peers wait for a reduced part, whose operands have just been written to
-// the caches; copying in can wait, because it may be S tiles ahead anyway.
+// copy in. Reducing is first, because all peers wait for the reduced part, and because
+// its operands have just been written to the caches. Copying in is last, because it may
+// run up to S tiles ahead anyway.
 //
-// Publish stores a counter with seq_cst and Poll loads it with seq_cst. The release
-// half puts the writes of a phase before its counter (non-temporal stores are fenced
-// where they are made, in transport/copy.cc), and also its reads, so that a peer that
-// acquires the counter may read the data, or overwrite what was read. The total order
-// is for the wake-up of a sleeping peer, as in transport/cma.cc.
+// Publish stores a counter with seq_cst, and Poll loads it with seq_cst. The release
+// half of the store orders the writes and the reads of a phase before its counter
+// (non-temporal stores are fenced where they are made, in transport/copy.cc). So a peer
+// that acquires the counter may read the data, or may overwrite data that this rank has
+// read. The total order of seq_cst is needed to wake a sleeping peer, as in
+// transport/cma.cc.
 class TilePipeline {
  public:
   TilePipeline(const Buffers& buffers, const Tiling& tiling,
@@ -121,8 +123,8 @@ class TilePipeline {
         if (ready) {
           Reduce(reduced++);
           segment_.Publish(SharedSegment::kReduced, base_ + reduced);
-          // Without a third phase the tile is finished here. So the three counters are
-          // equal between messages, whatever the messages were.
+          // Without a third phase the tile is finished here. Therefore the three
+          // counters are always equal between two messages.
           if (!copies_out_)
             segment_.Publish(SharedSegment::kFinished, base_ + ++finished);
         }
@@ -162,7 +164,8 @@ class TilePipeline {
   virtual void Reduce(uint64_t k) = 0;
   virtual void CopyOut(uint64_t) {}  // never called without copies_out
 
-  // The slot of tile `k` in the area of `rank`; `rank` == size_ is the common result.
+  // Returns the slot of tile `k` in the area of `rank`; rank == size_ stands for the
+  // area of the common results.
   std::byte* Slot(uint64_t k, int rank) const {
     return segment_.Area(rank) + (first_slot_ + k) % slots_ * slot_;
   }
@@ -185,11 +188,12 @@ class TilePipeline {
 
   uint64_t StripElements() const { return kStrip / std::max(width_, wire_width_); }
 
-  // result = own + the `n` elements at byte `offset` of every peer's slot of tile `k`.
+  // Reduces `own` and the `n` elements at byte `offset` of every peer's slot of tile
+  // `k` into `result`.
   //
-  // Each rank starts with the rank after it, so that not all ranks read the data of one
-  // core at once. The order of the sum differs from part to part, but a part is
-  // summed on one rank only, so the result is the same everywhere.
+  // Each rank starts with the data of the next rank, so that not all ranks read the
+  // data of one core at once. The order of the sum differs from part to part, but only
+  // one rank sums each part, so all ranks have the same result.
   void ReduceStrip(std::byte* result, const void* own, uint64_t k, uint64_t offset,
                    uint64_t n) const {
     for (int i = 1; i < size_; ++i) {
@@ -211,13 +215,14 @@ class TilePipeline {
   const uint64_t tile_, tiles_, slot_, slots_;  // see Tiling
 
  private:
-  // Whether all peers have counted `tiles` tiles of this message.
+  // Sets `*ready` to whether all peers have counted `tiles` tiles of this message.
   Status AllHave(SharedSegment::Counter counter, uint64_t tiles, bool* ready) {
     return AllReached(counter, base_ + tiles, ready);
   }
 
-  // Whether the slot of tile `k` may be overwritten: all peers are done with the tile
-  // that used the slot before. `counter` counts the phase in which peers read the slot.
+  // Sets `*ready` to whether the slot of tile `k` may be overwritten, because all peers
+  // are done with the previous tile of this slot. `counter` counts the phase in which
+  // peers read the slot.
   Status SlotIsFree(SharedSegment::Counter counter, uint64_t k, bool* ready) {
     if (k < slots_) return AllReached(SharedSegment::kFinished, base_, ready);
     return AllReached(counter, base_ + k + 1 - slots_, ready);
@@ -230,8 +235,9 @@ class TilePipeline {
       RJ_TRY(
           segment_.Poll(counter, r, value, UpperBound(counter), &LastSeen(counter, r)));
       if (LastSeen(counter, r) >= value) continue;
-      // A pass of Run first checks the earliest phase that waits. The peer that is late
-      // there is the culprit; a peer that is late for another phase may wait itself.
+      // A pass of Run first checks the phase of the oldest tile. A peer that is late
+      // for that phase is the culprit. A peer that is late for another phase may itself
+      // be waiting.
       if (late_peer_ < 0) late_peer_ = r;
       return OkStatus();
     }
@@ -243,9 +249,9 @@ class TilePipeline {
     return last_seen_[static_cast<size_t>(rank) * SharedSegment::kCounters + counter];
   }
 
-  // The largest value that a correct peer's counter can have, given this rank's own
-  // counters, by the table of the flow control. A greater value means that the shared
-  // segment is damaged.
+  // Returns the largest value that the counter of a correct peer can have, given this
+  // rank's own counters: it follows from the table of the flow control. A greater value
+  // means that the shared segment is damaged.
   uint64_t UpperBound(SharedSegment::Counter counter) const {
     if (counter == SharedSegment::kCopiedIn)
       return segment_.own(SharedSegment::kReduced) + slots_;
@@ -256,11 +262,11 @@ class TilePipeline {
   const uint64_t first_slot_;        // tile k has slot (first_slot_ + k) % slots_
   const uint64_t base_;              // tiles of all messages before this one
   std::vector<uint64_t> last_seen_;  // counters of the peers, by rank and counter
-  int late_peer_ = -1;               // the peer that the earliest phase waits for
+  int late_peer_ = -1;               // the peer that the oldest phase waits for
 };
 
-// Parts of a tile are consecutive ranges, one for each rank in rank order. A rank's
-// slot has the layout of the tile; the part that the rank owns stays unused.
+// The parts of a tile are consecutive ranges, one for each rank in rank order. A rank's
+// slot has the layout of the tile. The part that the rank owns is unused.
 class AllreducePipeline : public TilePipeline {
  public:
   AllreducePipeline(const Buffers& buffers, uint64_t count,
@@ -279,9 +285,9 @@ class AllreducePipeline : public TilePipeline {
     return {k * tile_, std::min(count_, (k + 1) * tile_)};
   }
 
-  // The part of `tile` that `rank` owns. Parts are whole cache lines, so that no two
-  // ranks write to the same line of the result slot. The last ones may be short or
-  // empty.
+  // Returns the part of `tile` that `rank` owns. Parts are whole cache lines, so that
+  // no two ranks write to one line of the result slot. The parts of the last ranks may
+  // be short or empty.
   Range Part(Range tile, int rank) const {
     const uint64_t line = kLineBytes / wire_width_;
     const auto ranks = static_cast<uint64_t>(size_), r = static_cast<uint64_t>(rank);
@@ -291,8 +297,8 @@ class AllreducePipeline : public TilePipeline {
             std::min(tile.end, tile.begin + (r + 1) * each)};
   }
 
-  // Calls visit(range) for the elements of the tile that other ranks own: the ranges
-  // before and behind the part of this rank, if not empty.
+  // Calls visit(range) for the elements of the tile that other ranks own: the range
+  // before the part of this rank and the range behind it, if they are not empty.
   template <typename Visit>
   void ForPeersParts(Range tile, Visit visit) const {
     const Range own = Part(tile, rank_);
@@ -300,9 +306,9 @@ class AllreducePipeline : public TilePipeline {
     if (own.end < tile.end) visit(Range{own.end, tile.end});
   }
 
-  // Whether a result goes to the output with non-temporal stores. Not if the output is
-  // the input: its lines were read a moment ago, so an ordinary store finds them in a
-  // cache.
+  // Returns whether non-temporal stores write a result to the output. They do not if
+  // the output is the input: this rank has just read those lines, so an ordinary store
+  // finds them in a cache.
   bool IsNonTemporal(const Span& out, const Span& in) const {
     return count_ * width_ >= kNonTemporalResult && out.data != in.data &&
            !arithmetic_.compressed();
@@ -330,18 +336,17 @@ class AllreducePipeline : public TilePipeline {
   }
 
   // Reduces one strip and writes the result twice: to the output, and in the wire's
-  // element type to the common result slot. Each of the two may be written with
-  // non-temporal stores. Lines stored so leave the caches, but a reduction reads its
-  // partial sums back, so the strip is then reduced elsewhere and copied:
-  //
-  //   output   if `non_temporal`: from the slot, or from scratch
-  //   slot     if the copier uses such stores at the moment, because the cores share no
-  //            cache: from the output, or from scratch
+  // element type to the common result slot. Non-temporal stores write the output if
+  // `non_temporal` is set, and the slot if the copier uses such stores at the moment,
+  // because the cores share no cache (`far`). These stores evict the lines from the
+  // caches, but a reduction reads its partial sums back. So a strip is never reduced in
+  // memory that is written in this way. It is reduced in the output, the slot or
+  // scratch, and then copied.
   void ReduceToOutputAndSlot(std::byte* out, const void* own, uint64_t k,
                              uint64_t offset, uint64_t n, bool non_temporal) {
     const bool far = segment_.copier().non_temporal();
     std::byte* const slot = Slot(k, size_) + offset;
-    std::byte* result = far ? scratch : slot;  // sums in the wire's element type
+    std::byte* result = far ? scratch : slot;  // the result in the wire's element type
     ReduceStrip(non_temporal ? result : out, own, k, offset, n);
     if (non_temporal)
       CopyNonTemporal(out, result, n * width_);  // uncompressed, so types are equal
@@ -378,9 +383,9 @@ class AllreducePipeline : public TilePipeline {
   const uint64_t count_;
 };
 
-// A slot has one block for each rank, `tile_` elements long, with what the slot's owner
-// contributes to that rank. The owner's own block stays unused, and so does the end of
-// the blocks of ranks that receive fewer elements than others.
+// A slot has one block of `tile_` elements for each rank, with the contribution of the
+// slot's owner to that rank. The owner's own block is unused, and so is the end of a
+// block whose rank receives fewer elements than other ranks.
 class ReducescatterPipeline : public TilePipeline {
  public:
   ReducescatterPipeline(const Buffers& buffers, const std::vector<uint64_t>& counts,
@@ -390,8 +395,8 @@ class ReducescatterPipeline : public TilePipeline {
         counts_(counts) {}
 
  private:
-  // The elements that `rank` receives by tile `k`. Element 0 is the first element that
-  // `rank` receives in the whole call.
+  // Returns the elements that `rank` receives by tile `k`, numbered from the first
+  // element that `rank` receives in the whole call.
   Range Part(uint64_t k, size_t rank) const {
     return {std::min(counts_[rank], k * tile_),
             std::min(counts_[rank], (k + 1) * tile_)};

@@ -1,7 +1,7 @@
 // Reductions of long messages through the shared segment, tile by tile.
 //
-// All ranks must map one SharedSegment. Short messages travel as inline data of the
-// agreement (inline_data.h) instead.
+// All ranks must map one SharedSegment. Short messages travel as inline data instead
+// (inline_data.h).
 //
 // The algorithm works as follows. The message is cut into tiles, and each of the P
 // ranks owns one part of every tile, about 1/P of it, which it reduces for all ranks. A
@@ -18,9 +18,9 @@
 // segment and reads 2 (P-1)/P n. No rank reads another rank's private memory, so this
 // works where CMA (transport/cma.h) is forbidden.
 //
-// Slots are reused in turn, so that ranks may work on different tiles at the same time;
-// tiles.cc describes the flow control. Each part is reduced on one rank and then
-// copied, so all ranks end with the same bits.
+// Each rank has several slots and reuses them in turn, so ranks may work on different
+// tiles at the same time. tiles.cc describes the flow control. Each part is reduced on
+// one rank and then copied, so all ranks end with the same bits.
 //
 // References:
 //   Graham and Shipman, "MPI Support for Multi-core Architectures: Optimized Shared
@@ -35,17 +35,17 @@
 
 namespace ringjax {
 
-// Reduces all `count` > 0 elements of buffers.in into buffers.out on every rank. The
-// two may be the same memory. Fails as Execute does.
+// Reduces the `count` > 0 elements of buffers.in into buffers.out on every rank. The
+// two may be the same memory. Fails with the errors of Execute.
 Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
                         const Arithmetic& arithmetic, const Endpoints& endpoints,
                         Waiter* waiter);
 
 // Reduces buffers.in, which holds counts[r] elements for each rank r, and writes the
-// elements of this rank to buffers.out. Fails as Execute does.
+// elements of this rank to buffers.out. Fails with the errors of Execute.
 //
-// `*fits` is false, on all ranks alike, if a tile has fewer cache lines than there are
-// ranks. Nothing has been done then, and the caller uses the executor instead.
+// `*fits` is false, on all ranks, if a tile has fewer cache lines than there are ranks.
+// Then nothing has been done, and the caller must use the executor.
 Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
                             const Arithmetic& arithmetic, const Endpoints& endpoints,
                             Waiter* waiter, bool* fits);
@@ -57,14 +57,14 @@ Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>&
 // once every rank has reduced its parts, every rank can finish alone, even if a peer is
 // lost and the communicator is aborted meanwhile.
 
-// The value that kReduced of every rank will have once all results of an allreduce that
-// begins now are in the segment, or 0 if some slot would be used twice.
+// Returns the value that kReduced of every rank will have once all results of an
+// allreduce that begins now are in the segment, or 0 if some slot would be used twice.
 uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
                                const SharedSegment& segment);
 
 // Repeats the copy-out phase of an allreduce that was aborted after kReduced of every
-// rank had reached the value of RetainedWhenReducedIs. Waits for nothing. The slots
-// still hold the results: a peer overwrites them only in a later call, which cannot
+// rank had reached the value of RetainedWhenReducedIs. Does not wait. The slots still
+// hold the results, because a peer overwrites them only in a later call, which cannot
 // begin without the agreement of this rank.
 void CopyOutRetained(const Buffers& buffers, uint64_t count,
                      const Arithmetic& arithmetic, const Endpoints& endpoints);

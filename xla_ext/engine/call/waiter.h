@@ -3,8 +3,8 @@
 //
 // A waiting rank must not take the core from the rank that it waits for, so spinning
 // ends after microseconds. A waiting rank must also notice an abort, Ctrl-C and a
-// deadline, so it sleeps in slices. The caller looks for progress itself and reports
-// the result: Progressed, or Idle if there was none.
+// deadline, so it sleeps in slices. The caller looks for progress itself, and then
+// calls Progressed if there was progress, and Idle if there was none.
 #pragma once
 
 #include <sched.h>
@@ -22,7 +22,7 @@ namespace ringjax {
 
 using Clock = std::chrono::steady_clock;
 
-// Returns whether the user has interrupted this process (Ctrl-C).
+// A function that returns whether the user has interrupted this process (Ctrl-C).
 using InterruptCheck = bool (*)();
 // The check of this process; null if there is none.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
@@ -32,9 +32,9 @@ inline bool Interrupted() {
   return check != nullptr && check();
 }
 
-// While an InterruptsAfter exists, waits of its thread can be interrupted only after
-// `seconds` without progress. An earlier interrupt stays pending for the caller, which
-// handles the interrupt after the wait.
+// While an InterruptsAfter exists, the waits of its thread can be interrupted only
+// after `seconds` without progress. An earlier interrupt stays pending, and the caller
+// handles it after the wait.
 class InterruptsAfter {
  public:
   explicit InterruptsAfter(double seconds) { allowed_after = seconds; }
@@ -67,10 +67,10 @@ class Waiter {
   // Whether this host has more ranks than cores.
   bool oversubscribed() const { return oversubscribed_; }
 
-  // Records that the caller has moved something, so that the next wait spins again.
-  // If the waits of a thread are long, spinning only takes the core from others. So a
-  // wait longer than three times spin_ halves the spin time of the next wait, five
-  // times at most, and a shorter wait doubles the spin time again.
+  // Records that the caller has moved data, so that the next wait spins again. If the
+  // waits of a thread are long, spinning only takes the core from other threads. So a
+  // wait longer than three times spin_ halves the spin time of the next wait (at most
+  // five times in all), and a shorter wait doubles the spin time again.
   void Progressed() {
     if (idle_ > kFree) {
       const bool brief = Clock::now() - since_ < 3 * spin_;
@@ -87,15 +87,16 @@ class Waiter {
     slice_ms_ = static_cast<int>(std::clamp<int64_t>(ms, 0, kLongestMs));
   }
 
-  // Seconds since the first Idle after the last progress; 0 if there was no such Idle.
+  // Returns the seconds since the first Idle after the last progress, or 0 if there was
+  // no Idle since then.
   double IdleSeconds() const {
     if (idle_ == 0) return 0;
     return std::chrono::duration<double>(Clock::now() - since_).count();
   }
 
   // Waits a little, because the caller found nothing to do, and returns when the caller
-  // should look again. Calls `interests()` only before a sleep. kUnavailable once the
-  // communicator is aborted, kCancelled if this process was interrupted.
+  // should look again. Calls `interests()` only before a sleep. Fails with kUnavailable
+  // once the communicator is aborted, and with kCancelled after an interrupt.
   template <typename Interests>
   Status Idle(Interests&& interests) {
     if (aborted()) return Status(Code::kUnavailable, "aborted");
@@ -130,8 +131,8 @@ class Waiter {
     fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
-    // An abort after the check in Idle has rung the doorbell. No other thread drains
-    // the doorbell, so poll returns immediately.
+    // If the communicator was aborted after the check in Idle, the abort has rung the
+    // doorbell. Only this thread drains the doorbell, so poll returns immediately.
     if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
     if (fds_[0].revents) doorbell_->Drain();

@@ -11,9 +11,10 @@ namespace ringjax {
 bool AbortState::Abort(const Status& status) {
   const bool first = own_->End(status);
   // The flag is set after the reason, because a thread that sees the flag reads the
-  // reason. seq_cst: a call marks itself as active (Progress::Begin) and then loads the
-  // flag (CallRunner::Guarded); Progress::Settled loads the mark after this store. So
-  // either the call sees the abort, or the progress report waits for the call.
+  // reason. The store is seq_cst: a call marks itself as active (Progress::Begin) and
+  // then loads the flag (CallRunner::Guarded), and Progress::AwaitInactive loads the
+  // mark after this store. So either the call sees the abort, or the progress report
+  // waits for the call.
   aborted_.store(true, std::memory_order_seq_cst);
   doorbell_->Ring();
   return first;
@@ -36,8 +37,6 @@ void AbortState::OnPeerShutdown(int world_rank, uint64_t finished) {
   doorbell_->Ring();
 }
 
-// A call fails if a member has shut down without finishing it. A call that this member
-// has finished may still be under way on other ranks, and can complete there.
 Status AbortState::CheckShutdowns(uint64_t sequence) const {
   if (!any_shut_down_.load()) return OkStatus();
   std::lock_guard lock(mutex_);

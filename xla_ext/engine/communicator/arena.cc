@@ -9,8 +9,8 @@
 namespace ringjax {
 namespace {
 
-// Maps the same `bytes` of memory, whole pages, into both halves of a range of
-// 2 * bytes of addresses. Returns null if the system has no memory or no memfd.
+// Maps `bytes` of memory, whole pages, into both halves of a range of 2 * bytes of
+// addresses. Returns null if the system has no memory or no memfd.
 std::byte* MapTwice(uint64_t bytes) {
   const int file = memfd_create("ringjax-arena", MFD_CLOEXEC);
   if (file < 0) return nullptr;

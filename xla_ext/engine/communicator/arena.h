@@ -1,8 +1,9 @@
 // Arena: memory for blocks, reused in the order in which the blocks were taken.
 //
 // The arena is a ring buffer whose pages are mapped twice, at adjacent addresses. So a
-// block that runs over the end of the first mapping is contiguous, and every byte can
-// be used. Pages stay mapped: only the first pass faults them in. Not thread-safe.
+// block that runs past the end of the first mapping is contiguous, and every byte can
+// be used. Pages stay mapped, so only their first use causes page faults. Not
+// thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +19,13 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Grows to `bytes`, rounded up to pages. Has no effect if a block is taken or the
-  // arena is large enough. The size becomes 0 if the system has no memory.
+  // Grows to `bytes`, rounded up to pages. Does nothing while any block is taken, or if
+  // the arena is large enough. The size becomes 0 if the system has no memory.
   void Grow(uint64_t bytes);
 
   // Returns a block, or null if there is no room for it or `bytes` is 0.
   std::byte* Take(uint64_t bytes);
-  // Gives a block back. Its memory is reused once all older blocks are back, too.
+  // Returns a block to the arena, which reuses it once all older blocks are returned.
   void Give(const std::byte* block);
 
   uint64_t size() const { return size_; }

@@ -1,4 +1,4 @@
-// See call_completion.h.
+// The barriers and stop flags at the end of a call. See call_completion.h.
 #include "engine/communicator/call_completion.h"
 
 #include <chrono>
@@ -12,17 +12,17 @@
 
 namespace ringjax {
 
-Status CallCompletion::Close(const Call& call, const Status& outcome, Barrier barrier,
-                             const Frame& frame, Waiter* waiter, CallAttempt* attempt) {
+Status CallCompletion::End(const Call& call, const Status& outcome, Barrier barrier,
+                           const Frame& frame, Waiter* waiter, CallAttempt* attempt) {
   attempt->outcome = outcome;
   attempt->locally_complete = true;
-  // In a static job a rank may return before other ranks have their results: they
-  // cannot lose this rank and continue without it.
+  // In a static job a rank may return before other ranks have their results. If this
+  // rank is lost afterwards, the whole job fails.
   if (state_.repairs) {
     state_.progress->Done(state_.sequence());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok())
       return failures_.Fail(call, s);
-    if (const int peer = Sealed(*attempt); peer >= 0) {
+    if (const int peer = StoppedRank(*attempt); peer >= 0) {
       failures_.AwaitReason();
       return failures_.Fail(call, Status(Code::kUnavailable, "has stopped", peer));
     }
@@ -31,8 +31,8 @@ Status CallCompletion::Close(const Call& call, const Status& outcome, Barrier ba
       if (!all.ok() && state_.abort.aborted()) return all;
       attempt->outcome = all;
     } else if (barrier != Barrier::kNone && state_.size() > 1) {
-      const bool fetched = barrier == Barrier::kFinished;
-      if (Status s = AwaitEnd(frame, state_.endpoints, fetched, waiter); !s.ok())
+      const bool in_tiles = barrier == Barrier::kFinished;
+      if (Status s = AwaitEnd(frame, state_.endpoints, in_tiles, waiter); !s.ok())
         return failures_.Fail(call, s);
     }
     if (Status s = AtFailpoint(Failpoint::kClosed); !s.ok())
@@ -43,9 +43,9 @@ Status CallCompletion::Close(const Call& call, const Status& outcome, Barrier ba
   return attempt->outcome;
 }
 
-// Runs a barrier on the communicator of all replica sets. A rank that leaves the
-// barrier can rely on all ranks having reached it. A rank whose call has failed gives
-// its barrier another name, so the failure reaches all ranks as a mismatch.
+// Runs a barrier on the communicator of all replica sets. Once a rank has left the
+// barrier, all ranks have reached it. A rank whose call has failed uses another name
+// for its barrier, so all ranks learn of the failure by a mismatch of the names.
 Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
   Call end;
   end.op = Collective::kBarrier;
@@ -64,8 +64,8 @@ Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
                : outcome;
   if (all.code() == Code::kCancelled)
     return failures_.Fail(call, {all.code(), "interrupted"});
-  // `why` names the world rank to blame. An elastic job continues without that rank:
-  // with kUnavailable, the call waits for the next epoch.
+  // `why` names the world rank to blame, and an elastic job continues without that
+  // rank. kUnavailable makes the call wait for the next epoch.
   state_.abort.Await(std::chrono::milliseconds(200));
   const Status why = ending.abort_status();
   if (!state_.abort.aborted())
@@ -73,20 +73,20 @@ Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
   return failures_.Aborted(call);
 }
 
-void CallCompletion::Seal(CallAttempt* attempt) {
+void CallCompletion::EndFailed(CallAttempt* attempt) {
   if (!state_.endpoints.segment || attempt->source == CallAttempt::Source::kNone)
     return;
   state_.endpoints.segment->Stop();
-  if (Shown(*attempt)) state_.progress->Done(state_.sequence());
+  if (SourceIsComplete(*attempt)) state_.progress->Done(state_.sequence());
 }
 
-int CallCompletion::Sealed(const CallAttempt& attempt) const {
+int CallCompletion::StoppedRank(const CallAttempt& attempt) const {
   const bool barrier = attempt.agreed == 0 && attempt.reduced == 0;
   return barrier || !state_.endpoints.segment ? -1
                                               : state_.endpoints.segment->Stopped();
 }
 
-bool CallCompletion::Shown(const CallAttempt& attempt) const {
+bool CallCompletion::SourceIsComplete(const CallAttempt& attempt) const {
   if (attempt.agreed > 0) return HaveAgreed(attempt.agreed, state_.endpoints);
   bool shown = attempt.reduced > 0;
   for (int rank = 0; rank < state_.size() && shown; ++rank)
@@ -100,11 +100,11 @@ Status CallCompletion::CompleteCommitted(const Call& call,
   if (attempt.locally_complete) return attempt.outcome;
   if (attempt.source == CallAttempt::Source::kNotNeeded) return OkStatus();
   // Every rank had published its part before any rank could return from the call. No
-  // rank can have overwritten its part since: a rank overwrites its part only in a
-  // later call, after this rank has agreed to that later call.
+  // rank can have overwritten its part since then, because a rank overwrites its part
+  // only in a later call, after this rank has agreed to that later call.
   std::vector<Request> requests = Split(call, state_.rank(), state_.size());
   const bool inlined = attempt.source == CallAttempt::Source::kInlineData;
-  if (!Shown(attempt))
+  if (!SourceIsComplete(attempt))
     return failures_.WithContext(
         call, {Code::kInternal,
                "counts as finished, but its results are not here: the ranks "
@@ -115,7 +115,8 @@ Status CallCompletion::CompleteCommitted(const Call& call,
     bool whole = false;
     RJ_TRY(ReadInline(request.problem, request.arithmetic, state_.endpoints, &values,
                       &whole));
-    Finish(request.problem, request.arithmetic, values, state_.rank(), request.out);
+    FinishInline(request.problem, request.arithmetic, values, state_.rank(),
+                 request.out);
   } else {
     request.buffers.in = &request.in;
     request.buffers.out = &request.out;

@@ -1,5 +1,5 @@
-// The end of a call: when the call may return, and how it is completed if its epoch
-// ends while it runs.
+// The end of a call: when the call may return, and how a rank completes the call if its
+// epoch ends while the call runs.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace ringjax {
 
-// How far a call got in an epoch that was aborted while the call ran. The work that
-// remains after the commit decision depends on it.
+// How far a call got in one epoch. If the epoch was aborted under the call, the work
+// that remains after the commit decision depends on these values.
 struct CallAttempt {
   // Every rank has the outcome, or can complete the call alone, so the call may return
   // without a commit decision.
@@ -23,48 +23,50 @@ struct CallAttempt {
   Status outcome;         // valid if locally_complete
   uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0 if unknown
 
-  // The source of the results if this rank completes a committed call alone.
+  // The place from which this rank can take the results of a committed call alone.
   enum class Source {
     kNotNeeded,    // the call has no results: a barrier, or only empty tensors
     kInlineData,   // the inline data of all ranks, in the shared segment
     kTileResults,  // the reduced tiles, in the shared segment (tiles.h)
-    kNone,         // nowhere: only all ranks together can complete the call
+    kNone,         // no place: only all ranks together can complete the call
   } source = Source::kNone;
-  // Counter values that prove that the source is complete. A rank may rely on the
-  // source once the counter of every rank has reached the value.
-  uint64_t agreed = 0;   // kAgreed, for kInlineData and kNotNeeded; 0 without proof
-  uint64_t reduced = 0;  // kReduced, for kTileResults; 0 without proof
+  // Counter values in the shared segment. Once the counter of every rank has reached
+  // its value, the source is complete. 0 if no counter can show that.
+  uint64_t agreed = 0;   // value of kAgreed, for kInlineData and kNotNeeded
+  uint64_t reduced = 0;  // value of kReduced, for kTileResults
 };
 
 // Ends the calls of one communicator. In an elastic job, a call returns only when every
 // rank has its results or can complete the call alone. Only the thread that serves a
-// call uses it. The arguments of the constructor must outlive the object.
+// call uses the object. The arguments of the constructor must outlive it.
 //
 // A call that every rank can complete from the shared segment has no barrier at its
-// end. All ranks must still treat the call alike: a rank that was frozen, for example,
-// must not return from a call that the other ranks run again. So a rank whose call has
-// failed (Seal) sets its stop flag in the shared segment, and then reads the counters
-// of all ranks. A rank that has all data (Sealed) has published its counter, and then
-// reads the stop flags. All of these accesses are seq_cst: either the failed rank sees
-// every counter and reports the call as done, or every other rank sees the stop flag
-// and does not return. If a read could pass the write before it, both ranks could miss
-// each other.
+// end. Still, either all ranks return from the call or none: a rank that was frozen,
+// for example, must not return from a call that the other ranks run again. So a rank
+// whose call has failed (EndFailed) sets its stop flag in the shared segment, and then
+// reads the counters of all ranks. A rank that has all data (StoppedRank) has published
+// its counter, and then reads the stop flags. All of these accesses are seq_cst.
+// Therefore either the failed rank sees every counter and reports the call as done, or
+// every other rank sees the stop flag and does not return. If a read could be reordered
+// before the preceding write, both ranks could miss each other.
 class CallCompletion {
  public:
   CallCompletion(CommState* state, const FailureReport* failures)
       : state_(*state), failures_(*failures) {}
 
-  // How a rank waits at the end of a call until all ranks have their results. kNone:
-  // not at all. kFinished: for the counters kFinished, which show that all ranks have
-  // finished the tiles. kFrames: by one more exchange, without data.
-  enum class Barrier { kNone, kFinished, kFrames };
+  // How a rank waits at the end of a call until all ranks have their results.
+  enum class Barrier {
+    kNone,      // it does not wait
+    kFinished,  // until the counters kFinished show that all ranks finished the tiles
+    kFrames,    // by one more exchange, without data
+  };
   // Ends a call whose results are complete on this rank and whose outcome is the same
   // on all ranks. In an elastic job, first waits until all ranks have their results, or
   // can complete the call alone.
-  Status Close(const Call& call, const Status& outcome, Barrier barrier,
-               const Frame& frame, Waiter* waiter, CallAttempt* attempt);
+  Status End(const Call& call, const Status& outcome, Barrier barrier,
+             const Frame& frame, Waiter* waiter, CallAttempt* attempt);
   // Ends a call that has failed on this rank.
-  void Seal(CallAttempt* attempt);
+  void EndFailed(CallAttempt* attempt);
   // Implements Communicator::CompleteCommitted.
   Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const;
 
@@ -72,8 +74,10 @@ class CallCompletion {
   // Waits until the call has ended in all replica sets. Returns `outcome`, or the
   // failure of another set.
   Status EndEverywhere(const Call& call, const Status& outcome);
-  int Sealed(const CallAttempt& attempt) const;  // a rank that has stopped, or -1
-  bool Shown(const CallAttempt& attempt) const;  // whether the source is complete
+  int StoppedRank(
+      const CallAttempt& attempt) const;  // a rank whose stop flag is set, or -1
+  bool SourceIsComplete(
+      const CallAttempt& attempt) const;  // whether the source is complete
 
   CommState& state_;
   const FailureReport& failures_;

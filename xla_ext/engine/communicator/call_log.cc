@@ -1,4 +1,4 @@
-// See call_log.h.
+// Statistics, the last call, and events for the recorder. See call_log.h.
 #include "engine/communicator/call_log.h"
 
 #include <chrono>
@@ -24,7 +24,7 @@ void CallLog::Count(const Request& request, std::string_view algorithm,
 
 void CallLog::Succeeded(const Call& call) {
   const auto end = Clock::now();
-  Report(call, end, Code::kOk);
+  Record(call, end, Code::kOk);
   std::lock_guard lock(mutex_);
   OpStats& stats = stats_[static_cast<size_t>(call.op)];
   ++stats.calls;
@@ -32,14 +32,14 @@ void CallLog::Succeeded(const Call& call) {
   SetLast(call, end);
 }
 
-void CallLog::AgreedOnly(const Call& call, Code outcome) {
-  Report(call, event_.agreed, outcome);
+void CallLog::EndedAtAgreement(const Call& call, Code outcome) {
+  Record(call, event_.agreed, outcome);
   const auto end = Clock::now();
   std::lock_guard lock(mutex_);
   SetLast(call, end);
 }
 
-void CallLog::Report(const Call& call, Clock::time_point end, Code outcome) {
+void CallLog::Record(const Call& call, Clock::time_point end, Code outcome) {
   const CommunicatorOptions& options = state_.options;
   event_.done = end;
   // An eager lane records its operations itself.
@@ -58,20 +58,20 @@ void CallLog::Report(const Call& call, Clock::time_point end, Code outcome) {
 }
 
 void CallLog::SetLast(const Call& call, Clock::time_point end) {
-  constexpr size_t kMostName = 128;
+  constexpr size_t kMaxName = 128;
   last_.op = call.op;
-  last_.name.assign(call.name.substr(0, kMostName));  // assign keeps the capacity
+  last_.name.assign(call.name.substr(0, kMaxName));  // assign keeps the capacity
   last_.sequence = state_.sequence();
   last_.end = end;
   if (!waiting_.empty()) waiting_.clear();
 }
 
-void CallLog::Waiting(std::string text) {
+void CallLog::SetWaiting(std::string text) {
   std::lock_guard lock(mutex_);
   waiting_ = std::move(text);
 }
 
-void CallLog::StoppedWaiting() {
+void CallLog::ClearWaiting() {
   std::lock_guard lock(mutex_);
   waiting_.clear();
 }
@@ -81,14 +81,14 @@ void CallLog::set_missing_locally(std::function<std::string()> f) {
   missing_ = std::move(f);
 }
 
-ProbeAnswer CallLog::probe_answer() const {
+CallTrace CallLog::trace() const {
   std::unique_lock lock(mutex_);
   const auto missing = missing_;
-  // `missing` locks DeviceRendezvous::mutex_, which must not be locked after mutex_.
+  // `missing` locks DeviceRendezvous::mutex_, which may only be locked before mutex_.
   lock.unlock();
   const std::string what = missing && !state_.abort.aborted() ? missing() : "";
   lock.lock();
-  ProbeAnswer answer;
+  CallTrace answer;
   answer.when = last_.end;
   if (!waiting_.empty() && !state_.abort.aborted()) {
     answer.has_text = answer.waits = true;

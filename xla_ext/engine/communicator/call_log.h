@@ -18,16 +18,17 @@
 
 namespace ringjax {
 
-// Totals of one collective. `bytes` are those of the tensors, `sent_bytes` those that
-// this rank has put on the wire.
+// Totals of one collective.
 struct OpStats {
-  uint64_t calls = 0, bytes = 0, sent_bytes = 0;
+  uint64_t calls = 0;
+  uint64_t bytes = 0;       // bytes of the tensors
+  uint64_t sent_bytes = 0;  // bytes that this rank has sent
   double seconds = 0;
-  std::map<std::string_view, uint64_t> algorithms;  // calls, by name in the table
+  std::map<std::string_view, uint64_t> algorithms;  // number of requests, by algorithm
 };
 
-// Only the thread that serves a call may use the functions of the first section, any
-// thread those of the second. `state` must outlive the object.
+// Only the thread that serves a call may use the functions of the first section. Any
+// thread may use the functions of the second. `state` must outlive the object.
 class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}
@@ -36,7 +37,7 @@ class CallLog {
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
-  // Enters a call whose ranks have agreed before.
+  // Enters a call about which the ranks have already agreed.
   void EnterAgreed() {
     Enter();
     event_.agreed = event_.entered;
@@ -46,30 +47,31 @@ class CallLog {
   // Adds a request to the statistics, and its route to the event.
   void Count(const Request& request, std::string_view algorithm, std::string_view route,
              uint64_t sent_bytes);
-  // Ends a call that has succeeded: Report, the statistics, and the last call.
+  // Ends a call that has succeeded: calls Record, and updates the statistics and the
+  // last call.
   void Succeeded(const Call& call);
-  // Ends a call whose data this communicator does not move, at the time of the
-  // agreement: the ranks have refused the call or disagree, or a device moves the data.
-  void AgreedOnly(const Call& call, Code outcome);
+  // Ends a call at the time of the agreement, because this communicator moves no data:
+  // the ranks have refused the call or disagree, or a device moves the data.
+  void EndedAtAgreement(const Call& call, Code outcome);
   // Completes the event of a call that has ended and passes it to the recorder.
-  void Report(const Call& call, Event::Clock::time_point end, Code outcome);
-  // `text` says what the call waits for: "it waits in barrier (seq 3) for rank 1".
-  void Waiting(std::string text);
-  void StoppedWaiting();
+  void Record(const Call& call, Event::Clock::time_point end, Code outcome);
+  // Stores what the call waits for: "it waits in barrier (seq 3) for rank 1".
+  void SetWaiting(std::string text);
+  void ClearWaiting();
   // The event of the last call.
   const Event& event() const { return event_; }
 
   // -- diagnostics --------------------------------------------------------------------
 
   // The reply of this rank to a straggler probe.
-  ProbeAnswer probe_answer() const;
-  // Sets a function that describes what this process itself lacks for its next call:
-  // "device 1 of its own to come to allreduce 'x'", or "" for nothing. `f` may be
-  // called on any thread.
+  CallTrace trace() const;
+  // Sets a function that describes what this process itself lacks for its next call,
+  // such as "device 1 of its own to come to allreduce 'x'", or returns "" if it lacks
+  // nothing. Any thread may call `f`.
   void set_missing_locally(std::function<std::string()> f);
   std::map<std::string, OpStats> stats() const;
   // Clears the statistics. With `trial`, the recorder receives no calls until the next
-  // Restart. Between two calls only.
+  // Restart. Must be called between two calls.
   void Restart(bool trial);
 
  private:
@@ -86,8 +88,8 @@ class CallLog {
     uint64_t sequence = 0;  // 0: there is none
     Event::Clock::time_point end;
   } last_;
-  std::string waiting_;  // the call that has stalled, and a rank it waits for; or ""
-  std::function<std::string()> missing_;
+  std::string waiting_;  // the stalled call and the rank that it waits for, or ""
+  std::function<std::string()> missing_;         // see set_missing_locally
   std::array<OpStats, kCollectiveCount> stats_;  // totals by collective
 };
 

@@ -1,4 +1,4 @@
-// See call_runner.h.
+// The agreement, the data and the end of a call. See call_runner.h.
 #include "engine/communicator/call_runner.h"
 
 #include <algorithm>
@@ -17,19 +17,19 @@ namespace ringjax {
 namespace {
 
 // Marks, while the object lives, that a call may change the progress report, so that
-// Communicator::Quiesce waits for the call. In a static job nobody does: there the two
-// stores, which are seq_cst, are left out.
-class Active {
+// Communicator::Quiesce waits for the call. A static job never calls Quiesce, and is
+// spared the two seq_cst stores.
+class ActiveMark {
  public:
-  explicit Active(const CommState& state) : state_(state) {
+  explicit ActiveMark(const CommState& state) : state_(state) {
     if (state_.repairs) state_.progress->Begin();
   }
-  ~Active() {
+  ~ActiveMark() {
     if (state_.repairs)
       state_.progress->End([this] { return state_.abort.flag().load(); });
   }
-  Active(const Active&) = delete;
-  Active& operator=(const Active&) = delete;
+  ActiveMark(const ActiveMark&) = delete;
+  ActiveMark& operator=(const ActiveMark&) = delete;
 
  private:
   const CommState& state_;
@@ -43,16 +43,17 @@ Status CallRunner::InTurn(const Call& call, const std::function<Status()>& body)
 }
 
 Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {
-  const Active active(state_);
-  // seq_cst: Active has stored the mark, and this load of the abort flag comes after
-  // that store. AbortState::Abort stores the flag before Quiesce loads the mark. So
-  // either this load sees the abort, or Quiesce sees the mark and waits for this call.
+  const ActiveMark active(state_);
+  // seq_cst, because ActiveMark has stored the mark and this load of the abort flag
+  // must not be reordered before that store. AbortState::Abort stores the flag before
+  // Quiesce loads the mark. So either this load sees the abort, or Quiesce sees the
+  // mark and waits for this call.
   if (state_.abort.flag().load(std::memory_order_seq_cst))
     return failures_.Aborted(call);
   try {
     const Status status = body();
     if (!status.ok() && state_.abort.aborted())
-      log_.Report(call, Clock::now(), status.code());
+      log_.Record(call, Clock::now(), status.code());
     if (!state_.abort.aborted())
       state_.finished.store(state_.sequence(), std::memory_order_relaxed);
     return status;
@@ -71,13 +72,13 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
   if (state_.abort.aborted()) return failures_.Aborted(call);
   if (Status left = state_.abort.CheckShutdowns(state_.sequence() + 1); !left.ok())
     return failures_.Fail(call, left);
-  // A call that is not valid on this rank is counted, too, so that the sequence numbers
-  // of all ranks stay equal.
+  // A call that is not valid on this rank also takes a sequence number, so that the
+  // sequence numbers of all ranks stay equal.
   state_.progress->BeginNext();
   stalls_.BeginCall();
   state_.endpoints.timeout =
       call.timeout >= 0 ? call.timeout : state_.options.collective_timeout;
-  state_.endpoints.look =
+  state_.endpoints.stall_after =
       state_.endpoints.timeout > 0 ? std::min(1.0, state_.endpoints.timeout / 4) : 1.0;
   state_.endpoints.on_stall = [this, &call](double seconds,
                                             const std::vector<int>& peers, bool* end) {
@@ -90,41 +91,42 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
   return OkStatus();
 }
 
-Status CallRunner::Compare(const Call& call, const Status& fits, bool* refused) {
+Status CallRunner::Compare(const Call& call, const Status& local_check, bool* refused) {
   Waiter waiter = state_.NewWaiter();
   Frame frame;
   Agreement agreement;
   log_.Enter();
   *refused = false;
-  RJ_TRY(Enter(call, fits, &frame, &waiter, &agreement));
+  RJ_TRY(BeginAndAgree(call, local_check, &frame, &waiter, &agreement));
   *refused = agreement.refused;
   log_.Agreed();
   log_.OnDevice(call);
-  log_.AgreedOnly(call, agreement.outcome.code());
+  log_.EndedAtAgreement(call, agreement.outcome.code());
   return agreement.outcome;
 }
 
-Status CallRunner::Enter(const Call& call, const Status& fits, Frame* frame,
-                         Waiter* waiter, Agreement* agreement) {
+Status CallRunner::BeginAndAgree(const Call& call, const Status& local_check,
+                                 Frame* frame, Waiter* waiter, Agreement* agreement) {
   RJ_TRY(Begin(call, frame));
   frame->fingerprint = Fingerprint(call);
-  return AgreeOn(call, fits, *frame, waiter, agreement);
+  return AgreeOn(call, local_check, *frame, waiter, agreement);
 }
 
-Status CallRunner::Run(const Call& call, CallAttempt* attempt, const Status* fits,
-                       bool decided) {
-  const Status status = Perform(call, attempt, fits, decided);
-  if (!attempt->locally_complete) completion_.Seal(attempt);
+Status CallRunner::Run(const Call& call, CallAttempt* attempt,
+                       const Status* local_check, bool negotiated) {
+  const Status status = RunSteps(call, attempt, local_check, negotiated);
+  if (!attempt->locally_complete) completion_.EndFailed(attempt);
   return status;
 }
 
-Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status* fits,
-                           bool decided) {
+Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
+                            const Status* local_check, bool negotiated) {
   log_.Enter();
   Waiter waiter = state_.NewWaiter();
   Frame frame;
   Agreement agreement;
-  const Status valid = fits && !fits->ok() ? *fits : Validate(call);
+  const Status valid =
+      local_check && !local_check->ok() ? *local_check : Validate(call);
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call, state_.rank(), state_.size());
   const bool inlined = planner_.IsInline(requests);
@@ -132,19 +134,19 @@ Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status*
   if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
   if (valid.ok() && requests.empty() && !state_.options.end_barrier)
     attempt->source = Source::kNotNeeded;
-  // An alltoall gets no `agreed`: its ranks may agree twice, and the first agreement
-  // would already reach the value.
+  // An alltoall has no `agreed` value, because its ranks may agree twice, and the first
+  // agreement would already reach the value.
   SharedSegment* const segment = state_.endpoints.segment.get();
   if (segment && attempt->source != Source::kNone && call.op != Collective::kAlltoall)
     attempt->agreed = state_.endpoints.segment->own(SharedSegment::kAgreed) + 1;
   if (inlined)
     PutInline(requests[0].problem, requests[0].arithmetic, requests[0].in,
               state_.endpoints);
-  agreement.told_splits = inlined;
-  if (decided && valid.ok() && !inlined)
+  agreement.splits_inline = inlined;
+  if (negotiated && valid.ok() && !inlined)
     RJ_TRY(Begin(call, &frame));
   else
-    RJ_TRY(Enter(call, valid, &frame, &waiter, &agreement));
+    RJ_TRY(BeginAndAgree(call, valid, &frame, &waiter, &agreement));
   log_.Agreed();
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok())
@@ -152,33 +154,32 @@ Status CallRunner::Perform(const Call& call, CallAttempt* attempt, const Status*
     if (inlined) RJ_TRY(CompleteInline(call, &requests, &agreement.outcome, attempt));
   }
   if (!agreement.outcome.ok()) {
-    log_.AgreedOnly(call, agreement.outcome.code());
-    return completion_.Close(call, agreement.outcome, CallCompletion::Barrier::kFrames,
-                             frame, &waiter, attempt);
+    log_.EndedAtAgreement(call, agreement.outcome.code());
+    return completion_.End(call, agreement.outcome, CallCompletion::Barrier::kFrames,
+                           frame, &waiter, attempt);
   }
-  // In a static job no epoch follows in which the call could be completed.
   if (state_.repairs && !requests.empty()) {
-    state_.progress->set_repeatable(fits || call.KeepsInputs());
+    state_.progress->set_repeatable(local_check || call.KeepsInputs());
     if (requests.size() == 1 && !state_.options.end_barrier)
-      attempt->reduced = planner_.SumsStay(requests[0]);
+      attempt->reduced = planner_.RetainedWhenReducedIs(requests[0]);
     if (attempt->reduced > 0) attempt->source = Source::kTileResults;
   }
   CallCompletion::Barrier barrier = CallCompletion::Barrier::kNone;
-  const auto fetched = [&] {
+  const auto tiles_finished = [&] {
     return segment ? segment->own(SharedSegment::kFinished) : 0;
   };
   for (Request& request : requests) {
-    const uint64_t before = fetched();
+    const uint64_t before = tiles_finished();
     if (Status s = RunRequest(&request, frame, &waiter); !s.ok())
       return failures_.Fail(call, s);
-    barrier = fetched() != before ? CallCompletion::Barrier::kFinished
-                                  : CallCompletion::Barrier::kFrames;
+    barrier = tiles_finished() != before ? CallCompletion::Barrier::kFinished
+                                         : CallCompletion::Barrier::kFrames;
     ++frame.step;
   }
-  // If every rank can complete the call alone, no rank waits until its peers have their
-  // results.
+  // If every rank can complete the call alone, no rank needs to wait until its peers
+  // have their results.
   if (attempt->source != Source::kNone) barrier = CallCompletion::Barrier::kNone;
-  RJ_TRY(completion_.Close(call, OkStatus(), barrier, frame, &waiter, attempt));
+  RJ_TRY(completion_.End(call, OkStatus(), barrier, frame, &waiter, attempt));
   log_.Succeeded(call);
   return OkStatus();
 }
@@ -199,7 +200,7 @@ Status CallRunner::CompleteInline(const Call& call, std::vector<Request>* reques
     attempt->source = CallAttempt::Source::kNone;
     return OkStatus();
   }
-  Finish(problem, arithmetic, values, state_.rank(), request.out);
+  FinishInline(problem, arithmetic, values, state_.rank(), request.out);
   log_.Count(request, kShared, "inline", request.wire_bytes());
   requests->clear();
   return OkStatus();
@@ -216,7 +217,7 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
   if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
     return failures_.Fail(call, s);
   if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
-      !call.rows_known && !agreement->told_splits) {
+      !call.rows_known && !agreement->splits_inline) {
     if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
       return failures_.Fail(call, s);
     if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
@@ -232,7 +233,7 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
   if (agreed) return OkStatus();
   std::vector<std::string> texts;
   const std::string own =
-      valid.ok() ? Explain(call, kMostText) : Refusal(valid.message());
+      valid.ok() ? Explain(call, kMaxText) : Refusal(valid.message());
   if (Status s = ExchangeTexts(frame, own, state_.endpoints, waiter, &texts); !s.ok())
     return failures_.Fail(call, s);
   agreement->refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
@@ -272,8 +273,8 @@ Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* wait
   }
   const Status done = Execute(plan, request->buffers, request->arithmetic, frame,
                               state_.endpoints, waiter);
-  // A peer that has invalidated its exposed bytes is not the culprit: its call has
-  // failed for a reason that arrives as an abort.
+  // A peer that has invalidated its exposed bytes is not the culprit: its own call has
+  // failed, and the reason arrives here as an abort a moment later.
   if (HasInvalidated(done.rank())) failures_.AwaitReason();
   return done;
 }
@@ -301,8 +302,8 @@ Status CallRunner::RunAdasum(Request* request, const Frame& frame, Waiter* waite
   return status;
 }
 
-// Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to false if
-// some peer sends a number of rows that this rank does not expect.
+// Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to whether
+// every peer sends the number of rows that this rank expects.
 Status CallRunner::CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                                bool* fit) const {
   const size_t p = static_cast<size_t>(state_.size()), n = call.tensors.size();

@@ -19,10 +19,9 @@
 
 namespace ringjax {
 
-// Runs the calls of a communicator one at a time, each on the thread that makes it: the
-// agreement, the data, and the end. Any thread may call InTurn and Guarded; the other
-// functions run inside of them. The arguments of the constructor must outlive the
-// object.
+// Runs the calls of a communicator one at a time, each on the thread that makes the
+// call. Any thread may call InTurn and Guarded; the other functions are called by the
+// body that these two run. The arguments of the constructor must outlive the object.
 class CallRunner {
  public:
   CallRunner(CommState* state, const FailureReport* failures, CallLog* log,
@@ -34,15 +33,16 @@ class CallRunner {
         planner_(*planner),
         completion_(*completion) {}
 
-  // Runs `body` as a call of this epoch only (CommState::own), by Guarded.
+  // Waits for a ticket of this epoch alone (CommState::own), and runs `body` by
+  // Guarded.
   Status InTurn(const Call& call, const std::function<Status()>& body);
-  // Runs `body` unless the communicator was aborted. An exception is a failure. The
-  // caller makes sure that no other call runs.
+  // Runs `body` unless the communicator was aborted. Turns an exception into a failure.
+  // The caller ensures that no other call runs.
   Status Guarded(const Call& call, const std::function<Status()>& body);
 
   // Checks whether this rank can do its part of the call. Sends nothing.
   Status Validate(const Call& call) const;
-  // Gives the call its sequence number and fills in the frame of its messages.
+  // Gives the call its sequence number, and fills in the frame of its messages.
   Status Begin(const Call& call, Frame* frame);
   // Runs a call. `local_check` and `negotiated` are the arguments of
   // Communicator::RunInThisEpoch. Other callers pass null and false.
@@ -54,33 +54,34 @@ class CallRunner {
  private:
   // The result of the agreement about a call.
   struct Agreement {
-    Status outcome;            // if this is an error, no rank moves data
-    bool refused = false;      // every rank has refused the call
-    bool told_splits = false;  // an input: inline data contain the splits
+    Status outcome;              // if this is an error, no rank moves data
+    bool refused = false;        // whether every rank has refused the call
+    bool splits_inline = false;  // input: whether the inline data contain the splits
   };
-  Status Perform(const Call& call, CallAttempt* attempt, const Status* local_check,
-                 bool negotiated);
-  // Begins the call and agrees about it. An error means that the communicator was
-  // aborted; a mismatch is not an error but is in `agreement->outcome`.
-  Status Enter(const Call& call, const Status& local_check, Frame* frame,
-               Waiter* waiter, Agreement* agreement);
-  // Agrees about a call that has begun. Returns errors as Enter does. `valid`, the
+  Status RunSteps(const Call& call, CallAttempt* attempt, const Status* local_check,
+                  bool negotiated);
+  // Begins the call and agrees about it. Fails if the communicator was aborted. A
+  // mismatch is not an error of this function but `agreement->outcome`.
+  Status BeginAndAgree(const Call& call, const Status& local_check, Frame* frame,
+                       Waiter* waiter, Agreement* agreement);
+  // Agrees about a call that has begun. Fails as BeginAndAgree does. `valid`, the
   // result of Validate or of the caller's check, is the vote of this rank.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
                  Waiter* waiter, Agreement* agreement);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
-  // Completes an inline call from the data that came with the agreement. Clears
-  // `requests` on success; leaves them if the data of some rank did not fit into its
-  // inline slot, so that all ranks send their data. Sets `*outcome` on a mismatch.
+  // Completes an inline call from the data that arrived with the agreement, and clears
+  // `requests`. Leaves `requests` unchanged if the data of some rank did not fit into
+  // its inline slot: then all ranks send their data over links. Sets `*outcome` on a
+  // mismatch.
   Status CompleteInline(const Call& call, std::vector<Request>* requests,
                         Status* outcome, CallAttempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
-  // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if it
-  // is smaller.
+  // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if
+  // necessary.
   void AddScratch(Request* request, uint64_t bytes);
-  // Whether the peer has invalidated its exposed bytes (transport/cma.h).
+  // Returns whether the peer has invalidated its exposed bytes (transport/cma.h).
   bool HasInvalidated(int peer) const;
 
   CommState& state_;

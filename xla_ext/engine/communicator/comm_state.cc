@@ -1,4 +1,4 @@
-// See comm_state.h.
+// Connects the members of CommState. See comm_state.h.
 #include "engine/communicator/comm_state.h"
 
 #include <algorithm>
@@ -27,8 +27,9 @@ CommState::CommState(CommunicatorOptions given,
   endpoints.timeout = options.collective_timeout;
   const auto& host = options.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
-  // hardware_concurrency counts the CPUs of the machine, not those to which this
-  // process is bound: a launcher that binds ranks gives each rank CPUs of its own.
+  // hardware_concurrency counts the CPUs of the machine, and not only the CPUs to which
+  // this process is bound. That is right, because a launcher that binds ranks gives
+  // each rank CPUs of its own.
   oversubscribed = neighbours > static_cast<long>(std::thread::hardware_concurrency());
 }
 

@@ -34,29 +34,31 @@ struct CommunicatorOptions {
   double spin_seconds = 50e-6;      // longest spin before a waiting thread sleeps
   double stall_warning = 30;        // seconds of waiting until a warning
   double collective_timeout = 300;  // seconds until a call fails; 0 disables the limit
-  // Forces algorithms: "" for none, a name, or "allreduce:ring,broadcast:binomial".
+  // Forced algorithms: "" for none, a name that applies to allreduce, or a list such as
+  // "allreduce:ring,broadcast:binomial".
   std::string algorithm;
   CostModel cost;
 
   std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
   int process_set = 0;                 // number of the process set, for the recorder
-  // Index of the CUDA device among those of this process. The recorder receives an
-  // event for each call of device 0, but only the bytes of calls of the other devices:
-  // one training step must not look like as many as the process has devices.
+  // Index of the CUDA device among the devices of this process. The recorder receives
+  // an event for each call of device 0, but only the bytes of calls of the other
+  // devices, because all devices make the same calls and one training step must not be
+  // recorded several times.
   int device_index = 0;
-  // The communicator belongs to an eager lane. The lane records its operations itself,
-  // so the communicator records no calls.
+  // Whether the communicator belongs to an eager lane. The lane records its operations
+  // itself, so the communicator records no calls.
   bool eager = false;
-  // For a replica set of a resilient job: the communicator of all replica sets, which
-  // make the same calls. Every call ends with a barrier on it, so that a call that
-  // fails in one set fails in all of them. Therefore the data in the shared segment of
-  // one set are never enough to complete a call. The communicator of all sets is static
-  // and serves no other calls.
+  // Set for a replica set of an elastic job, whose replica sets all make the same
+  // calls: a communicator of the ranks of all replica sets. Every call ends with a
+  // barrier on it, so that a call that fails in one set fails in all sets. Therefore a
+  // rank never completes a call from the shared segment of its set alone. This
+  // communicator is static and serves no other calls.
   std::shared_ptr<Communicator> end_barrier;
 };
 
-// The parts of a communicator use this state directly. Only the thread that serves a
-// call uses `endpoints`; the other members are constant, or thread-safe themselves.
+// The state that the parts of a communicator share. Only the thread that serves a call
+// uses `endpoints`; the other members are constant or thread-safe.
 struct CommState {
   // With a null `resilient`, the communicator is static.
   CommState(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
@@ -67,12 +69,12 @@ struct CommState {
   int rank() const { return options.topology.rank; }
   int size() const { return options.topology.size; }
   int world_rank() const { return options.world_ranks[rank()]; }
-  // "RINGJAX[world, epoch 0]: ", the start of every error text that leaves the core.
+  // Returns "RINGJAX[world, epoch 0]: ", the start of every error text of the core.
   std::string Prefix() const;
-  // Sequence number of the call that was begun last. Relaxed: another thread may read
-  // an earlier number.
+  // The sequence number of the call that was begun last. It is read relaxed, so another
+  // thread may see an earlier number.
   uint64_t sequence() const { return progress->sequence(); }
-  // A waiter for one call of this communicator.
+  // Returns a waiter for one call of this communicator.
   Waiter NewWaiter() const {
     return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds, oversubscribed);
   }
@@ -81,11 +83,12 @@ struct CommState {
   // the ticket lock.
   CommunicatorOptions options;
   const std::unique_ptr<Doorbell> doorbell;
-  // The order of the calls that run in this epoch only: those of an eager lane, those
-  // of a device, and all calls before the installation. It has this one epoch, and ends
-  // with the abort of the communicator.
+  // A ResilientComm with this communicator as its only epoch. It orders the calls that
+  // run in this epoch only: the calls of an eager lane, the calls of a device, and all
+  // calls before the communicator is installed in `resilient`. The abort of the
+  // communicator ends it.
   const std::shared_ptr<ResilientComm> own;
-  // The ResilientComm whose epoch this communicator is; `own` in a static job.
+  // The ResilientComm of which this communicator is an epoch; `own` in a static job.
   const std::shared_ptr<ResilientComm> resilient;
   const bool repairs;  // see ResilientComm::repairs
   const std::shared_ptr<Progress> progress;

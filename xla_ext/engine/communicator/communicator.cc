@@ -38,8 +38,10 @@ Status Communicator::RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoc
   return order().Run(*this, ticket, call, epoch);
 }
 
-Status Communicator::Compare(const Call& call, const Status& fits, bool* refused) {
-  return runner_.InTurn(call, [&] { return runner_.Compare(call, fits, refused); });
+Status Communicator::Compare(const Call& call, const Status& local_check,
+                             bool* refused) {
+  return runner_.InTurn(call,
+                        [&] { return runner_.Compare(call, local_check, refused); });
 }
 
 // -- as an epoch of a ResilientComm --------------------------------------------------
@@ -52,29 +54,32 @@ void Communicator::OnInstalled(uint64_t epoch_index) {
 Status Communicator::Attempt(const Call& call, CallAttempt* attempt) {
   attempt->sequence = state_.progress->begun() + 1;
   const auto run = [&] { return runner_.Run(call, attempt); };
-  return runner_.Guarded(call, std::ref(run));  // a copy would need memory
+  return runner_.Guarded(call, std::ref(run));  // a copy would allocate memory
 }
 
-Status Communicator::RunInThisEpoch(const Call& call, const Status& fits,
+Status Communicator::RunInThisEpoch(const Call& call, const Status& local_check,
                                     bool negotiated) {
   CallAttempt attempt;
-  attempt.sequence = state_.progress->begun() + 1;  // one thread makes all these calls
-  const auto run = [&] { return runner_.Run(call, &attempt, &fits, negotiated); };
+  // No other thread begins calls here, so the number of this call is known in advance.
+  attempt.sequence = state_.progress->begun() + 1;
+  const auto run = [&] {
+    return runner_.Run(call, &attempt, &local_check, negotiated);
+  };
   const Status status = runner_.InTurn(call, std::ref(run));
   if (attempt.globally_complete) return status;
-  const Status decision = order().Judge(epoch_index(), attempt.sequence);
+  const Status decision = order().AwaitDecision(epoch_index(), attempt.sequence);
   return decision.ok() ? completion_.CompleteCommitted(call, attempt)
                        : WithContext(call, decision);
 }
 
-Status Communicator::Quiesce(double seconds, ProgressReport* standing) {
+Status Communicator::Quiesce(double seconds, ProgressReport* report) {
   if (!aborted())
     return Status(Code::kFailedPrecondition, Prefix() + "quiesce comes after abort");
-  if (!state_.progress->Settled(seconds))
+  if (!state_.progress->AwaitInactive(seconds))
     return Status(Code::kDeadlineExceeded, Prefix() + "a call has not stopped within " +
                                                std::to_string(seconds) +
                                                " s after the abort");
-  *standing = state_.progress->Read();
+  *report = state_.progress->Read();
   return OkStatus();
 }
 

@@ -3,23 +3,22 @@
 //
 // A process may have any number of communicators. Each serves its calls one at a time,
 // in the order in which the callers took tickets, and runs each call on the thread that
-// makes it. All ranks must make the same calls in the same order; before any data moves
-// they compare fingerprints (engine/call/agreement.h). Rank and size are looked up at
+// makes it. All ranks must make the same calls in the same order. Before any data move,
+// the ranks compare fingerprints (engine/call/agreement.h). Calls read rank and size at
 // run time. A compiled program contains them only where a shape depends on them, so the
 // program can outlive a change of membership.
 //
 // There are two kinds of failure, and neither ever ends the process:
 //
-//   mismatch   The ranks disagree about a call, or some rank cannot make it. This one
-//              call fails on all ranks, nothing is exchanged, and the communicator
-//              remains usable.
+//   mismatch   The ranks disagree about a call, or some rank cannot make it. This call
+//              fails on all ranks, nothing is exchanged, and the communicator remains
+//              usable.
 //   abort      A peer or a link is lost, a deadline has passed, or this process was
-//              interrupted. The pending call and all later ones fail with the first
-//              reason.
+//              interrupted. The pending call and all later calls fail with the reason
+//              of the first abort.
 //
 // A communicator is an epoch of a ResilientComm (resilient_comm.h), and in a static job
-// the only one. The class composes parts with one duty each; xla_ext/README.md has a
-// table of them.
+// its only epoch. xla_ext/README.md has a table of the parts of the class.
 #pragma once
 
 #include <atomic>
@@ -45,10 +44,10 @@
 
 namespace ringjax {
 
-// This rank's end of a communicator. The comment at the top of this file says what it
+// This rank's end of a communicator. The comment at the top of this file lists its
 // guarantees.
 //
-// All users share the ownership (Python, the registry, the eager lanes and others),
+// All users (Python, the registry, the eager lanes and others) share the ownership,
 // except the heartbeat and the ResilientComm, which hold weak references.
 //
 // Any thread may call any function, except where a comment or the heading of a section
@@ -57,9 +56,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // links[r] leads to rank r and is null for this rank. `segment` requires that all
   // ranks are on one host; either every rank has one, or no rank. With `resilient`,
-  // this communicator becomes an epoch of that object when it is installed there. Calls
-  // before that moment run here and are never repeated. Without, it is static: the only
-  // epoch of a ResilientComm of its own.
+  // this communicator becomes an epoch of that object when it is installed there; calls
+  // before that moment run here and are never repeated. Without `resilient`, this
+  // communicator is static: the only epoch of a ResilientComm of its own.
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
                std::unique_ptr<Doorbell> doorbell,
                std::unique_ptr<SharedSegment> segment = nullptr,
@@ -76,22 +75,23 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // -- calls -------------------------------------------------------------------------
 
   // Runs one call on this thread and returns when its results are in place. The call
-  // runs in the current epoch, whichever epoch `this` is, and runs again in the next
-  // one if the epoch ends before the call is committed. `*epoch` receives the epoch in
-  // which it completed.
+  // runs in the current epoch, even if `this` is an earlier epoch, and runs again in
+  // the next epoch if the current one ends before the call is committed. `*epoch`
+  // receives the epoch in which the call completed.
   Status Run(const Call& call, uint32_t* epoch = nullptr);
 
-  // Run in two halves: TakeTicket fixes the position of the call in the order of calls,
-  // and RunInTurn waits until the ticket is served. A ticket that is never used blocks
-  // all calls behind it until the communicator is aborted or its ResilientComm ends.
+  // Run in two halves. TakeTicket fixes the position of the call in the order of calls.
+  // RunInTurn waits until the ticket is served, and runs the call. A ticket that is
+  // never used blocks all calls behind it until the communicator is aborted or its
+  // ResilientComm ends.
   uint64_t TakeTicket();
   Status RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch = nullptr);
 
-  // Runs the last call of a chain, all of whose calls must complete in one epoch: the
-  // buckets of one training step, say, must be averaged over the same ranks. The other
-  // calls of the chain must have run. If the last call completes in a later epoch, the
-  // other calls run again there before the next ticket is served. If the chain fails,
-  // it fails on all ranks, and no result of the chain may be used.
+  // Runs the last call of a chain. All calls of a chain must complete in one epoch: for
+  // example, all buckets of a training step must be averaged over the same ranks. The
+  // other calls of the chain must have run before. If the last call completes in a
+  // later epoch, the other calls run again there before the next ticket is served. If
+  // the chain fails, it fails on all ranks, and no result of the chain may be used.
   struct ChainedCall {
     const Call* call;
     uint32_t epoch = 0;  // the epoch in which the call completed
@@ -99,19 +99,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* chain);
 
   // Runs the call in this epoch only. If the epoch ends under the call, blocks until
-  // the ranks have decided about the call, and returns kUnavailable if the call is not
-  // committed. The caller then repeats it, and must have kept its inputs. `local_check`
-  // is the caller's own check of the call: an error makes the call fail on all ranks.
-  // `negotiated`, only where rounds are final: the eager lane has established that
-  // every rank makes the call and can make it. Then there is no agreement, except if
-  // the data are inline, because inline data travel with the agreement.
+  // the commit decision has arrived, and returns kUnavailable if the call is not
+  // committed. The caller must then repeat the call, so it must have kept the inputs.
+  // `local_check` is the caller's own check of the call; an error makes the call fail
+  // on all ranks. `negotiated` says that the negotiation of an eager lane has
+  // established that every rank makes the call and can make it, which is allowed only
+  // if rounds are final (Rounds::final). Then there is no agreement, unless the data
+  // are inline, because inline data travel with the agreement.
   Status RunInThisEpoch(const Call& call, const Status& local_check = OkStatus(),
                         bool negotiated = false);
 
   // Agrees about a call and moves no data, for a backend that moves the data itself
-  // (NCCL). `local_check` is the backend's own check of the call. If the result is not
-  // ok, `*refused` says whether every rank has refused the call, so that no rank begins
-  // it. `*refused` must be false before, and stays so if the ticket is not served.
+  // (NCCL). `local_check` is the backend's own check of the call. If the call fails,
+  // `*refused` says whether every rank has refused it, so that no rank begins it. The
+  // caller must set `*refused` to false; it stays false if the ticket is not served.
   Status Compare(const Call& call, const Status& local_check, bool* refused);
 
   // Checks whether this rank can do its part of the call. Sends nothing.
@@ -127,49 +128,49 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // -- as an epoch of a ResilientComm -------------------------------------------------
 
   const std::shared_ptr<ResilientComm>& resilient() const { return state_.resilient; }
-  // Position of this communicator among the epochs of its ResilientComm, from 1; 0
-  // until it is installed, and always in a static job. Not to be confused with epoch(),
-  // the number of the membership, which other communicators share.
+  // Position of this communicator among the epochs of its ResilientComm, from 1. It is
+  // 0 until the communicator is installed, and always in a static job. In contrast,
+  // epoch() is the number of the job's epoch, which all communicators share.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
-  // Called by the ResilientComm. From now on progress reports count only later calls.
+  // Called by the ResilientComm. Progress reports do not count calls before this one.
   void OnInstalled(uint64_t epoch_index);
   // The progress of the calls in this epoch, which this rank reports after an abort.
   // The object may outlive the communicator.
   const std::shared_ptr<Progress>& progress() const { return state_.progress; }
 
   // Runs the call once in this epoch. The ResilientComm calls this function while its
-  // ticket lock serves the call. Unless `attempt->globally_complete` is set on return,
-  // this epoch has ended under the call, and `*attempt` says how far the call got.
+  // ticket lock serves the call. If `attempt->globally_complete` is false on return,
+  // the epoch has ended under the call, and `*attempt` says how far the call got.
   Status Attempt(const Call& call, CallAttempt* attempt);
-  // Completes a call that the ranks have committed although its epoch ended under the
-  // call. Reads results that are not in place yet from the shared segment. Waits for no
-  // peer.
+  // Completes a call that is committed although its epoch ended under the call. Reads
+  // results that are not in place yet from the shared segment. Waits for no peer.
   Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const {
     return completion_.CompleteCommitted(call, attempt);
   }
-  // Waits, after an abort, until no call can change the report any more, and reads it.
-  // kDeadlineExceeded if a call does not stop in time, kFailedPrecondition if the
-  // communicator was not aborted.
+  // Waits, after an abort, until no call can change the progress report, and reads the
+  // report. Fails with kDeadlineExceeded if a call does not stop within `seconds`, and
+  // with kFailedPrecondition if the communicator was not aborted.
   Status Quiesce(double seconds, ProgressReport* report);
 
   // -- failure ------------------------------------------------------------------------
 
-  // Fails the pending call and every later call with `status`, whose rank is a world
-  // rank. If there are several aborts, the first one gives the status.
+  // Makes the pending call and every later call fail with `status`, whose rank is a
+  // world rank. Only the first abort sets the status.
   void Abort(const Status& status) { state_.abort.Abort(status); }
   const AbortState& abort_state() const { return state_.abort; }
   const FailureReport& failures() const { return failures_; }
   Status abort_status() const { return state_.abort.status(); }
   bool aborted() const { return state_.abort.aborted(); }
-  // Aborts, notifies the peers and names a culprit: a world rank, or -1 for this rank,
-  // which then takes part in no later epoch. `what` is a predicate: "was interrupted".
-  // After an earlier abort, only ends the ResilientComm, and only for culprit -1.
+  // Aborts and notifies the peers. `culprit` is the world rank to blame, or -1 for this
+  // rank, which then takes part in no later epoch. `what` is a predicate of the
+  // culprit: "was interrupted". After an earlier abort, the function only ends the
+  // ResilientComm, and only for culprit -1.
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit = -1) {
     failures_.AbortAndNotifyPeers(code, what, culprit);
   }
-  // Records that a member has shut down cleanly after `finished` calls. Those
-  // calls may still complete here. A later call fails: at once if it has not begun,
-  // otherwise at the latest after a second in which no data move.
+  // Records that a member has shut down cleanly after `finished` calls. Those calls may
+  // still complete here. A later call fails immediately if it has not begun, and
+  // otherwise after at most one second in which no data move.
   void OnPeerShutdown(int world_rank, uint64_t finished = 0) {
     state_.abort.OnPeerShutdown(world_rank, finished);
   }
@@ -180,14 +181,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   CallLog& log() { return log_; }
   const CallLog& log() const { return log_; }
   // Sequence numbers of the call that was begun last, and of the call that was finished
-  // last. Relaxed: another thread may read an earlier number.
+  // last. They are read relaxed, so another thread may see earlier numbers.
   uint64_t entered() const { return state_.sequence(); }
   uint64_t finished() const { return state_.finished.load(std::memory_order_relaxed); }
 
   // Replaces the cost model and the forced algorithms between two calls, and clears all
-  // plans and statistics. All ranks must pass the same arguments at the same position
-  // in the order of calls. With `trial`, the recorder receives no calls until
-  // SetCostModel is called again. Does nothing if no call can follow.
+  // plans and statistics. All ranks must pass equal arguments at one position in the
+  // order of calls. With `trial`, the recorder receives no calls until SetCostModel is
+  // called again. Does nothing if no call can follow.
   void SetCostModel(const CostModel& cost, const std::string& algorithm,
                     bool trial = false);
 
@@ -195,8 +196,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<std::string, int> transports() const;  // links, by Link::transport()
 
  private:
-  // The ResilientComm that has the order of the calls: CommState::own until this
-  // communicator is installed in another one.
+  // The ResilientComm that orders the calls: CommState::own until this communicator is
+  // installed in another ResilientComm.
   ResilientComm& order() const;
 
   CommState state_;

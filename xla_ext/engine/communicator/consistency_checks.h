@@ -1,4 +1,4 @@
-// The states of the checks that all ranks hold the same parameters (ffi/check.cc).
+// The states of the checks whether all ranks hold equal parameters (ffi/check.cc).
 #pragma once
 
 #include <atomic>
@@ -8,17 +8,17 @@
 
 namespace ringjax {
 
-// The checks of one communicator, by the hash of their names. Thread-safe.
+// The checks of one communicator, by a hash of the check's name. Thread-safe.
 class ConsistencyChecks {
  public:
   struct Check {
     std::atomic<uint32_t> count{0};   // invocations, or a flag; see ffi/check.cc
-    std::atomic<bool> warned{false};  // the last comparison has found a difference
+    std::atomic<bool> warned{false};  // whether the last comparison found a difference
   };
-  // The reference is valid as long as this object.
+  // The reference is valid as long as this object, because a std::map moves no element.
   Check& at(uint64_t site) {
     std::lock_guard lock(mutex_);
-    return checks_[site];  // std::map: the reference stays valid
+    return checks_[site];
   }
 
  private:

@@ -11,13 +11,13 @@
 namespace ringjax {
 namespace {
 
-// A thread pool without a limit: each task gets a thread immediately, because a task
+// A thread pool without a limit. Each task gets a thread immediately, because a task
 // may block until other tasks have run. The pool is never destroyed, because its tasks
 // continue programs, which may outlive static objects at exit.
-class Carriers {
+class ThreadPool {
  public:
   // Runs the task on a thread of the pool, or on this one if the system can start none.
-  void Carry(std::function<void()> task) {
+  void Run(std::function<void()> task) {
     std::unique_lock lock(mutex_);
     if (idle_ == tasks_.size()) {
       try {
@@ -54,12 +54,12 @@ class Carriers {
   size_t idle_ = 0;  // number of threads that run no task; at least tasks_.size()
 };
 
-Carriers& carriers = *new Carriers;
+ThreadPool& pool = *new ThreadPool;
 
 // The parts of a group, by the index of their device in Part::devices.
-using Places = std::vector<Part*>;
+using PartsByDevice = std::vector<Part*>;
 
-Status Fit(const Part& a, const Part& b) {
+Status CheckSameCall(const Part& a, const Part& b) {
   if (a.devices == b.devices && a.shards == b.shards && a.call.op == b.call.op &&
       a.call.name == b.call.name && a.call.tensors.size() == b.call.tensors.size() &&
       a.communicator->id() == b.communicator->id())
@@ -69,17 +69,18 @@ Status Fit(const Part& a, const Part& b) {
                                      b.call.Title() + ", in the same run");
 }
 
-Places InOrder(std::vector<Part>* parts) {
+PartsByDevice ByDevice(std::vector<Part>* parts) {
   const auto& devices = parts->front().devices;
-  Places places(devices.size());
+  PartsByDevice by_device(devices.size());
   for (Part& part : *parts)
-    places[static_cast<size_t>(std::find(devices.begin(), devices.end(), part.device) -
-                               devices.begin())] = &part;
-  return places;
+    by_device[static_cast<size_t>(
+        std::find(devices.begin(), devices.end(), part.device) - devices.begin())] =
+        &part;
+  return by_device;
 }
 
-// For each tensor and shard: the index of the device whose copy travels, which is the
-// first that holds the shard.
+// Returns, for each tensor and shard, the index of the device whose copy is sent: the
+// first device that holds the shard.
 std::vector<std::vector<size_t>> Holders(const Part& part) {
   const size_t n = part.devices.size();
   std::vector<std::vector<size_t>> holders(part.call.tensors.size());
@@ -92,52 +93,55 @@ std::vector<std::vector<size_t>> Holders(const Part& part) {
   return holders;
 }
 
-Call Together(const Places& places, const std::vector<std::vector<size_t>>& holders) {
-  Call call = places[0]->call;
+Call CombinedCall(const PartsByDevice& by_device,
+                  const std::vector<std::vector<size_t>>& holders) {
+  Call call = by_device[0]->call;
   call.tensors.clear();
   for (size_t t = 0; t < holders.size(); ++t)
-    for (size_t d : holders[t]) call.tensors.push_back(places[d]->call.tensors[t]);
+    for (size_t d : holders[t]) call.tensors.push_back(by_device[d]->call.tensors[t]);
   return call;
 }
 
-// Copies the results to the devices whose copies did not travel.
-void HandOut(const Places& places, const std::vector<std::vector<size_t>>& holders) {
-  const size_t n = places.size();
+// Copies the results to the devices whose copies were not sent.
+void CopyResults(const PartsByDevice& by_device,
+                 const std::vector<std::vector<size_t>>& holders) {
+  const size_t n = by_device.size();
   for (size_t t = 0; t < holders.size(); ++t)
     for (size_t d = 0; d < n; ++d) {
-      const size_t from = holders[t][static_cast<size_t>(places[d]->shards[t * n + d])];
-      const Tensor& result = places[from]->call.tensors[t];
+      const size_t from =
+          holders[t][static_cast<size_t>(by_device[d]->shards[t * n + d])];
+      const Tensor& result = by_device[from]->call.tensors[t];
       if (from != d && result.room > 0)
-        std::memcpy(places[d]->call.tensors[t].out, result.out, result.room);
+        std::memcpy(by_device[d]->call.tensors[t].out, result.out, result.room);
     }
 }
 
-// Calls every `done` on a thread of its own, the last one on this thread.
-void Tell(std::vector<Part> parts, const Status& status) {
+// Calls each `done` on a thread of its own, except the last, which runs on this thread.
+void NotifyDone(std::vector<Part> parts, const Status& status) {
   for (size_t i = 0; i + 1 < parts.size(); ++i)
-    carriers.Carry([done = std::move(parts[i].done), status] { done(status); });
+    pool.Run([done = std::move(parts[i].done), status] { done(status); });
   const auto last = std::move(parts.back().done);
   parts.clear();
   last(status);
 }
 
-void Run(std::vector<Part> parts, uint64_t ticket) {
+void RunCombined(std::vector<Part> parts, uint64_t ticket) {
   const auto communicator = parts.front().communicator;
   Status status;
   try {
-    const Places places = InOrder(&parts);
-    const auto holders = Holders(*places[0]);
-    const Call call = Together(places, holders);
+    const PartsByDevice by_device = ByDevice(&parts);
+    const auto holders = Holders(*by_device[0]);
+    const Call call = CombinedCall(by_device, holders);
     const auto& body = parts.front().body;
     status = body ? body(ticket, call) : communicator->RunInTurn(ticket, call);
-    if (status.ok()) HandOut(places, holders);
+    if (status.ok()) CopyResults(by_device, holders);
   } catch (const std::exception& e) {
     // An unused ticket would block all later calls, so the communicator is aborted.
     communicator->AbortAndNotifyPeers(Code::kInternal,
                                       std::string("failed: ") + e.what());
     status = Status(Code::kInternal, communicator->Prefix() + e.what());
   }
-  Tell(std::move(parts), status);
+  NotifyDone(std::move(parts), status);
 }
 
 Status CheckPart(const Part& part) {
@@ -173,14 +177,14 @@ DeviceRendezvous::~DeviceRendezvous() {
                                                 ": the communicator was shut down");
     // `done` may block, so it does not run on this thread, which may be any thread.
     for (Part& each : group.parts)
-      carriers.Carry([done = std::move(each.done), status] { done(status); });
+      pool.Run([done = std::move(each.done), status] { done(status); });
   }
 }
 
 Status DeviceRendezvous::Join(Part part) {
   RJ_TRY(CheckPart(part));
   std::unique_lock lock(mutex_);
-  for (const auto& [run, status] : lost_)
+  for (const auto& [run, status] : given_up_)
     if (run == part.run) return status;
   const auto has = [](const Group& group, int64_t device) {
     return std::any_of(group.parts.begin(), group.parts.end(),
@@ -191,8 +195,8 @@ Status DeviceRendezvous::Join(Part part) {
   });
   std::list<Group> fresh;
   if (group == open_.end()) {
-    // The thread is started before the group exists, because std::thread may throw: a
-    // group without a part must not get into open_, whose readers use the first part.
+    // std::thread may throw, so the thread is started before the group is in open_: a
+    // group without a part must never be there, because readers use the first part.
     if (!watch_.joinable()) watch_ = std::thread([this] { Watch(); });
     fresh.emplace_back().parts.reserve(part.devices.size());
     group = fresh.begin();
@@ -206,7 +210,7 @@ Status DeviceRendezvous::Join(Part part) {
             : Time::max();
     if (group->deadline < alarm_) changed_.notify_all();
   } else {
-    RJ_TRY(Fit(part, group->parts.front()));
+    RJ_TRY(CheckSameCall(part, group->parts.front()));
   }
   group->parts.push_back(std::move(part));
   open_.splice(open_.end(), fresh);
@@ -219,7 +223,7 @@ Status DeviceRendezvous::Join(Part part) {
   const uint64_t ticket = one.wants_turn ? one.communicator->TakeTicket() : 0;
   lock.unlock();
   auto all = std::make_shared<std::vector<Part>>(std::move(parts));
-  carriers.Carry([all, ticket] { Run(std::move(*all), ticket); });
+  pool.Run([all, ticket] { RunCombined(std::move(*all), ticket); });
   return OkStatus();
 }
 
@@ -239,18 +243,18 @@ std::string DeviceRendezvous::Missing() const {
   return open_.empty() ? "" : open_.front().Missing();
 }
 
-// Gives up the run of `late`. Returns the status of its parts, and of devices that join
-// the run later. Sets `*what` to what this rank did: "waited 30 s for device 1 ...".
-// mutex_ is held.
-Status DeviceRendezvous::Miss(const Group& late, std::string* what) {
+// Gives up the run of `late`. Returns the status of its parts and of devices that join
+// the run later. Sets `*what` to a predicate of this rank: "waited 30 s for device 1
+// ...". The caller holds mutex_.
+Status DeviceRendezvous::GiveUp(const Group& late, std::string* what) {
   const Part& part = late.parts.front();
   *what = "waited " + Digits(late.seconds) + " s for " + late.Missing();
-  constexpr size_t kMost = 64;
-  if (lost_.size() == kMost) lost_.pop_front();
+  constexpr size_t kMaxGivenUp = 64;
+  if (given_up_.size() == kMaxGivenUp) given_up_.pop_front();
   const Status status(Code::kDeadlineExceeded,
                       part.communicator->Prefix() + part.call.Title() + ": this rank " +
                           *what + "; has the program failed there before?");
-  lost_.emplace_back(part.run, status);
+  given_up_.emplace_back(part.run, status);
   return status;
 }
 
@@ -272,12 +276,13 @@ void DeviceRendezvous::Watch() {
     Group late = std::move(*next);
     open_.erase(next);
     std::string what;
-    const Status status = Miss(late, &what);
+    const Status status = GiveUp(late, &what);
     const auto communicator = late.parts.front().communicator;
     lock.unlock();
-    // Without the abort, the other ranks would wait for this rank until their timeouts.
+    // Without this abort, the other ranks would wait for this rank until their
+    // timeouts.
     communicator->AbortAndNotifyPeers(Code::kDeadlineExceeded, what);
-    Tell(std::move(late.parts), status);
+    NotifyDone(std::move(late.parts), status);
     lock.lock();
   }
 }

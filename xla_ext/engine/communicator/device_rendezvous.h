@@ -1,18 +1,17 @@
 // DeviceRendezvous: where the calls of all devices of a process become one call.
 //
-// A program over several devices makes each call once for each device. To the other
-// ranks all these calls are one call: one agreement, one message and one outcome per
-// process, however many devices it has. A tensor on several devices is cut into shards,
-// or the devices hold copies of it. Each shard travels once, in the same order on all
-// ranks, whichever device holds it. XLA has the same word, rendezvous, for such an
-// object.
+// A program over several devices makes each call once for each device. For the other
+// ranks these calls are one call, with one agreement, one message and one outcome for
+// the whole process. A tensor on several devices is cut into shards, or the devices
+// hold copies of it. Each shard is sent once, in an order that is equal on all ranks
+// and does not depend on the devices. XLA calls such an object a rendezvous, too.
 //
 // No device waits here. XLA runs a program with as many threads as it has devices, and
 // collectives of XLA itself block these threads until all devices have arrived. If our
-// calls blocked them as well, the devices that are still to arrive might never get a
-// thread. So Join only takes the part of a device. When the call has ended, `done` is
-// called for each device on a thread of its own, which may continue with the program,
-// and block.
+// calls also blocked the threads, the devices that are still to arrive might never get
+// a thread. So Join only stores the part of a device. When the call has ended, `done`
+// is called for each device on a thread of its own, which may continue with the program
+// and may block.
 #pragma once
 
 #include <chrono>
@@ -36,10 +35,11 @@ namespace ringjax {
 // until `done` is called.
 struct Part {
   std::shared_ptr<Communicator> communicator;
-  Call call;  // `tensors`: the shards of this device; the rest: equal on all devices
+  Call call;  // `tensors` are the shards of this device; the rest is equal on all
+              // devices
   int64_t device = 0;            // one of `devices`
-  int64_t run = 0;               // the run of the program, equal on all devices
-  std::vector<int64_t> devices;  // all devices, in an order equal on all of them
+  int64_t run = 0;               // number of the program's run, equal on all devices
+  std::vector<int64_t> devices;  // all devices, in the same order in each part
   // shards[t * devices.size() + d] is the number, from 0, of the shard of tensor t that
   // devices[d] holds. Devices with the same number hold equal data.
   std::vector<int64_t> shards;
@@ -61,14 +61,14 @@ class DeviceRendezvous {
   DeviceRendezvous(const DeviceRendezvous&) = delete;
   DeviceRendezvous& operator=(const DeviceRendezvous&) = delete;
 
-  // Takes the part of one device. The k-th call of a device in a run belongs to the
-  // k-th calls of the other devices; the last part starts the call. Does not wait,
-  // unless the system can start no thread for the call. If this fails or throws, `done`
-  // is not called.
+  // Stores the part of one device. The k-th call of a device in a run belongs to the
+  // k-th calls of the other devices, and the last of these parts starts the call. Does
+  // not wait, unless the system can start no thread for the call. If Join fails or
+  // throws, `done` is not called.
   Status Join(Part part);
 
-  // The devices that the oldest incomplete call waits for: "device 1 of its own to come
-  // to allreduce 'x'"; empty if no call waits. For CallLog::set_missing_locally.
+  // Returns the devices that the oldest incomplete call waits for, such as "device 1 of
+  // its own to come to allreduce 'x'", or "". For CallLog::set_missing_locally.
   std::string Missing() const;
 
  private:
@@ -76,19 +76,19 @@ class DeviceRendezvous {
   struct Group {
     std::vector<Part> parts;  // parts that have arrived; never empty in open_
     Time deadline;
-    double seconds = 0;  // the timeout; `deadline` was computed from it
+    double seconds = 0;  // the timeout from which `deadline` was computed
 
     std::string Missing() const;
   };
 
   void Watch();
-  Status Miss(const Group& late, std::string* what);
+  Status GiveUp(const Group& late, std::string* what);
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Group> open_;  // groups that wait for a device, oldest first
   std::deque<std::pair<int64_t, Status>>
-      lost_;                  // the last 64 runs that have been given up
+      given_up_;              // the last 64 runs given up (GiveUp)
   Time alarm_ = Time::max();  // when Watch wakes up next
   bool stopping_ = false;
   std::thread watch_;  // runs Watch; started by the first Join

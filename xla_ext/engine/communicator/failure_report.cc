@@ -1,4 +1,4 @@
-// See failure_report.h.
+// Finds the culprit and writes the error. See failure_report.h.
 #include "engine/communicator/failure_report.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace ringjax {
 namespace {
 
-// "rank 3 was interrupted", with the code and the rank of `blame`.
+// Returns "rank 3 was interrupted", with the code and the rank of `blame`.
 Status Sentence(const Status& blame) {
   return Status(blame.code(),
                 "rank " + std::to_string(blame.rank()) + " " + blame.message(),
@@ -19,34 +19,36 @@ Status Sentence(const Status& blame) {
 }  // namespace
 
 // Waits until the peer that has ended its call, or the coordinator, reports the reason.
-// A peer that has ended its call is alive and can take part in the next epoch. An error
-// that blamed the peer would exclude (fence) the peer from the job.
+// Such a peer is alive and can take part in the next epoch. An error of this rank that
+// blamed the peer would exclude (fence) it from the job.
 void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::seconds(5)); }
 
-// Ends the communicator and returns the error of the call. A broken link (kUnavailable)
-// does not show why a peer is gone: it may have shut down after the loss of another
-// rank. The heartbeat learns that a moment later, so Fail first waits for the reason.
+// Aborts the communicator and returns the error of the call. A broken link
+// (kUnavailable) does not show why a peer is gone: the peer may have shut down after
+// the loss of another rank. The heartbeat receives the reason a moment later, so Fail
+// waits for it.
 Status FailureReport::Fail(const Call& call, const Status& cause) const {
   if (cause.code() == Code::kUnavailable)
     state_.abort.Await(std::chrono::milliseconds(200));
   const Status left = state_.abort.CheckShutdowns(state_.sequence());
   const bool explained =
       cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();
-  const Status blame = Blame(call, explained ? left : cause);
-  if (End(blame) || cause.code() != Code::kCancelled) return Aborted(call);
-  // This rank was interrupted: it takes part in no later epoch, whatever else failed.
+  const Status blame = FindCulprit(call, explained ? left : cause);
+  if (TryAbort(blame) || cause.code() != Code::kCancelled) return Aborted(call);
+  // This rank was interrupted, so it takes part in no later epoch, even if another
+  // thread has aborted the communicator for another reason.
   state_.resilient->End(Sentence(blame));
-  return Ended(call, state_.resilient->end_status());
+  return ErrorOf(call, state_.resilient->end_status());
 }
 
 Status FailureReport::Aborted(const Call& call) const {
-  return Ended(call, state_.abort.status());
+  return ErrorOf(call, state_.abort.status());
 }
 
-// In a static job, the error of a call ends the job, so the record is written. In an
-// elastic job the ResilientComm does that. An eager lane calls Dump itself, after it
-// has recorded its pending operations.
-Status FailureReport::Ended(const Call& call, const Status& reason) const {
+// In a static job, the error of a call ends the job, so the recorder writes its file.
+// In an elastic job the ResilientComm calls Dump. An eager lane calls Dump itself,
+// after it has recorded its pending operations.
+Status FailureReport::ErrorOf(const Call& call, const Status& reason) const {
   if (!state_.repairs && !state_.options.eager) Dump(reason);
   return WithContext(call, reason);
 }
@@ -56,11 +58,11 @@ void FailureReport::Dump(const Status& reason) const {
   if (recorder && reason.rank() >= 0) recorder->Dump(reason.message());
 }
 
-bool FailureReport::End(const Status& blame) const {
+bool FailureReport::TryAbort(const Status& blame) const {
   if (state_.abort.aborted()) return false;
   Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
   const bool own = blame.rank() == state_.world_rank();
-  // An elastic job continues without the culprit: with kUnavailable, callers wait for
+  // An elastic job continues without the culprit. kUnavailable makes callers wait for
   // the next epoch.
   if (state_.repairs && !own) code = Code::kUnavailable;
   const Status status = Sentence({code, blame.message(), blame.rank()});
@@ -74,17 +76,18 @@ void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
                                         int culprit) const {
   const Status blame(code, what, culprit < 0 ? state_.world_rank() : culprit);
   // The other ranks may continue in the next epoch; this rank must not.
-  if (!End(blame) && culprit < 0) state_.resilient->End(Sentence(blame));
+  if (!TryAbort(blame) && culprit < 0) state_.resilient->End(Sentence(blame));
 }
 
 Status FailureReport::WithContext(const Call& call, const Status& status) const {
-  return Status(status.code(), state_.Prefix() + Where(call) + ": " + status.message(),
+  return Status(status.code(),
+                state_.Prefix() + DescribeCall(call) + ": " + status.message(),
                 status.rank());
 }
 
-// Returns the culprit, as a world rank, and what the error says about that rank, such
-// as "has not called ...". Peers receive both, so all ranks print the same sentence.
-Status FailureReport::Blame(const Call& call, const Status& cause) const {
+// Peers receive the culprit and the predicate, such as "has not called ...", so all
+// ranks print the same sentence.
+Status FailureReport::FindCulprit(const Call& call, const Status& cause) const {
   const int here = state_.world_rank();
   int world = cause.rank() < 0 ? here : state_.options.world_ranks[cause.rank()];
   std::string what = cause.message();
@@ -93,14 +96,14 @@ Status FailureReport::Blame(const Call& call, const Status& cause) const {
     const std::vector<int> late = heartbeat_.Late();
     if (!late.empty()) {
       world = late.front();
-      what = "has not called " + Where(call);
+      what = "has not called " + DescribeCall(call);
     }
     what += " for " + Digits(state_.endpoints.timeout) + " s";
     for (size_t i = 1; i < late.size(); ++i)
       what += (i == 1 ? ", nor has rank " : ", rank ") + std::to_string(late[i]);
     const std::vector<ProbeReply> replies =
         heartbeat_.ProbeReplies(late.empty() ? std::vector{world} : late);
-    for (size_t i = 0; i < std::min(replies.size(), kMostTold); ++i) {
+    for (size_t i = 0; i < std::min(replies.size(), kMaxReplies); ++i) {
       const std::string reply_text = ReplyText(replies[i]);
       if (i == 0 && !replies[i].host.empty())
         what = "on " + replies[i].host + " " + what;
@@ -111,7 +114,7 @@ Status FailureReport::Blame(const Call& call, const Status& cause) const {
   return Status(cause.code(), what, world);
 }
 
-std::string FailureReport::Where(const Call& call) const {
+std::string FailureReport::DescribeCall(const Call& call) const {
   std::string text = call.Title() + " (";
   if (call.tensors.size() == 1)
     text += Describe(call.tensors[0]);

@@ -1,5 +1,4 @@
-// How a communicator fails: the culprit of a failure, and the error that all ranks
-// report.
+// The failure of a communicator: its culprit, and the error that all ranks report.
 #pragma once
 
 #include <string>
@@ -19,31 +18,31 @@ class FailureReport {
   FailureReport(CommState* state, const HeartbeatClient* heartbeat)
       : state_(*state), heartbeat_(*heartbeat) {}
 
-  // Aborts the communicator, unless it is aborted already, and returns the error of
-  // the call. The rank of `cause` is a rank of this communicator, not of the world.
+  // Aborts the communicator, unless it is aborted already, and returns the error of the
+  // call. The rank of `cause` is a rank of this communicator, not of the world.
   Status Fail(const Call& call, const Status& cause) const;
   // Returns the error of a call on an aborted communicator.
   Status Aborted(const Call& call) const;
-  // Waits for an abort that says why a peer has stopped, at most 5 s.
+  // Waits at most 5 s until an abort reports why a peer has stopped.
   void AwaitReason() const;
   // Implements Communicator::AbortAndNotifyPeers.
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit) const;
 
-  // Writes the recorder's file because of an error that names a culprit.
+  // Makes the recorder write its file, if `reason` names a culprit.
   void Dump(const Status& reason) const;
-  // Adds to an error what every error text contains: the prefix and the operation.
+  // Adds the start of every error text to an error: Prefix() and the operation.
   Status WithContext(const Call& call, const Status& status) const;
-  // "allreduce 'x' (f32[4], SUM, seq 7)".
-  std::string Where(const Call& call) const;
+  // Returns "allreduce 'x' (f32[4], SUM, seq 7)".
+  std::string DescribeCall(const Call& call) const;
 
  private:
   // Returns the error of a call that fails for `reason`.
-  Status Ended(const Call& call, const Status& reason) const;
-  // Returns the culprit, as a world rank, and a predicate: what the culprit did.
-  Status Blame(const Call& call, const Status& cause) const;
+  Status ErrorOf(const Call& call, const Status& reason) const;
+  // Returns the culprit, as a world rank, and a predicate that says what it did.
+  Status FindCulprit(const Call& call, const Status& cause) const;
   // Aborts and notifies the peers. Returns false, and does nothing, if another thread
-  // has aborted the communicator before: the peers hear of one culprit only.
-  bool End(const Status& blame) const;
+  // has already aborted the communicator, because peers must receive only one culprit.
+  bool TryAbort(const Status& blame) const;
 
   CommState& state_;
   const HeartbeatClient& heartbeat_;

@@ -1,4 +1,4 @@
-// See heartbeat_client.h.
+// Probes, late ranks and the teardown barrier. See heartbeat_client.h.
 #include "engine/communicator/heartbeat_client.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ void HeartbeatClient::ProbeCall(const std::vector<int>& peers,
     for (int other : more)
       if (std::find(asked.begin(), asked.end(), other) == asked.end())
         asked.push_back(other);
-  if (asked.size() > kMostAsked) asked.resize(kMostAsked);
+  if (asked.size() > kMaxProbed) asked.resize(kMaxProbed);
   straggler_probe->Ask({state_.id(), sequence, false, asked, what});
 }
 
@@ -45,7 +45,7 @@ void HeartbeatClient::ProbeOperation(uint64_t operation, const std::vector<int>&
   const auto straggler_probe = hooks().straggler_probe.lock();
   if (!straggler_probe) return;
   std::vector<int> asked = ranks;
-  if (asked.size() > kMostAsked) asked.resize(kMostAsked);
+  if (asked.size() > kMaxProbed) asked.resize(kMaxProbed);
   straggler_probe->Ask({state_.id(), operation, true, asked, what});
 }
 
@@ -64,9 +64,10 @@ std::vector<int> HeartbeatClient::Others() const {
   return others;
 }
 
-// Heartbeats count the calls on the world's communicators; a reply to a probe is newer
-// and overrides the count. Other communicators have only replies: if no reply shows
-// that a rank is late, the ranks that have not replied count as late.
+// For the communicators of the world, heartbeats carry the number of entered calls, and
+// a reply to a probe, which is newer, overrides that number. For other communicators
+// there are only replies. If no reply shows that a rank is late, the ranks that have
+// not replied count as late.
 std::vector<int> HeartbeatClient::Late() const {
   std::vector<int> late, silent;
   const auto late_ranks = hooks().late_ranks;

@@ -1,5 +1,5 @@
-// How a communicator uses the heartbeat, which knows the state of its peers and reaches
-// them when the links are broken.
+// The access of a communicator to the heartbeat, which has the state of all peers and
+// reaches them even if links are broken.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,22 @@
 
 namespace ringjax {
 
-// The connection of a communicator to the heartbeat. Each member may be empty.
+// The functions and objects of the heartbeat that a communicator uses. Each member may
+// be empty.
 struct HeartbeatHooks {
-  // Called after this rank itself has aborted the communicator, on the thread that did
-  // so: the thread of a call that failed, or a caller of AbortAndNotifyPeers. Not
-  // called by Abort. The heartbeat notifies the peers here.
+  // Notifies the peers. Called after this rank itself has aborted the communicator, on
+  // the thread that aborted it: the thread of a call that failed, or a caller of
+  // AbortAndNotifyPeers. Communicator::Abort does not call it.
   std::function<void(const Status&)> on_failure;
-  // Returns the world ranks that have certainly not entered call `sequence`.
+  // Returns the world ranks that have not reported that they entered call `sequence`.
   std::function<std::vector<int>(uint64_t sequence)> late_ranks;
   std::weak_ptr<StragglerProbe> straggler_probe;
   std::weak_ptr<TeardownBarrier> teardown_barrier;
 };
 
-// Asks the heartbeat about the peers of one communicator, and notifies the peers
-// through it. Does nothing without a heartbeat. Thread-safe. `state` must outlive the
-// object.
+// Queries the heartbeat about the peers of one communicator, and notifies the peers
+// through it. Without a heartbeat, all functions do nothing. Thread-safe. `state` must
+// outlive the object.
 class HeartbeatClient {
  public:
   explicit HeartbeatClient(const CommState& state) : state_(state) {}
@@ -42,23 +43,24 @@ class HeartbeatClient {
   void NotifyPeers(const Status& blame) const;
 
   // Sends a straggler probe about the current call, which `what` describes, to at most
-  // kMostAsked members: first to ranks that are known to be late, then to the members
-  // `peers`, then to all others. Returns immediately.
+  // kMaxProbed members: ranks that are known to be late come first, then the members
+  // `peers`, then all others. Returns immediately.
   void ProbeCall(const std::vector<int>& peers, const std::string& what) const;
   // Sends a straggler probe to members, by world rank, about an operation of the eager
   // lane, which `what` describes. Returns immediately.
   void ProbeOperation(uint64_t operation, const std::vector<int>& world_ranks,
                       const std::string& what) const;
-  // The replies to the last probe, which arrive a moment later.
+  // Returns the replies to the last probe that have arrived so far.
   std::vector<ProbeReply> ProbeReplies(const std::vector<int>& world_ranks) const;
-  // World ranks that have not made the current call, as far as this rank can find out.
+  // Returns the world ranks that, as far as this rank knows, have not made the current
+  // call.
   std::vector<int> Late() const;
   std::vector<int> Others() const;  // world ranks of all other members
 
-  // The teardown barrier. Announces, after an abort, that this rank is ready to release
-  // the memory that ranks share outside their links (NCCL's), and waits at most
-  // `seconds` until all live members have announced the same. Returns whether all have;
-  // true without a heartbeat.
+  // The teardown barrier (teardown_barrier.h). Announces, after an abort, that this
+  // rank is ready to release the memory that NCCL shares between ranks, and waits at
+  // most `seconds` until all live members have announced that they are ready. Returns
+  // whether all have. Returns true without a heartbeat.
   bool AwaitTeardown(double seconds) const;
 
  private:

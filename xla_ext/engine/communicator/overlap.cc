@@ -31,12 +31,12 @@ Overlap::~Overlap() {
 }
 
 template <typename Stale>
-void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
+void Overlap::AbortIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
   const bool found = std::any_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
     return (entry.second->pending || entry.second->copied) && stale(entry.first);
   });
   if (!found) return;
-  // Only the peers have applied the results of these jobs: replicas would diverge.
+  // Only the peers have applied the results of these jobs, so replicas would diverge.
   const auto communicator = communicator_;
   lock->unlock();
   communicator->AbortAndNotifyPeers(
@@ -44,13 +44,13 @@ void Overlap::GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock) {
       "started a step and never collected the results of the one "
       "before, which failed between START and DONE");
   lock->lock();
-  Settle([](int64_t) { return true; }, lock);
+  ReleaseWhenDone([](int64_t) { return true; }, lock);
 }
 
 template <typename Old>
-void Overlap::Settle(Old&& old, std::unique_lock<std::mutex>* lock) {
-  // Waits for all jobs before it releases any: a job that runs may run earlier ones of
-  // its chain again.
+void Overlap::ReleaseWhenDone(Old&& old, std::unique_lock<std::mutex>* lock) {
+  // Waits for all jobs before it releases any, because a job that runs may run earlier
+  // jobs of its chain again.
   changed_.wait(*lock, [&] {
     return std::all_of(jobs_.begin(), jobs_.end(), [&](const auto& entry) {
       const Job& job = *entry.second;
@@ -69,21 +69,21 @@ void Overlap::Follow(std::shared_ptr<Communicator> next) {
 void Overlap::Begin(int64_t site) {
   std::unique_lock lock(mutex_);
   const auto old = [site](int64_t other) { return ChainOf(other) == ChainOf(site); };
-  if (failed_.erase(ChainOf(site)) > 0) Settle(old, &lock);
-  GiveUpIf(old, &lock);
+  if (failed_.erase(ChainOf(site)) > 0) ReleaseWhenDone(old, &lock);
+  AbortIf(old, &lock);
 }
 
 Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   for (const Tensor& t : call.tensors)
-    if (t.room != t.bytes()) return Unfit(call, site);
+    if (t.room != t.bytes()) return SizeError(call, site);
   std::unique_lock lock(mutex_);
-  GiveUpIf([site](int64_t other) { return other == site; }, &lock);
+  AbortIf([site](int64_t other) { return other == site; }, &lock);
   std::unique_ptr<Job>& slot = jobs_[site];
   if (!slot) slot = std::make_unique<Job>();
   Job* job = slot.get();
-  Describe(call, site, in_flight, job);
+  SetJob(call, site, in_flight, job);
   job->epoch = 0;
-  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+  if (!worker_.joinable()) worker_ = std::thread([this] { RunQueue(); });
   job->copied = true;
   lock.unlock();
   for (size_t i = 0; i < call.tensors.size(); ++i) {
@@ -93,7 +93,8 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   lock.lock();
   job->copied = job->finished = false;
   queue_.push_back(job);
-  // The ticket is taken last: a ticket left unused would block all later calls.
+  // The ticket is taken last, after all steps that can throw, because an unused ticket
+  // would block all later calls.
   job->pending = true;
   job->ticket = communicator_->TakeTicket();
   lock.unlock();
@@ -101,12 +102,13 @@ Status Overlap::Start(const Call& call, int64_t site, uint64_t in_flight) {
   return OkStatus();
 }
 
-void Overlap::Describe(const Call& call, int64_t site, uint64_t in_flight, Job* job) {
+void Overlap::SetJob(const Call& call, int64_t site, uint64_t in_flight, Job* job) {
   uint64_t bytes = 0;
   for (const Tensor& t : call.tensors) bytes += RoundUp(t.bytes());
-  // If a later epoch may follow, all buckets of a chain may have to run again there.
+  // If another epoch may follow, all buckets of a chain may have to run again there, so
+  // their inputs are kept in addition to their results.
   const bool again = communicator_->resilient()->repairs();
-  const uint64_t copies = again ? 2 : 1;  // inputs are kept, too
+  const uint64_t copies = again ? 2 : 1;
   job->unit = again ? ChainOf(site) : ~site;
   job->name = call.name;
   job->names = call.names;
@@ -156,7 +158,7 @@ Status Overlap::Done(const Call& call, int64_t site) {
   for (size_t i = 0; fits && i < call.tensors.size(); ++i)
     fits = call.tensors[i].room == job->call.tensors[i].room &&
            call.tensors[i].bytes() == job->call.tensors[i].room;
-  if (status.ok() && !fits) status = Unfit(call, site);
+  if (status.ok() && !fits) status = SizeError(call, site);
   if (status.ok()) {
     // Copies without the lock, which the engine thread needs for the next bucket.
     job->copied = true;
@@ -173,20 +175,20 @@ Status Overlap::Done(const Call& call, int64_t site) {
   return status;
 }
 
-bool Overlap::Ready(const Job& job) const {
+bool Overlap::IsFinal(const Job& job) const {
   return std::all_of(jobs_.begin(), jobs_.end(), [&job](const auto& entry) {
     const Job& other = *entry.second;
     return other.unit != job.unit || !other.pending || other.finished;
   });
 }
 
-// Waits until the results of `job` are final. If not ok, there are no results. Looks
-// for an interrupt ten times a second; an interrupt aborts the communicator.
+// Waits until the results of `job` are final, and returns the status of its call.
+// Checks for an interrupt ten times a second; an interrupt aborts the communicator.
 Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
   const auto start = Clock::now();
-  while (!Ready(*job)) {
+  while (!IsFinal(*job)) {
     changed_.wait_for(*lock, std::chrono::milliseconds(100));
-    if (!Ready(*job)) {
+    if (!IsFinal(*job)) {
       const auto communicator = communicator_;
       lock->unlock();
       if (Interrupted())
@@ -200,13 +202,13 @@ Status Overlap::Wait(Job* job, std::unique_lock<std::mutex>* lock) {
   return job->status;
 }
 
-Status Overlap::Unfit(const Call& call, int64_t site) const {
+Status Overlap::SizeError(const Call& call, int64_t site) const {
   return Status(Code::kInvalidArgument,
                 communicator_->Prefix() + "bucket " + std::to_string(site) + " of '" +
                     std::string(call.name) + "': results and tensors differ in size");
 }
 
-void Overlap::Work() {
+void Overlap::RunQueue() {
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -215,9 +217,9 @@ void Overlap::Work() {
   }
 }
 
-// Runs the oldest queued bucket. RunLastOfChain also runs the finished buckets of its
-// unit again if this bucket completes in a later epoch; if a run fails, all these
-// buckets fail.
+// Runs the oldest queued bucket. If this bucket completes in a later epoch than
+// finished buckets of its unit, RunLastOfChain runs those buckets again. If a run
+// fails, all buckets of the unit fail.
 void Overlap::RunNext(std::unique_lock<std::mutex>* lock) {
   Job* const job = queue_.front();
   queue_.pop_front();

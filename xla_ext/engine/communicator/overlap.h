@@ -1,15 +1,16 @@
 // Overlap: runs allreduces of buckets on an engine thread while the program computes.
 //
-// START copies the tensors into memory of the engine and returns; DONE waits for the
-// results and copies them out. The copies are necessary: if another part of a compiled
-// program fails between START and DONE, XLA skips DONE and frees the program's buffers
-// while bytes are still moving. The size of the overlap window is fixed when a program
-// is compiled; the engine keeps that memory and reuses it in every training step.
+// START copies the tensors into memory of the engine and returns. DONE waits for the
+// results and copies them out. The copies are necessary, because XLA skips DONE and
+// frees the program's buffers, while bytes are still moving, if another part of a
+// compiled program fails between START and DONE. The size of the overlap window is
+// fixed when a program is compiled. The engine keeps that much memory for all training
+// steps.
 //
 // In an elastic job, all buckets of a chain in one training step must be averaged over
-// the same ranks. So the engine keeps the inputs in addition to the results, runs
-// earlier buckets again if a later one completes in another epoch, and DONE waits until
-// all buckets of the chain are complete. All STARTs of a chain must therefore come
+// the same ranks. So the engine keeps the inputs in addition to the results, and runs
+// earlier buckets again if a later bucket completes in another epoch. DONE waits until
+// all buckets of the chain are complete. Therefore all STARTs of a chain must come
 // before its first DONE.
 #pragma once
 
@@ -28,12 +29,12 @@
 
 namespace ringjax {
 
-// A `site` is the number of a chain and, in the low 16 bits, of a bucket in it. A
-// program may have several chains.
+// A `site` is the number of a chain, followed in the low 16 bits by the number of a
+// bucket of that chain. A program may have several chains.
 inline int64_t ChainOf(int64_t site) { return site >> 16; }
 inline int64_t BucketOf(int64_t site) { return site & 0xffff; }
 
-// Thread-safe; START and DONE of one site must come one after the other.
+// Thread-safe, except that START and DONE of one site must not run at the same time.
 class Overlap {
  public:
   static constexpr uint64_t kAlign = 64;  // bytes, for tensors in the engine's memory
@@ -45,27 +46,30 @@ class Overlap {
   void Follow(std::shared_ptr<Communicator> next);
 
   // Begins a training step of the chain of `site`. If DONE has not collected a bucket
-  // of the step before, that step failed half way on this rank only, and the
-  // communicator is aborted. If instead a call of that step has failed on all ranks of
-  // an elastic job, waits for the step to end and drops it.
+  // of the previous step, that step has failed half way on this rank only, and Begin
+  // aborts the communicator. But if a call of the previous step has failed on all ranks
+  // of an elastic job, Begin waits for the calls of that step to end and drops their
+  // results.
   void Begin(int64_t site);
 
-  // Copies the tensors of `call`, an allreduce, and queues it under the number `site`.
-  // `in_flight`: the most bytes, each tensor rounded up to kAlign, that the chain has
-  // between START and DONE. A bucket beyond that gets memory of its own until its DONE.
-  // Aborts the communicator if `site` is under way already.
+  // Copies the tensors of `call`, an allreduce, and queues the call under the number
+  // `site`. `in_flight` is the largest number of bytes, with each tensor rounded up to
+  // kAlign, that the chain has between START and DONE. A bucket that does not fit gets
+  // memory of its own until its DONE. Aborts the communicator if `site` has had a START
+  // without a DONE.
   Status Start(const Call& call, int64_t site, uint64_t in_flight);
 
-  // Waits for the results of `site` and copies them to the tensors' `out`.
+  // Waits for the results of `site` and copies them to the tensors' `out`. Fails with
   // kFailedPrecondition if there was no START.
   Status Done(const Call& call, int64_t site);
 
-  // Seconds that callers of Done have waited so far: communication that was not hidden.
+  // Returns how many seconds callers of Done have waited in all: the time of the
+  // communication that no computation has hidden.
   double exposed() const;
 
  private:
-  // One bucket between its START and its DONE. This struct has nothing to do with the
-  // job that ringrun starts, which comments call an elastic or a static job.
+  // One bucket between its START and its DONE. (The "elastic job" of the comments is
+  // another thing: the ranks that ringrun has started.)
   struct Job {
     Call call;                            // its tensors lie in `block` or `beyond`
     std::string name, names, partition;   // the texts of `call`
@@ -77,33 +81,34 @@ class Overlap {
     int64_t unit = 0;
     uint64_t ticket = 0;
     uint32_t epoch = 0;  // the epoch in which the call completed
-    // Guarded by mutex_. pending: started and not collected; finished: served by the
-    // engine thread; copied: a thread copies it in or out now, without the lock.
-    bool pending = false, finished = false, copied = false;
+    // Guarded by mutex_:
+    bool pending = false;   // START has queued the bucket, DONE has not collected it
+    bool finished = false;  // the engine thread has run the call
+    bool copied = false;    // a thread copies the tensors now, without the lock
     Status status;
   };
 
-  void Work();
+  void RunQueue();
   void RunNext(std::unique_lock<std::mutex>* lock);
-  // Whether the results of `job` are final: all started buckets of its unit have
-  // finished.
-  bool Ready(const Job& job) const;
+  // Returns whether the results of `job` are final, because all started buckets of its
+  // unit have finished.
+  bool IsFinal(const Job& job) const;
   Status Wait(Job* job, std::unique_lock<std::mutex>* lock);
-  // Aborts the communicator and drops all jobs if `stale` selects a job under way.
+  // Aborts the communicator and drops all jobs if `stale` selects a job in progress.
   template <typename Stale>
-  void GiveUpIf(Stale&& stale, std::unique_lock<std::mutex>* lock);
+  void AbortIf(Stale&& stale, std::unique_lock<std::mutex>* lock);
   // Waits until no thread uses the jobs that `old` selects, and releases their memory.
   template <typename Old>
-  void Settle(Old&& old, std::unique_lock<std::mutex>* lock);
-  // Makes `job` from `call`: the same call, with tensors in memory of the engine.
-  void Describe(const Call& call, int64_t site, uint64_t in_flight, Job* job);
+  void ReleaseWhenDone(Old&& old, std::unique_lock<std::mutex>* lock);
+  // Sets `job` to the same call as `call`, with tensors in memory of the engine.
+  void SetJob(const Call& call, int64_t site, uint64_t in_flight, Job* job);
   void Release(Job* job);
-  Status Unfit(const Call& call, int64_t site) const;
+  Status SizeError(const Call& call, int64_t site) const;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::shared_ptr<Communicator> communicator_;
-  std::set<int64_t> failed_;  // units of which a bucket has failed on all ranks
+  std::set<int64_t> failed_;  // units with a bucket that has failed on all ranks
   double exposed_ = 0;
   Arena arena_;
   std::map<int64_t, std::unique_ptr<Job>> jobs_;  // buckets by site

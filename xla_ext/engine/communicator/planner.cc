@@ -20,18 +20,18 @@ bool Planner::IsInline(const std::vector<Request>& requests) const {
   return ringjax::IsInline(r.problem, r.arithmetic, InputsFor(r.problem.op));
 }
 
-uint64_t Planner::SumsStay(const Request& request) {
+uint64_t Planner::RetainedWhenReducedIs(const Request& request) {
   if (!state_.endpoints.segment || request.problem.op != Collective::kAllreduce ||
       request.arithmetic.op == ReduceOp::kAdasum)
     return 0;
   const auto planned = PlanFor(request);
   if (!planned.ok() || planned.value()->route.kind != Route::Kind::kTiles) return 0;
-  return RetainedWhenReducedIs(request.problem.counts[0], request.arithmetic,
-                               *state_.endpoints.segment);
+  return ringjax::RetainedWhenReducedIs(request.problem.counts[0], request.arithmetic,
+                                        *state_.endpoints.segment);
 }
 
 Result<const Planned*> Planner::PlanFor(const Request& request) {
-  constexpr size_t kMostPlans = 512;
+  constexpr size_t kMaxPlans = 512;
   const Problem& problem = request.problem;
   std::vector<uint64_t> key = problem.counts;
   key.push_back(Width(request.arithmetic.dtype));
@@ -39,7 +39,7 @@ Result<const Planned*> Planner::PlanFor(const Request& request) {
   key.push_back(static_cast<uint64_t>(problem.op));
   auto found = plans_.find(key);
   if (found == plans_.end()) {
-    if (plans_.size() >= kMostPlans) plans_.clear();
+    if (plans_.size() >= kMaxPlans) plans_.clear();
     RouteInputs inputs = InputsFor(problem.op);
     inputs.inline_bytes = 0;
     const Result<Route> route = RouteOf(problem, request.arithmetic, inputs);

@@ -1,4 +1,4 @@
-// The planner: which route a request takes, and the plan of its schedule.
+// The planner: chooses the route of a request, and makes and caches its plan.
 #pragma once
 
 #include <cstdint>
@@ -14,32 +14,32 @@
 
 namespace ringjax {
 
-// A route and the plan of its schedule. kTiles has a plan, too, for results that do not
-// fit the tiles.
+// A route and the plan of its schedule. A route of kind kTiles has a plan, too, which
+// runs if the results do not fit the tiles.
 struct Planned {
   Route route;
   Plan plan;
 };
 
-// Decides by engine/call/route.h and caches the plans of one communicator. Only the
-// thread that serves a call uses it, except Forced, which any thread may call while
-// SetCostModel does not run. `state` must outlive the object.
+// Chooses routes by engine/call/route.h and caches the plans of one communicator. Only
+// the thread that serves a call uses the object, except Forced, which any thread may
+// call while SetCostModel does not run. `state` must outlive the object.
 class Planner {
  public:
   explicit Planner(const CommState& state) : state_(state) {}
 
-  // Whether the data of a call with these requests travel inline with the agreement.
+  // Returns whether the data of a call with these requests travel with the agreement.
   bool IsInline(const std::vector<Request>& requests) const;
-  // For requests that are not inline. The pointer is valid until the next PlanFor,
-  // which may clear a full cache.
+  // Returns the route and the plan of a request that is not inline. The pointer is
+  // valid until the next PlanFor, which may clear a full cache.
   Result<const Planned*> PlanFor(const Request& request);
-  // If this request is a whole call whose results stay in the shared segment until the
-  // next call (tiles.h): the value of the counter kReduced at which they are complete,
-  // for CallAttempt::reduced. Otherwise 0.
-  uint64_t SumsStay(const Request& request);
-  // The algorithm that CommunicatorOptions::algorithm forces for `op`, or "".
+  // For the only request of a call: if its results stay in the shared segment until the
+  // next call (tiles.h), returns the value of the counter kReduced at which they are
+  // complete, for CallAttempt::reduced. Otherwise returns 0.
+  uint64_t RetainedWhenReducedIs(const Request& request);
+  // Returns the algorithm that CommunicatorOptions::algorithm forces for `op`, or "".
   std::string_view Forced(Collective op) const;
-  // kInvalidArgument if the forced algorithm does not exist or does not apply.
+  // Returns kInvalidArgument if the forced algorithm does not exist or does not apply.
   Status CheckForced(Collective op) const;
   void Clear() { plans_.clear(); }
 

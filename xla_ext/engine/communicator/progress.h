@@ -1,6 +1,6 @@
 // Progress: how far the calls of one epoch got on this rank. After the epoch has ended,
-// every rank reports its progress, and the commit decision follows from all reports
-// (resilient_comm.h).
+// every rank reports its progress to the coordinator, which makes the commit decision
+// from all reports (resilient_comm.h).
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,25 @@
 namespace ringjax {
 
 struct ProgressReport {
-  uint64_t returned = 0;   // calls that have returned, so they are complete everywhere
+  uint64_t returned = 0;   // calls that have returned: all ranks have their results
   uint64_t done = 0;       // calls whose results are complete on this rank
   bool repeatable = true;  // the call that was running, if any, still has its inputs
 };
 
 // Thread-safe. The thread that serves a call writes the progress. After an abort, the
-// thread that reports it waits with Settled and then calls Read. Relaxed counters are
-// enough: their stores come before End, and Settled returns true only after End.
+// reporting thread waits with AwaitInactive and then calls Read. The counters may be
+// relaxed, because they are stored before End, and AwaitInactive returns true only
+// after End.
 class Progress {
  public:
   // Marks that a call may change the report. The call stores this mark and then loads
-  // the abort flag (CallRunner::Guarded); the aborting thread stores the flag and
-  // then loads the mark (Settled). All four are seq_cst: either the call sees the
-  // abort, or Settled sees the mark and waits for the call.
+  // the abort flag (CallRunner::Guarded). The reporting thread loads the mark
+  // (AwaitInactive) after the abort has stored the flag. All four accesses are seq_cst,
+  // so either the call sees the abort, or AwaitInactive sees the mark and waits for the
+  // call.
   void Begin() { active_.store(true, std::memory_order_seq_cst); }
-  // Clears the mark. `aborted` is called after that: if it were called before, and an
-  // abort came in between, Settled would wait without being notified.
+  // Clears the mark, and then calls `aborted`. In the opposite order, an abort between
+  // the two would leave AwaitInactive waiting without a notification.
   template <typename Aborted>
   void End(Aborted&& aborted) {
     active_.store(false, std::memory_order_seq_cst);
@@ -38,8 +40,7 @@ class Progress {
   }
 
   // Called by the thread that serves a call. BeginNext gives the call its sequence
-  // number. A communicator may serve calls before it is installed as an epoch; reports
-  // leave those calls out.
+  // number.
   void BeginNext() { begun_.store(sequence() + 1, std::memory_order_relaxed); }
   uint64_t sequence() const { return begun_.load(std::memory_order_relaxed); }
   void Done(uint64_t sequence) { done_.store(sequence, std::memory_order_relaxed); }
@@ -52,13 +53,14 @@ class Progress {
   }
 
   // Waits, after the abort, until no call is active. Returns false after `seconds`.
-  bool Settled(double seconds) {
+  bool AwaitInactive(double seconds) {
     std::unique_lock lock(mutex_);
     return stopped_.wait_for(lock, std::chrono::duration<double>(seconds), [this] {
       return !active_.load(std::memory_order_seq_cst);
     });
   }
-  // Makes reports number the calls that follow from 1.
+  // Makes reports number the following calls from 1, because a communicator may serve
+  // calls before it is installed as an epoch, and reports leave those calls out.
   void Installed() { before_.store(begun_.load()); }
   uint64_t begun() const { return Since(begun_); }
   ProgressReport Read() const {

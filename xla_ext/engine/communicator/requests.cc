@@ -1,4 +1,4 @@
-// See requests.h.
+// Checks a call and splits it into requests. See requests.h.
 #include "engine/communicator/requests.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ uint64_t Total(std::span<const int64_t> rows) {
   return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
 }
 
-// Rows of a tensor on this rank: in the tensor itself, and in its result.
+// Numbers of rows on this rank: of a tensor, and of its result.
 struct Rows {
   uint64_t in = 0, out = 0;
 };
@@ -40,9 +40,9 @@ Rows OwnRows(Collective op, std::span<const int64_t> rows, size_t rank, size_t s
 Status CheckRows(const Call& call, const Tensor& t, std::span<const int64_t> rows,
                  size_t rank, size_t size) {
   if (t.dims.empty()) return Invalid("a tensor without dimensions has no rows");
-  constexpr int64_t kMost = int64_t{1} << 40;  // so that no sum can overflow
+  constexpr int64_t kMaxRows = int64_t{1} << 40;  // so that no sum can overflow
   if (std::any_of(rows.begin(), rows.end(),
-                  [](int64_t n) { return n < 0 || n > kMost; }))
+                  [](int64_t n) { return n < 0 || n > kMaxRows; }))
     return Invalid("a row count is negative or beyond any memory");
   const Rows own = OwnRows(call.op, rows, rank, size);
   if (own.in != static_cast<uint64_t>(t.dims[0]))
@@ -56,7 +56,7 @@ Status CheckRows(const Call& call, const Tensor& t, std::span<const int64_t> row
   return OkStatus();
 }
 
-// "tensor 3 'layer/kernel': ", or "" if the call has only one tensor.
+// Returns "tensor 3 'layer/kernel': ", or "" if the call has only one tensor.
 std::string Label(const Call& call, size_t i) {
   if (call.tensors.size() == 1) return "";
   std::string text = "tensor " + std::to_string(i);

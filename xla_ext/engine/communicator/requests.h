@@ -1,9 +1,9 @@
 // Requests: the groups of tensors of a call that move together.
 //
 // An allreduce has one request for all tensors of one element type, and a broadcast has
-// one request for the bytes of all tensors. The other collectives have a block per rank
-// in each tensor, so each tensor is a request of its own. Nothing is copied: requests
-// are spans.
+// one request for the bytes of all tensors. In the other collectives each tensor has a
+// block for each rank, so each tensor is a request of its own. Requests are spans, so
+// nothing is copied.
 #pragma once
 
 #include <cstdint>
@@ -27,21 +27,22 @@ struct Request {
   std::vector<uint64_t> sizes;  // elements of each tensor, for Adasum
   uint64_t bytes = 0;
 
-  // Bytes that one rank contributes to a reduction, in the element type of the wire.
+  // Returns the bytes that one rank contributes to a reduction, in the wire dtype.
   uint64_t wire_bytes() const {
     return in.bytes() / Width(arithmetic.dtype) * Width(arithmetic.wire);
   }
 };
 
-// Checks that rank `rank` of `size` can do its part of the call: the rows, the root,
-// and the element types. kInvalidArgument, or kFailedPrecondition if the call was
-// compiled for another number of ranks.
+// Checks that rank `rank` of `size` can do its part of the call: the rows, the root and
+// the element types. Fails with kInvalidArgument, or with kFailedPrecondition if the
+// call was compiled for another number of ranks.
 Status CheckCall(const Call& call, int rank, int size);
 
-// The requests of a call that CheckCall accepts. Tensors without bytes need none.
+// Returns the requests of a call that CheckCall accepts. Tensors without bytes have
+// none.
 std::vector<Request> Split(const Call& call, int rank, int size);
 
-// The part of call.rows that belongs to tensor `i`.
+// Returns the part of call.rows that belongs to tensor `i`.
 inline std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {
   return std::span(call.rows).subspan(i * per_tensor, per_tensor);
 }

@@ -10,7 +10,7 @@
 namespace ringjax {
 namespace {
 
-Status GivenUp(const CommitDecision& decision) {
+Status GivenUpError(const CommitDecision& decision) {
   return Status(Code::kUnavailable,
                 (decision.reason.empty() ? "a rank was lost" : decision.reason) +
                     "; the call was given up on all ranks",
@@ -33,8 +33,8 @@ Status ResilientComm::Install(std::shared_ptr<Communicator> next,
       const uint64_t number = epoch_index_.load() + 1;
       if (number > 1) {
         last = current_.lock();
-        // The first call that is not committed fails on all ranks. On a rank that has
-        // not begun it, the next call must fail in its place.
+        // The first call that is not committed fails on all ranks. If this rank has not
+        // begun that call, its next call must fail instead.
         const uint64_t begun = progress_ ? progress_->begun() : 0;
         if (!decision.repeats && begun <= decision.finished) ++failing_;
         if (last) {
@@ -108,7 +108,7 @@ Status ResilientComm::AwaitTurn(const FailureReport& caller, uint64_t ticket,
                                 const Call& call) {
   Status turn = ticket_lock_.Wait(ticket, [&] {
     if (end_status().ok() && Interrupted())
-      Interrupt(caller, "interrupted while waiting for its turn");
+      EndByInterrupt(caller, "interrupted while waiting for its turn");
     return end_status();
   });
   if (!turn.ok()) {
@@ -122,13 +122,12 @@ Status ResilientComm::Run(Communicator& caller, uint64_t ticket, const Call& cal
                           uint32_t* epoch) {
   const uint64_t called_in = epoch_index();
   return InTurn(caller.failures(), ticket, call,
-                [&] { return Loop(caller, call, called_in, epoch); });
+                [&] { return RunInEpochs(caller, call, called_in, epoch); });
 }
 
-// Runs the last call of the chain. Then, as long as the calls have not all completed in
-// one epoch, runs the first call again that did not complete in the newest epoch. A
-// call completes in the same epoch on all ranks, so all ranks run the same calls in the
-// same order here.
+// Runs the last call of the chain. Then repeats the first call that did not complete in
+// the newest epoch, until all calls have completed in one epoch. A call completes in
+// the same epoch on all ranks, so all ranks run the same calls here, in the same order.
 Status ResilientComm::RunLastOfChain(Communicator& caller, uint64_t ticket,
                                      std::vector<Communicator::ChainedCall>* pieces) {
   const uint64_t called_in = epoch_index();
@@ -136,7 +135,7 @@ Status ResilientComm::RunLastOfChain(Communicator& caller, uint64_t ticket,
     auto next = pieces->end() - 1;
     uint32_t newest = 0;
     while (next != pieces->end()) {
-      RJ_TRY(Loop(caller, *next->call, called_in, &next->epoch));
+      RJ_TRY(RunInEpochs(caller, *next->call, called_in, &next->epoch));
       newest = std::max(newest, next->epoch);
       next = std::find_if(pieces->begin(), pieces->end(),
                           [&](const auto& piece) { return piece.epoch != newest; });
@@ -145,36 +144,37 @@ Status ResilientComm::RunLastOfChain(Communicator& caller, uint64_t ticket,
   });
 }
 
-// Aborts the current epoch and ends this ResilientComm after an interrupt. No call can
-// follow: an unused ticket, or a call that is not completed, blocks all calls behind
-// it.
-void ResilientComm::Interrupt(const FailureReport& caller, const std::string& how) {
+// Aborts the current epoch and ends this ResilientComm after an interrupt. No call
+// could follow anyway, because an unused ticket or an incomplete call blocks all calls
+// behind it.
+void ResilientComm::EndByInterrupt(const FailureReport& caller,
+                                   const std::string& how) {
   const auto present = current();
   const FailureReport& failures = present ? present->failures() : caller;
   failures.AbortAndNotifyPeers(Code::kCancelled, "was " + how, -1);
 }
 
-ResilientComm::Present ResilientComm::Look() {
+ResilientComm::Snapshot ResilientComm::TakeSnapshot() {
   std::lock_guard lock(mutex_);
-  Present now{current_.lock(), progress_ ? progress_->begun() : 0, epoch_index_.load(),
-              end_};
+  Snapshot now{current_.lock(), progress_ ? progress_->begun() : 0, epoch_index_.load(),
+               end_};
   if (failing_ == 0 || !now.end.ok()) return now;
   --failing_;
-  now.end = GivenUp(decisions_.back());
+  now.end = GivenUpError(decisions_.back());
   return now;
 }
 
-Status ResilientComm::Loop(Communicator& caller, const Call& call, uint64_t called_in,
-                           uint32_t* epoch) {
-  // Without repairs the caller is the only epoch, so there is nothing to look up, and
-  // its error is final. Look would take a mutex and a reference for each call.
+Status ResilientComm::RunInEpochs(Communicator& caller, const Call& call,
+                                  uint64_t called_in, uint32_t* epoch) {
+  // Without repairs the caller is the only epoch, and its error is final. So the mutex
+  // and the reference that TakeSnapshot takes are spared.
   if (!repairs_) {
     CallAttempt attempt;
     if (epoch) *epoch = caller.epoch();
     return caller.Attempt(call, &attempt);
   }
   while (true) {
-    const Present now = Look();
+    const Snapshot now = TakeSnapshot();
     const Communicator& named = now.communicator ? *now.communicator : caller;
     if (!now.end.ok()) return named.WithContext(call, now.end);
     CallAttempt attempt;
@@ -197,17 +197,17 @@ Status ResilientComm::Loop(Communicator& caller, const Call& call, uint64_t call
       return named.WithContext(call, s);
     if (attempt.sequence <= decision.finished)
       return now.communicator ? now.communicator->CompleteCommitted(call, attempt)
-                              : named.WithContext(call, GivenUp(decision));
+                              : named.WithContext(call, GivenUpError(decision));
     if (!decision.repeats) {
       const auto& c = now.communicator;
-      if (!c || c->progress()->begun() < attempt.sequence) FailedOne();
-      return named.WithContext(call, GivenUp(decision));
+      if (!c || c->progress()->begun() < attempt.sequence) CancelScheduledFailure();
+      return named.WithContext(call, GivenUpError(decision));
     }
   }
 }
 
-// Removes one of the failures that Install has scheduled: that call has failed.
-void ResilientComm::FailedOne() {
+// Removes one of the failures that Install has scheduled, because a call has failed.
+void ResilientComm::CancelScheduledFailure() {
   std::lock_guard lock(mutex_);
   failing_ = std::max(failing_ - 1, 0);
 }
@@ -246,7 +246,7 @@ Status ResilientComm::Park(uint64_t number, CommitDecision* decision,
     changed_.wait_for(lock, std::chrono::milliseconds(100));
     lock.unlock();
     const bool interrupted = Interrupted();
-    if (interrupted && caller) Interrupt(*caller, "interrupted");
+    if (interrupted && caller) EndByInterrupt(*caller, "interrupted");
     if (interrupted) End(Status(Code::kCancelled, "this rank was interrupted"));
     lock.lock();
     if (interrupted) return end_;
@@ -264,14 +264,15 @@ void ResilientComm::Between(const std::function<void()>& body) {
 
 // -- a lane --------------------------------------------------------------------------
 
-Status ResilientComm::Judge(uint64_t number, uint64_t sequence) {
+Status ResilientComm::AwaitDecision(uint64_t number, uint64_t sequence) {
   CommitDecision decision;
   RJ_TRY(Park(number, &decision));
   if (sequence <= decision.finished) return OkStatus();
   return Status(Code::kUnavailable, "revoked: " + decision.reason);
 }
 
-Status ResilientComm::Follow(uint64_t since, std::shared_ptr<Communicator>* next) {
+Status ResilientComm::AwaitNextEpoch(uint64_t since,
+                                     std::shared_ptr<Communicator>* next) {
   CommitDecision decision;
   for (uint64_t number = since;; number = epoch_index()) {
     RJ_TRY(Park(number, &decision));

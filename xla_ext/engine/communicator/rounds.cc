@@ -1,4 +1,4 @@
-// See rounds.h.
+// Exchanges the messages of a round, and waits for the next round. See rounds.h.
 #include "engine/communicator/rounds.h"
 
 #include "engine/call/inline_data.h"
@@ -7,7 +7,7 @@
 namespace ringjax {
 namespace {
 
-// The call whose name stands for a round in warnings and errors.
+// Returns a call whose name stands for a round in warnings and errors.
 const Call& Round() {
   static const Call& round = *[] {
     auto* call = new Call;
@@ -28,7 +28,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     Frame frame;
     log_.Enter();
     RJ_TRY(runner_.Begin(Round(), &frame));
-    if (own.size() > kMostMessage)
+    if (own.size() > kMaxMessage)
       return failures_.Fail(Round(),
                             {Code::kInternal, "has more to tell than fits a message"});
     if (state_.size() == 1) {
@@ -39,7 +39,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     const Status status =
         ExchangeMessages(frame, own, state_.endpoints, &waiter, all, piggyback);
     if (!status.ok()) return failures_.Fail(Round(), status);
-    // A progress report counts a round like a call, although no rank can complete a
+    // A round counts as a call in progress reports, although no rank can complete a
     // round after an abort.
     state_.progress->Done(state_.sequence());
     state_.progress->Returned(state_.sequence());
@@ -56,11 +56,12 @@ Status Rounds::RunPiggybacked(const Call& call,
   for (const Request& r :
        Split(call, state_.rank(), state_.size())) {  // none if the tensor is empty
     Values sorted;
-    const int other = SortOut(r.problem, r.arithmetic, state_.rank(), values, &sorted);
+    const int other =
+        ReadPiggybacked(r.problem, r.arithmetic, state_.rank(), values, &sorted);
     if (other >= 0)
       return failures_.Fail(
           call, {Code::kInternal, "has told of other bytes than it gave", other});
-    Finish(r.problem, r.arithmetic, sorted, state_.rank(), r.out);
+    FinishInline(r.problem, r.arithmetic, sorted, state_.rank(), r.out);
     log_.Count(r, kShared, "piggyback",
                values[static_cast<size_t>(state_.rank())].size());
   }
@@ -68,36 +69,36 @@ Status Rounds::RunPiggybacked(const Call& call,
   return OkStatus();
 }
 
-Status Rounds::AwaitNext(Clock::time_point deadline, bool needed, bool* called) {
-  *called = false;
-  if (!resting_) {
-    resting_ = std::make_unique<Waiter>(state_.NewWaiter());
+Status Rounds::AwaitNext(Clock::time_point deadline, bool required, bool* begun) {
+  *begun = false;
+  if (!waiter_) {
+    waiter_ = std::make_unique<Waiter>(state_.NewWaiter());
     closed_.resize(state_.endpoints.links.size(), false);
   }
   while (true) {
     if (state_.abort.aborted()) return failures_.Aborted(Round());
-    const Status gone = LookForCall(called);
-    if (*called || woken_.exchange(false)) break;
-    if (needed) {
+    const Status gone = LookForRound(begun);
+    if (*begun || woken_.exchange(false)) break;
+    if (required) {
       const Status left = state_.abort.CheckShutdowns(state_.sequence() + 1);
       if (!left.ok() || !gone.ok())
         return failures_.Fail(Round(), left.ok() ? gone : left);
     }
     const Clock::time_point now = Clock::now();
     if (now >= deadline) break;
-    resting_->set_slice(deadline - now);
-    const Status idle = resting_->Idle([this] {
-      // seq_cst: pairs with Wake, which stores woken_ and then loads asleep_. Either
-      // this load sees woken_, or Wake sees asleep_ and rings. Otherwise this thread
-      // could sleep although Wake has been called.
+    waiter_->set_slice(deadline - now);
+    const Status idle = waiter_->Idle([this] {
+      // seq_cst, as in Wake, which stores woken_ and then loads asleep_. So either this
+      // load sees woken_, or Wake sees asleep_ and rings the doorbell. With a weaker
+      // order, this thread could sleep although Wake has been called.
       asleep_.store(true);
       if (woken_.load()) state_.doorbell->Ring();
-      return Callers();
+      return Interests();
     });
     asleep_.store(false);
     if (!idle.ok()) return failures_.Fail(Round(), idle);
   }
-  resting_->Progressed();
+  waiter_->Progressed();
   return OkStatus();
 }
 
@@ -106,31 +107,31 @@ void Rounds::Wake() {
   if (asleep_.exchange(false)) state_.doorbell->Ring();
 }
 
-// Sets `*called` if a peer has begun the next round. Otherwise fails if a peer is gone,
+// Sets `*begun` if a peer has begun the next round. Otherwise fails if a peer is gone,
 // with the rank of that peer.
-Status Rounds::LookForCall(bool* called) {
+Status Rounds::LookForRound(bool* begun) {
   Status gone;
   if (state_.endpoints.segment) {
     SharedSegment& segment = *state_.endpoints.segment;
     const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
-    for (int peer = 0; peer < state_.size() && !*called; ++peer) {
+    for (int peer = 0; peer < state_.size() && !*begun; ++peer) {
       uint64_t known = turn - 1;
       if (peer == state_.rank()) continue;
       const Status status =
           segment.Poll(SharedSegment::kAgreed, peer, turn, turn, &known);
-      *called = status.ok() && known >= turn;
+      *begun = status.ok() && known >= turn;
       if (!status.ok()) gone = status;
     }
     return gone;
   }
   // A rank begins a round by sending its own block to the ranks 1, 2, 4, ... before it
-  // (PassOn in engine/call/agreement.cc). So the first blocks of a round arrive here
-  // from the ranks 1, 2, 4, ... after this rank.
-  for (int reach = 1; reach < state_.size() && !*called; reach *= 2) {
+  // (ExchangeOverLinks in engine/call/agreement.cc). So the first blocks of a round
+  // arrive here from the ranks 1, 2, 4, ... after this rank.
+  for (int reach = 1; reach < state_.size() && !*begun; reach *= 2) {
     const int peer = (state_.rank() + reach) % state_.size();
     if (!closed_[peer]) {
       const auto bytes = state_.endpoints.links[peer]->Peek(1, 1);
-      *called = bytes.ok() && !bytes.value().empty();
+      *begun = bytes.ok() && !bytes.value().empty();
       closed_[peer] = !bytes.ok();
     }
     if (closed_[peer]) gone = Status(Code::kUnavailable, "closed its link", peer);
@@ -138,9 +139,9 @@ Status Rounds::LookForCall(bool* called) {
   return gone;
 }
 
-// Returns what wakes AwaitNext: the shared segment, or the links on which a round
-// begins. Leaves out closed links: a closed link would wake AwaitNext again and again.
-std::vector<Waiter::Interest> Rounds::Callers() const {
+// Returns the objects that wake AwaitNext: the shared segment, or the links on which a
+// round begins. Omits closed links, which would wake AwaitNext again and again.
+std::vector<Waiter::Interest> Rounds::Interests() const {
   if (state_.endpoints.segment) return {{state_.endpoints.segment.get(), true, false}};
   std::vector<Waiter::Interest> all;
   for (int reach = 1; reach < state_.size(); reach *= 2) {

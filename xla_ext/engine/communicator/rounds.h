@@ -1,6 +1,6 @@
-// Rounds: exchanges of one message between all ranks, for the thread of an eager lane,
-// which has the communicator to itself. The eager lane defines the messages
-// (engine/eager/).
+// Rounds: exchanges in which every rank sends one message to all ranks. Each eager lane
+// (engine/eager/) has a communicator of its own for its rounds, and defines the
+// messages.
 #pragma once
 
 #include <atomic>
@@ -22,9 +22,9 @@
 
 namespace ringjax {
 
-// Only one thread may use it, that of an eager lane, except for Wake. Between rounds
-// that thread sleeps until a peer begins the next round. The arguments of the
-// constructor must outlive the object.
+// Only one thread at a time, the holder of the lane's progress lock, may use the
+// object, except for Wake. Between rounds that thread sleeps until a peer begins the
+// next round. The arguments of the constructor must outlive the object.
 class Rounds {
  public:
   Rounds(CommState* state, CallRunner* runner, const FailureReport* failures,
@@ -36,36 +36,36 @@ class Rounds {
         stalls_(*stalls),
         planner_(*planner) {}
 
-  // Sends one message to every rank and receives one from each; `*all` is ordered by
-  // rank. A round counts as a call but has no commit decision: if the epoch ends under
+  // Sends `own` to every rank, and stores the messages of all ranks in `*all`, in rank
+  // order. A round counts as a call but has no commit decision: if the epoch ends under
   // a round, one rank may have received its messages and another rank not.
   Status Exchange(const std::string& own, std::vector<std::string>* all,
                   Piggyback* piggyback = nullptr);
 
-  // Whether a finished round is as final as a finished call, because no epoch can
-  // follow. Otherwise some ranks may continue without having received its messages.
+  // Returns whether a finished round is as final as a finished call, because no epoch
+  // can follow. If not, some ranks may continue without the messages of the round.
   bool final() const { return !state_.repairs; }
-  // Whether the data of an operation may be piggybacked on a round. That requires final
-  // rounds, a shared segment and no forced algorithm.
+  // Returns whether the data of an operation may be piggybacked on a round. That
+  // requires final rounds, a shared segment and no forced algorithm.
   bool CanPiggyback(Collective op) const {
     return final() && state_.endpoints.segment && planner_.Forced(op).empty();
   }
   // Completes a call from the data that all ranks have piggybacked on the last round.
-  // values[r] is the whole input of rank r; in a broadcast only the root has one. The
-  // call must have one tensor and be an allreduce or reduce-scatter without prescale, a
-  // broadcast, an allgather, or an alltoall with equal splits.
+  // values[r] is the whole input of rank r, and is empty in a broadcast unless r is the
+  // root. The call must have one tensor and be an allreduce or reduce-scatter without
+  // prescale, a broadcast, an allgather, or an alltoall with equal splits.
   Status RunPiggybacked(const Call& call,
                         std::span<const std::span<const std::byte>> values);
 
-  // Sleeps until a peer begins the next round (`*called` is set), Wake is called, or
-  // the deadline passes. Aborts the communicator if a peer is gone and the next round
-  // is `required`; otherwise the next call reports that peer.
-  Status AwaitNext(Clock::time_point deadline, bool required, bool* called);
+  // Sleeps until a peer begins the next round (then sets `*begun`), Wake is called, or
+  // the deadline passes. If a peer is gone, aborts the communicator, but only if the
+  // next round is `required`; otherwise the next call reports that peer.
+  Status AwaitNext(Clock::time_point deadline, bool required, bool* begun);
   void Wake();  // any thread may call this function
 
  private:
-  Status LookForCall(bool* called);
-  std::vector<Waiter::Interest> Callers() const;
+  Status LookForRound(bool* begun);
+  std::vector<Waiter::Interest> Interests() const;
 
   CommState& state_;
   CallRunner& runner_;
@@ -73,9 +73,9 @@ class Rounds {
   CallLog& log_;
   StallMonitor& stalls_;
   const Planner& planner_;
-  // The waiter is kept because it adapts to the length of the waits.
-  std::unique_ptr<Waiter> resting_;
-  std::vector<bool> closed_;  // whether AwaitNext found each rank's link closed
+  // This waiter is kept between rounds, because it adapts to the length of the waits.
+  std::unique_ptr<Waiter> waiter_;
+  std::vector<bool> closed_;  // whether AwaitNext found the link to each rank closed
   std::atomic<bool> asleep_{false}, woken_{false};  // see AwaitNext and Wake
 };
 

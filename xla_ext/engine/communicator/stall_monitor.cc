@@ -12,23 +12,21 @@ void StallMonitor::BeginCall() {
 }
 
 void StallMonitor::EndRound() {
-  if (waiting_recorded_) log_.StoppedWaiting();
+  if (waiting_recorded_) log_.ClearWaiting();
 }
 
-// Probes late ranks and warns of a call without progress for `seconds`. Delays the
-// warning, or the end of the call, a moment for the replies. See Endpoints::on_stall.
 Status StallMonitor::OnStall(const Call& call, double seconds,
                              const std::vector<int>& peers, bool* end) {
   RJ_TRY(state_.abort.CheckShutdowns(state_.sequence()));
   if (!waiting_recorded_) RecordWaiting(call, peers);
   const double warning = state_.options.stall_warning;
-  if (policy_.MustAsk(seconds, warning, state_.endpoints.timeout))
-    heartbeat_.ProbeCall(peers, failures_.Where(call));
+  if (policy_.MustProbe(seconds, warning, state_.endpoints.timeout))
+    heartbeat_.ProbeCall(peers, failures_.DescribeCall(call));
   const bool warns = policy_.MustWarn(seconds, warning);
   if (!warns && !*end) return OkStatus();
-  if (!policy_.Settled(seconds,
-                       AllAnswered(heartbeat_.ProbeReplies(heartbeat_.Others())))) {
-    *end = false;  // so that the error contains the replies
+  if (!policy_.DoneWaiting(seconds,
+                           AllAnswered(heartbeat_.ProbeReplies(heartbeat_.Others())))) {
+    *end = false;  // wait for replies, so that the error contains them
     return OkStatus();
   }
   if (!warns) return OkStatus();
@@ -39,14 +37,14 @@ Status StallMonitor::OnStall(const Call& call, double seconds,
   const std::vector<ProbeReply> replies = heartbeat_.ProbeReplies(late);
   std::string text;
   for (size_t i = 0; i < replies.size(); ++i) {
-    const std::string reply_text = i < kMostTold ? ReplyText(replies[i]) : "";
+    const std::string reply_text = i < kMaxReplies ? ReplyText(replies[i]) : "";
     text += (i > 0 ? ", " : "") + Title(replies[i]) +
             (reply_text.empty() ? "" : " (" + reply_text + ")");
   }
   std::fprintf(stderr,
                "[ringjax %d/%d e%u] %s has waited %.0f s for %s; still waiting\n",
                state_.world_rank(), state_.size(), state_.options.epoch,
-               failures_.Where(call).c_str(), seconds,
+               failures_.DescribeCall(call).c_str(), seconds,
                text.empty() ? "its peers" : text.c_str());
   return OkStatus();
 }
@@ -54,10 +52,10 @@ Status StallMonitor::OnStall(const Call& call, double seconds,
 // Records what the call waits for, as the reply of this rank to a straggler probe.
 void StallMonitor::RecordWaiting(const Call& call, const std::vector<int>& peers) {
   waiting_recorded_ = true;
-  std::string text = "it waits in " + failures_.Where(call);
+  std::string text = "it waits in " + failures_.DescribeCall(call);
   if (!peers.empty())
     text += " for rank " + std::to_string(state_.options.world_ranks[peers[0]]);
-  log_.Waiting(std::move(text));
+  log_.SetWaiting(std::move(text));
 }
 
 }  // namespace ringjax

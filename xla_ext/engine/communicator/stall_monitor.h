@@ -1,4 +1,5 @@
-// The stall monitor: what a call does when it has waited long for other ranks.
+// The stall monitor: probes and warnings of a call that has waited long for other
+// ranks.
 #pragma once
 
 #include <vector>
@@ -23,11 +24,12 @@ class StallMonitor {
       : state_(*state), heartbeat_(*heartbeat), failures_(*failures), log_(*log) {}
 
   void BeginCall();
-  // Called after each wait of a call that has made no progress for `seconds`. See
-  // Endpoints::on_stall.
+  // Implements Endpoints::on_stall. Probes late ranks and prints a warning about a call
+  // that has made no progress for `seconds`. Delays the warning, and the end of the
+  // call, for a moment so that replies can arrive.
   Status OnStall(const Call& call, double seconds, const std::vector<int>& peers,
                  bool* end);
-  void EndRound();  // ends a round, which is no call and leaves no record
+  void EndRound();  // clears the recorded wait of a round, which is not a call
 
  private:
   void RecordWaiting(const Call& call, const std::vector<int>& peers);
@@ -36,8 +38,8 @@ class StallMonitor {
   const HeartbeatClient& heartbeat_;
   const FailureReport& failures_;
   CallLog& log_;
-  StallPolicy policy_;             // decisions about the current call
-  bool waiting_recorded_ = false;  // the log has the wait of the current call
+  StallPolicy policy_;             // when to probe and warn about the current call
+  bool waiting_recorded_ = false;  // whether the log has the wait of the current call
 };
 
 }  // namespace ringjax

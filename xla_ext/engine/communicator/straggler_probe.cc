@@ -1,4 +1,4 @@
-// See straggler_probe.h.
+// Texts of replies, and when to probe. See straggler_probe.h.
 #include "engine/communicator/straggler_probe.h"
 
 #include <algorithm>
@@ -35,16 +35,16 @@ std::string Printable(std::string_view text, size_t limit) {
   return shown;
 }
 
-bool StallPolicy::MustAsk(double seconds, double warning, double limit) {
-  // A wait that is shorter than at the last look is a new one: data have moved.
-  if (seconds < last_) asked_ = -1;
+bool StallPolicy::MustProbe(double seconds, double warning, double limit) {
+  // If the wait is shorter than at the last call, data have moved and a new wait began.
+  if (seconds < last_) probed_ = -1;
   last_ = seconds;
   const double soon = limit - std::min(kEarly, limit / 2);
-  const bool before_end = limit > 0 && seconds >= soon && asked_ < soon;
+  const bool before_end = limit > 0 && seconds >= soon && probed_ < soon;
   const double next = std::max(warning, 2 * warned_);
-  const bool at_warning = warning > 0 && seconds >= next && asked_ < next;
+  const bool at_warning = warning > 0 && seconds >= next && probed_ < next;
   if (!before_end && !at_warning) return false;
-  asked_ = seconds;
+  probed_ = seconds;
   return true;
 }
 

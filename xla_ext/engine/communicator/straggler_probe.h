@@ -1,9 +1,10 @@
-// Straggler probes: questions to late ranks about where their programs are.
+// Straggler probes: requests to late ranks for the positions of their programs.
 //
-// A rank that waits for long probes the late ranks and continues to wait. The replies
-// arrive a moment later and become part of the warning or the error. The heartbeat
-// carries probes and replies, because its thread replies however busy the rank is.
-// Compiled programs and the eager lane share one policy: StallPolicy.
+// A rank that has waited for long probes the late ranks and continues to wait. The
+// replies arrive a moment later and become part of the warning or the error. The
+// heartbeat carries probes and replies, because its thread replies even if all other
+// threads of the rank are busy. StallPolicy decides when compiled programs and the
+// eager lane send probes.
 #pragma once
 
 #include <chrono>
@@ -18,7 +19,7 @@ namespace ringjax {
 struct Question {
   int communicator = 0;    // its id
   uint64_t sequence = 0;   // number of the call or operation, equal on all ranks
-  bool operation = false;  // `sequence` is the number of an operation
+  bool operation = false;  // whether the probe is about an operation
   std::vector<int> ranks;  // world ranks that are probed
   std::string what;        // "allreduce 'grads' (f32[8], SUM, seq 7)"
 };
@@ -33,10 +34,10 @@ struct ProbeReply {
 };
 
 // The reply of this rank to a straggler probe: its current wait, or its last call.
-struct ProbeAnswer {
-  bool has_text = false;  // false: this communicator has nothing to report
-  bool waits = false;     // the rank is in a call and waits for other ranks
-  std::chrono::steady_clock::time_point when;
+struct CallTrace {
+  bool has_text = false;  // false if this communicator has nothing to report
+  bool waits = false;     // whether the rank is in a call and waits for other ranks
+  std::chrono::steady_clock::time_point when;  // end of the last call, or now
   std::string text;  // "its last call was allgather 'x' (seq 6)"
 };
 
@@ -48,19 +49,19 @@ class StragglerProbe {
   // earlier replies of the communicator. A probe about an operation is not sent to a
   // rank that was probed less than half a second ago.
   virtual void Ask(const Question& question) = 0;
-  // The replies to the last probe of each rank, in the order of `ranks`.
+  // Returns the replies to the last probe of each rank, in the order of `ranks`.
   virtual std::vector<ProbeReply> ProbeReplies(int communicator,
                                                const std::vector<int>& ranks) const = 0;
 };
 
-// The most ranks that a call or operation probes, and the most replies in one text.
-inline constexpr size_t kMostAsked = 64, kMostTold = 3;
-inline constexpr size_t kMostReply = 300;  // bytes of a reply
+inline constexpr size_t kMaxProbed = 64;  // ranks that one call or operation probes
+inline constexpr size_t kMaxReplies = 3;  // replies in one text
+inline constexpr size_t kMaxReplyBytes = 300;  // bytes of a reply
 
-// "rank 3 on node-b", "rank 3".
+// Returns "rank 3 on node-b", or "rank 3" if the host is unknown.
 std::string Title(const ProbeReply& reply);
-// Returns the text of the reply, or that the rank does not answer; empty if the rank
-// was not probed.
+// Returns the text of the reply, "it does not answer" if there is no reply, or "" if
+// the rank was not probed.
 std::string ReplyText(const ProbeReply& reply);
 bool AllAnswered(const std::vector<ProbeReply>& replies);
 
@@ -68,28 +69,32 @@ bool AllAnswered(const std::vector<ProbeReply>& replies);
 // the text to `limit` bytes, but not within a character.
 std::string Printable(std::string_view text, size_t limit);
 
-// Decides when a rank that waits probes, warns, and stops waiting for replies. Times
-// are seconds of the current wait; a `warning` or `limit` of 0 never comes.
+// Decides when a waiting rank sends probes, prints warnings, and stops waiting for
+// replies. All times are seconds since the wait began. A `warning` or `limit` of 0
+// means that there is none.
 class StallPolicy {
  public:
-  // Whether to probe now, and if so, remembers that. True once for each warning, and
-  // once shortly before the limit, so that the error contains the replies.
-  bool MustAsk(double seconds, double warning, double limit);
-  // Whether to stop waiting for replies: all have come (`answered`), or time is up.
-  bool Settled(double seconds, bool answered) const {
-    return asked_ < 0 || answered || seconds >= asked_ + kForAnswers;
+  // Returns whether to send probes now, and records that they were sent. True once for
+  // each warning, and once shortly before the limit, so that the error contains
+  // replies.
+  bool MustProbe(double seconds, double warning, double limit);
+  // Returns whether to stop waiting for replies, because all have arrived (`answered`)
+  // or kReplyTimeout seconds have passed.
+  bool DoneWaiting(double seconds, bool answered) const {
+    return probed_ < 0 || answered || seconds >= probed_ + kReplyTimeout;
   }
-  // True at `warning`, and then whenever the wait is twice as long as at the last one.
+  // Returns true at `warning`, and then whenever the wait has doubled since the last
+  // warning.
   bool MustWarn(double seconds, double warning) const {
     return warning > 0 && seconds >= warning && seconds >= 2 * warned_;
   }
   void Warned(double seconds) { warned_ = seconds; }
 
  private:
-  static constexpr double kForAnswers = 0.7, kEarly = 1.0;  // durations in seconds
-  // Seconds of the wait at the last probe (-1: none), the last warning (0: none) and
-  // the last MustAsk.
-  double asked_ = -1, warned_ = 0, last_ = 0;
+  static constexpr double kReplyTimeout = 0.7, kEarly = 1.0;  // durations in seconds
+  double probed_ = -1;  // seconds of the wait at the last probe, -1 if none was sent
+  double warned_ = 0;   // seconds of the wait at the last warning, 0 if there was none
+  double last_ = 0;     // seconds of the wait at the last MustProbe
 };
 
 }  // namespace ringjax

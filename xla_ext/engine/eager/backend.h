@@ -1,5 +1,5 @@
-// EagerRequest: an operation as its caller submits it. EagerBackend: what runs the
-// calls of an eager lane on tensors of a device (device/eager_cuda.h).
+// EagerRequest: an operation as its caller submits it. EagerBackend: the interface that
+// runs the calls of an eager lane on tensors of a device (device/eager_cuda.h).
 #pragma once
 
 #include <cstddef>
@@ -17,46 +17,52 @@
 
 namespace ringjax {
 
-// `outs` is the memory for the results. For allreduce, broadcast and reducescatter it
-// has one address for each tensor, which may be that of the input. For allgather and
-// alltoall it is empty or has one address for each tensor; a result whose size is not
-// exactly that of its memory is then placed in memory of the core, as without `outs`.
-// `rooms` is the number of bytes at each of `outs`. It may be empty for operations
-// whose results have a known size.
+// One operation with the memory of its tensors.
 struct EagerRequest {
   Submission what;
-  std::vector<void*> ins, outs;
+  std::vector<void*> ins;  // one address for each tensor
+  // The memory for the results. For allreduce, broadcast and reducescatter, one address
+  // for each tensor, which may be the address of the input. For allgather and alltoall,
+  // empty or one address for each tensor. A result whose size is not exactly that of
+  // its memory goes into memory of the core, as it does without `outs`.
+  std::vector<void*> outs;
+  // The bytes of memory at each of `outs`. May be empty for operations whose results
+  // have a known size.
   std::vector<uint64_t> rooms;
   uint64_t stream = 0;   // stream of the submitter, for CUDA tensors
   void* keep = nullptr;  // returned by EndedTasks::Take after the operation
-  // Seconds of waiting for other ranks until an error; 0: never; negative: the lane's.
+  // Seconds of waiting for other ranks until the operation fails; 0 means never, and a
+  // negative number means the timeout of the lane.
   double timeout = -1;
-  // The caller waits for the operation at once, so Submit may do the work of the lane.
+  // Whether the caller waits for the operation immediately. Then Submit itself may do
+  // the work of the lane.
   bool waits = false;
 };
 
-// Runs calls on tensors of a device. Any thread may call Mark, Abort, Finish and Close;
-// only the lane's own thread calls the other functions.
+// Runs calls on tensors of a device. Any thread may call Mark, Abort, Finish and Close.
+// Only the lane's own thread calls the other functions.
 class EagerBackend {
  public:
   virtual ~EagerBackend() = default;
-  // Records how far the submitter's stream has got: Run makes the device wait for that
-  // point before it uses the tensors. Fails if this backend cannot run the operation.
+  // Records a point in the submitter's stream, behind the work submitted so far. Run
+  // makes the device wait for that point before it uses the tensors. Fails if this
+  // backend cannot run the operation.
   virtual Result<std::shared_ptr<DevicePoint>> Mark(const EagerRequest& request) = 0;
-  // Connects the ranks the first time. All ranks call Open before each call.
+  // Connects the ranks when it is called first. All ranks call Open before each call.
   virtual Status Open() = 0;
-  // Allocates memory on the device, filled with copies of `pattern` if that has bytes.
+  // Allocates memory on the device, and fills it with copies of `pattern` unless that
+  // is empty.
   virtual Result<std::shared_ptr<void>> Allocate(
       uint64_t bytes, std::span<const std::byte> pattern) = 0;
-  // Enqueues a call about which all ranks have agreed. `marks`: the points that Mark
-  // has returned for this rank's submissions in the call. `*end` becomes the point
-  // after which the device no longer uses the tensors, also after an error if there is
-  // such a point.
+  // Enqueues a call about which all ranks have agreed. `marks` are the points that Mark
+  // has returned for this rank's submissions in the call. `*end` receives the point
+  // after which the device no longer uses the tensors. After an error it is set only if
+  // the device may still use them.
   virtual Status Run(const Call& call,
                      std::span<const std::shared_ptr<DevicePoint>> marks,
                      std::shared_ptr<DevicePoint>* end) = 0;
   virtual void Abort(const Status& status) = 0;
-  // Waits a bounded time for the enqueued work. No call may follow.
+  // Waits a limited time until the enqueued work has ended. No call may follow.
   virtual void Finish() = 0;
   // Called after the lane's thread has ended, or when the lane leaves the epoch.
   virtual void Close() = 0;

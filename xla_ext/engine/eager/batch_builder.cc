@@ -11,61 +11,61 @@
 namespace ringjax {
 namespace {
 
-constexpr int64_t kMostRows = int64_t{1} << 40;  // rows of a rank; no sum overflows
+constexpr int64_t kMaxRows = int64_t{1} << 40;  // of one rank, so that no sum overflows
 
 template <typename T>
-void Put(std::vector<std::byte>* pattern, T value) {
+void SetBytes(std::vector<std::byte>* pattern, T value) {
   pattern->resize(sizeof value);
   std::memcpy(pattern->data(), &value, sizeof value);
 }
 
 template <typename T>
-void PutExtreme(std::vector<std::byte>* pattern, bool highest) {
+void SetExtreme(std::vector<std::byte>* pattern, bool highest) {
   using Limits = std::numeric_limits<T>;
   if (Limits::has_infinity)
-    Put<T>(pattern, highest ? Limits::infinity() : -Limits::infinity());
+    SetBytes<T>(pattern, highest ? Limits::infinity() : -Limits::infinity());
   else
-    Put<T>(pattern, highest ? Limits::max() : Limits::lowest());
+    SetBytes<T>(pattern, highest ? Limits::max() : Limits::lowest());
 }
 
 // Sets `*pattern` to the bytes of the least or greatest value of a type.
 void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
   switch (dtype) {
     case DType::kBool:
-      return Put<uint8_t>(pattern, highest ? 1 : 0);
+      return SetBytes<uint8_t>(pattern, highest ? 1 : 0);
     case DType::kI8:
-      return PutExtreme<int8_t>(pattern, highest);
+      return SetExtreme<int8_t>(pattern, highest);
     case DType::kI16:
-      return PutExtreme<int16_t>(pattern, highest);
+      return SetExtreme<int16_t>(pattern, highest);
     case DType::kI32:
-      return PutExtreme<int32_t>(pattern, highest);
+      return SetExtreme<int32_t>(pattern, highest);
     case DType::kI64:
-      return PutExtreme<int64_t>(pattern, highest);
+      return SetExtreme<int64_t>(pattern, highest);
     case DType::kU8:
-      return PutExtreme<uint8_t>(pattern, highest);
+      return SetExtreme<uint8_t>(pattern, highest);
     case DType::kU16:
-      return PutExtreme<uint16_t>(pattern, highest);
+      return SetExtreme<uint16_t>(pattern, highest);
     case DType::kU32:
-      return PutExtreme<uint32_t>(pattern, highest);
+      return SetExtreme<uint32_t>(pattern, highest);
     case DType::kU64:
-      return PutExtreme<uint64_t>(pattern, highest);
+      return SetExtreme<uint64_t>(pattern, highest);
     case DType::kF16:
-      return Put<uint16_t>(pattern, highest ? 0x7c00 : 0xfc00);
+      return SetBytes<uint16_t>(pattern, highest ? 0x7c00 : 0xfc00);
     case DType::kBF16:
-      return Put<uint16_t>(pattern, highest ? 0x7f80 : 0xff80);
+      return SetBytes<uint16_t>(pattern, highest ? 0x7f80 : 0xff80);
     case DType::kF32:
-      return PutExtreme<float>(pattern, highest);
+      return SetExtreme<float>(pattern, highest);
     case DType::kF64:
-      return PutExtreme<double>(pattern, highest);
+      return SetExtreme<double>(pattern, highest);
     case DType::kC64:
     case DType::kC128:
       pattern->assign(Width(dtype), std::byte{0});  // unreachable, see CheckReduction
   }
 }
 
-// Sets `*pattern` to the neutral element of a product whose inputs are all scaled:
-// 1 / scale, as bytes. The imaginary part of a complex number is zero.
-Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
+// Sets `*pattern` to the bytes of the neutral element of a product. The call multiplies
+// each input by `scale`, so the element is 1 / scale.
+Status NeutralOfProduct(DType dtype, double scale, std::vector<std::byte>* pattern) {
   if (!IsFloat(dtype) && !IsComplex(dtype)) {
     if (scale != 1)
       return Status(Code::kInvalidArgument,
@@ -77,11 +77,11 @@ Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
   }
   const double value = 1 / scale;
   if (dtype == DType::kC64) {
-    Put<float>(pattern, static_cast<float>(value));
+    SetBytes<float>(pattern, static_cast<float>(value));
   } else if (dtype == DType::kC128 || dtype == DType::kF64) {
-    Put<double>(pattern, value);
+    SetBytes<double>(pattern, value);
   } else if (dtype == DType::kF32) {
-    Put<float>(pattern, static_cast<float>(value));
+    SetBytes<float>(pattern, static_cast<float>(value));
   } else {
     Arithmetic narrow;
     narrow.dtype = DType::kF64;
@@ -94,10 +94,12 @@ Status One(DType dtype, double scale, std::vector<std::byte>* pattern) {
 }
 
 // Sets `*pattern` to the input of a rank that has joined: the bytes of a value that
-// changes no result. A single zero byte stands for zeros of any type.
-Status Neutral(const Submission& s, DType dtype, std::vector<std::byte>* pattern) {
+// does not change the result. A single zero byte stands for zero in any type.
+Status NeutralElement(const Submission& s, DType dtype,
+                      std::vector<std::byte>* pattern) {
   pattern->assign(1, std::byte{0});
-  // The value is scaled like all inputs; a negative factor swaps least and greatest.
+  // The call scales the value like all inputs, and a negative factor makes the greatest
+  // value the least.
   const bool turned = s.prescale < 0;
   if (s.prescale == 0) return OkStatus();
   switch (s.reduce_op) {
@@ -108,7 +110,7 @@ Status Neutral(const Submission& s, DType dtype, std::vector<std::byte>* pattern
       Extreme(dtype, turned, pattern);
       break;
     case ReduceOp::kProduct:
-      return One(dtype, s.prescale, pattern);
+      return NeutralOfProduct(dtype, s.prescale, pattern);
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
     case ReduceOp::kAdasum:
@@ -131,8 +133,8 @@ void Fill(std::byte* to, uint64_t bytes, std::span<const std::byte> pattern) {
   }
 }
 
-// The rows of tensor `i` that the rank with submission `s` sends to rank `to`
-// (alltoall) or to all ranks (allgather). None if `s` is null: the rank has joined.
+// Returns how many rows of tensor `i` the rank with submission `s` sends to rank `to`
+// (alltoall) or to all ranks (allgather). A null `s` stands for a rank that has joined.
 int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
   if (!s) return 0;
   const int64_t rows = s->tensors[i].dims[0];
@@ -164,7 +166,7 @@ Result<std::shared_ptr<void>> BatchBuilder::Allocate(
 }
 
 // Adds one tensor whose result size does not depend on other ranks. If this rank has
-// joined, the tensor is in memory that is dropped later, and changes no reduction.
+// joined, adds a neutral tensor in memory that is released after the call.
 Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   const Submission& s = *ready.any;
   const auto& piece = s.tensors[i];
@@ -185,7 +187,7 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
     return OkStatus();
   }
   std::vector<std::byte> pattern;
-  if (s.Reduces()) RJ_TRY(Neutral(s, piece.dtype, &pattern));
+  if (s.Reduces()) RJ_TRY(NeutralElement(s, piece.dtype, &pattern));
   auto in = Allocate(s, piece.bytes(), pattern);
   if (!in.ok()) return in.status();
   t.in = t.out = batch->joined_memory.emplace_back(std::move(in.value())).get();
@@ -198,7 +200,7 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
 
 // Adds one tensor of an allgather or alltoall, where the rows of all ranks determine
 // the size of the result. The result goes into the caller's memory if that has exactly
-// this size, else into memory of the core.
+// the right size, and otherwise into memory of the core.
 Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
                                std::vector<Output>* outputs, Batch* batch) const {
   const TaskPtr task = Mine(ready, communicator_->rank());
@@ -215,7 +217,7 @@ Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
   int64_t total = 0;
   for (size_t r = 0; r < size; ++r) {
     const int64_t rows = RowsFor(ready.by_rank[r], i, rank, size);
-    if (rows < 0 || rows > kMostRows)
+    if (rows < 0 || rows > kMaxRows)
       return Status(Code::kInvalidArgument, "a row count is beyond any memory");
     output.received.push_back(rows);
     total += rows;

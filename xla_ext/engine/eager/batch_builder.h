@@ -1,7 +1,7 @@
 // BatchBuilder: builds one call from a decision of the negotiation. The tensors of the
-// call are those of this rank's tasks. A result whose size only all ranks together
-// determine may need memory of the core. A rank that has joined contributes neutral
-// elements and drops the results. Nothing is copied.
+// call are the tensors of this rank's tasks, and are not copied. A result whose size
+// depends on other ranks may need memory of the core. A rank that has joined
+// contributes neutral elements and drops the results.
 #pragma once
 
 #include <cstddef>
@@ -27,25 +27,24 @@ struct Batch {
 
   Call call;
   std::string name;
-  std::vector<TaskPtr> tasks;  // tasks of this rank
-  std::vector<std::vector<Output>> outputs;
-  std::vector<std::shared_ptr<void>>
-      joined_memory;  // memory for a rank that has joined
-  // Tensors in place that the call reduces into other memory first, so that their
-  // inputs stay unchanged: the index in `call`, and the address where the result
-  // belongs.
+  std::vector<TaskPtr> tasks;                // tasks of this rank
+  std::vector<std::vector<Output>> outputs;  // results in memory of the core, by task
+  std::vector<std::shared_ptr<void>> joined_memory;  // if this rank has joined
+  // Tensors whose result replaces the input, but which the call first reduces into
+  // other memory, so that the input stays unchanged until the call is committed. Each
+  // entry is the index of the tensor in `call`, and the final address of its result.
   std::vector<std::pair<size_t, void*>> aside;
-  std::vector<std::shared_ptr<DevicePoint>> marks;
+  std::vector<std::shared_ptr<DevicePoint>> marks;  // see EagerBackend::Run
   std::shared_ptr<DevicePoint> end;
 };
 
-// Owned by DecisionRunner, and used by the holder of the progress lock only.
+// A DecisionRunner owns the object. Only the holder of the progress lock uses it.
 class BatchBuilder {
  public:
   explicit BatchBuilder(const LaneState& state);
 
-  // Sets `call` and its memory. `tasks` are set already, and `outputs` has an entry for
-  // each of them.
+  // Sets `batch->call` and its memory. The caller has set `tasks`, and has given
+  // `outputs` an entry for each task.
   Status Build(const Decision& decision, Batch* batch) const;
 
  private:

@@ -10,10 +10,10 @@
 namespace ringjax {
 namespace {
 
-// The number of open Calls of one kind, which a small operation may still join. The
-// bound keeps thousands of large tensors from making every later operation look at
-// thousands of full Calls.
-constexpr size_t kOpen = 8;
+// The number of open Calls of one kind that later operations may still join. Without
+// this limit, after thousands of large tensors every later operation would search
+// thousands of almost full Calls.
+constexpr size_t kMaxOpen = 8;
 
 uint64_t BytesOf(const Submission& submission) {
   uint64_t bytes = 0;
@@ -21,7 +21,7 @@ uint64_t BytesOf(const Submission& submission) {
   return bytes;
 }
 
-// The bytes that a Call moves for the operation. In an allgather, the ranks may
+// Returns the bytes that a Call moves for the operation. In an allgather, the ranks may
 // contribute different numbers of bytes.
 uint64_t BytesOf(const Ready& ready) {
   if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
@@ -38,7 +38,7 @@ bool Fuses(const Ready& ready) {
                       [](const SubmissionPtr& s) { return s && s->alone; });
 }
 
-Decision Run(Ready ready) {
+Decision DecisionToRun(Ready ready) {
   Decision decision;
   decision.fused.push_back(std::move(ready));
   return decision;
@@ -76,7 +76,7 @@ Batches::Kind Batches::KindOf(const Submission& s) {
 void Batches::Add(Ready ready) {
   const uint64_t bytes = BytesOf(ready);
   if (threshold_ == 0 || bytes > threshold_ || !Fuses(ready))
-    return Append(Run(std::move(ready)));
+    return Append(DecisionToRun(std::move(ready)));
   std::vector<Bin>& bins = open_[KindOf(*ready.any)];
   for (Bin& bin : bins) {
     if (bytes > threshold_ - bin.bytes) continue;
@@ -84,12 +84,12 @@ void Batches::Add(Ready ready) {
     (*decisions_)[bin.decision].fused.push_back(std::move(ready));
     return;
   }
-  if (bins.size() == kOpen)
+  if (bins.size() == kMaxOpen)
     bins.erase(
         std::max_element(bins.begin(), bins.end(),
                          [](const Bin& a, const Bin& b) { return a.bytes < b.bytes; }));
   bins.push_back({decisions_->size(), bytes});
-  Append(Run(std::move(ready)));
+  Append(DecisionToRun(std::move(ready)));
 }
 
 }  // namespace ringjax

@@ -1,5 +1,5 @@
-// Fusion: packs operations that have become ready into as few Calls as fit. All ranks
-// make the same Calls in the same order. The class copies no data.
+// Fusion: packs ready operations into a small number of Calls. All ranks make the same
+// Calls in the same order. The class copies no data.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace ringjax {
 
 class Batches {
  public:
-  // A Call of several operations has at most `threshold` bytes; 0 disables fusion.
-  // The Calls are appended to `*decisions`, which must outlive this object.
+  // A Call of several operations has at most `threshold` bytes; 0 disables fusion. The
+  // object appends Calls to `*decisions`, which must outlive the object.
   Batches(uint64_t threshold, std::vector<Decision>* decisions)
       : threshold_(threshold), decisions_(decisions) {}
 
@@ -23,13 +23,13 @@ class Batches {
 
   void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
 
-  // Closes all open Calls: no operation that is added later joins one of them.
+  // Closes all open Calls, so that later operations get new Calls.
   void Close() { open_.clear(); }
 
  private:
   // The properties that all operations of one Call have in common.
   struct Kind {
-    uint64_t kinds = 0;  // op, reduce op, root, whether on CUDA
+    uint64_t kinds = 0;  // op, reduce op, root and device, packed
     double prescale = 1, postscale = 1;
     bool operator==(const Kind&) const;
   };

@@ -1,11 +1,10 @@
-// Runs the call of a decision. See decision_runner.h. Only results in place in an
-// elastic job are copied (MoveAside).
+// Runs the call of a decision. See decision_runner.h.
 //
-// An operation that has ended stays ended, with the same outcome on all ranks that are
-// left. A call has a commit decision, but a round has none: it is final only if no
-// epoch can follow (Rounds::final). Otherwise a result that follows from a round alone
-// (a barrier, a mismatch, a join) is reported only after a barrier call, which has a
-// commit decision (Seal).
+// An operation that has ended stays ended, with the same outcome on all remaining
+// ranks. A call has a commit decision. A round has none: it is final only if no epoch
+// can follow (Rounds::final). Otherwise a result that follows from a round alone (a
+// barrier, a mismatch, a join) is reported only after a barrier call, which has a
+// commit decision (ConfirmRound).
 #include "engine/eager/decision_runner.h"
 
 #include <cstdlib>
@@ -24,49 +23,49 @@ DecisionRunner::DecisionRunner(LaneState& state, TaskQueue& tasks,
       record_(record),
       builder_(state) {}
 
-Status DecisionRunner::CarryAll(const std::vector<Decision>& decisions,
-                                const Piggyback* values) {
-  sealed_ = communicator_->rounds().final();
-  for (const Decision& decision : decisions) RJ_TRY(Carry(decision, values));
+Status DecisionRunner::RunAll(const std::vector<Decision>& decisions,
+                              const Piggyback* values) {
+  round_confirmed_ = communicator_->rounds().final();
+  for (const Decision& decision : decisions) RJ_TRY(RunDecision(decision, values));
   return OkStatus();
 }
 
-Status DecisionRunner::Carry(const Decision& decision, const Piggyback* values) {
+Status DecisionRunner::RunDecision(const Decision& decision, const Piggyback* values) {
   switch (decision.kind) {
     case Decision::Kind::kRun:
-      return Run(decision, values);
+      return RunCall(decision, values);
     case Decision::Kind::kFail:
-      RJ_TRY(Seal());
+      RJ_TRY(ConfirmRound());
       record_.RecordEnd(decision, decision.status);
       if (const TaskPtr task = Mine(decision.fused[0], communicator_->rank()))
         tasks_.Finish({task}, decision.status, nullptr);
       break;
     case Decision::Kind::kJoined:
-      RJ_TRY(Seal());
+      RJ_TRY(ConfirmRound());
       tasks_.FinishJoin(OkStatus(), decision.last_joined);
       break;
   }
   return OkStatus();
 }
 
-// Returns ok once all ranks are known to have received this round. A barrier call shows
-// that, unless an earlier call of the round has shown it.
-Status DecisionRunner::Seal() {
-  if (sealed_) return OkStatus();
+// Returns ok once all ranks are known to have received this round. Runs a barrier call
+// for this purpose, unless an earlier call of the round has already shown it.
+Status DecisionRunner::ConfirmRound() {
+  if (round_confirmed_) return OkStatus();
   Call call;
   call.op = Collective::kBarrier;
   call.name = "end of a round of eager operations";
   RJ_TRY(communicator_->RunInThisEpoch(call));
-  sealed_ = true;
+  round_confirmed_ = true;
   return OkStatus();
 }
 
-// In an elastic job, a call that the loss of a rank interrupts runs again, and its
-// inputs must be unchanged then. So an allreduce in place is reduced into memory of the
-// lane and copied when all ranks have the result. That costs a pass over the result,
-// and memory as large as the largest batch so far. The lane keeps this memory, because
-// fresh pages would cost more than the copy. A broadcast needs none of this: its root,
-// the only rank with an input, writes nothing.
+// In an elastic job, a call that the loss of a rank interrupts runs again, so its
+// inputs must be unchanged. Therefore an allreduce in place is reduced into memory of
+// the lane, and copied when all ranks have the result. That takes a pass over the
+// result, and memory as large as the largest batch so far. The lane keeps this memory,
+// because touching new pages would take longer than the copy. A broadcast needs no such
+// memory, because its root, the only rank with an input, writes nothing.
 Status DecisionRunner::MoveAside(Batch* batch) {
   std::vector<Tensor>& tensors = batch->call.tensors;
   const auto room = [](const Tensor& t) {
@@ -76,7 +75,7 @@ Status DecisionRunner::MoveAside(Batch* batch) {
   for (const auto& [i, out] : batch->aside) bytes += room(tensors[i]);
   if (bytes > scratch_.size) {
     void* memory = nullptr;
-    scratch_ = {};  // first, so that the old and the new memory never both exist
+    scratch_ = {};  // before the allocation, so that only one of the two exists
     if (posix_memalign(&memory, Batch::kAlign, bytes) != 0)
       return Status(Code::kInternal, "no memory to reduce " + std::to_string(bytes) +
                                          " bytes in place in an elastic job");
@@ -95,12 +94,13 @@ Status DecisionRunner::OpenDevice(const Submission& first) {
                             ? state_.cuda->Open()
                             : Status(Code::kFailedPrecondition, "no CUDA device");
   if (status.ok() || status.message().starts_with("RINGJAX[")) return status;
-  return state_.Named(first.Title(), status);
+  return state_.WithContext(first.Title(), status);
 }
 
-// Whether a call has no outcome because this epoch has ended: its error is that of the
-// abort, or the wait for the commit decision has failed. If the call has an outcome,
-// all ranks have the same, even if the epoch was aborted after the call.
+// Returns whether a call has no outcome because this epoch has ended: its error is the
+// error of the abort, or the wait for the commit decision has failed. If the call has
+// an outcome, all ranks have the same outcome, even if the epoch was aborted after the
+// call.
 bool DecisionRunner::IsLost(const Status& status) const {
   const Code code = status.code();
   return communicator_->aborted() &&
@@ -108,13 +108,13 @@ bool DecisionRunner::IsLost(const Status& status) const {
           code == Code::kCancelled);
 }
 
-// Builds the call and runs it, or completes it from data piggybacked on the round.
-Status DecisionRunner::Perform(const Decision& decision, const Piggyback* values,
-                               Batch* batch) {
+// Builds the call, and runs it or completes it from the data piggybacked on the round.
+Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* values,
+                                     Batch* batch) {
   const Submission& first = *decision.fused[0].any;
   Status built = builder_.Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
-  if (values != nullptr)  // piggybacked: no other rank waits for this rank
+  if (values != nullptr)  // no other rank waits for this rank, even if building failed
     return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
                       : communicator_->WithContext(batch->call, built);
   if (first.cuda) {
@@ -132,7 +132,7 @@ Status DecisionRunner::Perform(const Decision& decision, const Piggyback* values
   return communicator_->WithContext(batch->call, communicator_->abort_status());
 }
 
-Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
+Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values) {
   Batch batch;
   for (const Ready& ready : decision.fused) {
     TaskPtr task = Mine(ready, communicator_->rank());
@@ -145,20 +145,21 @@ Status DecisionRunner::Run(const Decision& decision, const Piggyback* values) {
   Status status, lost;
   const auto agreed = Clock::now();
   record_.RecordRun(decision);
-  // A barrier has ended when all ranks are ready: there is no call to run.
+  // A barrier ends as soon as all ranks have submitted it, so there is no call to run.
   const bool runs = first.op != Collective::kBarrier;
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
-    status = Perform(decision, values, &batch);
-    // A call with an outcome shows that all ranks have received this round. Calls on a
-    // device have no commit decision and need none: if a rank is lost, they all fail.
+    status = RunOrComplete(decision, values, &batch);
+    // A call with an outcome shows that all ranks have received this round. A call on a
+    // device has no commit decision and needs none, because it fails on all ranks if a
+    // rank is lost.
     if (IsLost(status)) lost = status;
-    sealed_ = true;
+    round_confirmed_ = true;
   }
-  if (lost.ok()) lost = Seal();
+  if (lost.ok()) lost = ConfirmRound();
   if (!lost.ok()) {
-    // The tasks stay pending: they are submitted again in the next epoch, or fail with
-    // all other tasks.
+    // The tasks stay pending. They are submitted again in the next epoch, or fail
+    // together with all other pending tasks.
     record_.RecordEnd(decision, lost);
     return lost;
   }

@@ -1,6 +1,6 @@
-// DecisionRunner: carries out the decisions of a round. For operations that are to run,
-// it builds one call (batch_builder.h), runs the call and completes the works of this
-// rank.
+// DecisionRunner: carries out the decisions of a round. For a decision to run
+// operations, it builds one call (batch_builder.h), runs the call and completes this
+// rank's works.
 #pragma once
 
 #include <cstddef>
@@ -19,38 +19,39 @@
 
 namespace ringjax {
 
-// Owned by ProgressEngine, and used by the holder of the progress lock only.
+// A ProgressEngine owns the object. Only the holder of the progress lock uses it.
 class DecisionRunner {
  public:
   DecisionRunner(LaneState& state, TaskQueue& tasks, const LaneRecord& record);
 
-  // Carries out all decisions of one round. `values`: the data of the only call among
-  // them, from all ranks, or null. An error means that the communicator is aborted;
-  // tasks without an outcome are still pending then.
-  Status CarryAll(const std::vector<Decision>& decisions, const Piggyback* values);
+  // Carries out all decisions of one round. `values`, or null, has the data of all
+  // ranks for the only call among the decisions. An error means that the communicator
+  // is aborted. Tasks without an outcome are then still pending.
+  Status RunAll(const std::vector<Decision>& decisions, const Piggyback* values);
 
  private:
-  // Memory for results in place. It grows to the largest batch so far, and is kept.
+  // Memory of the lane for MoveAside. It grows to the size of the largest batch so far.
   struct Scratch {
     std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};
     uint64_t size = 0;
   };
 
-  Status Carry(const Decision& decision, const Piggyback* values);
-  Status Run(const Decision& decision, const Piggyback* values);
-  Status Perform(const Decision& decision, const Piggyback* values, Batch* batch);
+  Status RunDecision(const Decision& decision, const Piggyback* values);
+  Status RunCall(const Decision& decision, const Piggyback* values);
+  Status RunOrComplete(const Decision& decision, const Piggyback* values, Batch* batch);
   Status OpenDevice(const Submission& first);
   Status MoveAside(Batch* batch);
   bool IsLost(const Status& status) const;
-  Status Seal();
+  Status ConfirmRound();
 
   LaneState& state_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   TaskQueue& tasks_;
   const LaneRecord& record_;
   const BatchBuilder builder_;
-  Scratch scratch_;      // memory that MoveAside uses
-  bool sealed_ = false;  // all ranks are known to have received this round
+  Scratch scratch_;
+  bool round_confirmed_ =
+      false;  // whether all ranks are known to have received this round
 };
 
 }  // namespace ringjax

@@ -1,4 +1,5 @@
-// Finds the first difference, and which ranks sent which variant. See disagreement.h.
+// Finds the first difference, and groups the ranks by what they sent. See
+// disagreement.h.
 #include "engine/eager/disagreement.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace ringjax {
 namespace {
 
 // The properties of a submission. Compare reports the first difference in this order,
-// in which the dtype and the shape of one tensor come before those of the next.
+// but the dtype and the shape of one tensor come before those of the next tensor.
 enum class Aspect {
   kDevices,
   kNumbers,
@@ -32,8 +33,8 @@ struct Difference {
   }
 };
 
-// Whether two factors look equal in a text: all NaN do.
-bool ReadAlike(double a, double b) { return a == b || (a != a && b != b); }
+// Returns whether two factors look equal in a text. Two NaN do.
+bool SameText(double a, double b) { return a == b || (a != a && b != b); }
 
 bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
                bool ragged) {
@@ -57,7 +58,7 @@ bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   }
   if (a.Reduces()) {
     if (a.reduce_op != b.reduce_op) return in(Aspect::kReduceOps);
-    if (!ReadAlike(a.prescale, b.prescale) || !ReadAlike(a.postscale, b.postscale))
+    if (!SameText(a.prescale, b.prescale) || !SameText(a.postscale, b.postscale))
       return in(Aspect::kFactors);
   }
   if (a.op == Collective::kBroadcast && a.root != b.root) return in(Aspect::kRoots);
@@ -84,10 +85,10 @@ std::string_view Plural(Aspect aspect) {
   return "factors";
 }
 
-// The value that a submission has for the aspect, as text. Submissions that do not
-// differ in the aspect have the same text.
-std::string Say(const Submission& s, const Difference& d,
-                const std::vector<int>& members) {
+// Returns the value of an aspect of a submission, as text. Submissions that do not
+// differ in the aspect have equal texts.
+std::string ValueText(const Submission& s, const Difference& d,
+                      const std::vector<int>& members) {
   switch (d.aspect) {
     case Aspect::kDevices:
       return s.cuda ? "CUDA tensors" : "host tensors";
@@ -109,34 +110,34 @@ std::string Say(const Submission& s, const Difference& d,
          " postscale_factor=" + Digits(s.postscale);
 }
 
-// A group of ranks whose submissions have the same text for the aspect.
-struct Part {
-  std::string said;
+// A group of ranks whose submissions have equal texts for an aspect.
+struct Group {
+  std::string value;
   std::vector<int> ranks;
 };
 
 // Returns the groups, largest first, so that the rank that differs comes last.
-std::vector<Part> Parts(const std::vector<SubmissionPtr>& by_rank, const Difference& d,
-                        const std::vector<int>& members) {
-  std::vector<Part> parts;
+std::vector<Group> GroupRanks(const std::vector<SubmissionPtr>& by_rank,
+                              const Difference& d, const std::vector<int>& members) {
+  std::vector<Group> groups;
   for (size_t r = 0; r < by_rank.size(); ++r) {
     if (!by_rank[r]) continue;
-    std::string said = Say(*by_rank[r], d, members);
-    const auto part = std::find_if(parts.begin(), parts.end(),
-                                   [&](const Part& p) { return p.said == said; });
-    if (part == parts.end())
-      parts.push_back({std::move(said), {static_cast<int>(r)}});
+    std::string value = ValueText(*by_rank[r], d, members);
+    const auto group = std::find_if(groups.begin(), groups.end(),
+                                    [&](const Group& p) { return p.value == value; });
+    if (group == groups.end())
+      groups.push_back({std::move(value), {static_cast<int>(r)}});
     else
-      part->ranks.push_back(static_cast<int>(r));
+      group->ranks.push_back(static_cast<int>(r));
   }
-  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+  std::stable_sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) {
     return a.ranks.size() > b.ranks.size();
   });
-  return parts;
+  return groups;
 }
 
-constexpr size_t kMostParts = 4;   // groups of ranks in one text
-constexpr size_t kMostRanges = 8;  // ranges of ranks in one list
+constexpr size_t kMaxGroups = 4;  // groups of ranks in one text
+constexpr size_t kMaxRanges = 8;  // ranges of ranks in one list
 
 }  // namespace
 
@@ -153,19 +154,19 @@ Status Compare(const std::vector<SubmissionPtr>& by_rank,
     differ = true;
   }
   if (!differ) return OkStatus();
-  const auto parts = Parts(by_rank, earliest, members);
+  const auto groups = GroupRanks(by_rank, earliest, members);
   std::string text =
       "Mismatched " + std::string(Plural(earliest.aspect)) + " of " + first->Title();
   const bool of_tensor =
       earliest.aspect == Aspect::kDTypes || earliest.aspect == Aspect::kShapes;
   if (of_tensor && first->tensors.size() > 1)
     text += ", tensor " + std::to_string(earliest.tensor);
-  for (size_t i = 0; i < std::min(parts.size(), kMostParts); ++i)
-    text += (i == 0 ? ": " : ", ") + RankList(parts[i].ranks, members) + " sent " +
-            parts[i].said;
-  if (parts.size() > kMostParts) text += ", others sent others";
+  for (size_t i = 0; i < std::min(groups.size(), kMaxGroups); ++i)
+    text += (i == 0 ? ": " : ", ") + RankList(groups[i].ranks, members) + " sent " +
+            groups[i].value;
+  if (groups.size() > kMaxGroups) text += ", others sent others";
   return Status(Code::kMismatch, std::move(text),
-                members[static_cast<size_t>(parts[1].ranks[0])]);
+                members[static_cast<size_t>(groups[1].ranks[0])]);
 }
 
 std::string RankList(const std::vector<int>& ranks, const std::vector<int>& members) {
@@ -175,7 +176,7 @@ std::string RankList(const std::vector<int>& ranks, const std::vector<int>& memb
   std::string text = world.size() == 1 ? "rank " : "ranks ";
   size_t ranges = 0;
   for (size_t i = 0, end = 0; i < world.size(); i = end, ++ranges) {
-    if (ranges == kMostRanges)
+    if (ranges == kMaxRanges)
       return text + " and " + std::to_string(world.size() - i) + " more";
     for (end = i + 1; end < world.size() && world[end] == world[end - 1] + 1;) ++end;
     if (end == i + 2) --end;  // "0, 1" rather than "0-1"

@@ -1,6 +1,6 @@
 // Texts about submissions that do not fit together, or that some ranks have not made.
-// For the same arguments the text is the same on all ranks. Ranks in it are world
-// ranks. members[r] is the world rank of rank r of the set.
+// Equal arguments give equal texts on all ranks. The texts contain world ranks;
+// members[r] is the world rank of rank r of the set.
 #pragma once
 
 #include <string>
@@ -11,16 +11,17 @@
 
 namespace ringjax {
 
-// Compares the submissions of all ranks for one operation; null entries do not take
-// part. If two do not fit, returns kMismatch with the first difference: "Mismatched
+// Compares the submissions of all ranks for one operation, and ignores null entries. If
+// two do not fit together, returns kMismatch with the first difference: "Mismatched
 // shapes of allreduce 'grad': rank 0 sent f32[17,2], rank 1 sent f32[17,3]".
-// Status::rank() is the first rank of the second largest group of ranks that sent the
-// same; of equal groups, the one with the lower first rank counts as the larger.
+// Status::rank() is the culprit. To find it, ranks that sent equal values form a group,
+// and the culprit is the first rank of the second largest group. Of two groups of equal
+// size, the group with the lower first rank counts as the larger.
 Status Compare(const std::vector<SubmissionPtr>& by_rank,
                const std::vector<int>& members);
 
-// Returns "rank 1 has not submitted allreduce 'x' (f32[4], SUM) for 300 s", and the
-// hint of `waiting` if there is one.
+// Returns "rank 1 has not submitted allreduce 'x' (f32[4], SUM) for 300 s", followed by
+// `waiting.hint` if that is not empty.
 std::string MissingText(const Negotiation::Waiting& waiting,
                         const std::vector<int>& members, double seconds);
 

@@ -1,5 +1,5 @@
-// EndedTasks: after an operation of an eager lane has ended, stores the pointer
-// EagerRequest::keep of the operation, until a caller takes it and releases the object.
+// EndedTasks: stores EagerRequest::keep of each operation that has ended, until a
+// caller takes the pointer and releases its object.
 #pragma once
 
 #include <atomic>
@@ -14,27 +14,26 @@
 
 namespace ringjax {
 
-// Owned by EagerLane. Any thread may call Take and any; TaskQueue::Finish calls the
-// rest.
+// An EagerLane owns the object. Any thread may call Take and any. TaskQueue::Finish
+// calls the other functions.
 class EndedTasks {
  public:
   // `mutex`: LaneState::mutex.
   explicit EndedTasks(std::mutex& mutex) : mutex_(mutex) {}
 
-  // Returns EagerRequest::keep of each operation that has ended. The caller releases
-  // it.
+  // Returns the stored pointers. The caller must release their objects.
   std::vector<void*> Take();
-  // Whether Take may return something.
+  // Returns whether Take may return a pointer. Needs no lock, so it is cheap.
   bool any() const { return has_ended_.load(std::memory_order_acquire); }
 
-  // All with mutex_ held. Reserve: makes room for `more` calls of Add.
-  void Reserve(size_t more) { ended_.reserve(ended_.size() + more); }
+  // The caller of all following functions holds mutex_.
+  void Reserve(size_t more) { ended_.reserve(ended_.size() + more); }  // before Add
   void Add(void* keep) { ended_.push_back(keep); }
-  // For a work whose memory a device may still use.
+  // Adds the pointer of a work whose memory a device may still use.
   void AddEnqueued(const std::shared_ptr<Work>& work, void* keep) {
     enqueued_.emplace_back(work, keep);
   }
-  // Makes any() return true if anything was added.
+  // Updates the result of any().
   void Publish() {
     has_ended_.store(!ended_.empty() || !enqueued_.empty(), std::memory_order_release);
   }

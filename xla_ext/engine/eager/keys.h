@@ -1,5 +1,5 @@
-// The state of each key of the negotiation. A key is a collective and a name. This file
-// has only data; negotiation.cc works on them.
+// Keys of the negotiation and their state. A key is a collective and a name.
+// negotiation.cc has the functions that change the state.
 #pragma once
 
 #include <cstddef>
@@ -39,15 +39,15 @@ struct KeyEqual {
 };
 
 // The state of one key. A key is pending from the first submission of any rank until
-// the decision.
+// the decision about it.
 struct Key {
   SubmissionPtr any;  // the first submission; null if the key is not pending
   std::vector<SubmissionPtr> by_rank;
-  int submitted = 0;
+  int submitted = 0;             // ranks that have submitted the key
   int submitted_and_joined = 0;  // ranks that did both, which IsReady counts once
-  bool alike = true;             // all submissions so far are one object, `any`
-  uint64_t id = 0;
-  Key *older = nullptr, *newer = nullptr;  // neighbours in the list of pending keys
+  bool alike = true;             // whether all submissions so far are the object `any`
+  uint64_t id = 0;               // see Negotiation::Waiting::id
+  Key *older = nullptr, *newer = nullptr;  // neighbors in the list of pending keys
   uint32_t numbers = 0;                    // submissions of this key in the cache
 };
 

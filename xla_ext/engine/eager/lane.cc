@@ -11,18 +11,18 @@
 namespace ringjax {
 namespace {
 
-// The longest time for which one caller does the work of the lane. After that the
-// lane's own thread does it, and the caller looks for signals while it waits.
+// The longest time for which one caller does the work of the lane. After that time the
+// lane's own thread does the work, and the caller checks for signals while it waits.
 constexpr auto kLongestTurn = std::chrono::milliseconds(100);
-// Seconds without progress after which a signal interrupts Turn. Such an interrupt
-// aborts the communicator, as in a call on the caller's own thread, because Turn may be
-// in the middle of a round. So no signal may interrupt Turn while data still move.
-constexpr double kStill = 2;
+// Seconds without progress after which a signal may interrupt Turn. Such an interrupt
+// aborts the communicator, because Turn may be in the middle of a round. So a signal
+// must not interrupt Turn while data still move.
+constexpr double kInterruptAfter = 2;
 
-// Repeats `f` until it throws no exception, for steps that must be done even if there
-// is no memory at the moment.
+// Repeats `f` until it throws no exception, for steps that must be done even if the
+// process is out of memory for a while.
 template <typename F>
-void Insist(F&& f) {
+void RetryUntilDone(F&& f) {
   while (true) {
     try {
       return f();
@@ -43,7 +43,7 @@ EagerLane::~EagerLane() {
   if (owner_.IsHere()) {
     Close();
   } else {
-    // In a forked child the thread does not exist, and to destroy its joinable handle
+    // In a forked child the thread does not exist, but destroying its joinable handle
     // would end the process. So the handle is leaked.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
   }
@@ -51,10 +51,10 @@ EagerLane::~EagerLane() {
 
 void EagerLane::Abort(const Status& status) {
   if (!owner_.IsHere()) return;
-  // End comes first, and the communicator is read after it. Inherit works in the
-  // opposite order: it writes the communicator with the mutex held and then reads
-  // end_status(). So a communicator that is new at this moment is aborted either here
-  // or there.
+  // This thread calls End first and then reads the communicator.
+  // ProgressEngine::MoveToNextEpoch does the opposite: it writes the communicator with
+  // the mutex held, and then reads end_status(). So if the two run at the same time,
+  // the new communicator is aborted either here or there.
   state_.resilient->End(status);
   std::shared_ptr<Communicator> here;
   {
@@ -109,47 +109,49 @@ void EagerLane::ThreadMain() {
   std::unique_lock progress = progress_lock_.Lock();
   Status end;
   do {
-    Guarded([&] { Loop(&progress); });
-    Insist([&] {  // Loop ends only after an abort
+    Guarded([&] { RunEpoch(&progress); });
+    RetryUntilDone([&] {  // RunEpoch ends only after an abort
       if (state_.cuda) state_.cuda->Abort(communicator_->abort_status());
     });
-    end = engine_.Renew();
+    end = engine_.MoveToNextEpoch();
   } while (end.ok());
-  Insist([&] { engine_.FailAll(end); });
+  RetryUntilDone([&] { engine_.FailAll(end); });
 }
 
-// Runs `body`. An exception (no memory, most likely) becomes an abort on all ranks.
+// Runs `body`. Turns an exception (mostly std::bad_alloc) into an abort on all ranks.
 void EagerLane::Guarded(const std::function<void()>& body) {
   try {
     body();
   } catch (const std::exception& e) {
-    Insist([&] {
+    RetryUntilDone([&] {
       communicator_->AbortAndNotifyPeers(Code::kInternal,
                                          std::string("failed: ") + e.what());
     });
   }
 }
 
-void EagerLane::Loop(std::unique_lock<std::mutex>* progress) {
+void EagerLane::RunEpoch(std::unique_lock<std::mutex>* progress) {
   do {
     progress_lock_.StandAside(progress);
-  } while (engine_.Turn(Clock::time_point::max(), TakesIn()).ok());
+  } while (engine_.Turn(Clock::time_point::max(), TakesSubmissions()).ok());
 }
 
 // For a caller that waits for `work`: does the work of the lane until `work` has ended
-// or kLongestTurn has passed. Returns false if another thread does that work.
+// or kLongestTurn has passed. Returns false if another thread does the work of the
+// lane.
 bool EagerLane::Drive(const Work& work) {
-  if (Gate::IsDriving()) return false;  // a signal handler that has interrupted Turn
+  if (Gate::IsDriving()) return false;  // called by a signal handler inside Turn
   std::unique_lock progress = progress_lock_.TryLock();
   if (!progress) return false;
-  // Only the lane's own thread may use a backend, so with one a caller does no work.
+  // Only the lane's own thread may use a backend, so a lane with a backend cannot let
+  // callers do its work.
   if (!state_.cuda) {
     const Gate::Driver driver(tasks_.gate().get());
-    const InterruptsAfter interrupts(kStill);
+    const InterruptsAfter interrupts(kInterruptAfter);
     const auto until = Clock::now() + kLongestTurn;
     Guarded([&] {
       while (!work.done() && Clock::now() < until &&
-             engine_.Turn(until, TakesIn()).ok())
+             engine_.Turn(until, TakesSubmissions()).ok())
         continue;
     });
   }

@@ -1,6 +1,6 @@
-// LaneRecord: what an eager lane reports to the recorder and to a timeline. The
-// negotiation receives all ranks' submissions, so one rank's timeline shows when each
-// rank was ready.
+// LaneRecord: the reports of an eager lane to the recorder and to a timeline. The
+// negotiation receives the submissions of all ranks, so the timeline of one rank shows
+// when each rank was ready.
 #pragma once
 
 #include <memory>
@@ -17,25 +17,25 @@
 
 namespace ringjax {
 
-// Owned by EagerLane. Any thread may call set_timeline; only the holder of the progress
-// lock calls the other functions.
+// An EagerLane owns the object. Any thread may call set_timeline. Only the holder of
+// the progress lock calls the other functions.
 class LaneRecord {
  public:
   explicit LaneRecord(LaneState& state);
 
-  // Reports events to `timeline` from the next round on; null: to none.
+  // Reports to `timeline` from the next round on; null ends the reports.
   void set_timeline(std::shared_ptr<Timeline> timeline);
 
   void BeginRound();
-  void Submitted(const Submission& s, int rank) const {  // `rank`: in the set
+  void Submitted(const Submission& s, int rank) const {  // `rank` is a rank of the set
     if (recording_)
       recording_->Submitted(RowOf(s), communicator_->options().world_ranks[rank]);
   }
   void RecordRun(const Decision& decision) const;
   void RecordEnd(const Decision& decision, const Status& status) const;
   void Failed(const Submission& s, const std::string& why) const;
-  // Adds the tasks to the communicator's recorder. `agreed`: when all ranks were ready;
-  // not set: they never were.
+  // Adds the tasks to the communicator's recorder. `agreed` is the time at which all
+  // ranks were ready. It is not set if they never were.
   void Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
               const Status& status) const;
 

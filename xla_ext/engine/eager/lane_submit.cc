@@ -7,17 +7,20 @@
 namespace ringjax {
 
 Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
-  if (!owner_.IsHere())  // a forked child takes no lock: it may be held forever
-    return Shown(origin_, request.what.Title(),
-                 {Code::kFailedPrecondition, "this process was forked after init()"});
+  if (!owner_
+           .IsHere())  // before any lock, which may be locked forever in a forked child
+    return WithContext(
+        origin_, request.what.Title(),
+        {Code::kFailedPrecondition, "this process was forked after init()"});
   const auto present = communicator();
   if (Status s =
           CheckTask(request.what, request.ins, request.outs, request.rooms, *present);
       !s.ok())
-    return Shown(present->Prefix(), request.what.Title(), s);
+    return WithContext(present->Prefix(), request.what.Title(), s);
   std::shared_ptr<EagerBackend> backend;
   auto mark = Mark(request, &backend);
-  if (!mark.ok()) return Shown(present->Prefix(), request.what.Title(), mark.status());
+  if (!mark.ok())
+    return WithContext(present->Prefix(), request.what.Title(), mark.status());
   request.what.placed = !request.outs.empty();
   auto task = std::make_shared<Task>(std::move(request.what));
   task->ins = std::move(request.ins);
@@ -27,8 +30,8 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   task->timeout = request.timeout;
   task->waits = request.waits;
   task->epoch_index = present->epoch_index();
-  // This thread keeps a reference of its own: as soon as the task is in the queue, the
-  // lane may end the task and drop task->work.
+  // This thread keeps a reference of its own, because the lane may end the task and
+  // release task->work as soon as the task is in the queue.
   const auto work = std::make_shared<Work>(tasks_.gate(), request.stream);
   task->work = work;
   std::shared_ptr<Communicator> here;
@@ -44,9 +47,9 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
     progress_lock_.CountCaller();
     if (Drive(*work)) return work;
   }
-  // seq_cst, pairs with Release. If this load comes before the fetch_sub of the last
-  // Release, then Release wakes the lane, after the task has been put into the queue.
-  // Otherwise this load sees that nothing is held, and this thread wakes the lane.
+  // seq_cst, as in Release. If this load comes before the fetch_sub of the last
+  // Release, the task is already in the queue, and Release wakes the lane. Otherwise
+  // this load sees that nothing is held, and this thread wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
   return work;
 }
@@ -67,8 +70,8 @@ void EagerLane::Hurry() {
   here->rounds().Wake();
 }
 
-// For tensors on a device, records how far the submitter's stream has got. Returns null
-// for host tensors.
+// Records a point in the submitter's stream for tensors on a device
+// (EagerBackend::Mark). Returns null for host tensors.
 Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
                                        std::shared_ptr<EagerBackend>* backend) const {
   if (!request.what.cuda) return DevicePointPtr();
@@ -80,8 +83,8 @@ Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
 
 Result<std::shared_ptr<Work>> EagerLane::Join() {
   if (!owner_.IsHere())
-    return Shown(origin_, kJoinTitle,
-                 {Code::kFailedPrecondition, "this process was forked"});
+    return WithContext(origin_, kJoinTitle,
+                       {Code::kFailedPrecondition, "this process was forked"});
   const auto present = communicator();
   auto work = std::make_shared<Work>(tasks_.gate());
   std::shared_ptr<Communicator> here;

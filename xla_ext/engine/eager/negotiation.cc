@@ -1,7 +1,7 @@
 // Keys, readiness, joins and expiries. See negotiation.h.
 //
 // A key is stored while it is pending, and while the cache has a submission of this
-// key. So a reference costs one access to a table (`numbered`) and no search.
+// key. So a reference takes one access to a table (`numbered`) and no search.
 #include "engine/eager/negotiation.h"
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 namespace ringjax {
 namespace {
 
-// Bytes of a message after which the remaining items wait for the next round. A message
-// must stay far below the limit of an exchange (kMostMessage).
-constexpr size_t kMostNews = size_t{1} << 20;
+// If a message has this many bytes, the remaining items wait for the next round. A
+// message must stay far below the limit of an exchange (kMaxMessage).
+constexpr size_t kMaxItemBytes = size_t{1} << 20;
 
 }  // namespace
 
@@ -47,14 +47,14 @@ struct Negotiation::State {
 
   const Key* Find(KeyView key) const;
   Key& KeyOf(const Submission& submission);
-  void Forget(const Submission& submission);  // erases its key if nothing needs it
+  void Forget(const Submission& submission);  // erases its key if it is not in use
 
-  // Processing of one rank's message, with all decisions that follow from it.
+  // Processes the message of one rank, and makes all decisions that follow from it.
   Status Read(const std::string& message, int rank, Batches* batches);
-  Status Hear(const NegotiationItem& item, int rank, Batches* batches);
-  Status Hear(Key& key, const SubmissionPtr& submission, int rank, Batches* batches);
-  Status HearJoin(int rank, Batches* batches);
-  void HearExpiry(const NegotiationItem& item, int rank);
+  Status Apply(const NegotiationItem& item, int rank, Batches* batches);
+  Status Apply(Key& key, const SubmissionPtr& submission, int rank, Batches* batches);
+  Status ApplyJoin(int rank, Batches* batches);
+  void ApplyExpiry(const NegotiationItem& item, int rank);
 
   bool IsReady(const Key& key) const {
     return key.submitted + joins - key.submitted_and_joined == options.size;
@@ -69,17 +69,17 @@ struct Negotiation::State {
   Ready Take(Key& key);  // ends the pending state of the key
   void Decide(Key& key, Batches* batches);
   void Fail(Ready ready, Status status, Batches* batches);
-  void Number(SubmissionPtr submission);
+  void AssignNumber(SubmissionPtr submission);
 
   Waiting Describe(const Key& key) const;
-  Status Damaged(int rank, const std::string& what) const;
+  Status ProtocolError(int rank, const std::string& what) const;
   int WorldRank(int rank) const { return options.members[static_cast<size_t>(rank)]; }
 
   NegotiationOptions options;
   uint64_t round = 0, next_id = 0, hits = 0;
-  std::vector<NegotiationItem> fresh;  // items for this rank's next message
-  std::vector<SubmissionPtr> sent;     // own submissions in this round's message
-  size_t sent_heard = 0;               // how many of `sent` have been received back
+  std::vector<NegotiationItem> outgoing;  // items for this rank's next message
+  std::vector<SubmissionPtr> sent;        // own submissions in this round's message
+  size_t sent_received = 0;               // how many of `sent` Receive has processed
 
   Keys keys;
   Key *oldest = nullptr, *newest = nullptr;
@@ -111,7 +111,7 @@ void Negotiation::State::Forget(const Submission& s) {
     keys.erase(found);
 }
 
-Status Negotiation::State::Damaged(int rank, const std::string& what) const {
+Status Negotiation::State::ProtocolError(int rank, const std::string& what) const {
   return Status(Code::kInternal,
                 options.prefix + "rank " + std::to_string(WorldRank(rank)) +
                     " broke the protocol of eager operations in round " +
@@ -123,45 +123,45 @@ Status Negotiation::State::Read(const std::string& message, int rank,
                                 Batches* batches) {
   if (message.empty()) return OkStatus();
   NegotiationReader reader(message, options.size);
-  if (!reader.Open(round, rank)) return Damaged(rank, "its message is damaged");
+  if (!reader.Open(round, rank)) return ProtocolError(rank, "its message is damaged");
   NegotiationItem item;
   while (!reader.done()) {
     if (const Status read = reader.Next(&item); !read.ok())
-      return Damaged(rank, read.message());
-    RJ_TRY(Hear(item, rank, batches));
+      return ProtocolError(rank, read.message());
+    RJ_TRY(Apply(item, rank, batches));
   }
   return OkStatus();
 }
 
-Status Negotiation::State::Hear(const NegotiationItem& item, int rank,
-                                Batches* batches) {
+Status Negotiation::State::Apply(const NegotiationItem& item, int rank,
+                                 Batches* batches) {
   switch (item.kind) {
     case NegotiationItem::Kind::kReferences: {
       const uint64_t known = cache.size();
       if (item.first >= known || item.count > known - item.first)
-        return Damaged(rank, "there is no description of that number");
+        return ProtocolError(rank, "there is no description of that number");
       const auto first = static_cast<uint32_t>(item.first);
       const auto end = static_cast<uint32_t>(item.first + item.count);
       for (uint32_t number = first; number < end; ++number) {
         cache.Touch(number);
-        RJ_TRY(Hear(*numbered[number], cache[number], rank, batches));
+        RJ_TRY(Apply(*numbered[number], cache[number], rank, batches));
       }
       return OkStatus();
     }
     case NegotiationItem::Kind::kDescription:
       if (options.cache_capacity > 0) described.push_back(item.submission);
-      return Hear(KeyOf(*item.submission), item.submission, rank, batches);
+      return Apply(KeyOf(*item.submission), item.submission, rank, batches);
     case NegotiationItem::Kind::kJoin:
-      return HearJoin(rank, batches);
+      return ApplyJoin(rank, batches);
     case NegotiationItem::Kind::kExpiry:
-      HearExpiry(item, rank);
+      ApplyExpiry(item, rank);
       break;
   }
   return OkStatus();
 }
 
-Status Negotiation::State::Hear(Key& key, const SubmissionPtr& submission, int rank,
-                                Batches* batches) {
+Status Negotiation::State::Apply(Key& key, const SubmissionPtr& submission, int rank,
+                                 Batches* batches) {
   const auto r = static_cast<size_t>(rank);
   if (!key.any) {
     key.any = submission;
@@ -174,14 +174,14 @@ Status Negotiation::State::Hear(Key& key, const SubmissionPtr& submission, int r
   }
   if (options.on_submission) options.on_submission(*submission, rank);
   if (key.by_rank[r])
-    return Damaged(rank, "it has submitted " + submission->Title() + " twice");
+    return ProtocolError(rank, "it has submitted " + submission->Title() + " twice");
   key.alike = key.alike && submission == key.any;
   if (rank != options.rank) {
     key.by_rank[r] = submission;
   } else {
-    if (sent_heard == sent.size())
-      return Damaged(rank, "its own message is not the one that was taken");
-    key.by_rank[r] = std::move(sent[sent_heard++]);
+    if (sent_received == sent.size())
+      return ProtocolError(rank, "its own message is not the one that was taken");
+    key.by_rank[r] = std::move(sent[sent_received++]);
   }
   ++key.submitted;
   if (joined[r]) ++key.submitted_and_joined;
@@ -189,9 +189,9 @@ Status Negotiation::State::Hear(Key& key, const SubmissionPtr& submission, int r
   return OkStatus();
 }
 
-Status Negotiation::State::HearJoin(int rank, Batches* batches) {
+Status Negotiation::State::ApplyJoin(int rank, Batches* batches) {
   const auto r = static_cast<size_t>(rank);
-  if (joined[r]) return Damaged(rank, "it has joined twice");
+  if (joined[r]) return ProtocolError(rank, "it has joined twice");
   joined[r] = true;
   ++joins;
   for (Key *key = oldest, *next = nullptr; key; key = next) {
@@ -210,9 +210,9 @@ Status Negotiation::State::HearJoin(int rank, Batches* batches) {
   return OkStatus();
 }
 
-// Records the id of the key that is pending now, so that the expiry cannot apply to a
+// Stores the id of the key that is pending now, so that the expiry cannot apply to a
 // later submission of the same name.
-void Negotiation::State::HearExpiry(const NegotiationItem& item, int rank) {
+void Negotiation::State::ApplyExpiry(const NegotiationItem& item, int rank) {
   const Key* key = Find(KeyView{item.submission->op, item.submission->name});
   if (key && key->any && key->by_rank[static_cast<size_t>(rank)])
     expired.push_back({item.submission, item.seconds, item.text, key->id});
@@ -220,7 +220,7 @@ void Negotiation::State::HearExpiry(const NegotiationItem& item, int rank) {
 
 void Negotiation::State::Expire(const Expired& e, Batches* batches) {
   const auto found = keys.find(KeyView{e.key->op, e.key->name});
-  // The key may have become ready in this round, or another rank may have expired it.
+  // The key may have become ready in this round, or may already have expired.
   if (found == keys.end() || !found->second.any || found->second.id != e.id) return;
   const Waiting waiting = Describe(found->second);
   Status status(Code::kDeadlineExceeded,
@@ -270,8 +270,8 @@ void Negotiation::State::Fail(Ready ready, Status status, Batches* batches) {
   batches->Append(std::move(decision));
 }
 
-void Negotiation::State::Number(SubmissionPtr submission) {
-  const Submission& form = *submission;  // stays valid if is_new: the cache holds it
+void Negotiation::State::AssignNumber(SubmissionPtr submission) {
+  const Submission& form = *submission;  // stays valid if is_new, owned by the cache
   const SubmissionCache::Inserted place = cache.Insert(std::move(submission));
   if (!place.is_new) return;
   if (place.number == numbered.size()) numbered.push_back(nullptr);
@@ -315,12 +315,12 @@ Negotiation::Negotiation(NegotiationOptions options)
 Negotiation::~Negotiation() = default;
 
 void Negotiation::Submit(SubmissionPtr submission) {
-  state_->fresh.push_back(
+  state_->outgoing.push_back(
       {NegotiationItem::Kind::kDescription, 0, 0, 0, std::move(submission)});
 }
 
 void Negotiation::Join() {
-  state_->fresh.push_back({NegotiationItem::Kind::kJoin, 0, 0, 0, nullptr});
+  state_->outgoing.push_back({NegotiationItem::Kind::kJoin, 0, 0, 0, nullptr});
 }
 
 void Negotiation::Expire(Collective op, const std::string& name, double seconds,
@@ -328,25 +328,25 @@ void Negotiation::Expire(Collective op, const std::string& name, double seconds,
   auto key = std::make_shared<Submission>();
   key->op = op;
   key->name = name;
-  state_->fresh.push_back(
+  state_->outgoing.push_back(
       {NegotiationItem::Kind::kExpiry, 0, 0, seconds, std::move(key), std::move(text)});
 }
 
-bool Negotiation::HasItems() const { return !state_->fresh.empty(); }
+bool Negotiation::HasItems() const { return !state_->outgoing.empty(); }
 
-SubmissionPtr Negotiation::Lone() const {
-  const std::vector<NegotiationItem>& fresh = state_->fresh;
+SubmissionPtr Negotiation::OnlySubmission() const {
+  const std::vector<NegotiationItem>& outgoing = state_->outgoing;
   const bool lone =
-      fresh.size() == 1 && fresh[0].kind == NegotiationItem::Kind::kDescription;
-  return lone ? fresh[0].submission : nullptr;
+      outgoing.size() == 1 && outgoing[0].kind == NegotiationItem::Kind::kDescription;
+  return lone ? outgoing[0].submission : nullptr;
 }
 
 std::string Negotiation::TakeMessage() {
   State& s = *state_;
-  if (s.fresh.empty()) return "";
+  if (s.outgoing.empty()) return "";
   NegotiationWriter writer;
-  auto next = s.fresh.begin();
-  for (; next != s.fresh.end() && writer.size() < kMostNews; ++next) {
+  auto next = s.outgoing.begin();
+  for (; next != s.outgoing.end() && writer.size() < kMaxItemBytes; ++next) {
     NegotiationItem& item = *next;
     if (item.kind == NegotiationItem::Kind::kJoin) {
       writer.Join();
@@ -361,7 +361,7 @@ std::string Negotiation::TakeMessage() {
       s.sent.push_back(std::move(item.submission));
     }
   }
-  s.fresh.erase(s.fresh.begin(), next);
+  s.outgoing.erase(s.outgoing.begin(), next);
   return writer.Seal(s.round, s.options.rank);
 }
 
@@ -373,16 +373,17 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
   Batches batches(s.options.fusion_threshold, &made);
   for (int r = 0; r < s.options.size; ++r)
     RJ_TRY(s.Read(messages[static_cast<size_t>(r)], r, &batches));
-  if (s.sent_heard != s.sent.size())
-    return s.Damaged(s.options.rank, "its own message is not the one that was taken");
+  if (s.sent_received != s.sent.size())
+    return s.ProtocolError(s.options.rank,
+                           "its own message is not the one that was taken");
   for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
-  // New submissions get numbers after all messages have been read, because these
-  // messages refer to the numbers from before the round.
-  for (SubmissionPtr& submission : s.described) s.Number(std::move(submission));
+  // New submissions get numbers after all messages have been read, because the messages
+  // refer to numbers of the time before the round.
+  for (SubmissionPtr& submission : s.described) s.AssignNumber(std::move(submission));
   s.described.clear();
   s.expired.clear();
   s.sent.clear();
-  s.sent_heard = 0;
+  s.sent_received = 0;
   ++s.round;
   std::move(made.begin(), made.end(), std::back_inserter(*decisions));
   return OkStatus();

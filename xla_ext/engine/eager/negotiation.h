@@ -1,15 +1,16 @@
 // The negotiation: a state machine that decides which named operations run, in which
-// order and in which calls. All ranks give it the same messages in the same order, so
-// all ranks decide the same, without a coordinator.
+// order and in which calls. All ranks feed it the same messages in the same order, so
+// all ranks make the same decisions, without a coordinator.
 //
 // A *round* is one exchange in which every rank sends its *negotiation message* to all
-// ranks. An operation that all ranks have submitted (except the ranks that have joined)
-// is *ready*: the submissions are compared, fused with others that fit and run, or they
-// fail on all ranks with the same text. A submission that was sent before is sent as a
-// number. This is the idea of Horovod's response cache (Romero et al., "Accelerating
-// Collective Communication in Data Parallel Training across Deep Learning Frameworks",
-// NSDI 2022), without its coordinator. The class has no thread, no clock and no input
-// or output; one thread uses it at a time.
+// ranks. An operation is *ready* when all ranks have submitted it, except ranks that
+// have joined. Then the negotiation compares the submissions. If they fit together, the
+// operation runs, fused with others. If not, it fails on all ranks with the same text.
+// A submission that was sent before is sent as a number. This is the idea of Horovod's
+// response cache (Romero et al., "Accelerating Collective Communication in Data
+// Parallel Training across Deep Learning Frameworks", NSDI 2022), without its
+// coordinator. The class has no thread, no clock and no I/O. One thread uses it at a
+// time.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,9 @@ struct Ready {
   // The submission of some rank. It also describes the operation for ranks that have
   // joined (except dim 0 and the splits of allgather and alltoall).
   SubmissionPtr any;
-  // By rank in the set; null: the rank has joined (kFail: or has not submitted the
-  // operation). The entry of this rank is the very pointer that was given to Submit.
+  // The submissions in rank order. An entry is null if the rank has joined or, in a
+  // decision of kind kFail, has not submitted the operation. The entry of this rank is
+  // the pointer that was passed to Submit, and not a copy of the submission.
   std::vector<SubmissionPtr> by_rank;
   uint64_t id = 0;  // Waiting::id of the key
 };
@@ -39,19 +41,19 @@ struct Ready {
 struct Decision {
   enum class Kind : uint8_t { kRun, kFail, kJoined };
   Kind kind = Kind::kRun;
-  // kRun: the operations of one Call. kFail: exactly one operation, which fails on the
-  // ranks that have an entry in by_rank. kJoined: empty.
+  // For kRun, the operations of one Call. For kFail, the operation that fails on the
+  // ranks with an entry in by_rank. Empty for kJoined.
   std::vector<Ready> fused;
   Status status;         // kFail: the error
   int last_joined = -1;  // kJoined: the rank, in the set, that joined last
 
-  // Whether no rank has joined and every rank has memory for its results. Then all
-  // ranks know that all of them can run the call, and need no further agreement.
+  // Returns whether no rank has joined and every rank has memory for its results. Then
+  // all ranks know that each of them can run the call, and need no further agreement.
   bool IsPlaced() const;
 };
 
-// Whether `decisions`, all of one round, run exactly one operation, and no rank had
-// submitted that operation in an earlier round: its id is at least `first_id`.
+// Returns whether `decisions`, all decisions of one round, run exactly one operation
+// that no rank submitted in an earlier round, because its id is at least `first_id`.
 bool RunOneNew(const std::vector<Decision>& decisions, uint64_t first_id);
 
 struct NegotiationOptions {
@@ -60,8 +62,8 @@ struct NegotiationOptions {
   uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; 0 disables fusion
   size_t cache_capacity = 65536;                    // submissions; 0 disables the cache
   std::string prefix = {};  // starts every text: "RINGJAX[world, epoch 0]: "
-  // Called within Receive for each submission that a message contains, with the rank in
-  // the set. May be empty.
+  // Receive calls this function for each submission in a message, with the rank in the
+  // set of the sender. May be empty.
   std::function<void(const Submission&, int rank)> on_submission = {};
 };
 
@@ -72,51 +74,51 @@ class Negotiation {
   Negotiation(const Negotiation&) = delete;
   Negotiation& operator=(const Negotiation&) = delete;
 
-  // Adds a submission or a join to the next message of this rank. The caller has
-  // checked the submission (CheckSubmission), submits no key that is still pending on
-  // this rank, and does not join again before kJoined.
+  // Adds a submission or a join to the next message of this rank. The caller must have
+  // checked the submission (CheckSubmission), must not submit a key that is still
+  // pending on this rank, and must not join again before kJoined.
   void Submit(SubmissionPtr submission);
   void Join();
-  // Adds the request to fail an operation. The operation fails on all ranks that have
-  // submitted it, unless it becomes ready in the same round. No effect if the operation
-  // is not pending on this rank. `text`: what is known about the missing ranks, for the
-  // error.
+  // Adds a request to fail an operation to the next message. The operation then fails
+  // on all ranks that have submitted it, unless it becomes ready in the same round.
+  // Does nothing if the operation is not pending on this rank. The error contains
+  // `text`, which describes the missing ranks.
   void Expire(Collective op, const std::string& name, double seconds,
               std::string text = {});
   bool HasItems() const;  // whether the next message of this rank has items
 
-  // The submission, if the next message of this rank contains nothing else; else null.
-  SubmissionPtr Lone() const;
+  // Returns the submission if it is the only item of the next message, or null.
+  SubmissionPtr OnlySubmission() const;
 
-  // Returns the message of this rank for the next round; empty: no items. To be called
-  // once for each Receive.
+  // Returns the message of this rank for the next round, which is empty without items.
+  // Must be called once before each Receive.
   std::string TakeMessage();
 
-  // Processes the messages of one round and appends to `*decisions`. `messages` are
-  // ordered by rank in the set; that of this rank is the one that TakeMessage returned.
-  // Returns kInternal, with the world rank, if a message is damaged or impossible:
-  // nothing is appended then, and this object must not be used any more.
+  // Processes the messages of one round, in rank order, and appends to `*decisions`.
+  // The message of this rank must be the result of TakeMessage. Returns kInternal, with
+  // the world rank of the sender, if a message is damaged or violates the protocol.
+  // Then nothing is appended, and this object must not be used any more.
   Status Receive(const std::vector<std::string>& messages,
                  std::vector<Decision>* decisions);
 
-  // An operation that some ranks have submitted, as of the last round, and others not.
+  // An operation that after the last round only some ranks have submitted.
   struct Waiting {
-    uint64_t id = 0;  // grows in the order in which keys were first received
+    uint64_t id = 0;  // counts pending keys in the order in which they were received
     SubmissionPtr any;
-    // Ranks in the set; `missing` without the ranks that have joined.
-    std::vector<int> submitted, missing;
-    SubmissionPtr own;  // the pointer given to Submit; null if not submitted
-    // A text about missing ranks that have submitted the name under another op, or
-    // empty: "rank 1 has submitted allgather 'x'".
+    std::vector<int> submitted;  // ranks in the set
+    std::vector<int> missing;    // all other ranks, except ranks that have joined
+    SubmissionPtr own;           // the pointer passed to Submit; null if not submitted
+    // "rank 1 has submitted allgather 'x'", if a missing rank has submitted the name
+    // under another op. Otherwise empty.
     std::string hint;
   };
   std::vector<Waiting> waiting() const;  // sorted by id
   size_t pending() const;                // waiting().size(), in constant time
   uint64_t next_id() const;              // greater than every id so far
 
-  // Number of keys in use: the pending ones and those of submissions in the cache.
+  // Number of keys in use: pending keys, and keys of submissions in the cache.
   size_t known() const;
-  // Number of own submissions that were sent as numbers.
+  // Number of submissions of this rank that were sent as numbers.
   uint64_t hits() const;
 
  private:

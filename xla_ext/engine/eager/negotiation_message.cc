@@ -13,11 +13,11 @@
 namespace ringjax {
 namespace {
 
-// The low two bits of an item's first varint: a reference, a run of references, or
-// another item.
+// The low two bits of the first varint of an item say whether it is a reference, a run
+// of references, or another item.
 enum Head : unsigned { kOne = 0, kRun = 1, kOther = 2 };
 constexpr unsigned kHeadBits = 2;
-// The kind of another item, in the remaining bits of its first varint.
+// The remaining bits of the first varint, for another item.
 enum Other : unsigned { kDescription = 0, kJoin = 1, kExpiry = 2 };
 
 enum Flag : uint8_t {
@@ -125,7 +125,7 @@ void NegotiationWriter::Expiry(const Submission& key, double seconds,
   bytes_ += static_cast<char>(key.op);
   Text(key.name);
   Real(seconds);
-  Text(Cut(text, kMostExpiryText));
+  Text(Cut(text, kMaxExpiryText));
 }
 
 std::string NegotiationWriter::Seal(uint64_t round, int rank) {
@@ -168,8 +168,9 @@ bool NegotiationReader::Varint(uint64_t* value) {
   return false;
 }
 
-// Reads a number of elements that take at least `least` bytes each. Fails if the rest
-// of the message is too short for them, so a false count allocates nothing.
+// Reads a number of elements that take at least `least` bytes each. Returns false if
+// the rest of the message is too short for so many elements, so that a wrong count from
+// a peer cannot cause a large allocation.
 bool NegotiationReader::Length(size_t least, uint64_t* value) {
   return Varint(value) && *value <= rest_.size() / least;
 }
@@ -281,9 +282,9 @@ Status NegotiationReader::Next(NegotiationItem* item) {
   if (!Text(&key->name)) return Damaged("a name ends early");
   if (!Real(&item->seconds) || !std::isfinite(item->seconds) || item->seconds < 0)
     return Damaged("no such time");
-  if (!Text(&item->text) || item->text.size() > kMostExpiryText)
+  if (!Text(&item->text) || item->text.size() > kMaxExpiryText)
     return Damaged("a text ends early");
-  item->text = Printable(item->text, kMostExpiryText);
+  item->text = Printable(item->text, kMaxExpiryText);
   key->op = static_cast<Collective>(op);
   item->kind = NegotiationItem::Kind::kExpiry;
   item->submission = std::move(key);

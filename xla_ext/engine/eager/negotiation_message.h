@@ -1,9 +1,9 @@
 // The messages of the negotiation as bytes. Each rank sends one in each round.
 //
-// A message is a list of items in little-endian varints, followed by a seal. It comes
-// from a peer and is not trusted: any bytes give items or a Status, and the reader
-// allocates no more memory than the size of the message justifies. negotiation.h
-// explains the meaning of the items.
+// A message is a list of items in little-endian varints, followed by a seal (a hash).
+// The reader does not trust a message: any bytes result in items or in a Status, and
+// the reader allocates only as much memory as the size of the message justifies.
+// negotiation.h explains the meaning of the items.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,15 @@
 
 namespace ringjax {
 
-inline constexpr size_t kMostExpiryText = 1024;  // bytes of an expiry's text
+inline constexpr size_t kMaxExpiryText = 1024;  // bytes of an expiry's text
 
 struct NegotiationItem {
   enum class Kind : uint8_t {
     kReferences,   // submissions in the cache, by number: first .. first+count-1
     kDescription,  // a submission in full
     kJoin,
-    kExpiry,  // the rank no longer waits for submission->op and ->name, after
-              // `seconds`; `text` says where the late ranks are
+    kExpiry,  // after `seconds`, the rank no longer waits for the operation with
+              // submission->op and ->name; `text` says where the late ranks are
   };
   Kind kind = Kind::kDescription;
   uint64_t first = 0, count = 0;
@@ -33,17 +33,17 @@ struct NegotiationItem {
   std::string text = {};
 };
 
-// Builds one message. References with successive numbers become one run.
+// Builds one message. Encodes references with successive numbers as one run.
 class NegotiationWriter {
  public:
   void Reference(uint64_t number);
   void Description(const Submission& submission);
   void Join();
-  // Writes at most kMostExpiryText bytes of `text`.
+  // Writes at most kMaxExpiryText bytes of `text`.
   void Expiry(const Submission& key, double seconds, std::string_view text = {});
 
   size_t size() const { return bytes_.size(); }  // bytes, without unwritten references
-  // Ends the message and returns it. The reader must name the same round and rank.
+  // Ends the message and returns it. The reader must pass equal arguments to Open.
   std::string Seal(uint64_t round, int rank);
 
  private:
@@ -57,8 +57,8 @@ class NegotiationWriter {
   uint64_t first_ = 0, count_ = 0;
 };
 
-// Appends the seal to `items`. The seal is no secret: it detects accidents, and ranks
-// that are in different rounds.
+// Appends the seal to `items`. The seal is not a secret. It detects accidental damage,
+// and ranks that are in different rounds.
 std::string SealMessage(std::string items, uint64_t round, int rank);
 
 // Reads one message.
@@ -67,12 +67,13 @@ class NegotiationReader {
   // `size`: number of ranks in the set. It limits the root and the number of splits.
   NegotiationReader(std::string_view message, int size) : rest_(message), size_(size) {}
 
-  // Checks and removes the seal. To be called first. Returns false if this is not the
-  // message of that rank in that round.
+  // Checks and removes the seal. Must be called first. Returns false if this is not the
+  // message of rank `rank` in round `round`.
   bool Open(uint64_t round, int rank);
 
   bool done() const { return rest_.empty(); }
-  // Reads one item. kInternal: the message is damaged, and its rest has no meaning.
+  // Reads one item. Fails with kInternal if the message is damaged. Then no more items
+  // can be read.
   Status Next(NegotiationItem* item);
 
  private:

@@ -39,29 +39,29 @@ NegotiationOptions ProgressEngine::ForNegotiation() {
   return n;
 }
 
-Status ProgressEngine::Turn(Clock::time_point until, bool takes_in) {
-  if (takes_in) TakeIn();
+Status ProgressEngine::Turn(Clock::time_point until, bool takes_submissions) {
+  if (takes_submissions) TakeSubmissions();
   if (Clock::now() >= stalls_.next_look()) stalls_.Watch(negotiation_.get());
   if (negotiation_->HasItems()) {
-    RJ_TRY(Gather());
+    RJ_TRY(AwaitMore());
     return Round();
   }
-  bool called = false, needed;
+  bool begun = false, required;
   {
     std::lock_guard lock(state_.mutex);
-    needed = tasks_.pending();
+    required = tasks_.pending();
   }
-  RJ_TRY(communicator_->rounds().AwaitNext(std::min(until, stalls_.next_look()), needed,
-                                           &called));
-  if (!called) return OkStatus();
-  TakeIn();
+  RJ_TRY(communicator_->rounds().AwaitNext(std::min(until, stalls_.next_look()),
+                                           required, &begun));
+  if (!begun) return OkStatus();
+  TakeSubmissions();
   return Round();
 }
 
-void ProgressEngine::TakeIn() {
+void ProgressEngine::TakeSubmissions() {
   const bool joins = tasks_.Take(&taken_);
   for (const TaskPtr& task : taken_) {
-    stalls_.TakenIn(*task);
+    stalls_.OnTaken(*task);
     negotiation_->Submit(task);
   }
   taken_.clear();
@@ -69,19 +69,19 @@ void ProgressEngine::TakeIn() {
 }
 
 // Waits cycle_seconds for more submissions to fuse, or until a peer begins the round.
-Status ProgressEngine::Gather() {
+Status ProgressEngine::AwaitMore() {
   if (state_.options.cycle_seconds <= 0) return OkStatus();
   const auto until = Clock::now() + Seconds(state_.options.cycle_seconds);
-  for (bool called = false; !called && Clock::now() < until;) {
-    RJ_TRY(communicator_->rounds().AwaitNext(until, true, &called));
-    TakeIn();
+  for (bool begun = false; !begun && Clock::now() < until;) {
+    RJ_TRY(communicator_->rounds().AwaitNext(until, true, &begun));
+    TakeSubmissions();
   }
   return OkStatus();
 }
 
 Status ProgressEngine::Round() {
   record_.BeginRound();
-  Piggyback piggyback = Offer();
+  Piggyback piggyback = OfferData();
   const std::string message = negotiation_->TakeMessage();
   const uint64_t first_id = negotiation_->next_id();
   std::vector<std::string> messages;
@@ -97,11 +97,12 @@ Status ProgressEngine::Round() {
     state_.stats.message_bytes += message.size();
     state_.stats.cached = hits_before_ + negotiation_->hits();
   }
-  // A rank that sends data in a round submits nothing else in it. So if all ranks have
-  // sent data, and one new submission is decided, the data belong to that submission.
+  // A rank that sends data with a round submits only one operation in that round. So if
+  // all ranks have sent data, and the only decision runs one new operation, the data
+  // belong to that operation.
   const bool come = piggyback.whole && RunOneNew(decisions, first_id);
   const Piggyback* values = come ? &piggyback : nullptr;
-  RJ_TRY(runner_.CarryAll(decisions, values));
+  RJ_TRY(runner_.RunAll(decisions, values));
   stalls_.EndRound(negotiation_->pending() > 0);
   return OkStatus();
 }
@@ -112,8 +113,8 @@ void ProgressEngine::FailAll(const Status& cause) {
   const auto& recorder = communicator_->options().recorder;
   if (recorder && cause.rank() >= 0) recorder->Dump(cause.message());
   for (const TaskPtr& task : tasks)
-    tasks_.Finish({task}, state_.Named(task->Describe(), cause), nullptr);
-  tasks_.FinishJoin(state_.Named(kJoinTitle, cause), -1);
+    tasks_.Finish({task}, state_.WithContext(task->Describe(), cause), nullptr);
+  tasks_.FinishJoin(state_.WithContext(kJoinTitle, cause), -1);
 }
 
 }  // namespace ringjax

@@ -1,6 +1,6 @@
 // ProgressEngine: the work of an eager lane, done by the holder of the progress lock
-// (MPI's progress engine). It takes in submissions, begins rounds, takes part in the
-// rounds of other ranks, and carries out what the negotiation decides.
+// (MPI's progress engine). It passes submissions to the negotiation, begins rounds,
+// takes part in rounds that other ranks begin, and carries out the decisions.
 //
 // The engine moves from epoch to epoch of the communicator, with all pending operations
 // (progress_engine_epoch.cc).
@@ -23,34 +23,35 @@
 
 namespace ringjax {
 
-// Owned by EagerLane, and used by the holder of the progress lock only.
+// An EagerLane owns the object. Only the holder of the progress lock uses it.
 class ProgressEngine {
  public:
   ProgressEngine(LaneState& state, TaskQueue& tasks, LaneRecord& record);
 
-  // Runs one round if this rank or a peer has a reason for one, else waits for a
-  // reason, at most until `until`. `takes_in`: takes in submissions first. An error
-  // means that the communicator is aborted.
-  Status Turn(Clock::time_point until, bool takes_in);
+  // Runs one round if this rank has items for the negotiation or a peer has begun a
+  // round. Otherwise waits for one of these, at most until `until`. With
+  // `takes_submissions`, first passes the submissions in the queue to the negotiation.
+  // An error means that the communicator is aborted.
+  Status Turn(Clock::time_point until, bool takes_submissions);
 
-  // For the lane's own thread, after the communicator was aborted. Renew waits for the
-  // next epoch and continues there. If no epoch follows, as in a static job, it fails
-  // with the reason that all ranks report. FailAll fails all pending and later
-  // operations.
-  Status Renew();
+  // For the lane's own thread, after the communicator was aborted. MoveToNextEpoch
+  // waits for the next epoch and submits all pending operations there. If no epoch
+  // follows, as in a static job, it fails with the reason that all ranks report.
+  // FailAll makes all pending and later operations fail.
+  Status MoveToNextEpoch();
   void FailAll(const Status& cause);
 
  private:
   NegotiationOptions ForNegotiation();
-  void TakeIn();
-  Status Gather();
+  void TakeSubmissions();
+  Status AwaitMore();
   Status Round();
 
-  // Data that are sent with a round (progress_engine_piggyback.cc).
-  Piggyback Offer() const;
+  // Returns the data to be sent with the round (progress_engine_piggyback.cc).
+  Piggyback OfferData() const;
 
   // Epochs (progress_engine_epoch.cc).
-  void BeginAnew(const Inheritance& all, int culprit);
+  void SubmitAgain(const PendingTasks& all, int culprit);
 
   LaneState& state_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch

@@ -1,10 +1,10 @@
 // The engine across the epochs of its communicator, in a job that survives the loss of
 // ranks (resilient_comm.h).
 //
-// An operation that has ended stays ended, with the same outcome on all ranks that are
-// left (DecisionRunner::Seal). Each rank submits all of its other operations again, in
-// their order, to a new negotiation, because no rank can tell which messages of the
-// last round the others have received. An operation that is impossible for the new
+// An operation that has ended stays ended, with the same outcome on all remaining ranks
+// (DecisionRunner::ConfirmRound). Each rank submits its other operations again, in
+// their order, to a new negotiation, because no rank knows which messages of the last
+// round the other ranks have received. An operation that is impossible for the new
 // ranks fails alone.
 #include <algorithm>
 #include <exception>
@@ -17,21 +17,21 @@
 namespace ringjax {
 namespace {
 
-// Whether the ranks are unchanged: none is lost, renumbered or new.
-bool Same(const std::vector<int>& ranks, int size) {
+// Returns whether the ranks are unchanged: none is lost, renumbered or new.
+bool RanksUnchanged(const std::vector<int>& ranks, int size) {
   if (ranks.size() != static_cast<size_t>(size)) return false;
   for (int r = 0; r < size; ++r)
     if (ranks[static_cast<size_t>(r)] != r) return false;
   return true;
 }
 
-std::string Again(const std::string& reason) {
+std::string RestartReason(const std::string& reason) {
   return "training starts again" + (reason.empty() ? "" : ": " + reason);
 }
 
 // Translates a task to the ranks of `present`, the communicator of the new epoch.
 // Returns an error if the task cannot run there.
-Status Adapt(Task* task, const Communicator& present) {
+Status AdaptToRanks(Task* task, const Communicator& present) {
   const uint64_t index = present.epoch_index();
   const auto change = present.resilient()->Changes(task->epoch_index, index);
   const auto lost = [&](const std::string& what) {
@@ -39,11 +39,11 @@ Status Adapt(Task* task, const Communicator& present) {
     return Status(Code::kUnavailable, what + why);
   };
   const std::string ranks = std::to_string(present.size()) + " ranks";
-  if (!change.repeats) return Status(Code::kUnavailable, Again(change.reason));
+  if (!change.repeats) return Status(Code::kUnavailable, RestartReason(change.reason));
   if (task->cuda)
     return lost("NCCL has ended with the ranks that it joined; submit it again");
   if (std::exchange(task->epoch_index, index) == index) return OkStatus();
-  if (Same(change.ranks, present.size())) return OkStatus();
+  if (RanksUnchanged(change.ranks, present.size())) return OkStatus();
   if (task->op == Collective::kBroadcast) {
     const auto root = static_cast<size_t>(task->root);
     const int now = root < change.ranks.size() ? change.ranks[root] : -1;
@@ -70,28 +70,29 @@ Status Adapt(Task* task, const Communicator& present) {
 
 }  // namespace
 
-Status ProgressEngine::Renew() {
+Status ProgressEngine::MoveToNextEpoch() {
   try {
     const Status cause = communicator_->abort_status();
-    // No epoch follows an interrupt of this rank, for example.
+    // With another code, such as after an interrupt of this rank, no epoch follows.
     if (cause.code() != Code::kUnavailable) return cause;
-    // The next communicator, then the last one, which is released without the mutex.
+    // After the swap, `next` is the ended communicator, which is released without the
+    // mutex.
     std::shared_ptr<Communicator> next;
-    RJ_TRY(state_.resilient->Follow(communicator_->epoch_index(), &next));
-    std::shared_ptr<EagerBackend> before;  // kept, to be closed without the mutex
-    Inheritance all;
+    RJ_TRY(state_.resilient->AwaitNextEpoch(communicator_->epoch_index(), &next));
+    std::shared_ptr<EagerBackend> before;  // closed below, without the mutex
+    PendingTasks all;
     {
       std::lock_guard lock(state_.mutex);
       state_.communicator.swap(next);
       before = state_.cuda;
       if (state_.cuda) state_.cuda = state_.make_cuda(communicator_);
-      all = tasks_.Inherit(communicator_->epoch_index());
+      all = tasks_.CollectPending(communicator_->epoch_index());
     }
     if (before) before->Close();
-    // EagerLane::Abort may have aborted only the last communicator.
+    // EagerLane::Abort may have aborted only the ended communicator. See there.
     const Status end = state_.resilient->end_status();
     if (!end.ok()) communicator_->Abort(end);
-    if (end.ok()) BeginAnew(all, cause.rank());
+    if (end.ok()) SubmitAgain(all, cause.rank());
     return end;
   } catch (const std::exception& e) {  // out of memory, most likely
     const std::string what = std::string("failed: ") + e.what();
@@ -100,20 +101,21 @@ Status ProgressEngine::Renew() {
   }
 }
 
-// Submits to a new negotiation what has not ended. `culprit`: whom the last epoch lost.
-void ProgressEngine::BeginAnew(const Inheritance& all, int culprit) {
+// Submits all pending operations to a new negotiation. `culprit` is the rank that the
+// ended epoch has lost.
+void ProgressEngine::SubmitAgain(const PendingTasks& all, int culprit) {
   hits_before_ += negotiation_->hits();
   negotiation_ = std::make_unique<Negotiation>(ForNegotiation());
   stalls_.Clear();
   taken_.clear();
   for (const TaskPtr& task : all.tasks) {
-    Status status = Adapt(task.get(), *communicator_);
+    Status status = AdaptToRanks(task.get(), *communicator_);
     if (status.ok()) {
       negotiation_->Submit(task);
       continue;
     }
-    status = state_.Named(task->Describe(),
-                          Status(status.code(), status.message(), culprit));
+    status = state_.WithContext(task->Describe(),
+                                Status(status.code(), status.message(), culprit));
     record_.Failed(*task, status.message());
     tasks_.Finish({task}, status, nullptr);
   }
@@ -121,8 +123,9 @@ void ProgressEngine::BeginAnew(const Inheritance& all, int culprit) {
   const auto change =
       state_.resilient->Changes(all.join_epoch_index, communicator_->epoch_index());
   if (change.repeats) return negotiation_->Join();
-  tasks_.FinishJoin(
-      state_.Named(kJoinTitle, {Code::kUnavailable, Again(change.reason)}), -1);
+  tasks_.FinishJoin(state_.WithContext(
+                        kJoinTitle, {Code::kUnavailable, RestartReason(change.reason)}),
+                    -1);
 }
 
 }  // namespace ringjax

@@ -1,9 +1,9 @@
 // Piggybacking: if a rank submits one short operation and nothing else, it sends the
 // data of that operation together with the round that negotiates it. If all other ranks
-// submit the same operation and nothing else, the data of all ranks are there after the
-// round, and the call, which would be a second exchange, is left out. So the usual
-// operation of a program that waits for each of its operations takes one exchange. In
-// any other case a copy of a few KiB is wasted.
+// submit the same operation and nothing else, every rank has all data after the round,
+// and the call, which would be a second exchange, is left out. So in a program that
+// waits for each of its operations, most operations take one exchange. In all other
+// cases a copy of a few KiB is wasted.
 #include <functional>
 
 #include "engine/eager/progress_engine.h"
@@ -11,15 +11,18 @@
 namespace ringjax {
 namespace {
 
-// Limits in bytes. Beyond them, a copy in vain costs too much, and a call is faster.
-constexpr uint64_t kMost = 8 << 10;
-// The limit if the caller waits: the other ranks then probably submit the same
-// operation.
-constexpr uint64_t kMostIfWaits = 64 << 10;
+// The longest data that are piggybacked, in bytes. For longer data, a wasted copy would
+// take too long.
+constexpr uint64_t kMaxPiggyback = 8 << 10;
+// This limit applies if the caller waits for the operation: then the other ranks
+// probably submit the same operation, and the copy is probably not wasted.
+constexpr uint64_t kMaxPiggybackIfWaits = 64 << 10;
 
-// Whether each rank can compute, from the inputs of all ranks, the same bits as a call.
+// Returns whether the operation is short enough, and whether each rank can compute the
+// same bits as a call from the inputs of all ranks.
 bool Qualifies(const Submission& s, bool waits) {
-  const uint64_t most = waits && s.op != Collective::kAllreduce ? kMostIfWaits : kMost;
+  const uint64_t most =
+      waits && s.op != Collective::kAllreduce ? kMaxPiggybackIfWaits : kMaxPiggyback;
   if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > most) return false;
   switch (s.op) {
     case Collective::kAllreduce:
@@ -41,10 +44,10 @@ bool ShareMemory(const std::byte* a, uint64_t a_bytes, const std::byte* b,
   return std::less<>()(a, b + b_bytes) && std::less<>()(b, a + a_bytes);
 }
 
-// Excludes the share that this rank keeps for itself from the data that are sent,
-// unless the result overwrites the input.
-void Keep(const Submission& s, const void* out, int rank, int size,
-          Piggyback* piggyback) {
+// Excludes the share of the data that only this rank needs from the copy, unless the
+// result overwrites the input.
+void ExcludeOwnShare(const Submission& s, const void* out, int rank, int size,
+                     Piggyback* piggyback) {
   if (s.op != Collective::kAlltoall && s.op != Collective::kReducescatter) return;
   const uint64_t bytes = piggyback->own.size();
   if (bytes == 0 ||
@@ -61,9 +64,10 @@ void Keep(const Submission& s, const void* out, int rank, int size,
 
 }  // namespace
 
-Piggyback ProgressEngine::Offer() const {
+Piggyback ProgressEngine::OfferData() const {
   Piggyback piggyback;
-  const auto task = std::static_pointer_cast<const Task>(negotiation_->Lone());
+  const auto task =
+      std::static_pointer_cast<const Task>(negotiation_->OnlySubmission());
   if (!task || !Qualifies(*task, task->waits) ||
       !communicator_->rounds().CanPiggyback(task->op))
     return piggyback;
@@ -71,8 +75,8 @@ Piggyback ProgressEngine::Offer() const {
   if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
     piggyback.own = {static_cast<const std::byte*>(task->ins[0]),
                      task->tensors[0].bytes()};
-  Keep(*task, task->outs.empty() ? nullptr : task->outs[0], communicator_->rank(),
-       communicator_->size(), &piggyback);
+  ExcludeOwnShare(*task, task->outs.empty() ? nullptr : task->outs[0],
+                  communicator_->rank(), communicator_->size(), &piggyback);
   return piggyback;
 }
 

@@ -8,9 +8,9 @@ namespace ringjax {
 namespace {
 
 // After this time without callers, the lane's own thread takes part in the rounds of
-// peers again. Until then a round that a peer begins waits for the message of this
-// rank. The wait delays no operation: every operation needs a submission of this rank,
-// and this rank has none pending.
+// peers again. Until then a round that a peer begins waits for this rank. That delays
+// no operation, because every operation needs a submission of this rank, and none is
+// pending.
 constexpr auto kPause = std::chrono::milliseconds(5);
 
 }  // namespace

@@ -1,10 +1,11 @@
 // ProgressLock: the lock whose holder does the work of an eager lane
-// (progress_engine.h), and which thread takes it.
+// (progress_engine.h), and the rules for which thread takes it.
 //
-// The holder is the thread of the lane, or a caller that waits for its own operation.
-// To wake a thread and to be woken by it takes longer than most short operations. So
-// while such callers come one after the other, the thread leaves the lock to them and
-// only checks from time to time whether they still come.
+// The holder is the thread of the lane, or a caller that waits for its own operation. A
+// caller that did not do the work itself would wake the lane's thread and be woken by
+// it, which takes longer than most short operations. So while callers that wait arrive
+// one after the other, the lane's thread leaves the lock to them, and only checks from
+// time to time whether they still arrive.
 #pragma once
 
 #include <atomic>
@@ -19,25 +20,27 @@
 
 namespace ringjax {
 
-// Owned by EagerLane.
+// An EagerLane owns the object. The progress lock comes before LaneState::mutex in the
+// lock order.
 class ProgressLock {
  public:
   ProgressLock(LaneState& state, const TaskQueue& tasks);
 
-  // By the lane's own thread. The progress lock is acquired before LaneState::mutex.
+  // For the lane's own thread.
   std::unique_lock<std::mutex> Lock() { return std::unique_lock(mutex_); }
-  // If callers have come lately and no operation is pending, leaves the progress lock
-  // to callers until no new one comes.
+  // For the lane's own thread. If callers have arrived since the last time and no
+  // operation is pending, leaves the progress lock to callers until no new caller
+  // arrives.
   void StandAside(std::unique_lock<std::mutex>* progress);
 
-  // For a caller that waits: first CountCaller, then TryLock, which returns a lock that
-  // owns nothing if another thread is the holder.
+  // For a caller that waits. It first calls CountCaller, and then TryLock, which
+  // returns an empty lock if another thread is the holder.
   void CountCaller() { callers_.fetch_add(1, std::memory_order_relaxed); }
   std::unique_lock<std::mutex> TryLock() {
     return std::unique_lock(mutex_, std::try_to_lock);
   }
 
-  // By any thread, with LaneState::mutex held. Makes the lane's own thread take the
+  // For any thread that holds LaneState::mutex. Makes the lane's own thread take the
   // progress lock again, because there is work that no caller will do.
   void Recall();
 
@@ -46,12 +49,10 @@ class ProgressLock {
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   const TaskQueue& tasks_;
 
-  std::mutex mutex_;  // the progress lock itself
-  // How many callers have waited: so far, and when StandAside last looked.
-  std::atomic<uint64_t> callers_{0};
-  uint64_t callers_seen_ = 0;
-
-  // Guarded by LaneState::mutex: the lane's own thread leaves the progress lock free.
+  std::mutex mutex_;                  // the progress lock itself
+  std::atomic<uint64_t> callers_{0};  // number of calls of CountCaller
+  uint64_t callers_seen_ = 0;         // callers_ when StandAside last read it
+  // Whether the lane's own thread is in StandAside. Guarded by LaneState::mutex.
   bool aside_ = false;
   std::condition_variable recalled_;
 };

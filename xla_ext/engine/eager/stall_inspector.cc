@@ -17,10 +17,11 @@ StallInspector::StallInspector(LaneState& state)
 void StallInspector::Watch(Negotiation* negotiation) {
   const auto now = Clock::now();
   const std::vector<Negotiation::Waiting> all = negotiation->waiting();
-  // Watch costs time for each pending operation, so it runs seldom: after an eighth of
-  // the shortest limit, but between kShortest and kLongest, or after kForAnswers while
-  // replies are awaited. It does not run while nothing is pending.
-  constexpr double kLongest = 1, kShortest = 0.01, kForAnswers = 0.05;
+  // Watch takes time for each pending operation, so it runs seldom. The pause is an
+  // eighth of the shortest limit, but at least kShortest and at most kLongest seconds,
+  // or kReplyPause seconds while replies are awaited. Watch does not run while no
+  // operation is pending.
+  constexpr double kLongest = 1, kShortest = 0.01, kReplyPause = 0.05;
   double pause = kLongest;
   const auto before = [&](double limit) {
     if (limit > 0) pause = std::min(pause, std::max(limit / 8, kShortest));
@@ -35,8 +36,8 @@ void StallInspector::Watch(Negotiation* negotiation) {
     w = known != watched_.end() ? known->second : Watched{now};
     const double seconds = std::chrono::duration<double>(now - w.since).count();
     before(LimitOf(waiting));
-    if (!LookAt(waiting, seconds, negotiation, &w, &late))
-      pause = std::min(pause, kForAnswers);
+    if (!CheckOperation(waiting, seconds, negotiation, &w, &late))
+      pause = std::min(pause, kReplyPause);
   }
   watched_.swap(watched);
   Warn(late);
@@ -45,34 +46,34 @@ void StallInspector::Watch(Negotiation* negotiation) {
                                        std::chrono::duration<double>(pause));
 }
 
-// The timeout of this rank's own submission in seconds; 0 if there is none.
+// Returns the timeout of this rank's own submission in seconds; 0 if there is none.
 double StallInspector::LimitOf(const Negotiation::Waiting& waiting) const {
   if (!waiting.own) return 0;
   const double own = static_cast<const Task&>(*waiting.own).timeout;
   return own >= 0 ? own : options_.timeout;
 }
 
-// Warns about one operation, or expires it, if it is time. Returns false if it is time
-// but replies to the straggler probe are still awaited.
-bool StallInspector::LookAt(const Negotiation::Waiting& waiting, double seconds,
-                            Negotiation* negotiation, Watched* w,
-                            std::vector<Late>* late) {
+// Warns about one operation or expires it, if the time for that has come. Returns false
+// if the time has come, but replies to the straggler probe are still awaited.
+bool StallInspector::CheckOperation(const Negotiation::Waiting& waiting, double seconds,
+                                    Negotiation* negotiation, Watched* w,
+                                    std::vector<Late>* late) {
   const double warning = options_.stall_warning;
   const double limit = w->expired ? 0 : LimitOf(waiting);
-  const bool speaks = waiting.own || communicator_->rank() == 0;
-  if (speaks && w->stall_policy.MustAsk(seconds, warning, limit))
-    communicator_->heartbeat().ProbeOperation(waiting.id, World(waiting.missing),
+  const bool reports = waiting.own || communicator_->rank() == 0;
+  if (reports && w->stall_policy.MustProbe(seconds, warning, limit))
+    communicator_->heartbeat().ProbeOperation(waiting.id, WorldRanks(waiting.missing),
                                               waiting.any->Describe());
   const bool warns = w->stall_policy.MustWarn(seconds, warning);
   const bool ends = limit > 0 && seconds >= limit;
   if (!warns && !ends) return true;
-  const std::vector<int> missing = World(waiting.missing);
-  if (!w->stall_policy.Settled(
+  const std::vector<int> missing = WorldRanks(waiting.missing);
+  if (!w->stall_policy.DoneWaiting(
           seconds, AllAnswered(communicator_->heartbeat().ProbeReplies(missing))))
     return false;
   if (warns) {
     w->stall_policy.Warned(seconds);
-    if (speaks) late->push_back({&waiting, seconds});
+    if (reports) late->push_back({&waiting, seconds});
   }
   if (ends) {
     w->expired = true;
@@ -81,15 +82,15 @@ bool StallInspector::LookAt(const Negotiation::Waiting& waiting, double seconds,
   return true;
 }
 
-std::vector<int> StallInspector::World(const std::vector<int>& ranks) const {
+std::vector<int> StallInspector::WorldRanks(const std::vector<int>& ranks) const {
   const std::vector<int>& members = communicator_->options().world_ranks;
   std::vector<int> world;
   for (int r : ranks) world.push_back(members[static_cast<size_t>(r)]);
   return world;
 }
 
-// The replies to the straggler probe as text: "rank 3 on node-b: its last call was ...;
-// it is at train.py:41 in load_batch".
+// Returns the replies to the straggler probe as text: "rank 3 on node-b: its last call
+// was ...; it is at train.py:41 in load_batch".
 std::string StallInspector::ReplyTexts(const std::vector<int>& ranks) const {
   std::string text;
   size_t told = 0;
@@ -97,30 +98,30 @@ std::string StallInspector::ReplyTexts(const std::vector<int>& ranks) const {
     const std::string reply_text = ReplyText(reply);
     if (reply_text.empty()) continue;
     text += (told > 0 ? "; " : "") + Title(reply) + ": " + reply_text;
-    if (++told == kMostTold) break;
+    if (++told == kMaxReplies) break;
   }
   return text;
 }
 
-// Prints one warning about all late operations. It names only a few, because a late
-// rank usually lacks all tensors of a model.
+// Prints one warning about all late operations. Names only a few operations, because a
+// late rank has usually not submitted any tensor of a model.
 void StallInspector::Warn(const std::vector<Late>& late) const {
-  constexpr size_t kMostNamed = 5;
+  constexpr size_t kMaxNamed = 5;
   const CommunicatorOptions& o = communicator_->options();
   std::string text;
   std::vector<int> missing;
-  for (size_t i = 0; i < std::min(late.size(), kMostNamed); ++i) {
+  for (size_t i = 0; i < std::min(late.size(), kMaxNamed); ++i) {
     const double seconds = late[i].seconds;
     const double shown =
         seconds < 10 ? std::round(seconds * 10) / 10 : std::round(seconds);
     text += (i > 0 ? "; " : "") + MissingText(*late[i].waiting, o.world_ranks, shown);
-    for (int r : World(late[i].waiting->missing))
+    for (int r : WorldRanks(late[i].waiting->missing))
       if (std::find(missing.begin(), missing.end(), r) == missing.end())
         missing.push_back(r);
   }
   if (late.empty()) return;
-  if (late.size() > kMostNamed)
-    text += "; and " + std::to_string(late.size() - kMostNamed) + " more operations";
+  if (late.size() > kMaxNamed)
+    text += "; and " + std::to_string(late.size() - kMaxNamed) + " more operations";
   if (const std::string reply_texts = ReplyTexts(missing); !reply_texts.empty())
     text += "; " + reply_texts;
   std::fprintf(stderr, "[ringjax rank %d] %s%s; still waiting\n",

@@ -1,6 +1,6 @@
-// StallInspector: warns about operations that some ranks have submitted and others have
-// not, and ends the wait for them. Horovod has a stall inspector, too. Each rank goes
-// by its own clock, but an operation fails only by a decision of all ranks
+// StallInspector: warns about operations that only some ranks have submitted, and makes
+// them fail after a timeout. Horovod has a stall inspector, too. Each rank uses its own
+// clock, but an operation fails only by a common decision of all ranks
 // (Negotiation::Expire).
 #pragma once
 
@@ -19,23 +19,22 @@
 
 namespace ringjax {
 
-// Owned by ProgressEngine, and used by the holder of the progress lock only.
+// A ProgressEngine owns the object. Only the holder of the progress lock uses it.
 class StallInspector {
  public:
   explicit StallInspector(LaneState& state);
 
-  // The time at which Watch is to be called next. max(): no operation is pending, so
-  // not before a round has left one pending.
+  // The time at which Watch must be called next; max() while no operation is pending.
   Clock::time_point next_look() const { return next_look_; }
-  // Looks at all operations that wait for other ranks.
+  // Checks all operations that wait for other ranks.
   void Watch(Negotiation* negotiation);
 
-  void TakenIn(const Task& task) { hurries_ |= task.timeout > 0; }
+  void OnTaken(const Task& task) { own_timeout_ |= task.timeout > 0; }
   // `pending`: whether operations wait for other ranks after the round.
   void EndRound(bool pending) {
-    const bool looks = hurries_ || next_look_ == Clock::time_point::max();
+    const bool looks = own_timeout_ || next_look_ == Clock::time_point::max();
     if (pending && looks) next_look_ = Clock::now();
-    hurries_ = false;
+    own_timeout_ = false;
   }
   // Forgets all operations, because a new negotiation begins.
   void Clear() {
@@ -44,12 +43,11 @@ class StallInspector {
   }
 
  private:
-  // An operation that waits for other ranks: since when, which warnings were printed,
-  // and whether this rank has expired it.
+  // An operation that waits for other ranks.
   struct Watched {
-    Clock::time_point since;
-    StallPolicy stall_policy = {};
-    bool expired = false;
+    Clock::time_point since;        // when Watch first found it
+    StallPolicy stall_policy = {};  // when to probe and warn
+    bool expired = false;           // whether this rank has called Negotiation::Expire
   };
   struct Late {
     const Negotiation::Waiting* waiting;
@@ -57,17 +55,17 @@ class StallInspector {
   };
 
   void Warn(const std::vector<Late>& late) const;
-  bool LookAt(const Negotiation::Waiting& waiting, double seconds,
-              Negotiation* negotiation, Watched* w, std::vector<Late>* late);
+  bool CheckOperation(const Negotiation::Waiting& waiting, double seconds,
+                      Negotiation* negotiation, Watched* w, std::vector<Late>* late);
   double LimitOf(const Negotiation::Waiting& waiting) const;
-  std::vector<int> World(const std::vector<int>& ranks) const;
+  std::vector<int> WorldRanks(const std::vector<int>& ranks) const;
   std::string ReplyTexts(const std::vector<int>& ranks) const;
 
   const EagerOptions& options_;
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
-  bool hurries_ = false;  // a task taken in since EndRound has its own timeout
-  // The watched keys, by Negotiation::Waiting::id.
-  std::unordered_map<uint64_t, Watched> watched_;
+  bool own_timeout_ =
+      false;  // whether a task since the last EndRound has its own timeout
+  std::unordered_map<uint64_t, Watched> watched_;  // by Negotiation::Waiting::id
   Clock::time_point next_look_ = Clock::time_point::max();
 };
 

@@ -12,7 +12,7 @@ namespace ringjax {
 namespace {
 
 // The most bytes of a submission, so that no sum over tensors and ranks can overflow.
-constexpr uint64_t kMostBytes = uint64_t{1} << 48;
+constexpr uint64_t kMaxBytes = uint64_t{1} << 48;
 
 Status Invalid(const std::string& why) { return {Code::kInvalidArgument, why}; }
 
@@ -20,17 +20,18 @@ bool SameBits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
-// Adds the bytes to `*total`. Counts a dimension of 0 as 1, to bound the others, too.
+// Adds the bytes of the tensor to `*total`, and returns false if there are too many.
+// Counts a dimension of 0 as 1, so that the other dimensions are limited, too.
 bool Possible(const Submission::Piece& piece, uint64_t* total) {
   uint64_t bytes = Width(piece.dtype);
   for (int64_t d : piece.dims) {
     if (d < 0) return false;
     const auto factor = static_cast<uint64_t>(std::max<int64_t>(d, 1));
-    if (__builtin_mul_overflow(bytes, factor, &bytes) || bytes > kMostBytes)
+    if (__builtin_mul_overflow(bytes, factor, &bytes) || bytes > kMaxBytes)
       return false;
   }
   *total += bytes;
-  return *total <= kMostBytes;
+  return *total <= kMaxBytes;
 }
 
 bool HasRows(Collective op) {

@@ -1,8 +1,7 @@
-// A submission: one named operation of one rank, as that rank describes it to all
-// others, and all that follows from the description alone: whether it is possible,
-// whether it is the same as another one, and how many bytes it has. It contains no
-// addresses and no state. Whether the submissions of several ranks fit together is
-// checked in disagreement.h.
+// A submission: one named operation of one rank, as that rank describes it to all other
+// ranks. A submission contains no addresses and no state. This file has the functions
+// that need only the description: checks, comparison and sizes. disagreement.h checks
+// whether the submissions of several ranks fit together.
 #pragma once
 
 #include <cstdint>
@@ -31,30 +30,31 @@ struct Submission {
   int root = 0;  // rank in the set
   double prescale = 1, postscale = 1;
   bool cuda = false;
-  bool alone = false;   // never fused with others
-  bool placed = false;  // the rank that submits it has memory for the results
+  bool alone = false;   // whether the operation must not be fused with others
+  bool placed = false;  // whether the rank has memory for the results
   std::vector<Piece> tensors;
-  // alltoall: rows for each rank of the set, tensor after tensor; empty: equal parts.
+  // For alltoall: the rows for each rank of the set, one list after the other for each
+  // tensor. Empty stands for equal parts.
   std::vector<int64_t> splits;
 
   std::string Title() const;           // "allreduce 'grad'"
   std::string Describe() const;        // "allreduce 'grad' (f32[4], SUM)"
   bool Reduces() const;                // whether reduce_op and factors have a meaning
-  bool Same(const Submission&) const;  // equal in everything
-  uint64_t Hash() const;               // equal if Same
+  bool Same(const Submission&) const;  // whether all members are equal
+  uint64_t Hash() const;               // equal for submissions that are Same
 };
 using SubmissionPtr = std::shared_ptr<const Submission>;
 
 // Returns kInvalidArgument, without a title, if the submission is impossible in a set
-// of `size` ranks. A rank checks its own submissions before it sends them, and those of
-// its peers when it receives them.
+// of `size` ranks. A rank checks its own submissions before it sends them, and the
+// submissions of its peers when it receives them.
 Status CheckSubmission(const Submission& submission, int size);
 
-// The rows that rank `rank` gets in a reducescatter of `rows` rows. If they cannot be
-// divided evenly, each of the first ranks has one row more.
+// Returns how many rows rank `rank` receives in a reducescatter of `rows` rows. If the
+// rows cannot be divided evenly, the first ranks receive one row more.
 int64_t ShareOf(int64_t rows, int rank, int size);
-// Bytes of the result of tensor `i` on rank `rank`. Not for allgather and alltoall,
-// where the submissions of other ranks determine the size as well.
+// Returns the bytes of the result of tensor `i` on rank `rank`. Not for allgather and
+// alltoall, where the size also depends on the submissions of other ranks.
 uint64_t ResultBytes(const Submission& submission, size_t i, int rank, int size);
 
 // Returns "f32[8,128]", or "f32[*,128]" if dim 0 may differ between ranks.

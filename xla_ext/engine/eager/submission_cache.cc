@@ -21,7 +21,7 @@ SubmissionCache::Inserted SubmissionCache::Insert(SubmissionPtr submission) {
   if (capacity_ == 0) return place;
   const uint64_t hash = submission->Hash();
   if (const auto found = by_hash_.find(hash); found != by_hash_.end()) {
-    // Another submission of the same hash keeps its number, and this one gets none.
+    // If another submission has the same hash, it keeps its number.
     if (!entries_[found->second].form->Same(*submission)) return place;
     place.number = found->second;
     Touch(place.number);

@@ -1,8 +1,8 @@
-// The submission cache: numbers for submissions that all ranks have received, so that
-// each is described once and sent as a number from then on. The idea is Horovod's
-// response cache. The cache is the same on all ranks, because all of them make the same
-// calls to it. If the cache is full, the least recently used submission loses its
-// number to the new one.
+// The submission cache: numbers for submissions that all ranks have received. A
+// submission is described once and then sent as a number. The idea is Horovod's
+// response cache. All ranks make the same calls to their caches, so all caches are
+// equal. If the cache is full, a new submission takes the number of the least recently
+// used one.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class SubmissionCache {
 
   explicit SubmissionCache(size_t capacity);
 
-  uint32_t Find(const Submission& submission) const;  // kNone: not stored
+  uint32_t Find(const Submission& submission) const;  // kNone if it is not stored
 
   // Numbers below size() are in use.
   size_t size() const { return entries_.size(); }
@@ -33,13 +33,13 @@ class SubmissionCache {
     if (number != newest_) MoveToNewest(number);
   }
 
-  // Gives the submission a number, or touches it if it has one. Returns the number, and
-  // the submission that had this number before (null: none). kNone: the submission is
-  // not stored, because the capacity is 0 or another submission has the same hash.
+  // Gives the submission a number, or touches it if it has one.
   struct Inserted {
+    // kNone if the submission is not stored, because the capacity is 0 or another
+    // submission has the same hash.
     uint32_t number = kNone;
     bool is_new = false;
-    SubmissionPtr forgotten;
+    SubmissionPtr forgotten;  // the submission that had this number before, or null
   };
   Inserted Insert(SubmissionPtr submission);
 
@@ -51,7 +51,7 @@ class SubmissionCache {
   };
   void MoveToNewest(uint32_t number);
   void Unlink(uint32_t number);
-  void Link(uint32_t number);  // the entry becomes the newest
+  void Link(uint32_t number);  // makes the entry the newest
 
   size_t capacity_;
   std::vector<Entry> entries_;

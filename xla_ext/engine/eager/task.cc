@@ -21,7 +21,8 @@ Status CheckTask(const Submission& what, std::span<void* const> ins,
     return invalid("inputs and results differ in number");
   for (size_t i = 0; i < ins.size(); ++i) {
     const Submission::Piece& piece = what.tensors[i];
-    // If there are fewer rows than ranks, the last ranks get none.
+    // If there are fewer rows than ranks, the last ranks receive none and need no
+    // memory.
     const bool gets =
         what.op != Collective::kReducescatter || piece.dims[0] > present.rank();
     if (piece.bytes() > 0 &&

@@ -18,7 +18,7 @@
 namespace ringjax {
 
 // A submission with the data that only its own rank needs. TaskQueue::Finish releases
-// those data.
+// these data.
 struct Task : Submission {
   explicit Task(Submission what) : Submission(std::move(what)) {}
   std::vector<void*> ins, outs;
@@ -28,7 +28,7 @@ struct Task : Submission {
   std::shared_ptr<Work> work;
   Clock::time_point since = Clock::now();
   uint64_t order = 0;        // position among this rank's submissions
-  uint64_t epoch_index = 0;  // the epoch to whose ranks `root` refers
+  uint64_t epoch_index = 0;  // the epoch in whose ranks `root` is numbered
   double timeout = -1;       // see EagerRequest
   bool waits = false;        // see EagerRequest
 };
@@ -36,15 +36,15 @@ using TaskPtr = std::shared_ptr<Task>;
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 
-// The task of rank `rank`, this rank; null if this rank has not submitted it.
+// Returns the task of this rank, which is rank `rank`; null if it has submitted none.
 inline TaskPtr Mine(const Ready& ready, int rank) {
-  // For this rank the negotiation returns the pointer given to Submit, which is a Task.
+  // For this rank, the entry is the pointer passed to Negotiation::Submit: a Task.
   return std::const_pointer_cast<Task>(
       std::static_pointer_cast<const Task>(ready.by_rank[static_cast<size_t>(rank)]));
 }
 
-// Returns kInvalidArgument, without a title, if the operation is impossible in
-// `present`, or if its memory does not fit its tensors.
+// Returns kInvalidArgument, without a title, if the operation is impossible in the
+// epoch `present`, or if its memory does not fit its tensors.
 Status CheckTask(const Submission& what, std::span<void* const> ins,
                  std::span<void* const> outs, std::span<const uint64_t> rooms,
                  const Communicator& present);

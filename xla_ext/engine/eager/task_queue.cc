@@ -1,4 +1,4 @@
-// Tasks come in, are taken in by the holder of the progress lock, and end. See
+// Adds tasks, hands them to the holder of the progress lock, and ends them. See
 // task_queue.h.
 #include "engine/eager/task_queue.h"
 
@@ -26,25 +26,28 @@ TaskQueue::TaskQueue(LaneState& state, EndedTasks& ended_tasks)
 Status TaskQueue::Enlist(const TaskPtr& task,
                          const std::shared_ptr<EagerBackend>& backend) {
   const Communicator& here = *communicator_;
-  if (!failure_.ok()) return Shown(here.Prefix(), task->Describe(), failure_);
+  if (!failure_.ok()) return WithContext(here.Prefix(), task->Describe(), failure_);
   if (here.epoch_index() > task->epoch_index) {
     // The epoch has changed since CheckTask: check again for the new ranks.
     task->epoch_index = here.epoch_index();
     if (Status s = CheckTask(*task, task->ins, task->outs, task->rooms, here); !s.ok())
-      return Shown(here.Prefix(), task->Title(), s);
+      return WithContext(here.Prefix(), task->Title(), s);
   }
   if (task->cuda && backend != state_.cuda)
-    return Shown(here.Prefix(), task->Describe(),
-                 {Code::kUnavailable,
-                  "ranks were lost just now, and NCCL with them; submit it again"});
-  // Reserves first, so that push_back cannot throw after the insertion into active_.
+    return WithContext(
+        here.Prefix(), task->Describe(),
+        {Code::kUnavailable,
+         "ranks were lost just now, and NCCL with them; submit it again"});
+  // Memory is reserved first, so that push_back cannot throw after the insertion into
+  // active_.
   if (incoming_.size() == incoming_.capacity())
     incoming_.reserve(2 * incoming_.size() + 16);
   if (!active_.try_emplace(KeyView{task->op, task->name}, task).second)
-    return Shown(here.Prefix(), task->Title(),
-                 {Code::kInvalidArgument,
-                  "duplicate name: an operation of this name is still under way on "
-                  "this rank; wait for it, or give it another name"});
+    return WithContext(
+        here.Prefix(), task->Title(),
+        {Code::kInvalidArgument,
+         "duplicate name: an operation of this name is still under way on "
+         "this rank; wait for it, or give it another name"});
   incoming_.push_back(task);
   task->order = state_.stats.submissions++;
   return OkStatus();
@@ -52,12 +55,12 @@ Status TaskQueue::Enlist(const TaskPtr& task,
 
 Status TaskQueue::EnlistJoin(const std::shared_ptr<Work>& work,
                              const Communicator& present) {
-  if (!failure_.ok()) return state_.Named(kJoinTitle, failure_);
+  if (!failure_.ok()) return state_.WithContext(kJoinTitle, failure_);
   if (joined_)
-    return state_.Named(kJoinTitle,
-                        {Code::kInvalidArgument,
-                         "duplicate: this rank has joined already and waits for the "
-                         "others"});
+    return state_.WithContext(
+        kJoinTitle, {Code::kInvalidArgument,
+                     "duplicate: this rank has joined already and waits for the "
+                     "others"});
   joined_ = work;
   joins_ = true;
   join_epoch_index_ = std::max(present.epoch_index(), communicator_->epoch_index());
@@ -68,8 +71,8 @@ bool TaskQueue::Take(std::vector<TaskPtr>* taken) {
   std::lock_guard lock(state_.mutex);
   taken->swap(incoming_);
   bool joins = std::exchange(joins_, false);
-  // Tasks and a join that belong to a later epoch than the lane's present one stay. The
-  // lane moves to that epoch soon, because the present one has been aborted.
+  // Tasks and a join of a later epoch than the lane's current one stay in the queue.
+  // The lane moves to that epoch soon, because its current epoch has been aborted.
   const uint64_t now = communicator_->epoch_index();
   if (state_.resilient->epoch_index() == now) return joins;
   joins_ = joins && join_epoch_index_ > now;
@@ -105,8 +108,8 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
                                outputs != nullptr ? &(*outputs)[i] : nullptr);
   }
   gate_->ended.notify_all();
-  // The tasks live on for a while: the decision still refers to them, or after a
-  // failure the negotiation. So their works and marks are released now.
+  // The decision, or after a failure the negotiation, still refers to the tasks. So
+  // their works and marks are released here.
   for (const TaskPtr& task : tasks) {
     task->work.reset();
     task->ins = task->outs = {};
@@ -137,13 +140,12 @@ std::vector<TaskPtr> TaskQueue::Fail(const Status& cause) {
   return tasks;
 }
 
-Inheritance TaskQueue::Inherit(uint64_t epoch_index) {
-  // Tasks of a later epoch stay in incoming_. So do those that are submitted from
-  // now on: Enlist gives them the index of this epoch or of a later one.
+PendingTasks TaskQueue::CollectPending(uint64_t epoch_index) {
+  // Tasks of a later epoch stay in incoming_.
   const auto ends = [&](const TaskPtr& task) {
     return task->epoch_index <= epoch_index;
   };
-  Inheritance all;
+  PendingTasks all;
   for (const auto& [key, task] : active_)
     if (ends(task)) all.tasks.push_back(task);
   std::sort(all.tasks.begin(), all.tasks.end(),

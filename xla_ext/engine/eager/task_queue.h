@@ -1,5 +1,5 @@
-// TaskQueue: the tasks of this rank that have not ended. Callers add tasks, on any
-// thread; the holder of the progress lock takes them out and completes them.
+// TaskQueue: the tasks of this rank that have not ended. Callers add tasks on any
+// thread. The holder of the progress lock takes the tasks out and completes them.
 #pragma once
 
 #include <cstdint>
@@ -19,26 +19,28 @@
 
 namespace ringjax {
 
-// All that the lane takes into its next epoch (progress_engine_epoch.cc).
-struct Inheritance {
+// The operations that continue in the next epoch (progress_engine_epoch.cc).
+struct PendingTasks {
   std::vector<TaskPtr> tasks;  // sorted by Task::order
   bool joins = false;
   uint64_t join_epoch_index = 0;  // the epoch of the Join
 };
 
-// Owned by EagerLane. Any thread may call the first group of functions; only the holder
-// of the progress lock calls the others.
+// An EagerLane owns the object.
 class TaskQueue {
  public:
   TaskQueue(LaneState& state, EndedTasks& ended_tasks);
 
-  // Threads wait here for the works of the lane.
+  // The gate at which threads wait for the works of the lane.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
-  // All with LaneState::mutex held. Enlist puts the task into incoming_, for the
-  // holder. `backend`: the one that recorded Task::mark, or null.
+  // -- for any thread that holds LaneState::mutex
+  // ----------------------------------------
+
+  // Puts the task into the queue for the holder. `backend` is the backend that recorded
+  // Task::mark, or null.
   Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
-  // Enlists a join. `present`: the communicator of the caller's epoch.
+  // Puts a join into the queue. `present`: the communicator of the caller's epoch.
   Status EnlistJoin(const std::shared_ptr<Work>& work, const Communicator& present);
   // Whether an operation or a join of this rank has not ended.
   bool pending() const { return !active_.empty() || joined_; }
@@ -46,21 +48,25 @@ class TaskQueue {
   bool has_incoming() const { return !incoming_.empty(); }
   const Status& failure() const { return failure_; }  // ok until Fail
 
+  // -- for the holder of the progress lock
+  // ------------------------------------------------
+
   // Moves the new tasks to `*taken`, which must be empty. Returns whether there is a
   // new join.
   bool Take(std::vector<TaskPtr>* taken);
-  // Completes tasks, all with the same status. `outputs`: by task, or null. `end`: the
-  // point at which the device has finished their work, or null.
+  // Completes tasks, all with one status. `outputs` has the outputs of each task, or is
+  // null. `end` is the point at which the device has finished their work, or null.
   void Finish(const std::vector<TaskPtr>& tasks, const Status& status,
               std::vector<std::vector<Output>>* outputs,
               const std::shared_ptr<DevicePoint>& end = nullptr);
   void FinishJoin(const Status& status, int last_joined);
-  // Refuses all later tasks, and returns those that have not ended.
+  // Returns the tasks that have not ended. All later tasks fail with `cause`.
   std::vector<TaskPtr> Fail(const Status& cause);
 
-  // For the lane's own thread, with LaneState::mutex held: collects the tasks and the
-  // join that were submitted up to that epoch, which begins.
-  Inheritance Inherit(uint64_t epoch_index);
+  // For the lane's own thread, which also holds LaneState::mutex. Returns the pending
+  // tasks, and the pending join, that were submitted in an epoch up to `epoch_index`,
+  // the epoch that begins.
+  PendingTasks CollectPending(uint64_t epoch_index);
 
  private:
   LaneState& state_;                                   // its mutex guards all below
@@ -68,11 +74,11 @@ class TaskQueue {
   EndedTasks& ended_tasks_;
   const std::shared_ptr<Gate> gate_;
 
-  std::vector<TaskPtr> incoming_;
-  bool joins_ = false;             // a Join was submitted, not taken
-  std::shared_ptr<Work> joined_;   // the pending Join, or null
-  uint64_t join_epoch_index_ = 0;  // the epoch of that Join
-  std::unordered_map<KeyView, TaskPtr, KeyHash> active_;  // submitted and not ended
+  std::vector<TaskPtr> incoming_;  // tasks that the holder has not taken
+  bool joins_ = false;  // whether there is a join that the holder has not taken
+  std::shared_ptr<Work> joined_;   // the work of the pending join, or null
+  uint64_t join_epoch_index_ = 0;  // the epoch of the pending join
+  std::unordered_map<KeyView, TaskPtr, KeyHash> active_;  // tasks that have not ended
   Status failure_;
 };
 

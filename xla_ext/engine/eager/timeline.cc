@@ -17,14 +17,14 @@ namespace {
 // The closing bracket is written after every batch and overwritten by the next batch,
 // so that the file is complete JSON at any time.
 constexpr char kClose[] = "\n]\n";
-// Stands in the list of events where the next file begins.
+// An entry in the list of events that marks the begin of the next file.
 constexpr char kNext[] = "";
-// The event of a file that has no other. The first batch overwrites it.
+// The event of a file without other events. The first batch overwrites it.
 constexpr char kEmpty[] =
     ",\n{\"ph\":\"i\",\"name\":\"NOTHING YET: this rank has ended no collective while "
-    "the "
-    "timeline was open. Only rank 0 writes one, of the operations that it takes part in"
-    "\",\"s\":\"g\",\"pid\":0,\"ts\":0}";
+    "the timeline was open. Only rank 0 writes one, of the operations that it takes "
+    "part "
+    "in\",\"s\":\"g\",\"pid\":0,\"ts\":0}";
 
 std::string Upper(std::string_view text) {
   std::string out(text);
@@ -86,57 +86,57 @@ void Timeline::Round() {
 
 void Timeline::Submitted(const Row& row, int rank) {
   const std::lock_guard lock(mutex_);
-  Place* place = PlaceOf(row);
-  if (place->phase == Phase::kRunning) return;  // the next operation of this name
-  if (place->phase == Phase::kIdle) {
-    Begin(*place, "NEGOTIATE_" + Upper(row.op), Stamp());
-    place->phase = Phase::kNegotiating;
+  RowState* state = StateOf(row);
+  if (state->phase == Phase::kRunning) return;  // a rank submits the next operation
+  if (state->phase == Phase::kIdle) {
+    Begin(*state, "NEGOTIATE_" + Upper(row.op), Stamp());
+    state->phase = Phase::kNegotiating;
   }
   Add("{\"ph\":\"X\",\"name\":\"" + std::to_string(rank) +
-      "\",\"dur\":0,\"pid\":" + std::to_string(place->number) + "," + Stamp() + "}");
+      "\",\"dur\":0,\"pid\":" + std::to_string(state->number) + "," + Stamp() + "}");
 }
 
 void Timeline::Runs(const Row& row) {
   const std::lock_guard lock(mutex_);
-  Place* place = PlaceOf(row);
-  if (place->phase == Phase::kNegotiating) End(*place, Stamp());
-  Begin(*place, Upper(row.op), Stamp());
-  place->phase = Phase::kRunning;
+  RowState* state = StateOf(row);
+  if (state->phase == Phase::kNegotiating) End(*state, Stamp());
+  Begin(*state, Upper(row.op), Stamp());
+  state->phase = Phase::kRunning;
 }
 
 void Timeline::Ended(const Row& row, std::string_view what) {
   const std::lock_guard lock(mutex_);
-  Place* place = PlaceOf(row);
-  if (place->phase == Phase::kIdle) return;  // its begin is in an earlier file
-  End(*place, Stamp(), "\"operation\":" + Quoted(what));
-  place->phase = Phase::kIdle;
+  RowState* state = StateOf(row);
+  if (state->phase == Phase::kIdle) return;  // its beginning is in an earlier file
+  End(*state, Stamp(), "\"operation\":" + Quoted(what));
+  state->phase = Phase::kIdle;
 }
 
 void Timeline::Failed(const Row& row, std::string_view why) {
   const std::lock_guard lock(mutex_);
-  Place* place = PlaceOf(row);
-  if (place->phase == Phase::kIdle) return;
-  End(*place, Stamp(), "\"error\":" + Quoted(why));
-  place->phase = Phase::kIdle;
+  RowState* state = StateOf(row);
+  if (state->phase == Phase::kIdle) return;
+  End(*state, Stamp(), "\"error\":" + Quoted(why));
+  state->phase = Phase::kIdle;
 }
 
-// Leaves out operations of eager lanes, which the lanes report themselves with the
-// marks of all ranks, and calls that began before the timeline was opened.
-void Timeline::Heard(const Event& event) {
+// Ignores operations of eager lanes, which the lanes report themselves with the marks
+// of all ranks, and calls that began before the timeline was opened.
+void Timeline::OnEvent(const Event& event) {
   if (event.named || event.entered < start_) return;
   const std::lock_guard lock(mutex_);
   const std::string set =
       event.set == 0 ? "" : "process set " + std::to_string(event.set);
   const std::string_view op = ringjax::Name(event.op);
   const std::string_view name(event.name, event.length);
-  const Place* place = PlaceOf({set, op, name}, " (compiled)");
+  const RowState* state = StateOf({set, op, name}, " (compiled)");
   const bool agreed = event.agreed != Clock::time_point();
-  Begin(*place, "NEGOTIATE_" + Upper(op), Stamp(event.entered));
+  Begin(*state, "NEGOTIATE_" + Upper(op), Stamp(event.entered));
   Add("{\"ph\":\"X\",\"name\":\"0\",\"dur\":0,\"pid\":" +
-      std::to_string(place->number) + "," + Stamp(event.entered) + "}");
+      std::to_string(state->number) + "," + Stamp(event.entered) + "}");
   if (agreed) {
-    End(*place, Stamp(event.agreed));
-    Begin(*place, Upper(op), Stamp(event.agreed));
+    End(*state, Stamp(event.agreed));
+    Begin(*state, Upper(op), Stamp(event.agreed));
   }
   std::string arguments;
   if (event.outcome == Code::kOk)
@@ -145,41 +145,41 @@ void Timeline::Heard(const Event& event) {
                 ",\"seq\":" + std::to_string(event.sequence);
   else
     arguments = "\"error\":\"it failed\"";
-  End(*place, Stamp(event.done), arguments);
+  End(*state, Stamp(event.done), arguments);
 }
 
-Timeline::Place* Timeline::PlaceOf(const Row& row, std::string_view suffix) {
+Timeline::RowState* Timeline::StateOf(const Row& row, std::string_view suffix) {
   std::string title(row.op);
   title.append(".").append(row.name);
   if (!row.set.empty()) title.append(" (").append(row.set).append(")");
   title.append(suffix);
-  auto [found, fresh] = places_.try_emplace(title);
-  Place& place = found->second;
+  auto [found, fresh] = rows_.try_emplace(title);
+  RowState& state = found->second;
   if (fresh) {
-    place.number = static_cast<int>(places_.size());
-    NameRow(title, place);
+    state.number = static_cast<int>(rows_.size());
+    NameRow(title, state);
   }
-  return &place;
+  return &state;
 }
 
-void Timeline::NameRow(const std::string& title, const Place& place) {
-  const std::string number = std::to_string(place.number);
+void Timeline::NameRow(const std::string& title, const RowState& state) {
+  const std::string number = std::to_string(state.number);
   Push("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":" + number +
        ",\"args\":{\"name\":" + Quoted(title) + "}}");
   Push("{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":" + number +
        ",\"args\":{\"sort_index\":" + number + "}}");
 }
 
-void Timeline::Begin(const Place& place, std::string_view name,
+void Timeline::Begin(const RowState& state, std::string_view name,
                      const std::string& stamp) {
   Add("{\"ph\":\"B\",\"name\":" + Quoted(name) +
-      ",\"pid\":" + std::to_string(place.number) + "," + stamp + "}");
+      ",\"pid\":" + std::to_string(state.number) + "," + stamp + "}");
 }
 
-void Timeline::End(const Place& place, const std::string& stamp,
+void Timeline::End(const RowState& state, const std::string& stamp,
                    std::string_view arguments) {
   std::string event =
-      "{\"ph\":\"E\",\"pid\":" + std::to_string(place.number) + "," + stamp;
+      "{\"ph\":\"E\",\"pid\":" + std::to_string(state.number) + "," + stamp;
   if (!arguments.empty()) event.append(",\"args\":{").append(arguments).append("}");
   Add(event + "}");
 }
@@ -194,10 +194,11 @@ void Timeline::Add(std::string event) {
   if (bytes_ > most_bytes_) {
     bytes_ = 0;
     Push(kNext);
-    for (auto& [title, place] : places_) {
-      NameRow(title, place);
-      // The new file has no beginning of this phase, so it must not get the end.
-      place.phase = Phase::kIdle;
+    for (auto& [title, state] : rows_) {
+      NameRow(title, state);
+      // The new file has no begin event of this phase, so it must not have an end
+      // event.
+      state.phase = Phase::kIdle;
     }
   }
   Push(std::move(event));
@@ -248,7 +249,7 @@ void Timeline::Append(const std::vector<std::string>& batch) {
   if (std::fflush(file_) == 0) {
     end_ = end;
   } else {
-    // A full disk must not stop the training: the events of this batch are dropped.
+    // A full disk must not stop the training, so the events of this batch are dropped.
     __fpurge(file_);
     std::clearerr(file_);
     std::fseek(file_, end_, SEEK_SET);

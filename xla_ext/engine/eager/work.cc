@@ -15,7 +15,8 @@ Status Work::Wait() {
     return Status(Code::kFailedPrecondition,
                   "a signal handler waits for an operation that its own thread must do "
                   "after it; submit it there, and wait for it later");
-  // Yields before it sleeps: sleep and wakeup take longer than most short operations.
+  // Yields before it sleeps, because a sleep and a wake-up take longer than most short
+  // operations.
   const auto until = Clock::now() + std::chrono::duration<double>(gate_->spin_seconds);
   while (!done() && Clock::now() < until) sched_yield();
   while (!done()) {

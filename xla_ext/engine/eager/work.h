@@ -1,6 +1,6 @@
-// Work: the outcome of a submission, to be polled or waited for by any thread.
-// PyTorch's c10d uses this name; Horovod says handle. The holder of the lane's progress
-// lock completes it once.
+// Work: the outcome of a submission. Any thread may poll it or wait for it. PyTorch's
+// c10d uses this name; Horovod says handle. The holder of the lane's progress lock
+// completes a work once.
 #pragma once
 
 #include <atomic>
@@ -23,14 +23,14 @@ class DevicePoint {
   virtual int device() const = 0;
   // Whether the device has reached the point. Does not wait.
   virtual bool passed() const = 0;
-  // Whether the work before the point is void. The device reaches the point anyway.
+  // Whether the work before the point has failed. The device still reaches the point.
   virtual bool failed() const = 0;
   // Makes later work of `stream` wait for the point. Fails if failed().
   virtual Status Delay(uint64_t stream) = 0;
 };
 using DevicePointPtr = std::shared_ptr<DevicePoint>;
 
-// Memory of the core, for results whose size is known only after the negotiation.
+// A result in memory of the core, because its size is known only after the negotiation.
 struct Output {
   std::shared_ptr<void> memory;
   DType dtype = DType::kF32;
@@ -44,7 +44,8 @@ struct Gate {
   std::condition_variable ended;
   double spin_seconds = 0;  // how long a thread yields before it sleeps
 
-  // While a Driver lives, its thread counts as the holder of the lane's progress lock.
+  // A Driver marks its thread, while the object lives, as a caller that does the work
+  // of the lane (EagerLane::Drive).
   class Driver {
    public:
     explicit Driver(const Gate* gate) { driven = gate; }
@@ -61,24 +62,24 @@ struct Gate {
 
 class Work {
  public:
-  // `stream`: that of the submission.
+  // `stream`: the stream of the submitter (EagerRequest::stream).
   explicit Work(std::shared_ptr<Gate> gate, uint64_t stream = 0)
       : gate_(std::move(gate)), stream_(stream) {}
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Waits for the outcome. kCancelled if this process was interrupted; the work
-  // continues then. kFailedPrecondition in a signal handler whose thread holds the
-  // progress lock.
+  // Waits for the outcome. Fails with kCancelled if this process was interrupted, but
+  // the work continues. Fails with kFailedPrecondition in a signal handler that has
+  // interrupted a Driver, because the work could never end.
   Status Wait();
 
-  // Whether the work has ended, on the device as well if there is one.
+  // Whether the work has ended, also on the device if there is one.
   bool passed() const { return done() && (!end_ || end_->passed()); }
-  // Whether nothing remains to wait for.
+  // Whether there is nothing left to wait for.
   bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
-  // On a device, once done: makes later work of `stream` wait for the results.
+  // Makes later work of `stream` wait for the results. Must be called once done.
   Status Follow(uint64_t stream);
-  // Whether the stream of the submission already waits for the end of the work, so that
-  // the memory of the operation may be reused.
+  // Whether the stream of the submitter already waits for the end of the work, so that
+  // later work of that stream may reuse the memory of the operation.
   bool followed() const { return followed_.load(std::memory_order_acquire); }
   uint64_t stream() const { return stream_; }
 
@@ -88,8 +89,9 @@ class Work {
   int last_joined() const { return last_joined_; }           // Join: rank in the set
   int device() const { return end_ ? end_->device() : -1; }  // -1: the host
 
-  // By the holder of the progress lock, once, with Gate::mutex held. `outputs`: taken,
-  // or null. `end`: null if there is no work on a device.
+  // The holder of the progress lock, which also holds Gate::mutex, calls one of these
+  // two functions once. `*outputs` is moved from, unless `outputs` is null. `end` is
+  // null without a device.
   void Complete(const Status& status, const DevicePointPtr& end,
                 std::vector<Output>* outputs) {
     status_ = status;
@@ -106,11 +108,11 @@ class Work {
  private:
   const std::shared_ptr<Gate> gate_;
   const uint64_t stream_;
-  // Written by the holder of the progress lock before its release store to done_, which
-  // pairs with the acquire load in done(). To be read only once done.
+  // The holder writes these members before its release store to done_. Other threads
+  // read them only after the acquire load in done() has returned true.
   Status status_;
   std::vector<Output> outputs_;
-  std::shared_ptr<DevicePoint> end_;  // null: there is no work on a device
+  std::shared_ptr<DevicePoint> end_;  // null without a device
   int last_joined_ = -1;
   std::atomic<bool> followed_{false};
   std::atomic<bool> done_{false};

@@ -1,4 +1,5 @@
-// See control_connections.h.
+// Writes messages to peers, and registers sockets with epoll. See
+// control_connections.h.
 #include "engine/heartbeat/control_connections.h"
 
 #include <fcntl.h>
@@ -27,7 +28,7 @@ ControlConnections::ControlConnections(int rank,
     state.heard = SecondsNow();
   }
   try {
-    Expect(wakeup);
+    RegisterSockets(wakeup);
   } catch (...) {
     CloseAll();
     if (epoll_ >= 0) close(epoll_);
@@ -38,8 +39,8 @@ ControlConnections::ControlConnections(int rank,
 ControlConnections::~ControlConnections() { close(epoll_); }
 
 // Registers the doorbell and all sockets with epoll. Close must deregister a socket
-// explicitly: a closed socket stays registered while a forked child has a copy of it.
-void ControlConnections::Expect(const Doorbell& wakeup) {
+// explicitly, because a closed socket stays registered while a forked child has a copy.
+void ControlConnections::RegisterSockets(const Doorbell& wakeup) {
   const auto check = [](int result) {
     if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
   };
@@ -60,8 +61,8 @@ PeerState* ControlConnections::FirstRank() {
   return first;
 }
 
-std::string ControlConnections::Bytes(ControlMessage::Type type, int culprit,
-                                      std::string_view text) const {
+std::string ControlConnections::Encode(ControlMessage::Type type, int culprit,
+                                       std::string_view text) const {
   ControlMessage message;
   message.type = type;
   message.culprit = culprit;
@@ -72,12 +73,12 @@ std::string ControlConnections::Bytes(ControlMessage::Type type, int culprit,
 
 void ControlConnections::Send(PeerState* state, ControlMessage::Type type,
                               std::string_view text) {
-  if (state->open) Write(state, Bytes(type, -1, text), 0);
+  if (state->open) Write(state, Encode(type, -1, text), 0);
 }
 
-// Sends the rest of an earlier message, and then `message`. Gives up once the peer has
-// accepted no bytes for `limit_ms`: drops a message of which no byte was sent, and
-// keeps the rest of any other for the next Write, because the stream must stay intact.
+// Sends the rest of an earlier message, and then `message`. Stops once the peer has
+// accepted no bytes for `limit_ms`. Then drops `message` if no byte of it was sent.
+// Otherwise keeps its rest for the next Write, because the stream must stay intact.
 void ControlConnections::Write(PeerState* state, const std::string& message,
                                int limit_ms) {
   std::string& bytes = state->output;
@@ -101,10 +102,10 @@ void ControlConnections::Write(PeerState* state, const std::string& message,
   bytes.erase(0, sent);
 }
 
-void ControlConnections::Tell(ControlMessage::Type type, int culprit,
-                              const std::string& text) {
+void ControlConnections::SendToAll(ControlMessage::Type type, int culprit,
+                                   const std::string& text) {
   std::lock_guard lock(mutex_);
-  const std::string bytes = Bytes(type, culprit, Cut(text, ControlMessage::kMostText));
+  const std::string bytes = Encode(type, culprit, Cut(text, ControlMessage::kMaxText));
   for (PeerState& state : states_)
     if (state.open) Write(&state, bytes, type == ControlMessage::Type::kBeat ? 0 : 100);
 }

@@ -1,5 +1,5 @@
-// ControlConnections: the connections of a heartbeat to all other ranks of the world,
-// and how messages are written to them. See heartbeat.h.
+// ControlConnections: the connections of a heartbeat to all other ranks of the world.
+// See heartbeat.h.
 #pragma once
 
 #include <cstddef>
@@ -17,11 +17,11 @@
 
 namespace ringjax {
 
-// The present time, in seconds of the steady clock.
+// Returns the current time in seconds of the steady clock.
 double SecondsNow();
 
-// One peer: its connection, and what this rank knows about it. Only the heartbeat
-// thread uses `input` and receives; the mutex of the ControlConnections guards the
+// One peer: its connection and its state. Only the heartbeat thread uses `input` and
+// receives from the channel. The mutex of the ControlConnections guards the other
 // members that change.
 struct PeerState {
   struct Peer {
@@ -35,29 +35,32 @@ struct PeerState {
   }
 
   Peer peer;
-  size_t index;  // among ControlConnections::states
+  size_t index;  // position in ControlConnections::states
   Channel channel;
-  std::string input;   // bytes of an incomplete message, at most one message
-  std::string output;  // unsent rest of a message that was begun
-  double heard = 0;    // last bytes received at, in seconds of SecondsNow
-  uint64_t entered[2] = {};
-  bool open = true, left = false;
+  std::string input;         // received bytes of an incomplete message
+  std::string output;        // unsent rest of a message that was sent in part
+  double heard = 0;          // when the last bytes arrived, in seconds of SecondsNow
+  uint64_t entered[2] = {};  // see ControlMessage::entered
+  bool open = true;          // false after Close
+  bool left = false;         // whether the peer has shut down cleanly
   std::map<int, uint64_t> finished;  // if `left`: finished calls, by communicator id
 };
 
-// Owns the sockets and their epoll, and writes messages without blocking for long. The
-// heartbeat thread waits on epoll and reads; any thread may send. A Heartbeat owns the
-// object, and the protocols of the heartbeat send through it.
+// Owns the sockets and an epoll descriptor for them, and writes messages without
+// blocking for long. The heartbeat thread waits on epoll and reads; any thread may
+// send. A Heartbeat owns the object, and the protocols of the heartbeat send through
+// it.
 //
-// mutex() also guards the state of these protocols: a protocol changes its own state
-// and sends the message about that change under one lock, so that the order of messages
-// on a connection is the order of changes. The mutex is never held in
-// Communicator::Abort, whose lock comes before it.
+// mutex() also guards the state of these protocols. A protocol changes its state and
+// sends the message about that change under one lock, so that the messages on a
+// connection are in the order of the changes. No thread may hold the mutex when it
+// calls Communicator::Abort, because the lock that Abort takes comes first in the lock
+// order.
 class ControlConnections {
  public:
-  // Takes the sockets of the peers, and registers them and `wakeup` with epoll. Every
-  // message says how many calls of `watched` this rank has entered. `watched` must
-  // outlive the object. Throws std::system_error.
+  // Takes ownership of the sockets of the peers, and registers them and `wakeup` with
+  // epoll. Every message contains the numbers of calls that `watched` has entered.
+  // `watched` must outlive the object. Throws std::system_error.
   ControlConnections(int rank, const std::vector<PeerState::Peer>& peers,
                      const Doorbell& wakeup, const WatchedCommunicators* watched);
   ~ControlConnections();
@@ -69,42 +72,42 @@ class ControlConnections {
   int epoll() const { return epoll_; }
   std::mutex& mutex() const { return mutex_; }
 
-  // Sends a message to all peers, and waits a moment for those that accept no bytes,
-  // unless the message is a beat.
-  void Tell(ControlMessage::Type type, int culprit, const std::string& text);
+  // Sends a message to all peers. Waits up to 100 ms for each peer that accepts no
+  // bytes, unless the message is a beat.
+  void SendToAll(ControlMessage::Type type, int culprit, const std::string& text);
 
-  // -- with mutex() held --------------------------------------------------------------
+  // -- the caller holds mutex() -------------------------------------------------------
 
   // All peers. The member `peer` never changes, and may be read without the mutex.
   std::span<PeerState> states() { return states_; }
   std::span<const PeerState> states() const { return states_; }
   // The connection to the first rank of the world; null on that rank.
   PeerState* FirstRank();
-  // Sends a message, unless the peer accepts no bytes at present.
+  // Sends a message, or drops it if the peer accepts no bytes at the moment.
   void Send(PeerState* state, ControlMessage::Type type, std::string_view text);
   void Close(PeerState* state);  // may be called twice
   void CloseAll();
-  // Whether the heartbeat has stopped or is about to stop: no protocol may begin an
-  // exchange then.
+  // Whether the heartbeat has stopped or is about to stop. Then no protocol may begin
+  // an exchange.
   bool stopping() const { return stopping_; }
   void set_stopping() { stopping_ = true; }
 
-  // In a forked child, where no other thread runs: gives the sockets up and does not
-  // close them.
+  // For a forked child, where no other thread runs: forgets the sockets without closing
+  // them.
   void Release();
 
  private:
-  void Expect(const Doorbell& wakeup);
-  // The next two with mutex_ held.
-  std::string Bytes(ControlMessage::Type type, int culprit,
-                    std::string_view text) const;
+  void RegisterSockets(const Doorbell& wakeup);
+  // The caller of the next two functions holds mutex_.
+  std::string Encode(ControlMessage::Type type, int culprit,
+                     std::string_view text) const;
   void Write(PeerState* state, const std::string& message, int limit_ms);
 
   const int rank_;
   const WatchedCommunicators* const watched_;
-  int epoll_ = -1;  // epoll: unlike poll, it takes no time for each idle socket
+  int epoll_ = -1;  // unlike poll, epoll takes no time for each idle socket
   mutable std::mutex mutex_;
-  std::vector<PeerState> states_;  // never resized: epoll has their addresses
+  std::vector<PeerState> states_;  // never resized, because epoll has the addresses
   bool stopping_ = false;
 };
 

@@ -1,7 +1,7 @@
-// ControlMessage: the messages of a heartbeat, as they go over the wire.
+// ControlMessage: the messages of a heartbeat, as they are sent.
 //
-// Every message has the same head, and `length` bytes of text follow it. Some types
-// have a text of their own format, which begins with one of the structures below.
+// Every message has this structure as its head, and `length` bytes of text follow. For
+// some types, the text begins with one of the structures below.
 #pragma once
 
 #include <array>
@@ -14,50 +14,51 @@ namespace ringjax {
 
 struct ControlMessage {
   enum class Type : uint8_t {
-    kBeat = 1,
-    kFail,
-    kLeave,
-    kAsk,
-    kAnswer,
-    kTeardown,
-    kWaits,
-    kClock
+    kBeat = 1,  // the sender is alive
+    kFail,      // the sender, or `culprit`, has failed; the text is the reason
+    kLeave,     // the sender shuts down cleanly
+    kProbe,     // a straggler probe
+    kReply,     // the reply to a straggler probe
+    kTeardown,  // the sender is ready to tear down a communicator
+    kWaits,     // how long calls of the sender have waited
+    kClock      // a request for the receiver's clock, or the reply
   };
-  static constexpr size_t kMostText = 1024;  // bytes of a text
+  static constexpr size_t kMaxText = 1024;  // bytes of a text
 
   uint32_t magic = 0x42484752;
   Type type = Type::kBeat;
   uint8_t pad[3] = {};
   int32_t culprit = -1;
   uint32_t length = 0;
-  // Entered calls of the sender: on the world, on its control communicator.
+  // Calls that the sender has entered on the world, and on its control communicator.
   std::array<uint64_t, 2> entered = {};
 
-  struct Finished {  // the text of kLeave is a list of them, one per communicator
+  struct Finished {  // the text of kLeave is a list of these, one per communicator
     int32_t communicator = 0;
     uint32_t pad = 0;
     uint64_t calls = 0;
   };
-  struct AskHead {  // begins the text of kAsk; the title of the stalled call follows
+  struct ProbeHead {  // begins the text of kProbe; the title of the stalled call
+                      // follows
     uint64_t sequence = 0;
     int32_t communicator = 0;
-    uint32_t token = 0;  // chosen by the sender, returned with the reply
+    uint32_t token = 0;  // chosen by the sender; the reply has the same token
     uint32_t operation = 0, pad = 0;
   };
-  struct AnswerHead {  // begins the text of kAnswer; the reply in words follows
+  struct ReplyHead {  // begins the text of kReply; the reply in words follows
     uint32_t token = 0, entered = 0;
   };
-  struct Gone {  // the text of kTeardown
+  struct Teardown {  // the text of kTeardown
     int32_t communicator = 0;
     uint32_t epoch = 0;
   };
-  struct WaitsHead {  // begins the text of kWaits; `count` waits and a place follow
+  struct WaitsHead {  // begins the text of kWaits; `count` waits and a location follow
     uint32_t count = 0, pad = 0;
     uint64_t calls = 0;
     double wait = 0, move = 0;
   };
-  struct ClockText {  // the text of kClock, in seconds; a request has only `asked`
-    double asked = 0, came = 0, answered = 0;
+  struct ClockText {  // the text of kClock, in seconds; a request has only `requested`
+    double requested = 0, received = 0, replied = 0;
   };
 };
 

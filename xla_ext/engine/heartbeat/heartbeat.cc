@@ -33,7 +33,7 @@ Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double 
       wait_reports_(&connections_) {
   last_look_ = SecondsNow();
   try {
-    worker_ = std::thread([this] { WorkOn(); });
+    worker_ = std::thread([this] { RunThread(); });
   } catch (...) {
     connections_.CloseAll();
     throw;
@@ -47,7 +47,8 @@ Heartbeat::~Heartbeat() {
     // A forked child has no heartbeat thread, so worker_ can be neither joined nor
     // destroyed, and is leaked.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
-    // Release closes no descriptor: the child may have reused the numbers for others.
+    // Release closes no descriptor, because the child may have closed these descriptors
+    // already and reused their numbers.
     connections_.Release();
   }
 }
@@ -66,18 +67,18 @@ void Heartbeat::Stop() {
   connections_.CloseAll();
 }
 
-// Runs Work until Stop, and again after an exception, such as lack of memory.
-void Heartbeat::WorkOn() {
+// Runs RunLoop until Stop is called. Runs it again after an exception (out of memory).
+void Heartbeat::RunThread() {
   while (true) {
     try {
-      return Work();
+      return RunLoop();
     } catch (const std::exception&) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
   }
 }
 
-void Heartbeat::Work() {
+void Heartbeat::RunLoop() {
   double next_beat = SecondsNow();
   std::array<epoll_event, 64> events;
   while (true) {
@@ -85,7 +86,7 @@ void Heartbeat::Work() {
       std::lock_guard lock(connections_.mutex());
       if (connections_.stopping()) return;
     }
-    const double next = std::min(next_beat, probe_responder_.NextAnswer());
+    const double next = std::min(next_beat, probe_responder_.NextReplyTime());
     const double wait = std::clamp(next - SecondsNow(), 0.0, interval_);
     const int n =
         epoll_wait(connections_.epoll(), events.data(), static_cast<int>(events.size()),
@@ -100,10 +101,10 @@ void Heartbeat::Work() {
         ReadFrom(state);
       } while (state->open && state->channel.readable());
     }
-    probe_responder_.AnswerWhatIsDue();
+    probe_responder_.SendDueReplies();
     if (SecondsNow() >= next_beat) {
-      connections_.Tell(Type::kBeat, -1, "");
-      wait_reports_.TellWaits();
+      connections_.SendToAll(Type::kBeat, -1, "");
+      wait_reports_.SendWaits();
       CheckSilence();
       // All ranks of a host send beats at multiples of the interval, so that one wakeup
       // of this thread finds many messages.
@@ -130,7 +131,7 @@ void Heartbeat::ReadFrom(PeerState* state) {
       left = state->left;
       connections_.Close(state);
     }
-    if (!left) Lose(rank, why);
+    if (!left) MarkLost(rank, why);
     return;
   }
   {
@@ -138,12 +139,13 @@ void Heartbeat::ReadFrom(PeerState* state) {
     state->heard = SecondsNow();
   }
   state->input.append(buffer, static_cast<size_t>(n));
-  while (state->open && Parse(state)) {
+  while (state->open && HandleMessage(state)) {
   }
 }
 
-// Whether the message is valid: its culprit exists, and its length fits its type.
-bool Heartbeat::Sensible(const ControlMessage& message) const {
+// Returns whether the message is valid: its culprit exists, and its length fits its
+// type.
+bool Heartbeat::IsValid(const ControlMessage& message) const {
   const std::span<const PeerState> states = connections_.states();
   const bool known =
       message.culprit == -1 || message.culprit == connections_.rank() ||
@@ -151,56 +153,58 @@ bool Heartbeat::Sensible(const ControlMessage& message) const {
         return state.peer.rank == message.culprit;
       });
   return known && message.magic == ControlMessage().magic &&
-         message.length <= ControlMessage::kMostText && message.type >= Type::kBeat &&
+         message.length <= ControlMessage::kMaxText && message.type >= Type::kBeat &&
          message.type <= Type::kClock &&
-         (message.type != Type::kAsk ||
-          message.length >= sizeof(ControlMessage::AskHead)) &&
-         (message.type != Type::kAnswer ||
-          message.length >= sizeof(ControlMessage::AnswerHead)) &&
+         (message.type != Type::kProbe ||
+          message.length >= sizeof(ControlMessage::ProbeHead)) &&
+         (message.type != Type::kReply ||
+          message.length >= sizeof(ControlMessage::ReplyHead)) &&
          (message.type != Type::kTeardown ||
-          message.length >= sizeof(ControlMessage::Gone)) &&
+          message.length >= sizeof(ControlMessage::Teardown)) &&
          (message.type != Type::kWaits ||
           message.length >= sizeof(ControlMessage::WaitsHead)) &&
          (message.type != Type::kClock ||
           message.length >= sizeof(ControlMessage::ClockText));
 }
 
-// Handles one message of the input. False: no message is complete, or it was invalid.
-bool Heartbeat::Parse(PeerState* state) {
+// Handles one message of the input. Returns false if no message is complete, or if the
+// message was invalid.
+bool Heartbeat::HandleMessage(PeerState* state) {
   ControlMessage message;
   if (state->input.size() < sizeof message) return false;
   std::memcpy(&message, state->input.data(), sizeof message);
   const int rank = state->peer.rank;
-  if (!Sensible(message)) {
+  if (!IsValid(message)) {
     {
       std::lock_guard lock(connections_.mutex());
       connections_.Close(state);
     }
-    Lose(rank, "sent garbage on its control connection");
+    MarkLost(rank, "sent garbage on its control connection");
     return false;
   }
   if (state->input.size() < sizeof message + message.length) return false;
   std::string text = state->input.substr(sizeof message, message.length);
   state->input.erase(0, sizeof message + message.length);
-  if (message.type == Type::kAsk) probe_responder_.OnAsk(state, text);
-  if (message.type == Type::kAnswer) probe_sender_.OnAnswer(state, text);
-  if (message.type == Type::kTeardown) teardown_announcements_.OnTeardown(state, text);
-  if (message.type == Type::kWaits) wait_reports_.OnWaits(state, text);
-  if (message.type == Type::kClock) clock_offsets_.OnClock(state, text);
+  if (message.type == Type::kProbe) probe_responder_.HandleProbe(state, text);
+  if (message.type == Type::kReply) probe_sender_.HandleReply(state, text);
+  if (message.type == Type::kTeardown)
+    teardown_announcements_.HandleTeardown(state, text);
+  if (message.type == Type::kWaits) wait_reports_.HandleWaits(state, text);
+  if (message.type == Type::kClock) clock_offsets_.HandleClock(state, text);
   if (message.type == Type::kFail) {
-    text = Printable(text, ControlMessage::kMostText);
+    text = Printable(text, ControlMessage::kMaxText);
     const bool itself = message.culprit < 0 || message.culprit == rank;
     if (!itself)
-      Lose(message.culprit, text);
+      MarkLost(message.culprit, text);
     else
-      Lose(rank, message.culprit == rank ? text : "failed: " + text);
+      MarkLost(rank, message.culprit == rank ? text : "failed: " + text);
   }
   {
     std::lock_guard lock(connections_.mutex());
     for (int i : {0, 1})
       state->entered[i] = std::max(state->entered[i], message.entered[i]);
   }
-  if (message.type == Type::kLeave) OnLeave(state, text);
+  if (message.type == Type::kLeave) HandleLeave(state, text);
   return true;
 }
 
@@ -209,7 +213,8 @@ void Heartbeat::CheckSilence() {
   {
     std::lock_guard lock(connections_.mutex());
     const double now = SecondsNow();
-    // If this process was stopped for a while, the silence of its peers means nothing.
+    // If this process itself was stopped for a while, it could not receive, so the
+    // silence of its peers means nothing.
     const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
     last_look_ = now;
     for (PeerState& state : connections_.states()) {
@@ -220,11 +225,11 @@ void Heartbeat::CheckSilence() {
     }
   }
   for (const auto& [rank, seconds] : silent)
-    Lose(rank, "has been silent for " + std::to_string(static_cast<int>(seconds)) +
-                   " s (stopped, or the network is cut)");
+    MarkLost(rank, "has been silent for " + std::to_string(static_cast<int>(seconds)) +
+                       " s (stopped, or the network is cut)");
 }
 
-void Heartbeat::Lose(int rank, const std::string& why) {
+void Heartbeat::MarkLost(int rank, const std::string& why) {
   {
     std::lock_guard lock(connections_.mutex());
     for (const auto& [known, reason] : lost_)
@@ -237,7 +242,7 @@ void Heartbeat::Lose(int rank, const std::string& why) {
   if (notify_) notify_->Ring();
 }
 
-void Heartbeat::OnLeave(PeerState* state, const std::string& text) {
+void Heartbeat::HandleLeave(PeerState* state, const std::string& text) {
   std::map<int, uint64_t> finished;
   ControlMessage::Finished one;
   for (size_t at = 0; at + sizeof one <= text.size(); at += sizeof one) {
@@ -260,16 +265,16 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
 }
 
 void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
-  // The pointer is weak, because a communicator may outlive its heartbeat.
+  // The hooks have weak pointers, because a communicator may outlive its heartbeat.
   const std::weak_ptr<Heartbeat> self = weak_from_this();
   HeartbeatHooks hooks;
   hooks.on_failure = [self](const Status& status) {
     if (auto heartbeat = self.lock()) heartbeat->Fail(status.message(), status.rank());
   };
-  if (const int plane = PlaneOf(*communicator); plane >= 0)
-    hooks.late_ranks = [self, plane](uint64_t sequence) {
+  if (const int index = EnteredIndex(*communicator); index >= 0)
+    hooks.late_ranks = [self, index](uint64_t sequence) {
       auto heartbeat = self.lock();
-      return heartbeat ? heartbeat->LateRanks(plane, sequence) : std::vector<int>{};
+      return heartbeat ? heartbeat->LateRanks(index, sequence) : std::vector<int>{};
     };
   const std::shared_ptr<Heartbeat> owner = self.lock();
   hooks.straggler_probe = std::shared_ptr<StragglerProbe>(owner, &probe_sender_);
@@ -312,8 +317,9 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
     std::lock_guard lock(connections_.mutex());
     if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
   }
-  connections_.Tell(Type::kFail, culprit, what);
-  if (notify_ && culprit >= 0 && culprit != connections_.rank()) Lose(culprit, what);
+  connections_.SendToAll(Type::kFail, culprit, what);
+  if (notify_ && culprit >= 0 && culprit != connections_.rank())
+    MarkLost(culprit, what);
 }
 
 void Heartbeat::Leave() {
@@ -322,7 +328,7 @@ void Heartbeat::Leave() {
     std::lock_guard lock(connections_.mutex());
     text = watched_.FinishedCalls();
   }
-  connections_.Tell(Type::kLeave, -1, text);
+  connections_.SendToAll(Type::kLeave, -1, text);
 }
 
 std::vector<std::pair<int, std::string>> Heartbeat::lost() const {
@@ -338,11 +344,11 @@ std::vector<int> Heartbeat::left() const {
   return ranks;
 }
 
-std::vector<int> Heartbeat::LateRanks(int plane, uint64_t sequence) const {
+std::vector<int> Heartbeat::LateRanks(int index, uint64_t sequence) const {
   std::lock_guard lock(connections_.mutex());
   std::vector<int> ranks;
   for (const PeerState& state : connections_.states())
-    if (state.entered[plane] < sequence) ranks.push_back(state.peer.rank);
+    if (state.entered[index] < sequence) ranks.push_back(state.peer.rank);
   return ranks;
 }
 

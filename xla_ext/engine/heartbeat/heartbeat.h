@@ -2,21 +2,21 @@
 // rank is alive.
 //
 // The thread watches one connected, authenticated socket per peer. A closed socket
-// means that the process is gone (known within milliseconds), silence that the process
-// hangs or the network is cut. A rank that fails sends the reason. If it has lost a
-// rank before, it sends that rank and its reason instead, so a cascade of failures
-// still names the first culprit. Each message carries the number of world calls that
-// its sender has entered: the number shows the late ranks.
+// means that the process has ended, and is noticed within milliseconds. Silence means
+// that the process hangs or the network is cut. A rank that fails sends the reason. If
+// it has lost a rank before, it sends the rank and the reason of that loss instead, so
+// a cascade of failures still names the first culprit. Each message carries the number
+// of calls of the world that its sender has entered, which shows late ranks.
 //
-// The sockets also carry other protocols, each of which is a part with its own state:
+// The sockets also carry other protocols. Each of them is a class with its own state:
 // straggler probes (ProbeSender, ProbeResponder), the teardown barrier
 // (TeardownAnnouncements), waits (WaitReports) and the clock of another rank
-// (ClockOffsets). The heartbeat thread gives each part the messages of its types, and
-// the parts send through ControlConnections. The heartbeat thread replies to straggler
-// probes with the state of the core, however busy the interpreter is.
+// (ClockOffsets). The heartbeat thread passes each class the messages of its types, and
+// the classes send through ControlConnections. The heartbeat thread replies to
+// straggler probes with the state of the core, even if the interpreter is busy.
 //
-// In an elastic job a rank that a communicator blames counts as lost, too. Each loss
-// rings `notify`; the coordinator decides about the next epoch.
+// In an elastic job, a rank that a communicator blames also counts as lost. Each loss
+// rings `notify`, and the coordinator decides about the next epoch.
 #pragma once
 
 #include <cstdint>
@@ -46,10 +46,10 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   using Peer = PeerState::Peer;
 
   // Starts the thread. `interval`: seconds between beats; `timeout`: seconds of silence
-  // until a peer is lost. `wakeup` is an eventfd that nothing else uses. `notify` is
-  // rung whenever lost() or left() grows; null: the job is not elastic. `inquire` is
-  // rung when a peer probes this rank; null: probes are answered without the position
-  // of the program. Throws std::system_error.
+  // after which a peer is lost. `wakeup` is an eventfd for the heartbeat alone. The
+  // heartbeat rings `notify`, which is null in a static job, whenever lost() or left()
+  // grows, and `inquire` when a peer probes this rank. With a null `inquire`, replies
+  // do not contain the position of the program. Throws std::system_error.
   Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
             std::unique_ptr<Doorbell> wakeup,
             std::unique_ptr<Doorbell> notify = nullptr,
@@ -57,14 +57,14 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   ~Heartbeat();
   void Stop();  // ends the thread and closes the sockets; only the first call counts
 
-  // Aborts the communicator from now on when a member is lost, at once if one is lost
-  // already, and sets its hooks.
+  // Sets the communicator's hooks. From now on, aborts the communicator when a member
+  // is lost, and immediately if a member has already been lost.
   void Watch(const std::shared_ptr<Communicator>& communicator);
   void Forget(const Communicator* communicator);
 
-  // Announces to all peers that this rank fails, and why. `culprit` is the world rank
-  // to blame and `message` what it did. -1 blames this rank; if it has lost another
-  // rank before, peers receive that rank and its reason instead.
+  // Announces a failure of this rank to all peers. `culprit` is the world rank to
+  // blame, and `message` is a predicate of that rank. -1 blames this rank, or the first
+  // rank that it has lost; then the peers receive the reason of that loss.
   void Fail(const std::string& message, int culprit = -1);
   // Announces to all peers that this rank shuts down cleanly.
   void Leave();
@@ -72,7 +72,8 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   std::vector<std::pair<int, std::string>> lost() const;  // world ranks and reasons
   std::vector<int> left() const;  // world ranks that have shut down cleanly
 
-  // The parts for the other protocols. The references are valid as long as this object.
+  // The classes of the other protocols. The references are valid as long as this
+  // object.
   ClockOffsets& clock_offsets() { return clock_offsets_; }
   ProbeSender& probe_sender() { return probe_sender_; }
   ProbeResponder& probe_responder() { return probe_responder_; }
@@ -82,22 +83,22 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
  private:
   using Type = ControlMessage::Type;
 
-  void WorkOn();
-  void Work();
+  void RunThread();
+  void RunLoop();
   void ReadFrom(PeerState* state);
-  bool Parse(PeerState* state);
-  bool Sensible(const ControlMessage& message) const;
+  bool HandleMessage(PeerState* state);
+  bool IsValid(const ControlMessage& message) const;
   void CheckSilence();
-  void Lose(int rank, const std::string& why);
-  void OnLeave(PeerState* state, const std::string& text);
+  void MarkLost(int rank, const std::string& why);
+  void HandleLeave(PeerState* state, const std::string& text);
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
-  std::vector<int> LateRanks(int plane, uint64_t sequence) const;
+  std::vector<int> LateRanks(int index, uint64_t sequence) const;
 
   const Owner owner_;
   const double interval_, timeout_;
   const std::unique_ptr<Doorbell> wakeup_, notify_;
-  // connections_.mutex() guards `watched_`, the states of the peers, `lost_` and
-  // `last_look_`.
+  // connections_.mutex() guards watched_, the states of the peers, lost_ and
+  // last_look_.
   WatchedCommunicators watched_;
   ControlConnections connections_;
   ClockOffsets clock_offsets_;

@@ -1,4 +1,4 @@
-// See probe_responder.h.
+// Handles kProbe messages and replies to them. See probe_responder.h.
 #include "engine/heartbeat/probe_responder.h"
 
 #include <algorithm>
@@ -10,31 +10,30 @@
 namespace ringjax {
 namespace {
 
-constexpr double kForInterpreter = 0.5;  // seconds that a probe waits for Answer
-constexpr ptrdiff_t kMostOpen = 16;      // probes of one peer that wait for Answer
-// The number of stalled calls that are stored, so that asked() reports each only once.
-constexpr size_t kMostStalls = 16;
+constexpr double kPositionTimeout = 0.5;  // seconds that a probe waits for Answer
+constexpr ptrdiff_t kMaxOpenProbes = 16;  // probes of one peer that wait for Answer
+constexpr size_t kMaxStalls = 16;         // stalled calls kept in reported_stalls_
 
 }  // namespace
 
-void ProbeResponder::OnAsk(PeerState* state, const std::string& text) {
-  Open question;
-  std::memcpy(&question.head, text.data(), sizeof question.head);
-  const auto here = Watched(question.head.communicator);
+void ProbeResponder::HandleProbe(PeerState* state, const std::string& text) {
+  OpenProbe probe;
+  std::memcpy(&probe.head, text.data(), sizeof probe.head);
+  const auto here = Watched(probe.head.communicator);
   const bool entered =
-      !question.head.operation && here && here->entered() >= question.head.sequence;
-  if (entered || !inquire_) return Reply(state, question.head, "");
-  question.what = Printable(std::string_view(text).substr(sizeof question.head),
-                            ControlMessage::kMostText);
-  question.until = SecondsNow() + kForInterpreter;
-  question.asker = state;
+      !probe.head.operation && here && here->entered() >= probe.head.sequence;
+  if (entered || !inquire_) return Reply(state, probe.head, "");
+  probe.what = Printable(std::string_view(text).substr(sizeof probe.head),
+                         ControlMessage::kMaxText);
+  probe.until = SecondsNow() + kPositionTimeout;
+  probe.asker = state;
   {
     std::lock_guard lock(connections_->mutex());
-    const auto same = [state](const Open& open) { return open.asker == state; };
-    if (std::ranges::count_if(questions_, same) >= kMostOpen)
-      questions_.erase(std::ranges::find_if(questions_, same));
-    question.number = ++question_;
-    questions_.push_back(std::move(question));
+    const auto same = [state](const OpenProbe& open) { return open.asker == state; };
+    if (std::ranges::count_if(probes_, same) >= kMaxOpenProbes)
+      probes_.erase(std::ranges::find_if(probes_, same));
+    probe.number = ++last_probe_;
+    probes_.push_back(std::move(probe));
   }
   inquire_->Ring();
 }
@@ -44,16 +43,17 @@ std::shared_ptr<Communicator> ProbeResponder::Watched(int id) const {
   return watched_->Find(id);
 }
 
-// Returns a text: what this rank waits for on any communicator, or else its last call.
-std::string ProbeResponder::OwnTrace() const {
+// Returns the latest text of all communicators: a wait, or if none waits, the last
+// call.
+std::string ProbeResponder::LatestTrace() const {
   std::vector<std::shared_ptr<Communicator>> all;
   {
     std::lock_guard lock(connections_->mutex());
     all = watched_->All();
   }
-  ProbeAnswer best;
+  CallTrace best;
   for (const auto& c : all) {
-    ProbeAnswer answer = c->log().probe_answer();
+    CallTrace answer = c->log().trace();
     if (!answer.has_text) continue;
     const bool better = !best.has_text || (answer.waits && !best.waits) ||
                         (answer.waits == best.waits && answer.when > best.when);
@@ -62,65 +62,68 @@ std::string ProbeResponder::OwnTrace() const {
   return best.has_text ? best.text : "it has made no call in this epoch";
 }
 
-double ProbeResponder::NextAnswer() const {
+double ProbeResponder::NextReplyTime() const {
   std::lock_guard lock(connections_->mutex());
-  return questions_.empty() ? std::numeric_limits<double>::infinity()
-                            : questions_.front().until;
+  return probes_.empty() ? std::numeric_limits<double>::infinity()
+                         : probes_.front().until;
 }
 
-void ProbeResponder::AnswerWhatIsDue() {
-  std::vector<std::pair<Open, std::string>> due;
+void ProbeResponder::SendDueReplies() {
+  std::vector<std::pair<OpenProbe, std::string>> due;
   {
     std::lock_guard lock(connections_->mutex());
-    if (questions_.empty()) return;
+    if (probes_.empty()) return;
     const double now = SecondsNow();
-    std::erase_if(questions_, [&](Open& question) {
-      const bool known = question.number <= placed_;
-      if (!known && now < question.until) return false;
-      due.emplace_back(question, known ? place_ : "its interpreter is busy");
+    std::erase_if(probes_, [&](OpenProbe& probe) {
+      const bool known = probe.number <= positioned_;
+      if (!known && now < probe.until) return false;
+      due.emplace_back(probe, known ? position_ : "its interpreter is busy");
       return true;
     });
   }
-  for (const auto& [question, place] : due) Reply(question.asker, question.head, place);
+  for (const auto& [probe, position] : due) Reply(probe.asker, probe.head, position);
 }
 
-void ProbeResponder::Reply(PeerState* state, const ControlMessage::AskHead& asked,
-                           const std::string& place) {
+void ProbeResponder::Reply(PeerState* state, const ControlMessage::ProbeHead& asked,
+                           const std::string& position) {
   const auto here = Watched(asked.communicator);
-  ControlMessage::AnswerHead head;
+  ControlMessage::ReplyHead head;
   head.token = asked.token;
   head.entered = !asked.operation && here && here->entered() >= asked.sequence ? 1 : 0;
-  std::string text = OwnTrace();
-  if (!place.empty()) {
-    text = Cut(text, kMostReply / 2);
-    text += "; " + place;
+  std::string text = LatestTrace();
+  if (!position.empty()) {
+    text = Cut(text, kMaxReplyBytes / 2);
+    text += "; " + position;
   }
   std::lock_guard lock(connections_->mutex());
-  connections_->Send(state, ControlMessage::Type::kAnswer,
-                     WithHead(head, Cut(text, kMostReply)));
+  connections_->Send(state, ControlMessage::Type::kReply,
+                     WithHead(head, Cut(text, kMaxReplyBytes)));
 }
 
 ProbeResponder::Asked ProbeResponder::asked() {
   Asked asked;
   std::lock_guard lock(connections_->mutex());
-  for (const Open& question : questions_) {
-    if (question.number <= placed_) continue;
-    asked.newest = std::max(asked.newest, question.number);
-    const std::pair stall(question.head.communicator, question.head.sequence);
-    if (std::find(told_.begin(), told_.end(), stall) != told_.end()) continue;
-    if (told_.size() >= kMostStalls) told_.erase(told_.begin());
-    told_.push_back(stall);
-    asked.stalls.push_back("rank " + std::to_string(question.asker->peer.rank) +
-                           " waits for this rank to call " + question.what);
+  for (const OpenProbe& probe : probes_) {
+    if (probe.number <= positioned_) continue;
+    asked.newest = std::max(asked.newest, probe.number);
+    const std::pair stall(probe.head.communicator, probe.head.sequence);
+    if (std::find(reported_stalls_.begin(), reported_stalls_.end(), stall) !=
+        reported_stalls_.end())
+      continue;
+    if (reported_stalls_.size() >= kMaxStalls)
+      reported_stalls_.erase(reported_stalls_.begin());
+    reported_stalls_.push_back(stall);
+    asked.stalls.push_back("rank " + std::to_string(probe.asker->peer.rank) +
+                           " waits for this rank to call " + probe.what);
   }
   return asked;
 }
 
-void ProbeResponder::Answer(uint64_t newest, const std::string& place) {
+void ProbeResponder::Answer(uint64_t newest, const std::string& position) {
   {
     std::lock_guard lock(connections_->mutex());
-    placed_ = std::max(placed_, newest);
-    place_ = Printable(place, kMostReply / 2);
+    positioned_ = std::max(positioned_, newest);
+    position_ = Printable(position, kMaxReplyBytes / 2);
   }
   wakeup_->Ring();
 }

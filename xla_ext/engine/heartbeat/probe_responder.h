@@ -1,11 +1,11 @@
 // ProbeResponder: the replies of this rank to straggler probes over the sockets of the
 // heartbeat. See straggler_probe.h.
 //
-// A rank replies immediately if it has made the call in question, or has no `inquire`.
-// Otherwise it rings `inquire`, which wakes a Python thread, and waits until that
-// thread calls Answer with the position of the program, for half a second at most.
-// After that time the rank replies that the interpreter is busy: a thread holds the
-// interpreter's lock, or no thread of the interpreter runs.
+// A rank replies immediately if it has made the call that the probe is about, or if it
+// has no `inquire`. Otherwise it rings `inquire`, which wakes a Python thread, and
+// waits up to half a second until that thread calls Answer with the position of the
+// program. After that time the rank replies that the interpreter is busy: some thread
+// holds the interpreter's lock, or no thread of the interpreter runs.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@
 
 namespace ringjax {
 
-// Keeps the probes of peers until their replies are due. A Heartbeat owns the object.
-// The thread that `inquire` wakes calls asked and Answer, the heartbeat thread the
-// other functions. ControlConnections::mutex() guards the state.
+// Stores the probes of peers until their replies are due. A Heartbeat owns the object.
+// The thread that `inquire` wakes calls asked and Answer, and the heartbeat thread
+// calls the other functions. ControlConnections::mutex() guards the state.
 class ProbeResponder {
  public:
-  // `wakeup` wakes the heartbeat thread. `inquire` is rung when a peer probes this
-  // rank; null: probes are answered without the position of the program.
+  // `wakeup` wakes the heartbeat thread. The object rings `inquire` when a peer probes
+  // this rank. With a null `inquire`, replies have no position of the program.
   ProbeResponder(ControlConnections* connections, const WatchedCommunicators* watched,
                  Doorbell* wakeup, std::unique_ptr<Doorbell> inquire)
       : connections_(connections),
@@ -34,45 +34,49 @@ class ProbeResponder {
         wakeup_(wakeup),
         inquire_(std::move(inquire)) {}
 
-  // The probes from peers that wait for Answer, for the thread that `inquire` wakes.
+  // The probes that wait for Answer.
   struct Asked {
     uint64_t newest = 0;  // number of the newest probe; 0 if there is none
-    // "rank 0 waits for this rank to call allreduce 'x' (...)"; each stall only once.
+    // "rank 0 waits for this rank to call allreduce 'x' (...)". asked() returns each
+    // stalled call only once.
     std::vector<std::string> stalls;
   };
   Asked asked();
-  // Answers the probes up to number `newest`. `place`: "it is at train.py:41".
-  void Answer(uint64_t newest, const std::string& place);
+  // Sets the position of the program for the replies to all probes up to number
+  // `newest`: "it is at train.py:41".
+  void Answer(uint64_t newest, const std::string& position);
 
-  // Handles a message of type kAsk.
-  void OnAsk(PeerState* state, const std::string& text);
-  double NextAnswer() const;  // when the next reply to a probe is due; or infinity
-  void AnswerWhatIsDue();
+  // Handles a message of type kProbe.
+  void HandleProbe(PeerState* state, const std::string& text);
+  double NextReplyTime()
+      const;  // when the next reply is due; infinity if there is none
+  void SendDueReplies();
 
  private:
-  // A probe from a peer that waits for Answer.
-  struct Open {
+  // A probe that waits for Answer.
+  struct OpenProbe {
     PeerState* asker = nullptr;
     uint64_t number = 0;
-    ControlMessage::AskHead head;
+    ControlMessage::ProbeHead head;
     double until = 0;  // latest time of the reply
     std::string what;
   };
 
-  void Reply(PeerState* state, const ControlMessage::AskHead& asked,
-             const std::string& place);
+  void Reply(PeerState* state, const ControlMessage::ProbeHead& asked,
+             const std::string& position);
   std::shared_ptr<Communicator> Watched(int id) const;
-  std::string OwnTrace() const;
+  std::string LatestTrace() const;
 
   ControlConnections* const connections_;
   const WatchedCommunicators* const watched_;
   Doorbell* const wakeup_;
   const std::unique_ptr<Doorbell> inquire_;
-  std::vector<Open> questions_;  // probes from peers, oldest first
-  uint64_t question_ = 0;        // number of the last probe from a peer
-  uint64_t placed_ = 0;          // `place_` answers the probes up to this number
-  std::string place_;
-  std::vector<std::pair<int, uint64_t>> told_;  // stalls that asked() has returned
+  std::vector<OpenProbe> probes_;  // oldest first
+  uint64_t last_probe_ = 0;        // number of the newest probe
+  uint64_t positioned_ = 0;        // position_ belongs to the probes up to this number
+  std::string position_;           // position of the program, from Answer
+  // Stalled calls that asked() has returned: id of the communicator, sequence number.
+  std::vector<std::pair<int, uint64_t>> reported_stalls_;
 };
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// See probe_sender.h.
+// Sends kProbe messages and handles the replies. See probe_sender.h.
 #include "engine/heartbeat/probe_sender.h"
 
 #include <algorithm>
@@ -17,23 +17,23 @@ void ProbeSender::Ask(const Question& question) {
   std::lock_guard lock(connections_->mutex());
   if (connections_->stopping()) return;
   for (PeerState& state : connections_->states()) {
-    std::map<int, Inquired>& inquired = inquired_[state.index];
-    if (!question.operation) inquired.erase(question.communicator);
+    std::map<int, SentProbe>& sent_probes = sent_[state.index];
+    if (!question.operation) sent_probes.erase(question.communicator);
     const auto& ranks = question.ranks;
     if (std::find(ranks.begin(), ranks.end(), state.peer.rank) == ranks.end()) continue;
-    Inquired& asked = inquired[question.communicator];
+    SentProbe& asked = sent_probes[question.communicator];
     if (asked.token > 0 && now - asked.when < kRecently) continue;
     asked = {};
     asked.token = ++token_;
     asked.when = now;
-    ControlMessage::AskHead head;
+    ControlMessage::ProbeHead head;
     head.sequence = question.sequence;
     head.communicator = question.communicator;
     head.token = asked.token;
     head.operation = question.operation ? 1 : 0;
     connections_->Send(
-        &state, ControlMessage::Type::kAsk,
-        WithHead(head, Cut(question.what, ControlMessage::kMostText - sizeof head)));
+        &state, ControlMessage::Type::kProbe,
+        WithHead(head, Cut(question.what, ControlMessage::kMaxText - sizeof head)));
   }
 }
 
@@ -47,8 +47,8 @@ std::vector<ProbeReply> ProbeSender::ProbeReplies(int communicator,
     for (const PeerState& state : connections_->states()) {
       if (state.peer.rank != rank) continue;
       reply.host = state.peer.host;
-      const auto found = inquired_[state.index].find(communicator);
-      if (found == inquired_[state.index].end()) continue;
+      const auto found = sent_[state.index].find(communicator);
+      if (found == sent_[state.index].end()) continue;
       reply.asked = true;
       reply.answered = found->second.answered;
       reply.entered = found->second.entered;
@@ -58,15 +58,15 @@ std::vector<ProbeReply> ProbeSender::ProbeReplies(int communicator,
   return replies;
 }
 
-void ProbeSender::OnAnswer(PeerState* state, const std::string& text) {
-  ControlMessage::AnswerHead head;
+void ProbeSender::HandleReply(PeerState* state, const std::string& text) {
+  ControlMessage::ReplyHead head;
   std::memcpy(&head, text.data(), sizeof head);
   std::lock_guard lock(connections_->mutex());
-  for (auto& [id, asked] : inquired_[state->index]) {
+  for (auto& [id, asked] : sent_[state->index]) {
     if (asked.token != head.token || asked.answered) continue;
     asked.answered = true;
     asked.entered = head.entered != 0;
-    asked.text = Printable(std::string_view(text).substr(sizeof head), kMostReply);
+    asked.text = Printable(std::string_view(text).substr(sizeof head), kMaxReplyBytes);
   }
 }
 

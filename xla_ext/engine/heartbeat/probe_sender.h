@@ -12,34 +12,34 @@
 
 namespace ringjax {
 
-// Sends the probes and keeps the reply to the last probe of each peer about each
-// communicator. A Heartbeat owns the object; communicators hold weak references that
-// share the ownership of the heartbeat. The heartbeat thread calls OnAnswer, any thread
-// the other functions. ControlConnections::mutex() guards the state.
+// Sends the probes, and stores for each peer and communicator the reply to the last
+// probe. A Heartbeat owns the object. Communicators have weak pointers to it, which
+// share the ownership of the heartbeat. The heartbeat thread calls HandleReply, and any
+// thread may call the other functions. ControlConnections::mutex() guards the state.
 class ProbeSender : public StragglerProbe {
  public:
   explicit ProbeSender(ControlConnections* connections)
-      : connections_(connections), inquired_(connections->states().size()) {}
+      : connections_(connections), sent_(connections->states().size()) {}
 
   void Ask(const Question& question) override;
   std::vector<ProbeReply> ProbeReplies(int communicator,
                                        const std::vector<int>& ranks) const override;
 
-  // Handles a message of type kAnswer.
-  void OnAnswer(PeerState* state, const std::string& text);
+  // Handles a message of type kReply.
+  void HandleReply(PeerState* state, const std::string& text);
 
  private:
   // A probe that this rank has sent to a peer, and the reply.
-  struct Inquired {
+  struct SentProbe {
     uint32_t token = 0;
-    double when = 0;  // sent at, in seconds of SecondsNow
+    double when = 0;  // when it was sent, in seconds of SecondsNow
     bool answered = false, entered = false;
     std::string text;
   };
 
   ControlConnections* const connections_;
-  // The last probe: by PeerState::index, then by id of the communicator.
-  std::vector<std::map<int, Inquired>> inquired_;
+  // The last probes, by PeerState::index and then by id of the communicator.
+  std::vector<std::map<int, SentProbe>> sent_;
   uint32_t token_ = 0;  // token of the last probe that this rank has sent
 };
 

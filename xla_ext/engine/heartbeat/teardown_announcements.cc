@@ -1,4 +1,4 @@
-// See teardown_announcements.h.
+// Sends and handles kTeardown messages. See teardown_announcements.h.
 #include "engine/heartbeat/teardown_announcements.h"
 
 #include <algorithm>
@@ -7,24 +7,25 @@
 namespace ringjax {
 namespace {
 
-using Gone = ControlMessage::Gone;
+using Teardown = ControlMessage::Teardown;
 
-constexpr size_t kMostGone = 4096;  // communicators kept for each peer
+constexpr size_t kMaxAnnounced = 4096;  // communicators kept for each peer
 
 }  // namespace
 
 void TeardownAnnouncements::AnnounceTeardown(int communicator, uint32_t epoch) {
-  const Gone gone{communicator, epoch};
-  connections_->Tell(ControlMessage::Type::kTeardown, -1,
-                     std::string(reinterpret_cast<const char*>(&gone), sizeof gone));
+  const Teardown gone{communicator, epoch};
+  connections_->SendToAll(
+      ControlMessage::Type::kTeardown, -1,
+      std::string(reinterpret_cast<const char*>(&gone), sizeof gone));
 }
 
-void TeardownAnnouncements::OnTeardown(PeerState* state, const std::string& text) {
-  Gone gone;
+void TeardownAnnouncements::HandleTeardown(PeerState* state, const std::string& text) {
+  Teardown gone;
   std::memcpy(&gone, text.data(), sizeof gone);
   std::lock_guard lock(connections_->mutex());
-  std::map<int, uint32_t>& epochs = gone_[state->index];
-  if (epochs.size() < kMostGone || epochs.contains(gone.communicator))
+  std::map<int, uint32_t>& epochs = ready_[state->index];
+  if (epochs.size() < kMaxAnnounced || epochs.contains(gone.communicator))
     epochs[gone.communicator] = gone.epoch;
 }
 
@@ -38,9 +39,10 @@ std::vector<int> TeardownAnnouncements::NotReady(int communicator, uint32_t epoc
     if (!state.open || state.left ||
         std::find(ranks.begin(), ranks.end(), rank) == ranks.end())
       continue;
-    const std::map<int, uint32_t>& epochs = gone_[state.index];
+    const std::map<int, uint32_t>& epochs = ready_[state.index];
     const auto found = epochs.find(communicator);
-    // A rank that counts as lost for its report of a failure still uses the memory.
+    // A rank that has reported a failure counts as lost, but may still use the memory.
+    // So only a closed connection excludes a rank.
     if (found == epochs.end() || found->second != epoch) holding.push_back(rank);
   }
   return holding;

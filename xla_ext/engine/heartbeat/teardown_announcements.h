@@ -13,27 +13,26 @@
 namespace ringjax {
 
 // Announces to all peers which communicators this rank is ready to tear down, and
-// records what the peers have announced. A Heartbeat owns the object; communicators
-// hold weak references that share the ownership of the heartbeat. The heartbeat thread
-// calls OnTeardown, any thread the other functions. ControlConnections::mutex() guards
-// the state.
+// records the announcements of the peers. Owned like ProbeSender. The heartbeat thread
+// calls HandleTeardown, and any thread may call the other functions.
+// ControlConnections::mutex() guards the state.
 class TeardownAnnouncements : public TeardownBarrier {
  public:
   explicit TeardownAnnouncements(ControlConnections* connections)
-      : connections_(connections), gone_(connections->states().size()) {}
+      : connections_(connections), ready_(connections->states().size()) {}
 
   void AnnounceTeardown(int communicator, uint32_t epoch) override;
   std::vector<int> NotReady(int communicator, uint32_t epoch,
                             const std::vector<int>& ranks) const override;
 
   // Handles a message of type kTeardown.
-  void OnTeardown(PeerState* state, const std::string& text);
+  void HandleTeardown(PeerState* state, const std::string& text);
 
  private:
   ControlConnections* const connections_;
-  // The epoch that a peer is ready to tear down: by PeerState::index, then by id of the
-  // communicator.
-  std::vector<std::map<int, uint32_t>> gone_;
+  // The epochs that peers are ready to tear down, by PeerState::index and then by id of
+  // the communicator.
+  std::vector<std::map<int, uint32_t>> ready_;
 };
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// See wait_reports.h.
+// Sends and handles kWaits messages. See wait_reports.h.
 #include "engine/heartbeat/wait_reports.h"
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace ringjax {
 namespace {
 
-constexpr uint32_t kNamed = uint32_t{1} << 31;  // bit of Waited::named on the wire
-constexpr size_t kMostInBeat = 96;  // waits; head, waits and place fit in kMostText
-constexpr size_t kMostKept = 4096;  // waits of one peer that are kept until TakeWaits
-constexpr size_t kMostPlace = 180;  // bytes of the text of SayWhere
+constexpr uint32_t kNamed = uint32_t{1} << 31;  // bit of WaitRecord::named on the wire
+constexpr size_t kMaxInBeat = 96;  // waits in one message, which fits in kMaxText bytes
+constexpr size_t kMaxKept = 4096;  // waits of one peer that are kept until TakeWaits
+constexpr size_t kMaxPlace = 180;  // bytes of the text of SetLocation
 
 }  // namespace
 
@@ -22,14 +22,14 @@ void WaitReports::ShareWaits(std::shared_ptr<Recorder> recorder) {
   shared_ = recorder_ ? recorder_->count() : 0;
 }
 
-void WaitReports::SayWhere(const std::string& place) {
+void WaitReports::SetLocation(const std::string& place) {
   std::lock_guard lock(connections_->mutex());
-  where_ = std::string(Cut(place, kMostPlace));
+  where_ = std::string(Cut(place, kMaxPlace));
 }
 
-std::map<int, Waits> WaitReports::TakeWaits() {
+std::map<int, PeerWaits> WaitReports::TakeWaits() {
   std::lock_guard lock(connections_->mutex());
-  std::map<int, Waits> all;
+  std::map<int, PeerWaits> all;
   for (const PeerState& state : connections_->states()) {
     all[state.peer.rank] = waits_[state.index];
     waits_[state.index].latest.clear();
@@ -37,13 +37,14 @@ std::map<int, Waits> WaitReports::TakeWaits() {
   return all;
 }
 
-std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most) {
+std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
+                                   size_t most) {
   uint64_t count = 0;
   const std::vector<Event> latest = recorder.Latest(&count);
   const uint64_t fresh =
       std::min<uint64_t>(count - std::min(*seen, count), latest.size());
   *seen = count;
-  std::vector<Waited> waits;
+  std::vector<WaitRecord> waits;
   for (size_t i = latest.size() - fresh; i < latest.size(); ++i) {
     const Event& event = latest[i];
     if (event.set != 0 || event.outcome != Code::kOk) continue;
@@ -55,11 +56,11 @@ std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t 
   return waits;
 }
 
-void WaitReports::TellWaits() {
+void WaitReports::SendWaits() {
   std::lock_guard lock(connections_->mutex());
   PeerState* const first = connections_->FirstRank();
   if (!recorder_ || first == nullptr) return;
-  const std::vector<Waited> waits = WaitsSince(*recorder_, &shared_, kMostInBeat);
+  const std::vector<WaitRecord> waits = WaitsSince(*recorder_, &shared_, kMaxInBeat);
   ControlMessage::WaitsHead head;
   head.count = static_cast<uint32_t>(waits.size());
   const Busy busy = recorder_->busy();
@@ -67,20 +68,20 @@ void WaitReports::TellWaits() {
   head.wait = busy.waiting;
   head.move = busy.moving;
   std::string text(reinterpret_cast<const char*>(&head), sizeof head);
-  for (const Waited& w : waits) {
+  for (const WaitRecord& w : waits) {
     const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
     text.append(reinterpret_cast<const char*>(words), sizeof words);
   }
   connections_->Send(first, ControlMessage::Type::kWaits, text + where_);
 }
 
-void WaitReports::OnWaits(PeerState* state, const std::string& text) {
+void WaitReports::HandleWaits(PeerState* state, const std::string& text) {
   ControlMessage::WaitsHead head;
   std::memcpy(&head, text.data(), sizeof head);
   const size_t words = 2 * sizeof(uint32_t);
   if (head.count > (text.size() - sizeof head) / words) return;  // malformed
   std::lock_guard lock(connections_->mutex());
-  Waits& waits = waits_[state->index];
+  PeerWaits& waits = waits_[state->index];
   waits.calls = head.calls;
   waits.wait_seconds = head.wait;
   waits.move_seconds = head.move;
@@ -89,10 +90,10 @@ void WaitReports::OnWaits(PeerState* state, const std::string& text) {
     std::memcpy(word, text.data() + sizeof head + i * words, words);
     waits.latest.push_back({word[0], (word[1] & kNamed) != 0, word[1] & ~kNamed});
   }
-  if (waits.latest.size() > kMostKept)
-    waits.latest.erase(waits.latest.begin(), waits.latest.end() - kMostKept);
+  if (waits.latest.size() > kMaxKept)
+    waits.latest.erase(waits.latest.begin(), waits.latest.end() - kMaxKept);
   waits.place = Printable(
-      std::string_view(text).substr(sizeof head + head.count * words), kMostPlace);
+      std::string_view(text).substr(sizeof head + head.count * words), kMaxPlace);
 }
 
 }  // namespace ringjax

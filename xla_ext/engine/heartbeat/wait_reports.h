@@ -1,5 +1,5 @@
-// WaitReports: how long ranks wait. Each rank sends its latest waits with its beats to
-// the first rank of the world, where they show the stragglers.
+// WaitReports: how long ranks wait for other ranks. Each rank sends its latest waits
+// with its beats to the first rank of the world, which finds stragglers in them.
 #pragma once
 
 #include <cstddef>
@@ -15,47 +15,49 @@
 namespace ringjax {
 
 // How long a rank waited for the other ranks in one call of the world.
-struct Waited {
+struct WaitRecord {
   uint32_t sequence = 0;  // low 32 bits of the sequence number of the call
-  bool named = false;     // an operation of the eager lane; several may be one call
+  bool named = false;     // an eager operation; several may have the same call
   uint32_t us = 0;        // microseconds of waiting
 };
 // The waits that a peer has reported.
-struct Waits {
+struct PeerWaits {
   uint64_t calls = 0;  // totals of the peer
   double wait_seconds = 0, move_seconds = 0;
-  std::vector<Waited> latest;  // waits since the last TakeWaits, oldest first
-  std::string place;           // where its program is, from SayWhere
+  std::vector<WaitRecord> latest;  // waits since the last TakeWaits, oldest first
+  std::string place;               // position of the peer's program, from SetLocation
 };
-// Returns the newest `most` waits of world calls that have not failed and come after
-// the first `*seen` recorded calls. Sets `*seen` to the number of recorded calls.
-std::vector<Waited> WaitsSince(const Recorder& recorder, uint64_t* seen, size_t most);
+// Returns the waits of the calls of the world that were recorded after the first
+// `*seen` calls and have not failed, but at most the newest `most`. Sets `*seen` to the
+// number of recorded calls.
+std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
+                                   size_t most);
 
-// The report of this rank, and the reports of its peers. A Heartbeat owns the object.
-// The heartbeat thread calls TellWaits and OnWaits, any thread the other functions.
-// ControlConnections::mutex() guards the state.
+// Sends the report of this rank and stores the reports of its peers. A Heartbeat owns
+// the object. The heartbeat thread calls SendWaits and HandleWaits, and any thread may
+// call the other functions. ControlConnections::mutex() guards the state.
 class WaitReports {
  public:
   explicit WaitReports(ControlConnections* connections)
       : connections_(connections), waits_(connections->states().size()) {}
 
-  // Sends the waits of this rank, and the text of SayWhere, to the first rank with each
-  // beat. With null, stops sending.
+  // Sends the waits of this rank, and the text of SetLocation, to the first rank with
+  // each beat. A null `recorder` ends the sending.
   void ShareWaits(std::shared_ptr<Recorder> recorder);
-  void SayWhere(const std::string& place);
-  // Takes the reports of the peers, by rank: totals, and the waits since the last
-  // TakeWaits.
-  std::map<int, Waits> TakeWaits();
+  void SetLocation(const std::string& place);
+  // Returns the reports of the peers, by world rank. Later calls do not return the
+  // waits again.
+  std::map<int, PeerWaits> TakeWaits();
 
-  void TellWaits();  // called with each beat
+  void SendWaits();  // called with each beat
   // Handles a message of type kWaits.
-  void OnWaits(PeerState* state, const std::string& text);
+  void HandleWaits(PeerState* state, const std::string& text);
 
  private:
   ControlConnections* const connections_;
-  std::vector<Waits> waits_;            // waits of each peer, by PeerState::index
-  std::shared_ptr<Recorder> recorder_;  // source of the waits that are sent, or null
-  uint64_t shared_ = 0;                 // number of its calls at the last report
+  std::vector<PeerWaits> waits_;        // waits of each peer, by PeerState::index
+  std::shared_ptr<Recorder> recorder_;  // source of the waits of this rank, or null
+  uint64_t shared_ = 0;                 // calls in recorder_ at the last report
   std::string where_;
 };
 

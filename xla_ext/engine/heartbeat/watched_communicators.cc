@@ -1,4 +1,4 @@
-// See watched_communicators.h.
+// A list of weak pointers. See watched_communicators.h.
 #include "engine/heartbeat/watched_communicators.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace ringjax {
 
-int PlaneOf(const Communicator& c) {
+int EnteredIndex(const Communicator& c) {
   return c.id() == 0 ? 0 : c.id() == kWorldControl ? 1 : -1;
 }
 
@@ -51,8 +51,8 @@ std::shared_ptr<Communicator> WatchedCommunicators::Find(int id) const {
 std::array<uint64_t, 2> WatchedCommunicators::entered() const {
   std::array<uint64_t, 2> entered = {};
   for (const auto& weak : all_)
-    if (auto c = weak.lock(); c && PlaneOf(*c) >= 0)
-      entered[PlaneOf(*c)] = c->entered();
+    if (auto c = weak.lock(); c && EnteredIndex(*c) >= 0)
+      entered[EnteredIndex(*c)] = c->entered();
   return entered;
 }
 
@@ -61,7 +61,7 @@ std::string WatchedCommunicators::FinishedCalls() const {
   std::string text;
   for (const auto& weak : all_) {
     const auto c = weak.lock();
-    if (!c || text.size() + sizeof(Finished) > ControlMessage::kMostText) continue;
+    if (!c || text.size() + sizeof(Finished) > ControlMessage::kMaxText) continue;
     const Finished one{c->id(), 0, c->finished()};
     text.append(reinterpret_cast<const char*>(&one), sizeof one);
   }

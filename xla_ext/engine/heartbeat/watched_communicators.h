@@ -11,32 +11,31 @@
 
 namespace ringjax {
 
-// The index in ControlMessage::entered for calls of this communicator: 0 for the world,
-// 1 for its control communicator (tensors on CUDA devices), -1 for all others.
-int PlaneOf(const Communicator& c);
+// Returns the index in ControlMessage::entered for calls of this communicator: 0 for
+// the world, 1 for its control communicator (CUDA devices), -1 for all others.
+int EnteredIndex(const Communicator& c);
 
 // Finds communicators by their id or by a member, and reads how many calls they have
-// entered and finished. A Heartbeat owns the object; the messages of the heartbeat and
-// the replies to straggler probes are made from it. Callers hold
-// ControlConnections::mutex().
+// entered and finished, for the messages of the heartbeat and the replies to straggler
+// probes. A Heartbeat owns the object. Callers hold ControlConnections::mutex().
 class WatchedCommunicators {
  public:
   void Add(const std::shared_ptr<Communicator>& communicator);
   void Remove(const Communicator* communicator);
 
   std::vector<std::shared_ptr<Communicator>> All() const;
-  // The communicators that have this world rank as a member.
+  // Returns the communicators that have this world rank as a member.
   std::vector<std::shared_ptr<Communicator>> With(int rank) const;
-  std::shared_ptr<Communicator> Find(int id) const;  // null: it is not watched
+  std::shared_ptr<Communicator> Find(int id) const;  // null if it is not watched
 
-  // The calls that this rank has entered, for ControlMessage::entered.
+  // Returns the calls that this rank has entered, for ControlMessage::entered.
   std::array<uint64_t, 2> entered() const;
-  // The text of ControlMessage::Type::kLeave. A message has room for 64 communicators.
-  // For any other one, peers assume that this rank has finished no call.
+  // Returns the text of a kLeave message, which has room for 64 communicators. For the
+  // other communicators, peers assume that this rank has finished no call.
   std::string FinishedCalls() const;
 
  private:
-  // Weak, because a communicator may end while a heartbeat watches it.
+  // The pointers are weak, because a communicator may end while a heartbeat watches it.
   std::vector<std::weak_ptr<Communicator>> all_;
 };
 

@@ -24,27 +24,27 @@ size_t BucketOf(double seconds) {
   return std::min(bucket, Totals::kBuckets - 1);
 }
 
-// Adds the seconds between `from` and `to` that are later than `*counted`, and moves
-// `*counted` to `to`.
-void Cover(Event::Clock::time_point from, Event::Clock::time_point to,
-           Event::Clock::time_point* counted, double* seconds) {
+// Adds to `*seconds` the part of the time from `from` to `to` that comes after
+// `*counted`, and advances `*counted` to `to`.
+void AddUncounted(Event::Clock::time_point from, Event::Clock::time_point to,
+                  Event::Clock::time_point* counted, double* seconds) {
   from = std::max(from, *counted);
   if (to <= from) return;
   *seconds += Seconds(to - from);
   *counted = to;
 }
 
-bool Came(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
+bool IsSet(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
 
 // Returns the seconds from `zero` to `when` as JSON; "null" if `when` is not set.
-std::string At(Event::Clock::time_point when, Event::Clock::time_point zero) {
-  if (!Came(when)) return "null";
+std::string JsonSeconds(Event::Clock::time_point when, Event::Clock::time_point zero) {
+  if (!IsSet(when)) return "null";
   char text[32];
   std::snprintf(text, sizeof text, "%.6f", Seconds(when - zero));
   return text;
 }
 
-std::string LineOf(const Event& e, Event::Clock::time_point zero) {
+std::string JsonLine(const Event& e, Event::Clock::time_point zero) {
   const std::string_view name(e.name, e.length);
   char numbers[160];
   std::snprintf(numbers, sizeof numbers,
@@ -54,8 +54,9 @@ std::string LineOf(const Event& e, Event::Clock::time_point zero) {
   return "{\"op\": " + Quoted(Name(e.op)) + ", \"name\": " + Quoted(name) +
          ", \"lane\": " + (e.named ? "\"named\"" : "\"compiled\"") + numbers +
          ", \"algorithm\": " + Quoted(e.algorithm) +
-         ", \"entered\": " + At(e.entered, zero) +
-         ", \"agreed\": " + At(e.agreed, zero) + ", \"done\": " + At(e.done, zero) +
+         ", \"entered\": " + JsonSeconds(e.entered, zero) +
+         ", \"agreed\": " + JsonSeconds(e.agreed, zero) +
+         ", \"done\": " + JsonSeconds(e.done, zero) +
          (e.device ? ", \"device\": true" : "") +
          (e.overlapped ? ", \"overlapped\": true" : "") + "}\n";
 }
@@ -69,18 +70,20 @@ Event Event::Now() {
 }
 
 void Event::SetName(std::string_view text) {
-  length = static_cast<uint8_t>(std::min(text.size(), kMostName));
+  length = static_cast<uint8_t>(std::min(text.size(), kMaxName));
   while (length > 0 && length < text.size() &&
          (static_cast<unsigned char>(text[length]) & 0xC0) == 0x80)
-    --length;  // never end within a character
+    --length;  // do not cut a UTF-8 character
   std::memcpy(name, text.data(), length);
 }
 
 double Event::wait_seconds() const {
-  return Seconds((Came(agreed) ? agreed : done) - entered);
+  return Seconds((IsSet(agreed) ? agreed : done) - entered);
 }
 
-double Event::move_seconds() const { return Came(agreed) ? Seconds(done - agreed) : 0; }
+double Event::move_seconds() const {
+  return IsSet(agreed) ? Seconds(done - agreed) : 0;
+}
 
 Recorder::Recorder(size_t capacity, std::string who, std::string path)
     : who_(std::move(who)),
@@ -105,15 +108,15 @@ void Recorder::Add(const Event& event) {
   t.failures += event.outcome != Code::kOk;
   t.wait_seconds += waited;
   t.move_seconds += moved;
-  const auto agreed = Came(event.agreed) ? event.agreed : event.done;
-  Cover(event.entered, agreed, &waited_, &busy_.waiting);
-  Cover(agreed, event.done, &moved_, &busy_.moving);
+  const auto agreed = IsSet(event.agreed) ? event.agreed : event.done;
+  AddUncounted(event.entered, agreed, &waited_, &busy_.waiting);
+  AddUncounted(agreed, event.done, &moved_, &busy_.moving);
   t.most_waited = std::max(t.most_waited, waited);
   ++t.wait[BucketOf(waited)];
   ++t.move[BucketOf(moved)];
   const auto listener = listener_;
   lock.unlock();
-  if (listener) listener->Heard(event);
+  if (listener) listener->OnEvent(event);
 }
 
 void Recorder::AddDevice(const Key& key, double seconds) {
@@ -132,7 +135,7 @@ std::vector<Event> Recorder::Latest(uint64_t* count) const {
   return InOrder(ring_.size());
 }
 
-// Returns the newest `most` events, oldest first. With mutex_ held.
+// Returns the newest `most` events, oldest first. The caller holds mutex_.
 std::vector<Event> Recorder::InOrder(size_t most) const {
   std::vector<Event> events;
   events.reserve(most);
@@ -141,7 +144,7 @@ std::vector<Event> Recorder::InOrder(size_t most) const {
   return events;
 }
 
-void Recorder::Keep(size_t capacity) {
+void Recorder::SetCapacity(size_t capacity) {
   std::lock_guard lock(mutex_);
   capacity_ = std::max<size_t>(capacity, 1);
   ring_ = InOrder(std::min(ring_.size(), capacity_));
@@ -159,13 +162,13 @@ std::string Recorder::LinesSince(uint64_t* seen, uint64_t* lost) const {
     *seen = count_;
   }
   std::string lines;
-  for (const Event& event : fresh) lines += LineOf(event, {});
+  for (const Event& event : fresh) lines += JsonLine(event, {});
   return lines;
 }
 
-void Recorder::Tell(std::shared_ptr<Listener> listener) {
+void Recorder::SetListener(std::shared_ptr<Listener> listener) {
   std::lock_guard lock(mutex_);
-  listener_.swap(listener);  // the old listener is released without the lock
+  listener_.swap(listener);  // the old listener is released after the lock
 }
 
 std::map<Recorder::Key, Totals> Recorder::totals() const {
@@ -215,7 +218,7 @@ std::string Recorder::Write(const std::string& reason) const {
                 count());
   std::string text =
       "{\"who\": " + Quoted(who_) + head + ", \"reason\": " + Quoted(reason) + "}\n";
-  for (const Event& event : latest) text += LineOf(event, zero);
+  for (const Event& event : latest) text += JsonLine(event, zero);
   // Mode "x" (O_EXCL) never opens a symbolic link that another process has put there.
   std::remove(path_.c_str());
   std::FILE* file = std::fopen(path_.c_str(), "wxe");

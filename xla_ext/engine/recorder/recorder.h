@@ -1,11 +1,11 @@
 // Recorder: the latest calls of a process, and totals of all its calls. It is always
-// on, and no result depends on it.
+// on, and no result of a call depends on it.
 //
 // Each call has three instants on the clock of this process: when it was entered, when
 // all ranks had agreed, and when it was done. Up to the second instant the call waits
-// for other ranks, after it the call moves data. So it takes no clock of another host
-// to tell a slow network from a straggler: the rank that waits least is the one for
-// which all others wait.
+// for other ranks, and after it the call moves data. So the durations alone, without a
+// comparison of clocks between hosts, separate a slow network from a straggler: all
+// other ranks wait for the rank that waits least.
 #pragma once
 
 #include <array>
@@ -29,23 +29,23 @@ namespace ringjax {
 struct Event {
   using Clock = std::chrono::steady_clock;
 
-  static constexpr size_t kMostName = 55;  // bytes; a longer name is cut
+  static constexpr size_t kMaxName = 55;  // bytes; a longer name is cut
 
   Collective op = Collective::kBarrier;
-  bool named = false;       // an eager operation; `entered`: its submission
+  bool named = false;       // an eager operation, entered when it was submitted
   bool device = false;      // a device moves the data, later than `done`
-  bool overlapped = false;  // the program computes during the call
+  bool overlapped = false;  // the program continues during the call
   Code outcome = Code::kOk;
   uint8_t length = 0;  // bytes of `name`
-  char name[kMostName];
+  char name[kMaxName];
   int set = 0;  // number of the process set
   uint32_t epoch = 0;
   uint64_t sequence = 0;                    // seq of the call that moved the data
   uint64_t bytes = 0;                       // size of the tensors
-  Clock::time_point entered, agreed, done;  // agreed: not set without agreement
-  std::string_view algorithm;               // its name in the table
+  Clock::time_point entered, agreed, done;  // `agreed` is not set without agreement
+  std::string_view algorithm;               // name of the route (Route::name)
 
-  static Event Now();  // an event that is entered now
+  static Event Now();  // returns an event of a call that is entered now
   void SetName(std::string_view text);
   double wait_seconds() const;
   double move_seconds() const;  // 0 without agreement
@@ -53,20 +53,22 @@ struct Event {
 
 // Totals of one collective in one lane of one process set.
 struct Totals {
-  // Numbers of calls by duration. Bucket 0: below 1 us; bucket b: from 2^(b-1) us and
-  // below 2^b us; the last bucket counts all longer calls, too.
+  // Numbers of calls by duration. Bucket 0 counts calls below 1 us, and bucket b calls
+  // from 2^(b-1) us to below 2^b us. The last bucket also counts all longer calls.
   static constexpr size_t kBuckets = 26;
   using Histogram = std::array<uint64_t, kBuckets>;
 
   uint64_t calls = 0, bytes = 0, failures = 0;
-  double wait_seconds = 0, move_seconds = 0, most_waited = 0;
+  double wait_seconds = 0, move_seconds = 0;
+  double most_waited = 0;     // the longest wait of one call, in seconds
   double device_seconds = 0;  // seconds in which a device moved data
   Histogram wait{}, move{};
 };
 
 // Seconds in which at least one call waited, and in which at least one call moved data.
-// Time that several calls share counts once. A lower bound: time before the latest end
-// that is counted so far is never added.
+// Time that several calls share counts once. Both are lower bounds: calls are added
+// when they end, and the part of a call before the latest instant counted so far is
+// ignored.
 struct Busy {
   double waiting = 0, moving = 0;
 };
@@ -75,7 +77,7 @@ struct Busy {
 class Listener {
  public:
   virtual ~Listener() = default;
-  virtual void Heard(const Event& event) = 0;
+  virtual void OnEvent(const Event& event) = 0;
 };
 
 // A ring buffer of the latest events, and totals of all events. Thread-safe.
@@ -83,29 +85,32 @@ class Recorder {
  public:
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
 
-  // Keeps the latest `capacity` events. `who`: the process in texts, such as "rank 3".
-  // `path` is the file that Dump writes. If it is empty, Dump writes no file.
+  // Keeps the latest `capacity` events. `who` names the process in texts, such as
+  // "rank 3". `path` is the file that Dump writes; if it is empty, Dump writes no file.
   Recorder(size_t capacity, std::string who, std::string path);
 
   void Add(const Event& event);
+  // Adds seconds in which a device moved data.
   void AddDevice(const Key& key, double seconds);
-  // For a call without an event of its own; see CommunicatorOptions::device_index.
+  // Adds the bytes of a call that has no event (CommunicatorOptions::device_index).
   void AddBytes(const Key& key, uint64_t bytes);
-  // The events kept, oldest first. `*count`: how many events were ever added.
+  // Returns the stored events, oldest first. `*count` receives count().
   std::vector<Event> Latest(uint64_t* count = nullptr) const;
   // Keeps the latest `capacity` events from now on.
-  void Keep(size_t capacity);
-  // Returns the events after the first `*seen` as lines of JSON, with the seconds of
-  // Event::Clock, and sets `*seen` to count(). `*lost`: how many are no longer kept.
+  void SetCapacity(size_t capacity);
+  // Returns the events after the first `*seen` as lines of JSON, whose times are
+  // seconds of Event::Clock, and sets `*seen` to count(). `*lost` receives the number
+  // of these events that are no longer stored.
   std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
   // Replaces the listener; null removes it.
-  void Tell(std::shared_ptr<Listener> listener);
+  void SetListener(std::shared_ptr<Listener> listener);
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // number of all events ever added
 
-  // For the end of a job: writes the events kept to the file, as lines of JSON, and the
-  // path to standard error. Only the first call writes, if there are events and a path.
+  // Writes the stored events to the file, as lines of JSON, and the path to standard
+  // error. For the end of a job: later calls do nothing. Does nothing without events or
+  // without a path.
   void Dump(const std::string& reason);
   // The path of the file that Dump has written; empty if there is none.
   std::string dumped() const;
