@@ -6,7 +6,7 @@
 // the "get" rendezvous of UCX (uct/sm/scopy/cma) and Open MPI (smsc/cma):
 //
 //   sender                                receiver
-//     announces the list of pieces  --->    (in the ring: engine/call/message.h)
+//     announces the list of pieces  --->    (in the ring: engine/call/executor.cc)
 //     Expose(n)                     --->    PollExposed
 //                                           Read: one copy by the kernel
 //     PollAcknowledged              <---    Acknowledge(n)

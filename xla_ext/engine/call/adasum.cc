@@ -172,8 +172,9 @@ class AdasumRun {
       doubling.steps.push_back({StepKind::kSend, peer, {}, all});
       doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
     }
-    // Not by CMA: a send by CMA ends when the peer has read the memory. Each rank of a
-    // pair receives into the memory that it sends, so both ranks would wait forever.
+    // CMA is not used, because a send by CMA ends only when the peer has read the
+    // memory. Each rank of a pair receives into the memory that it sends, so both ranks
+    // would wait forever.
     return Move(doubling, Buffers{&numbers, &numbers, {}}, adding_, false);
   }
 

@@ -36,7 +36,7 @@ std::string_view Title(const std::vector<std::string>& texts) {
   return "?";
 }
 
-// Returns the lowest rank whose text no other text exceeds in frequency.
+// Returns the lowest of the ranks that have the most frequent text.
 int Reference(const std::vector<std::string>& texts) {
   int best = 0;
   long most = 0;

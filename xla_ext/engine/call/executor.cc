@@ -7,14 +7,19 @@
 // that receiving, reducing and sending alternate while the data are still in the cache.
 #include "engine/call/executor.h"
 
+#include <sys/uio.h>
+
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/failpoint.h"
-#include "engine/call/message.h"
 #include "engine/call/route.h"
 #include "transport/cma.h"
 #include "transport/copy.h"
+#include "transport/link.h"
 
 namespace ringjax {
 namespace {
@@ -23,11 +28,84 @@ constexpr uint64_t kSegment = 256 << 10;
 // Bytes that one system call of CMA copies to their destination.
 constexpr uint64_t kReadAtOnce = 1 << 20;
 constexpr size_t kMaxPieces = 64;  // iovecs in one call of a link
-// Bytes that one system call of CMA copies before they are reduced. They fit in the L1
-// cache.
+// Bytes that one system call of CMA copies before a reduction; they fit the L1 cache.
 constexpr uint64_t kReduceBlock = 32 << 10;
 // Copies of this many bytes, which exceed the caches, use non-temporal stores.
 constexpr uint64_t kPastCaches = 4 << 20;
+
+// -- a message on its way over a link ------------------------------------------------
+//
+// A message is a header, then the payload. If the receiver reads the payload by CMA
+// (transport/cma.h), a list of the pieces of the sender's memory that hold the payload
+// follows the header instead. The header and the list are the head of the message.
+
+constexpr size_t kMaxCmaPieces = 256;  // pieces of a message that is read by CMA
+
+// One message as its sender or its receiver sees it, and how much of it has moved.
+struct Message {
+  uint64_t head = 0;            // bytes of the header, and of the list, that have moved
+  uint64_t bytes = 0;           // bytes of the payload that have moved
+  Frame frame;                  // receiver: the header that has arrived
+  std::vector<iovec> remote;    // pieces of the sender's memory; empty without CMA
+  uint64_t exposed_before = 0;  // bytes that the sender had exposed before this message
+
+  uint64_t head_size() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }
+  bool head_complete() const { return head == head_size(); }
+
+  // Makes the rest of the payload travel through the ring buffer. Called on both sides.
+  void FallBack() {
+    remote.clear();
+    head = sizeof(Frame);
+  }
+};
+static_assert(sizeof(iovec) == 2 * sizeof(uint64_t),
+              "lists have one format everywhere");
+
+// Appends the part of the memory [from, from + bytes) that has not moved. In the
+// stream, `before` bytes precede this memory, and the first `done` bytes of the stream
+// have moved.
+void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
+          std::vector<iovec>* out) {
+  const uint64_t skip = std::clamp(done, before, before + bytes) - before;
+  if (skip < bytes)
+    out->push_back({static_cast<std::byte*>(from) + skip, bytes - skip});
+}
+
+// Returns the parts of `header` and of the list that have not moved.
+std::vector<iovec> RestOfHead(Frame* header, Message* message) {
+  std::vector<iovec> pieces;
+  Rest(header, sizeof *header, 0, message->head, &pieces);
+  Rest(message->remote.data(), message->head_size() - sizeof *header, sizeof *header,
+       message->head, &pieces);
+  return pieces;
+}
+
+// Records `n`, the result of sending or receiving a part of the head.
+Status HeadMoved(const Result<size_t>& n, Message* message, bool* moved) {
+  if (!n.ok()) return n.status();
+  message->head += n.value();
+  *moved |= n.value() > 0;
+  return OkStatus();
+}
+
+// Appends to `out` the parts of `pieces` that hold `bytes` bytes, beginning at byte
+// `begin`. Stops when `out` has `most` entries.
+void PiecesOf(const std::vector<iovec>& pieces, uint64_t begin, uint64_t bytes,
+              size_t most, std::vector<iovec>* out) {
+  for (const iovec& piece : pieces) {
+    if (bytes == 0 || out->size() == most) return;
+    if (begin >= piece.iov_len) {
+      begin -= piece.iov_len;
+      continue;
+    }
+    const uint64_t n = std::min<uint64_t>(piece.iov_len - begin, bytes);
+    out->push_back({static_cast<std::byte*>(piece.iov_base) + begin, n});
+    bytes -= n;
+    begin = 0;
+  }
+}
+
+// -- the steps of a plan -------------------------------------------------------------
 
 class PlanRun {
  public:
@@ -179,7 +257,7 @@ class PlanRun {
     if (!m->head_complete()) {
       Frame header = Header(FrameKind::kCma, planned);
       header.attached = m->remote.size();
-      RJ_TRY(SendHead(link, header, m, moved));
+      RJ_TRY(HeadMoved(link->TryWrite(RestOfHead(&header, m)), m, moved));
       if (!m->head_complete()) return OkStatus();
     }
     CmaEndpoint& cma = *link->cma();
@@ -245,14 +323,14 @@ class PlanRun {
   Status ReceiveCheckedHead(Link* link, const PlannedStep& planned, Message* m,
                             bool* moved) {
     if (m->head < sizeof(Frame)) {
-      RJ_TRY(ReceiveHead(link, m, moved));
+      RJ_TRY(HeadMoved(link->TryRead(RestOfHead(&m->frame, m)), m, moved));
       if (m->head < sizeof(Frame)) return OkStatus();
       const bool can_read = link->cma() != nullptr && link->cma()->can_read();
       RJ_TRY(CheckFrame(m->frame, planned.count * wire_, can_read));
       if (IsCma(m->frame)) m->remote.resize(m->frame.attached);
     }
     if (m->head_complete()) return OkStatus();
-    RJ_TRY(ReceiveHead(link, m, moved));
+    RJ_TRY(HeadMoved(link->TryRead(RestOfHead(&m->frame, m)), m, moved));
     uint64_t left = m->frame.bytes;
     for (const iovec& piece : m->remote) {
       if (!m->head_complete()) return OkStatus();

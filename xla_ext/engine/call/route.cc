@@ -9,17 +9,9 @@
 namespace ringjax {
 
 std::string_view Route::name() const {
-  switch (kind) {
-    case Kind::kInline:
-      return "inline";
-    case Kind::kTiles:
-      return "tiles";
-    case Kind::kAdasum:
-      return "adasum";
-    case Kind::kSchedule:
-      break;
-  }
-  return algorithm->name;
+  if (kind == Kind::kSchedule) return algorithm->name;
+  constexpr std::string_view kNames[] = {"inline", "tiles", "adasum"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 bool IsInline(const Problem& problem, const Arithmetic& arithmetic,

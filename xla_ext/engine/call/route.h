@@ -48,7 +48,7 @@ struct Route {
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
-  std::string_view algorithm = {};  // name of the forced algorithm; else the cheapest
+  std::string_view algorithm = {};  // name of the forced algorithm; empty if none is
   uint64_t inline_bytes = 0;        // size of an inline slot; 0 disables inline data
   bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
 };

@@ -21,7 +21,7 @@ struct Span {
   uint64_t bytes = 0;
 };
 
-// Not thread-safe, not even the const functions: they update a cached position.
+// Not thread-safe: even the const functions update a cached position.
 class Spans {
  public:
   // Reserves room for `pieces` pieces. A training step may have thousands of pieces,

@@ -220,8 +220,8 @@ class TilePipeline {
     return AllReached(counter, base_ + tiles, ready);
   }
 
-  // Sets `*ready` to whether the slot of tile `k` may be overwritten, because all peers
-  // are done with the previous tile of this slot. `counter` counts the phase in which
+  // Sets `*ready` to whether all peers are done with the previous tile of the slot of
+  // tile `k`, so that the slot may be overwritten. `counter` counts the phase in which
   // peers read the slot.
   Status SlotIsFree(SharedSegment::Counter counter, uint64_t k, bool* ready) {
     if (k < slots_) return AllReached(SharedSegment::kFinished, base_, ready);

@@ -50,7 +50,7 @@ Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>&
                             const Arithmetic& arithmetic, const Endpoints& endpoints,
                             Waiter* waiter, bool* fits);
 
-// -- results that outlive an aborted call ---------------------------------------------
+// -- results that outlive an aborted call --------------------------------------------
 //
 // If an allreduce uses every slot at most once, all results stay in the segment until
 // the next call. A resilient communicator then needs no barrier at the end of the call:

@@ -22,6 +22,11 @@ namespace ringjax {
 
 using Clock = std::chrono::steady_clock;
 
+inline Clock::duration ToDuration(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
 // A function that returns whether the user has interrupted this process (Ctrl-C).
 using InterruptCheck = bool (*)();
 // The check of this process; null if there is none.
@@ -59,10 +64,10 @@ class Waiter {
 
   Waiter(Doorbell* doorbell, const std::atomic<bool>* aborted, double spin_seconds,
          bool oversubscribed)
-      : doorbell_(doorbell), aborted_(aborted), oversubscribed_(oversubscribed) {
-    spin_ = std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(spin_seconds));
-  }
+      : doorbell_(doorbell),
+        aborted_(aborted),
+        spin_(ToDuration(spin_seconds)),
+        oversubscribed_(oversubscribed) {}
 
   // Whether this host has more ranks than cores.
   bool oversubscribed() const { return oversubscribed_; }
@@ -107,7 +112,7 @@ class Waiter {
       return OkStatus();
     }
     if (Clock::now() - since_ < spin_ / (1 << spin_shift_)) {
-      // Oversubscribed: the rank that could make progress may be waiting for this core.
+      // On an oversubscribed host, the late rank may be waiting for this core.
       if (oversubscribed_ || idle_ % 16 == 0)
         sched_yield();
       else

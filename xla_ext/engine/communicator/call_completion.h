@@ -56,9 +56,9 @@ class CallCompletion {
 
   // How a rank waits at the end of a call until all ranks have their results.
   enum class Barrier {
-    kNone,      // it does not wait
-    kFinished,  // until the counters kFinished show that all ranks finished the tiles
-    kFrames,    // by one more exchange, without data
+    kNone,      // the rank does not wait
+    kFinished,  // the counters kFinished show that all ranks have finished the tiles
+    kFrames,    // one more exchange, without data
   };
   // Ends a call whose results are complete on this rank and whose outcome is the same
   // on all ranks. In an elastic job, first waits until all ranks have their results, or
@@ -74,10 +74,9 @@ class CallCompletion {
   // Waits until the call has ended in all replica sets. Returns `outcome`, or the
   // failure of another set.
   Status EndEverywhere(const Call& call, const Status& outcome);
-  int StoppedRank(
-      const CallAttempt& attempt) const;  // a rank whose stop flag is set, or -1
-  bool SourceIsComplete(
-      const CallAttempt& attempt) const;  // whether the source is complete
+  // Returns a rank whose stop flag is set, or -1.
+  int StoppedRank(const CallAttempt& attempt) const;
+  bool SourceIsComplete(const CallAttempt& attempt) const;
 
   CommState& state_;
   const FailureReport& failures_;

@@ -33,7 +33,7 @@ class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}
 
-  // -- the current call ---------------------------------------------------------------
+  // -- the current call --------------------------------------------------------------
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
@@ -61,7 +61,7 @@ class CallLog {
   // The event of the last call.
   const Event& event() const { return event_; }
 
-  // -- diagnostics --------------------------------------------------------------------
+  // -- diagnostics -------------------------------------------------------------------
 
   // The reply of this rank to a straggler probe.
   CallTrace trace() const;

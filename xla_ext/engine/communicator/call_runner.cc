@@ -109,7 +109,8 @@ Status CallRunner::BeginAndAgree(const Call& call, const Status& local_check,
                                  Frame* frame, Waiter* waiter, Agreement* agreement) {
   RJ_TRY(Begin(call, frame));
   frame->fingerprint = Fingerprint(call);
-  return AgreeOn(call, local_check, *frame, waiter, agreement);
+  const Status status = AgreeOn(call, local_check, *frame, waiter, agreement);
+  return status.ok() ? status : failures_.Fail(call, status);
 }
 
 Status CallRunner::Run(const Call& call, CallAttempt* attempt,
@@ -214,14 +215,11 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
     return OkStatus();
   }
   bool agreed = false, fit = valid.ok();
-  if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
-    return failures_.Fail(call, s);
+  RJ_TRY(Agree(frame, fit, state_.endpoints, waiter, &agreed));
   if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
       !call.rows_known && !agreement->splits_inline) {
-    if (Status s = CheckSplits(call, frame, waiter, &fit); !s.ok())
-      return failures_.Fail(call, s);
-    if (Status s = Agree(frame, fit, state_.endpoints, waiter, &agreed); !s.ok())
-      return failures_.Fail(call, s);
+    RJ_TRY(CheckSplits(call, frame, waiter, &fit));
+    RJ_TRY(Agree(frame, fit, state_.endpoints, waiter, &agreed));
     if (!agreed) {
       agreement->outcome = failures_.WithContext(
           call, {Code::kMismatch,
@@ -234,8 +232,7 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
   std::vector<std::string> texts;
   const std::string own =
       valid.ok() ? Explain(call, kMaxText) : Refusal(valid.message());
-  if (Status s = ExchangeTexts(frame, own, state_.endpoints, waiter, &texts); !s.ok())
-    return failures_.Fail(call, s);
+  RJ_TRY(ExchangeTexts(frame, own, state_.endpoints, waiter, &texts));
   agreement->refused = std::all_of(texts.begin(), texts.end(), IsRefusal);
   if (valid.ok()) {
     int culprit = -1;

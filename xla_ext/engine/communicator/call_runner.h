@@ -64,8 +64,8 @@ class CallRunner {
   // mismatch is not an error of this function but `agreement->outcome`.
   Status BeginAndAgree(const Call& call, const Status& local_check, Frame* frame,
                        Waiter* waiter, Agreement* agreement);
-  // Agrees about a call that has begun. Fails as BeginAndAgree does. `valid`, the
-  // result of Validate or of the caller's check, is the vote of this rank.
+  // Agrees about a call that has begun. `valid`, the result of Validate or of the
+  // caller's check, is the vote of this rank.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
                  Waiter* waiter, Agreement* agreement);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,

@@ -1,4 +1,5 @@
-// Connects the members of CommState. See comm_state.h.
+// Connects the members of CommState, sets the abort flag, and records shutdowns of
+// members. See comm_state.h.
 #include "engine/communicator/comm_state.h"
 
 #include <algorithm>
@@ -35,6 +36,51 @@ CommState::CommState(CommunicatorOptions given,
 
 std::string CommState::Prefix() const {
   return "RINGJAX[" + options.name + ", epoch " + std::to_string(options.epoch) + "]: ";
+}
+
+bool AbortState::Abort(const Status& status) {
+  const bool first = own_->End(status);
+  // The flag is set after the reason, because a thread that sees the flag reads the
+  // reason. The store is seq_cst: a call marks itself as active (Progress::Begin) and
+  // then loads the flag (CallRunner::Guarded), and Progress::AwaitInactive loads the
+  // mark after this store. So either the call sees the abort, or the progress report
+  // waits for the call.
+  aborted_.store(true, std::memory_order_seq_cst);
+  doorbell_->Ring();
+  return first;
+}
+
+Status AbortState::status() const { return own_->end_status(); }
+
+void AbortState::Await(std::chrono::milliseconds limit) const {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (!aborted() && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+}
+
+void AbortState::OnPeerShutdown(int world_rank, uint64_t finished) {
+  {
+    std::lock_guard lock(mutex_);
+    shut_down_.emplace(world_rank, finished);
+  }
+  any_shut_down_.store(true);
+  doorbell_->Ring();
+}
+
+Status AbortState::CheckShutdowns(uint64_t sequence) const {
+  if (!any_shut_down_.load()) return OkStatus();
+  std::lock_guard lock(mutex_);
+  const auto early =
+      std::find_if(shut_down_.begin(), shut_down_.end(),
+                   [sequence](const auto& left) { return left.second < sequence; });
+  if (early == shut_down_.end()) return OkStatus();
+  const auto at = std::find(world_ranks_.begin(), world_ranks_.end(), early->first) -
+                  world_ranks_.begin();
+  // The text asks about the most frequent cause: ranks with unequal numbers of batches.
+  return Status(Code::kUnavailable,
+                "has shut down before this call (its program has ended, or called "
+                "shutdown); have all ranks equally many batches?",
+                static_cast<int>(at));
 }
 
 }  // namespace ringjax

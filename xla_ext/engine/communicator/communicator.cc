@@ -48,6 +48,8 @@ Status Communicator::Compare(const Call& call, const Status& local_check,
 
 void Communicator::OnInstalled(uint64_t epoch_index) {
   state_.progress->Installed();
+  // Release: a thread that sees the index, and runs calls in the order of `resilient`,
+  // also sees that Progress numbers them from 1.
   epoch_index_.store(epoch_index, std::memory_order_release);
 }
 

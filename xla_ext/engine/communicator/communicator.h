@@ -123,9 +123,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     return failures_.WithContext(call, status);
   }
 
-  Rounds& rounds() { return rounds_; }  // used by the thread of an eager lane
+  Rounds& rounds() { return rounds_; }  // only an eager lane uses rounds
 
-  // -- as an epoch of a ResilientComm -------------------------------------------------
+  // -- as an epoch of a ResilientComm ------------------------------------------------
 
   const std::shared_ptr<ResilientComm>& resilient() const { return state_.resilient; }
   // Position of this communicator among the epochs of its ResilientComm, from 1. It is
@@ -152,7 +152,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // with kFailedPrecondition if the communicator was not aborted.
   Status Quiesce(double seconds, ProgressReport* report);
 
-  // -- failure ------------------------------------------------------------------------
+  // -- failure -----------------------------------------------------------------------
 
   // Makes the pending call and every later call fail with `status`, whose rank is a
   // world rank. Only the first abort sets the status.
@@ -175,7 +175,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     state_.abort.OnPeerShutdown(world_rank, finished);
   }
 
-  // -- diagnostics --------------------------------------------------------------------
+  // -- diagnostics -------------------------------------------------------------------
 
   HeartbeatClient& heartbeat() { return heartbeat_; }
   CallLog& log() { return log_; }

@@ -203,11 +203,9 @@ Status DeviceRendezvous::Join(Part part) {
     group->seconds = part.call.timeout >= 0
                          ? part.call.timeout
                          : part.communicator->options().collective_timeout;
-    group->deadline =
-        group->seconds > 0 && group->seconds < 1e8
-            ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                 std::chrono::duration<double>(group->seconds))
-            : Time::max();
+    group->deadline = group->seconds > 0 && group->seconds < 1e8
+                          ? Clock::now() + ToDuration(group->seconds)
+                          : Time::max();
     if (group->deadline < alarm_) changed_.notify_all();
   } else {
     RJ_TRY(CheckSameCall(part, group->parts.front()));

@@ -35,8 +35,7 @@ namespace ringjax {
 // until `done` is called.
 struct Part {
   std::shared_ptr<Communicator> communicator;
-  Call call;  // `tensors` are the shards of this device; the rest is equal on all
-              // devices
+  Call call;  // `tensors` are the device's shards; all else is equal on all devices
   int64_t device = 0;            // one of `devices`
   int64_t run = 0;               // number of the program's run, equal on all devices
   std::vector<int64_t> devices;  // all devices, in the same order in each part

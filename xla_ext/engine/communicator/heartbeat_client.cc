@@ -37,7 +37,7 @@ void HeartbeatClient::ProbeCall(const std::vector<int>& peers,
       if (std::find(asked.begin(), asked.end(), other) == asked.end())
         asked.push_back(other);
   if (asked.size() > kMaxProbed) asked.resize(kMaxProbed);
-  straggler_probe->Ask({state_.id(), sequence, false, asked, what});
+  straggler_probe->SendProbes({state_.id(), sequence, false, asked, what});
 }
 
 void HeartbeatClient::ProbeOperation(uint64_t operation, const std::vector<int>& ranks,
@@ -46,7 +46,7 @@ void HeartbeatClient::ProbeOperation(uint64_t operation, const std::vector<int>&
   if (!straggler_probe) return;
   std::vector<int> asked = ranks;
   if (asked.size() > kMaxProbed) asked.resize(kMaxProbed);
-  straggler_probe->Ask({state_.id(), operation, true, asked, what});
+  straggler_probe->SendProbes({state_.id(), operation, true, asked, what});
 }
 
 std::vector<ProbeReply> HeartbeatClient::ProbeReplies(

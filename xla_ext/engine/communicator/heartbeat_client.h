@@ -12,9 +12,27 @@
 #include "base/status.h"
 #include "engine/communicator/comm_state.h"
 #include "engine/communicator/straggler_probe.h"
-#include "engine/communicator/teardown_barrier.h"
 
 namespace ringjax {
+
+// A barrier before ranks free memory that NCCL shares between ranks.
+//
+// A rank that aborts NCCL frees memory that kernels of other ranks of the host may
+// still use. So each rank first announces that it is ready to abort, and waits, for a
+// limited time, until the other live ranks have announced that they are ready. The
+// heartbeat carries the announcements, because the links of the communicator may be
+// broken by then. Thread-safe.
+class TeardownBarrier {
+ public:
+  virtual ~TeardownBarrier() = default;
+  // Announces to all peers that this rank is ready to tear down the communicator with
+  // this id and epoch.
+  virtual void AnnounceTeardown(int communicator, uint32_t epoch) = 0;
+  // Returns the members of `ranks`, world ranks, that are alive and have not announced
+  // that they are ready. Empty once the heartbeat has stopped.
+  virtual std::vector<int> NotReady(int communicator, uint32_t epoch,
+                                    const std::vector<int>& ranks) const = 0;
+};
 
 // The functions and objects of the heartbeat that a communicator uses. Each member may
 // be empty.
@@ -57,10 +75,8 @@ class HeartbeatClient {
   std::vector<int> Late() const;
   std::vector<int> Others() const;  // world ranks of all other members
 
-  // The teardown barrier (teardown_barrier.h). Announces, after an abort, that this
-  // rank is ready to release the memory that NCCL shares between ranks, and waits at
-  // most `seconds` until all live members have announced that they are ready. Returns
-  // whether all have. Returns true without a heartbeat.
+  // Waits at the TeardownBarrier for at most `seconds`, after an abort. Returns whether
+  // all live members are ready to tear down; true without a heartbeat.
   bool AwaitTeardown(double seconds) const;
 
  private:

@@ -101,15 +101,11 @@ Status CheckCall(const Call& call, int rank, int size) {
 
 std::vector<Request> Split(const Call& call, int rank, int size) {
   std::vector<Request> requests;
-  auto add = [&](DType dtype, const Tensor* one) -> Request& {
+  auto add = [&](DType dtype) -> Request& {
     Request& r = requests.emplace_back();
     r.problem.op = call.op;
     r.problem.root = call.root;
     r.arithmetic.dtype = r.arithmetic.wire = dtype;
-    if (one) {
-      r.in.Add(one->in, one->bytes());
-      r.bytes = one->bytes();
-    }
     return r;
   };
   auto reduce = [&](Request* r) {
@@ -127,9 +123,6 @@ std::vector<Request> Split(const Call& call, int rank, int size) {
     r->bytes += t.bytes();
     if (r->arithmetic.op == ReduceOp::kAdasum) r->sizes.push_back(t.elements());
   };
-  auto blocks = [&](Request* r, std::span<const int64_t> rows, uint64_t row) {
-    for (int64_t n : rows) r->problem.counts.push_back(static_cast<uint64_t>(n) * row);
-  };
   const size_t p = static_cast<size_t>(size);
   switch (call.op) {
     case Collective::kBarrier:
@@ -141,7 +134,7 @@ std::vector<Request> Split(const Call& call, int rank, int size) {
       for (size_t d = 0; d < pieces.size(); ++d) {
         if (pieces[d] == 0) continue;
         place[d] = requests.size();
-        Request& r = add(static_cast<DType>(d), nullptr);
+        Request& r = add(static_cast<DType>(d));
         reduce(&r);
         r.in.Reserve(pieces[d]);
         r.out.Reserve(pieces[d]);
@@ -153,47 +146,33 @@ std::vector<Request> Split(const Call& call, int rank, int size) {
       break;
     }
     case Collective::kBroadcast: {
-      Request& r = add(DType::kU8, nullptr);
+      Request& r = add(DType::kU8);
       for (const Tensor& t : call.tensors) fuse(&r, t);
       r.problem.counts = {r.bytes};
       if (r.bytes == 0) requests.clear();
       break;
     }
     case Collective::kAllgather:
-      for (size_t i = 0; i < call.tensors.size(); ++i) {
-        const Tensor& t = call.tensors[i];
-        const uint64_t row = RowElements(t) * Width(t.dtype);
-        const auto rows = RowsOf(call, i, p);
-        Request& r = add(DType::kU8, &t);
-        blocks(&r, rows, row);
-        r.bytes = Total(rows) * row;
-        r.out.Add(t.out, r.bytes);
-      }
-      break;
     case Collective::kReducescatter:
-      for (size_t i = 0; i < call.tensors.size(); ++i) {
-        const Tensor& t = call.tensors[i];
-        const auto rows = RowsOf(call, i, p);
-        Request& r = add(t.dtype, &t);
-        reduce(&r);
-        blocks(&r, rows, RowElements(t));
-        r.out.Add(t.out, r.problem.counts[rank] * Width(t.dtype));
-      }
-      break;
     case Collective::kAlltoall:
       for (size_t i = 0; i < call.tensors.size(); ++i) {
         const Tensor& t = call.tensors[i];
-        const uint64_t row = RowElements(t) * Width(t.dtype);
-        const auto rows = RowsOf(call, i, 2 * p);
-        Request& r = add(DType::kU8, &t);
-        blocks(&r, rows, row);
-        r.out.Add(t.out, Total(rows.last(p)) * row);
+        const bool reduces = call.op == Collective::kReducescatter;
+        const auto rows = RowsOf(call, i, call.op == Collective::kAlltoall ? 2 * p : p);
+        const uint64_t row_bytes = RowElements(t) * Width(t.dtype);
+        const Rows own = OwnRows(call.op, rows, static_cast<size_t>(rank), p);
+        Request& r = add(reduces ? t.dtype : DType::kU8);
+        if (reduces) reduce(&r);
+        for (int64_t n : rows)
+          r.problem.counts.push_back(static_cast<uint64_t>(n) *
+                                     (reduces ? RowElements(t) : row_bytes));
+        r.in.Add(t.in, t.bytes());
+        r.out.Add(t.out, own.out * row_bytes);
+        r.bytes = call.op == Collective::kAllgather ? own.out * row_bytes : t.bytes();
+        if (call.op == Collective::kAllgather && r.bytes == 0) requests.pop_back();
       }
       break;
   }
-  std::erase_if(requests, [&](const Request& r) {
-    return call.op == Collective::kAllgather && r.bytes == 0;
-  });
   return requests;
 }
 

@@ -19,7 +19,7 @@ Status GivenUpError(const CommitDecision& decision) {
 
 }  // namespace
 
-// -- epochs ---------------------------------------------------------------------
+// -- epochs --------------------------------------------------------------------------
 
 Status ResilientComm::Install(std::shared_ptr<Communicator> next,
                               CommitDecision decision) {

@@ -62,7 +62,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Whether another epoch may follow an epoch that has ended.
   bool repairs() const { return repairs_; }
 
-  // -- for the recovery, which forms epochs -------------------------------------------
+  // -- for the recovery, which forms epochs ------------------------------------------
 
   // Makes `next`, which was constructed with this ResilientComm, the current epoch.
   // `decision` is about the previous epoch, and is ignored for the first epoch. `next`
@@ -80,7 +80,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // already knows that training starts again on all ranks.
   void Resume();
 
-  // -- calls (from Communicator) ------------------------------------------------------
+  // -- calls (from Communicator) -----------------------------------------------------
 
   uint64_t TakeTicket() { return ticket_lock_.Take(); }
   // Runs the call in the current epoch, and again in the next epoch if the current one
@@ -102,7 +102,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Runs `body` between two calls; does nothing after the end.
   void Between(const std::function<void()>& body);
 
-  // -- for the eager lane, which has a protocol of its own ----------------------------
+  // -- for the eager lane, which has a protocol of its own ---------------------------
   //
   // The lane holds one epoch and uses its Rounds, Compare and RunInThisEpoch. If one of
   // these fails with kUnavailable and the epoch was aborted, the lane moves to the next

@@ -53,8 +53,8 @@ Status Rounds::RunPiggybacked(const Call& call,
   log_.EnterAgreed();
   if (Status valid = runner_.Validate(call); !valid.ok())
     return failures_.WithContext(call, valid);
-  for (const Request& r :
-       Split(call, state_.rank(), state_.size())) {  // none if the tensor is empty
+  // There is no request if the tensor is empty.
+  for (const Request& r : Split(call, state_.rank(), state_.size())) {
     Values sorted;
     const int other =
         ReadPiggybacked(r.problem, r.arithmetic, state_.rank(), values, &sorted);

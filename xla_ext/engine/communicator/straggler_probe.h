@@ -16,7 +16,7 @@
 namespace ringjax {
 
 // A probe of some ranks about one call, or about one operation of an eager lane.
-struct Question {
+struct ProbeRequest {
   int communicator = 0;    // its id
   uint64_t sequence = 0;   // number of the call or operation, equal on all ranks
   bool operation = false;  // whether the probe is about an operation
@@ -48,7 +48,7 @@ class StragglerProbe {
   // Sends the probes and does not wait for replies. A probe about a call discards all
   // earlier replies of the communicator. A probe about an operation is not sent to a
   // rank that was probed less than half a second ago.
-  virtual void Ask(const Question& question) = 0;
+  virtual void SendProbes(const ProbeRequest& request) = 0;
   // Returns the replies to the last probe of each rank, in the order of `ranks`.
   virtual std::vector<ProbeReply> ProbeReplies(int communicator,
                                                const std::vector<int>& ranks) const = 0;

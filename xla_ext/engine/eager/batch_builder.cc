@@ -11,7 +11,7 @@
 namespace ringjax {
 namespace {
 
-constexpr int64_t kMaxRows = int64_t{1} << 40;  // of one rank, so that no sum overflows
+constexpr int64_t kMaxRows = int64_t{1} << 40;  // limits each rank: no sum overflows
 
 template <typename T>
 void SetBytes(std::vector<std::byte>* pattern, T value) {
@@ -19,48 +19,32 @@ void SetBytes(std::vector<std::byte>* pattern, T value) {
   std::memcpy(pattern->data(), &value, sizeof value);
 }
 
-template <typename T>
-void SetExtreme(std::vector<std::byte>* pattern, bool highest) {
-  using Limits = std::numeric_limits<T>;
-  if (Limits::has_infinity)
-    SetBytes<T>(pattern, highest ? Limits::infinity() : -Limits::infinity());
-  else
-    SetBytes<T>(pattern, highest ? Limits::max() : Limits::lowest());
+// Sets `*pattern` to the bytes of a number in a floating-point or complex type.
+void SetReal(DType dtype, double value, std::vector<std::byte>* pattern) {
+  if (dtype == DType::kC128 || dtype == DType::kF64) {
+    SetBytes<double>(pattern, value);
+  } else if (dtype == DType::kC64 || dtype == DType::kF32) {
+    SetBytes<float>(pattern, static_cast<float>(value));
+  } else {
+    Arithmetic narrow;
+    narrow.dtype = DType::kF64;
+    narrow.wire = dtype;
+    pattern->resize(Width(dtype));
+    Encode(pattern->data(), &value, 1, narrow, false);
+  }
+  pattern->resize(Width(dtype), std::byte{0});  // the imaginary part
 }
 
-// Sets `*pattern` to the bytes of the least or greatest value of a type.
+// Sets `*pattern` to the bytes of the least or greatest value of a type. No complex
+// type has one, and CheckReduction refuses them.
 void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
-  switch (dtype) {
-    case DType::kBool:
-      return SetBytes<uint8_t>(pattern, highest ? 1 : 0);
-    case DType::kI8:
-      return SetExtreme<int8_t>(pattern, highest);
-    case DType::kI16:
-      return SetExtreme<int16_t>(pattern, highest);
-    case DType::kI32:
-      return SetExtreme<int32_t>(pattern, highest);
-    case DType::kI64:
-      return SetExtreme<int64_t>(pattern, highest);
-    case DType::kU8:
-      return SetExtreme<uint8_t>(pattern, highest);
-    case DType::kU16:
-      return SetExtreme<uint16_t>(pattern, highest);
-    case DType::kU32:
-      return SetExtreme<uint32_t>(pattern, highest);
-    case DType::kU64:
-      return SetExtreme<uint64_t>(pattern, highest);
-    case DType::kF16:
-      return SetBytes<uint16_t>(pattern, highest ? 0x7c00 : 0xfc00);
-    case DType::kBF16:
-      return SetBytes<uint16_t>(pattern, highest ? 0x7f80 : 0xff80);
-    case DType::kF32:
-      return SetExtreme<float>(pattern, highest);
-    case DType::kF64:
-      return SetExtreme<double>(pattern, highest);
-    case DType::kC64:
-    case DType::kC128:
-      pattern->assign(Width(dtype), std::byte{0});  // unreachable, see CheckReduction
-  }
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (IsFloat(dtype)) return SetReal(dtype, highest ? kInfinity : -kInfinity, pattern);
+  if (dtype == DType::kBool) return SetBytes<uint8_t>(pattern, highest ? 1 : 0);
+  // In an integer, all bits of such a value are equal, except the sign bit.
+  pattern->assign(Width(dtype), highest ? std::byte{0xff} : std::byte{0});
+  if (dtype >= DType::kI8 && dtype <= DType::kI64)
+    pattern->back() = highest ? std::byte{0x7f} : std::byte{0x80};
 }
 
 // Sets `*pattern` to the bytes of the neutral element of a product. The call multiplies
@@ -75,21 +59,7 @@ Status NeutralOfProduct(DType dtype, double scale, std::vector<std::byte>* patte
     (*pattern)[0] = std::byte{1};
     return OkStatus();
   }
-  const double value = 1 / scale;
-  if (dtype == DType::kC64) {
-    SetBytes<float>(pattern, static_cast<float>(value));
-  } else if (dtype == DType::kC128 || dtype == DType::kF64) {
-    SetBytes<double>(pattern, value);
-  } else if (dtype == DType::kF32) {
-    SetBytes<float>(pattern, static_cast<float>(value));
-  } else {
-    Arithmetic narrow;
-    narrow.dtype = DType::kF64;
-    narrow.wire = dtype;
-    pattern->resize(Width(dtype));
-    Encode(pattern->data(), &value, 1, narrow, false);
-  }
-  pattern->resize(Width(dtype), std::byte{0});
+  SetReal(dtype, 1 / scale, pattern);
   return OkStatus();
 }
 

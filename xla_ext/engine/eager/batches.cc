@@ -2,7 +2,6 @@
 #include "engine/eager/batches.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "engine/call/hash.h"
@@ -47,9 +46,8 @@ Decision DecisionToRun(Ready ready) {
 }  // namespace
 
 bool Batches::Kind::operator==(const Kind& other) const {
-  return kinds == other.kinds &&
-         std::bit_cast<uint64_t>(prescale) == std::bit_cast<uint64_t>(other.prescale) &&
-         std::bit_cast<uint64_t>(postscale) == std::bit_cast<uint64_t>(other.postscale);
+  return kinds == other.kinds && SameBits(prescale, other.prescale) &&
+         SameBits(postscale, other.postscale);
 }
 
 size_t Batches::KindHash::operator()(const Kind& kind) const {

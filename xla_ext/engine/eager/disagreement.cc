@@ -65,25 +65,10 @@ bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   return false;
 }
 
-std::string_view Plural(Aspect aspect) {
-  switch (aspect) {
-    case Aspect::kDevices:
-      return "devices";
-    case Aspect::kNumbers:
-      return "numbers of tensors";
-    case Aspect::kDTypes:
-      return "dtypes";
-    case Aspect::kShapes:
-      return "shapes";
-    case Aspect::kReduceOps:
-      return "reduce ops";
-    case Aspect::kRoots:
-      return "root ranks";
-    case Aspect::kFactors:
-      break;
-  }
-  return "factors";
-}
+// The plurals of the aspects, in the order of Aspect.
+constexpr std::string_view kPlurals[] = {"devices", "numbers of tensors", "dtypes",
+                                         "shapes",  "reduce ops",         "root ranks",
+                                         "factors"};
 
 // Returns the value of an aspect of a submission, as text. Submissions that do not
 // differ in the aspect have equal texts.
@@ -155,8 +140,9 @@ Status Compare(const std::vector<SubmissionPtr>& by_rank,
   }
   if (!differ) return OkStatus();
   const auto groups = GroupRanks(by_rank, earliest, members);
-  std::string text =
-      "Mismatched " + std::string(Plural(earliest.aspect)) + " of " + first->Title();
+  std::string text = "Mismatched " +
+                     std::string(kPlurals[static_cast<size_t>(earliest.aspect)]) +
+                     " of " + first->Title();
   const bool of_tensor =
       earliest.aspect == Aspect::kDTypes || earliest.aspect == Aspect::kShapes;
   if (of_tensor && first->tensors.size() > 1)

@@ -7,7 +7,7 @@
 // (negotiation.h) and carries out its decisions. Unlike Horovod's, the lane has no
 // cycle time and no coordinator. A caller that waits for its operation does this work
 // itself (Drive). After a failure of the communicator, the lane starts again in the
-// next epoch, with all pending operations (progress_engine_epoch.cc). If no epoch
+// next epoch, with all pending operations. If no epoch
 // follows, all pending and later operations fail.
 //
 // The class itself has the functions that callers use, and the thread. Its parts are:
@@ -31,7 +31,6 @@
 #include "engine/communicator/communicator.h"
 #include "engine/communicator/resilient_comm.h"
 #include "engine/eager/backend.h"
-#include "engine/eager/ended_tasks.h"
 #include "engine/eager/lane_record.h"
 #include "engine/eager/lane_state.h"
 #include "engine/eager/progress_engine.h"

@@ -45,7 +45,10 @@ struct Negotiation::State {
     joined.resize(options.members.size());
   }
 
-  const Key* Find(KeyView key) const;
+  Key* Find(KeyView key) {
+    const auto found = keys.find(key);
+    return found == keys.end() ? nullptr : &found->second;
+  }
   Key& KeyOf(const Submission& submission);
   void Forget(const Submission& submission);  // erases its key if it is not in use
 
@@ -71,7 +74,7 @@ struct Negotiation::State {
   void Fail(Ready ready, Status status, Batches* batches);
   void AssignNumber(SubmissionPtr submission);
 
-  Waiting Describe(const Key& key) const;
+  Waiting Describe(const Key& key);
   Status ProtocolError(int rank, const std::string& what) const;
   int WorldRank(int rank) const { return options.members[static_cast<size_t>(rank)]; }
 
@@ -94,14 +97,8 @@ struct Negotiation::State {
   int joins = 0;
 };
 
-const Key* Negotiation::State::Find(KeyView key) const {
-  const auto found = keys.find(key);
-  return found == keys.end() ? nullptr : &found->second;
-}
-
 Key& Negotiation::State::KeyOf(const Submission& s) {
-  const auto found = keys.find(KeyView{s.op, s.name});
-  if (found != keys.end()) return found->second;
+  if (Key* key = Find({s.op, s.name})) return *key;
   return keys.try_emplace(KeyName{s.op, s.name}).first->second;
 }
 
@@ -219,15 +216,15 @@ void Negotiation::State::ApplyExpiry(const NegotiationItem& item, int rank) {
 }
 
 void Negotiation::State::Expire(const Expired& e, Batches* batches) {
-  const auto found = keys.find(KeyView{e.key->op, e.key->name});
+  Key* const key = Find({e.key->op, e.key->name});
   // The key may have become ready in this round, or may already have expired.
-  if (found == keys.end() || !found->second.any || found->second.id != e.id) return;
-  const Waiting waiting = Describe(found->second);
+  if (!key || !key->any || key->id != e.id) return;
+  const Waiting waiting = Describe(*key);
   Status status(Code::kDeadlineExceeded,
                 MissingText(waiting, options.members, e.seconds) +
                     (e.text.empty() ? "" : "; " + e.text),
                 WorldRank(waiting.missing[0]));
-  Fail(Take(found->second), std::move(status), batches);
+  Fail(Take(*key), std::move(status), batches);
   Forget(*e.key);
 }
 
@@ -283,7 +280,7 @@ void Negotiation::State::AssignNumber(SubmissionPtr submission) {
   Forget(*place.forgotten);
 }
 
-Negotiation::Waiting Negotiation::State::Describe(const Key& key) const {
+Negotiation::Waiting Negotiation::State::Describe(const Key& key) {
   Waiting waiting;
   waiting.id = key.id;
   waiting.any = key.any;
@@ -315,12 +312,11 @@ Negotiation::Negotiation(NegotiationOptions options)
 Negotiation::~Negotiation() = default;
 
 void Negotiation::Submit(SubmissionPtr submission) {
-  state_->outgoing.push_back(
-      {NegotiationItem::Kind::kDescription, 0, 0, 0, std::move(submission)});
+  state_->outgoing.push_back({.submission = std::move(submission)});
 }
 
 void Negotiation::Join() {
-  state_->outgoing.push_back({NegotiationItem::Kind::kJoin, 0, 0, 0, nullptr});
+  state_->outgoing.push_back({.kind = NegotiationItem::Kind::kJoin});
 }
 
 void Negotiation::Expire(Collective op, const std::string& name, double seconds,

@@ -47,10 +47,6 @@ Status Damaged(const char* what) {
                 std::string("its negotiation message is damaged: ") + what);
 }
 
-bool Is(double value, double other) {
-  return std::bit_cast<uint64_t>(value) == std::bit_cast<uint64_t>(other);
-}
-
 }  // namespace
 
 void NegotiationWriter::Head(uint64_t value, unsigned kind) {
@@ -92,7 +88,7 @@ void NegotiationWriter::Reference(uint64_t number) {
 
 void NegotiationWriter::Description(const Submission& s) {
   Flush();
-  const bool prescale = !Is(s.prescale, 1), postscale = !Is(s.postscale, 1);
+  const bool prescale = !SameBits(s.prescale, 1), postscale = !SameBits(s.postscale, 1);
   Head(kDescription, kOther);
   bytes_ += static_cast<char>(s.op);
   bytes_ +=

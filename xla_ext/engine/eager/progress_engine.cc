@@ -1,21 +1,16 @@
-// Turns and rounds. See progress_engine.h.
+// Turns and rounds, piggybacked data, and the move to the next epoch. See
+// progress_engine.h.
 #include "engine/eager/progress_engine.h"
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace ringjax {
-namespace {
-
-Clock::duration Seconds(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(seconds));
-}
-
-}  // namespace
-
 ProgressEngine::ProgressEngine(LaneState& state, TaskQueue& tasks, LaneRecord& record)
     : state_(state),
       communicator_(state.communicator),
@@ -71,7 +66,7 @@ void ProgressEngine::TakeSubmissions() {
 // Waits cycle_seconds for more submissions to fuse, or until a peer begins the round.
 Status ProgressEngine::AwaitMore() {
   if (state_.options.cycle_seconds <= 0) return OkStatus();
-  const auto until = Clock::now() + Seconds(state_.options.cycle_seconds);
+  const auto until = Clock::now() + ToDuration(state_.options.cycle_seconds);
   for (bool begun = false; !begun && Clock::now() < until;) {
     RJ_TRY(communicator_->rounds().AwaitNext(until, true, &begun));
     TakeSubmissions();
@@ -115,6 +110,207 @@ void ProgressEngine::FailAll(const Status& cause) {
   for (const TaskPtr& task : tasks)
     tasks_.Finish({task}, state_.WithContext(task->Describe(), cause), nullptr);
   tasks_.FinishJoin(state_.WithContext(kJoinTitle, cause), -1);
+}
+
+// -- piggybacked data ----------------------------------------------------------------
+//
+// If a rank submits one short operation and nothing else, it sends the
+// data of that operation together with the round that negotiates it. If all other ranks
+// submit the same operation and nothing else, every rank has all data after the round,
+// and the call, which would be a second exchange, is left out. So in a program that
+// waits for each of its operations, most operations take one exchange. In all other
+// cases a copy of a few KiB is wasted.
+
+namespace {
+
+// The longest data that are piggybacked, in bytes. For longer data, a wasted copy would
+// take too long.
+constexpr uint64_t kMaxPiggyback = 8 << 10;
+// This limit applies if the caller waits for the operation: then the other ranks
+// probably submit the same operation, and the copy is probably not wasted.
+constexpr uint64_t kMaxPiggybackIfWaits = 64 << 10;
+
+// Returns whether the operation is short enough, and whether each rank can compute the
+// same bits as a call from the inputs of all ranks.
+bool Qualifies(const Submission& s, bool waits) {
+  const uint64_t most =
+      waits && s.op != Collective::kAllreduce ? kMaxPiggybackIfWaits : kMaxPiggyback;
+  if (s.cuda || s.tensors.size() != 1 || s.tensors[0].bytes() > most) return false;
+  switch (s.op) {
+    case Collective::kAllreduce:
+    case Collective::kReducescatter:
+      return s.prescale == 1 && s.reduce_op != ReduceOp::kAdasum;
+    case Collective::kBroadcast:
+    case Collective::kAllgather:
+      return true;
+    case Collective::kAlltoall:
+      return s.splits.empty();
+    case Collective::kBarrier:
+      break;
+  }
+  return false;
+}
+
+bool ShareMemory(const std::byte* a, uint64_t a_bytes, const std::byte* b,
+                 uint64_t b_bytes) {
+  return std::less<>()(a, b + b_bytes) && std::less<>()(b, a + a_bytes);
+}
+
+// Excludes the share of the data that only this rank needs from the copy, unless the
+// result overwrites the input.
+void ExcludeOwnShare(const Submission& s, const void* out, int rank, int size,
+                     Piggyback* piggyback) {
+  if (s.op != Collective::kAlltoall && s.op != Collective::kReducescatter) return;
+  const uint64_t bytes = piggyback->own.size();
+  if (bytes == 0 ||
+      ShareMemory(piggyback->own.data(), bytes, static_cast<const std::byte*>(out),
+                  ResultBytes(s, 0, rank, size)))
+    return;
+  const int64_t rows = s.tensors[0].dims[0];
+  int64_t before = 0;
+  for (int r = 0; r < rank; ++r) before += ShareOf(rows, r, size);
+  const uint64_t row = bytes / static_cast<uint64_t>(rows);
+  piggyback->kept_begin = static_cast<uint64_t>(before) * row;
+  piggyback->kept_end = static_cast<uint64_t>(before + ShareOf(rows, rank, size)) * row;
+}
+
+}  // namespace
+
+Piggyback ProgressEngine::OfferData() const {
+  Piggyback piggyback;
+  const auto task =
+      std::static_pointer_cast<const Task>(negotiation_->OnlySubmission());
+  if (!task || !Qualifies(*task, task->waits) ||
+      !communicator_->rounds().CanPiggyback(task->op))
+    return piggyback;
+  piggyback.given = true;
+  if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
+    piggyback.own = {static_cast<const std::byte*>(task->ins[0]),
+                     task->tensors[0].bytes()};
+  ExcludeOwnShare(*task, task->outs.empty() ? nullptr : task->outs[0],
+                  communicator_->rank(), communicator_->size(), &piggyback);
+  return piggyback;
+}
+
+// -- epochs --------------------------------------------------------------------------
+//
+// An operation that has ended stays ended, with the same outcome on all remaining ranks
+// (DecisionRunner::ConfirmRound). Each rank submits its other operations again, in
+// their order, to a new negotiation, because no rank knows which messages of the last
+// round the other ranks have received. An operation that is impossible for the new
+// ranks fails alone.
+
+namespace {
+
+// Returns whether the ranks are unchanged: none is lost, renumbered or new.
+bool RanksUnchanged(const std::vector<int>& ranks, int size) {
+  if (ranks.size() != static_cast<size_t>(size)) return false;
+  for (int r = 0; r < size; ++r)
+    if (ranks[static_cast<size_t>(r)] != r) return false;
+  return true;
+}
+
+std::string RestartReason(const std::string& reason) {
+  return "training starts again" + (reason.empty() ? "" : ": " + reason);
+}
+
+// Translates a task to the ranks of `present`, the communicator of the new epoch.
+// Returns an error if the task cannot run there.
+Status AdaptToRanks(Task* task, const Communicator& present) {
+  const uint64_t index = present.epoch_index();
+  const auto change = present.resilient()->Changes(task->epoch_index, index);
+  const auto lost = [&](const std::string& what) {
+    const std::string why = change.reason.empty() ? "" : " (" + change.reason + ")";
+    return Status(Code::kUnavailable, what + why);
+  };
+  const std::string ranks = std::to_string(present.size()) + " ranks";
+  if (!change.repeats) return Status(Code::kUnavailable, RestartReason(change.reason));
+  if (task->cuda)
+    return lost("NCCL has ended with the ranks that it joined; submit it again");
+  if (std::exchange(task->epoch_index, index) == index) return OkStatus();
+  if (RanksUnchanged(change.ranks, present.size())) return OkStatus();
+  if (task->op == Collective::kBroadcast) {
+    const auto root = static_cast<size_t>(task->root);
+    const int now = root < change.ranks.size() ? change.ranks[root] : -1;
+    if (now < 0)
+      return lost("root_rank " + std::to_string(task->root) +
+                  " was lost; submit it again with a root among the " + ranks +
+                  " that there are now");
+    task->root = now;
+  }
+  if (task->op == Collective::kReducescatter)
+    return lost(
+        "its result was made for another number of ranks; submit it again for " +
+        ranks);
+  if (!task->splits.empty())
+    return lost(
+        "its splits are for ranks that there were before; submit it again with "
+        "splits for " +
+        ranks);
+  if (Status s = CheckSubmission(*task, present.size()); !s.ok())
+    return lost("it cannot be done by the " + ranks +
+                " that there are now: " + s.message());
+  return OkStatus();
+}
+
+}  // namespace
+
+Status ProgressEngine::MoveToNextEpoch() {
+  try {
+    const Status cause = communicator_->abort_status();
+    // With another code, such as after an interrupt of this rank, no epoch follows.
+    if (cause.code() != Code::kUnavailable) return cause;
+    // After the swap, `next` is the ended communicator, which is released without the
+    // mutex.
+    std::shared_ptr<Communicator> next;
+    RJ_TRY(state_.resilient->AwaitNextEpoch(communicator_->epoch_index(), &next));
+    std::shared_ptr<EagerBackend> before;  // closed below, without the mutex
+    PendingTasks all;
+    {
+      std::lock_guard lock(state_.mutex);
+      state_.communicator.swap(next);
+      before = state_.cuda;
+      if (state_.cuda) state_.cuda = state_.make_cuda(communicator_);
+      all = tasks_.CollectPending(communicator_->epoch_index());
+    }
+    if (before) before->Close();
+    // EagerLane::Abort may have aborted only the ended communicator. See there.
+    const Status end = state_.resilient->end_status();
+    if (!end.ok()) communicator_->Abort(end);
+    if (end.ok()) SubmitAgain(all, cause.rank());
+    return end;
+  } catch (const std::exception& e) {  // out of memory, most likely
+    const std::string what = std::string("failed: ") + e.what();
+    communicator_->AbortAndNotifyPeers(Code::kInternal, what);
+    return Status(Code::kInternal, what);
+  }
+}
+
+// Submits all pending operations to a new negotiation. `culprit` is the rank that the
+// ended epoch has lost.
+void ProgressEngine::SubmitAgain(const PendingTasks& all, int culprit) {
+  hits_before_ += negotiation_->hits();
+  negotiation_ = std::make_unique<Negotiation>(ForNegotiation());
+  stalls_.Clear();
+  taken_.clear();
+  for (const TaskPtr& task : all.tasks) {
+    Status status = AdaptToRanks(task.get(), *communicator_);
+    if (status.ok()) {
+      negotiation_->Submit(task);
+      continue;
+    }
+    status = state_.WithContext(task->Describe(),
+                                Status(status.code(), status.message(), culprit));
+    record_.Failed(*task, status.message());
+    tasks_.Finish({task}, status, nullptr);
+  }
+  if (!all.joins) return;
+  const auto change =
+      state_.resilient->Changes(all.join_epoch_index, communicator_->epoch_index());
+  if (change.repeats) return negotiation_->Join();
+  tasks_.FinishJoin(state_.WithContext(
+                        kJoinTitle, {Code::kUnavailable, RestartReason(change.reason)}),
+                    -1);
 }
 
 }  // namespace ringjax

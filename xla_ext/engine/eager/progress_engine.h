@@ -1,9 +1,7 @@
 // ProgressEngine: the work of an eager lane, done by the holder of the progress lock
 // (MPI's progress engine). It passes submissions to the negotiation, begins rounds,
-// takes part in rounds that other ranks begin, and carries out the decisions.
-//
-// The engine moves from epoch to epoch of the communicator, with all pending operations
-// (progress_engine_epoch.cc).
+// takes part in rounds that other ranks begin, and carries out the decisions. It moves
+// from epoch to epoch of the communicator, with all pending operations.
 #pragma once
 
 #include <cstdint>
@@ -47,10 +45,7 @@ class ProgressEngine {
   Status AwaitMore();
   Status Round();
 
-  // Returns the data to be sent with the round (progress_engine_piggyback.cc).
-  Piggyback OfferData() const;
-
-  // Epochs (progress_engine_epoch.cc).
+  Piggyback OfferData() const;  // returns the data to be sent with the round
   void SubmitAgain(const PendingTasks& all, int culprit);
 
   LaneState& state_;

@@ -49,9 +49,11 @@ class ProgressLock {
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   const TaskQueue& tasks_;
 
-  std::mutex mutex_;                  // the progress lock itself
-  std::atomic<uint64_t> callers_{0};  // number of calls of CountCaller
-  uint64_t callers_seen_ = 0;         // callers_ when StandAside last read it
+  std::mutex mutex_;  // the progress lock itself
+  // Number of calls of CountCaller. Relaxed, because a stale number only changes when
+  // the lane's thread stands aside; Recall, under a mutex, never misses work.
+  std::atomic<uint64_t> callers_{0};
+  uint64_t callers_seen_ = 0;  // callers_ when StandAside last read it
   // Whether the lane's own thread is in StandAside. Guarded by LaneState::mutex.
   bool aside_ = false;
   std::condition_variable recalled_;

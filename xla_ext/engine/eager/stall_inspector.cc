@@ -41,9 +41,7 @@ void StallInspector::Watch(Negotiation* negotiation) {
   }
   watched_.swap(watched);
   Warn(late);
-  next_look_ = all.empty() ? Clock::time_point::max()
-                           : now + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(pause));
+  next_look_ = all.empty() ? Clock::time_point::max() : now + ToDuration(pause);
 }
 
 // Returns the timeout of this rank's own submission in seconds; 0 if there is none.

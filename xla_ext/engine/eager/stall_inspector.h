@@ -65,7 +65,7 @@ class StallInspector {
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   bool own_timeout_ =
       false;  // whether a task since the last EndRound has its own timeout
-  std::unordered_map<uint64_t, Watched> watched_;  // by Negotiation::Waiting::id
+  std::unordered_map<uint64_t, Watched> watched_;  // key: Negotiation::Waiting::id
   Clock::time_point next_look_ = Clock::time_point::max();
 };
 

@@ -2,7 +2,6 @@
 #include "engine/eager/submission.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 
 #include "engine/call/descriptor.h"
@@ -15,10 +14,6 @@ namespace {
 constexpr uint64_t kMaxBytes = uint64_t{1} << 48;
 
 Status Invalid(const std::string& why) { return {Code::kInvalidArgument, why}; }
-
-bool SameBits(double a, double b) {
-  return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
-}
 
 // Adds the bytes of the tensor to `*total`, and returns false if there are too many.
 // Counts a dimension of 0 as 1, so that the other dimensions are limited, too.

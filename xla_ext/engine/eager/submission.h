@@ -4,6 +4,8 @@
 // whether the submissions of several ranks fit together.
 #pragma once
 
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -44,6 +46,12 @@ struct Submission {
   uint64_t Hash() const;               // equal for submissions that are Same
 };
 using SubmissionPtr = std::shared_ptr<const Submission>;
+
+// Returns whether two factors have the same bits. Unlike ==, it is true for two equal
+// NaN and false for the zeros -0 and +0.
+inline bool SameBits(double a, double b) {
+  return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
+}
 
 // Returns kInvalidArgument, without a title, if the submission is impossible in a set
 // of `size` ranks. A rank checks its own submissions before it sends them, and the

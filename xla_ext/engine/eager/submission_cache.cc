@@ -44,7 +44,8 @@ SubmissionCache::Inserted SubmissionCache::Insert(SubmissionPtr submission) {
   return place;
 }
 
-void SubmissionCache::MoveToNewest(uint32_t number) {
+void SubmissionCache::Touch(uint32_t number) {
+  if (number == newest_) return;
   Unlink(number);
   Link(number);
 }

@@ -29,9 +29,7 @@ class SubmissionCache {
   }
 
   // Marks an entry as the most recently used one.
-  void Touch(uint32_t number) {
-    if (number != newest_) MoveToNewest(number);
-  }
+  void Touch(uint32_t number);
 
   // Gives the submission a number, or touches it if it has one.
   struct Inserted {
@@ -49,7 +47,6 @@ class SubmissionCache {
     uint64_t hash = 0;
     uint32_t older = kNone, newer = kNone;
   };
-  void MoveToNewest(uint32_t number);
   void Unlink(uint32_t number);
   void Link(uint32_t number);  // makes the entry the newest
 

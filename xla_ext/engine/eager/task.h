@@ -43,10 +43,4 @@ inline TaskPtr Mine(const Ready& ready, int rank) {
       std::static_pointer_cast<const Task>(ready.by_rank[static_cast<size_t>(rank)]));
 }
 
-// Returns kInvalidArgument, without a title, if the operation is impossible in the
-// epoch `present`, or if its memory does not fit its tensors.
-Status CheckTask(const Submission& what, std::span<void* const> ins,
-                 std::span<void* const> outs, std::span<const uint64_t> rooms,
-                 const Communicator& present);
-
 }  // namespace ringjax

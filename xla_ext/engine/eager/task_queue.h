@@ -2,16 +2,21 @@
 // thread. The holder of the progress lock takes the tasks out and completes them.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
 #include "engine/communicator/communicator.h"
 #include "engine/communicator/resilient_comm.h"
 #include "engine/eager/backend.h"
-#include "engine/eager/ended_tasks.h"
 #include "engine/eager/keys.h"
 #include "engine/eager/lane_state.h"
 #include "engine/eager/task.h"
@@ -19,7 +24,47 @@
 
 namespace ringjax {
 
-// The operations that continue in the next epoch (progress_engine_epoch.cc).
+// Returns kInvalidArgument, without a title, if the operation is impossible in the
+// epoch `present`, or if its memory does not fit its tensors.
+Status CheckTask(const Submission& what, std::span<void* const> ins,
+                 std::span<void* const> outs, std::span<const uint64_t> rooms,
+                 const Communicator& present);
+
+// Stores EagerRequest::keep of each operation that has ended, until a caller takes the
+// pointer and releases its object. An EagerLane owns the object. Any thread may call
+// Take and any. TaskQueue::Finish calls the other functions.
+class EndedTasks {
+ public:
+  // `mutex`: LaneState::mutex.
+  explicit EndedTasks(std::mutex& mutex) : mutex_(mutex) {}
+
+  // Returns the stored pointers. The caller must release their objects.
+  std::vector<void*> Take();
+  // Returns whether Take may return a pointer. Needs no lock, so it is cheap.
+  bool any() const { return has_ended_.load(std::memory_order_acquire); }
+
+  // The caller of all following functions holds mutex_.
+  void Reserve(size_t more) { ended_.reserve(ended_.size() + more); }  // before Add
+  void Add(void* keep) { ended_.push_back(keep); }
+  // Adds the pointer of a work whose memory a device may still use.
+  void AddEnqueued(const std::shared_ptr<Work>& work, void* keep) {
+    enqueued_.emplace_back(work, keep);
+  }
+  // Updates the result of any().
+  void Publish() {
+    has_ended_.store(!ended_.empty() || !enqueued_.empty(), std::memory_order_release);
+  }
+
+ private:
+  std::mutex& mutex_;  // guards all below
+  std::vector<void*> ended_;
+  // Works whose memory a device may still use, with their EagerRequest::keep, in the
+  // order of the device's work.
+  std::deque<std::pair<std::shared_ptr<Work>, void*>> enqueued_;
+  std::atomic<bool> has_ended_{false};
+};
+
+// The operations that continue in the next epoch.
 struct PendingTasks {
   std::vector<TaskPtr> tasks;  // sorted by Task::order
   bool joins = false;
@@ -34,8 +79,7 @@ class TaskQueue {
   // The gate at which threads wait for the works of the lane.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
-  // -- for any thread that holds LaneState::mutex
-  // ----------------------------------------
+  // -- for any thread that holds LaneState::mutex ------------------------------------
 
   // Puts the task into the queue for the holder. `backend` is the backend that recorded
   // Task::mark, or null.
@@ -48,8 +92,7 @@ class TaskQueue {
   bool has_incoming() const { return !incoming_.empty(); }
   const Status& failure() const { return failure_; }  // ok until Fail
 
-  // -- for the holder of the progress lock
-  // ------------------------------------------------
+  // -- for the holder of the progress lock -------------------------------------------
 
   // Moves the new tasks to `*taken`, which must be empty. Returns whether there is a
   // new join.

@@ -105,18 +105,18 @@ void Timeline::Runs(const Row& row) {
 }
 
 void Timeline::Ended(const Row& row, std::string_view what) {
-  const std::lock_guard lock(mutex_);
-  RowState* state = StateOf(row);
-  if (state->phase == Phase::kIdle) return;  // its beginning is in an earlier file
-  End(*state, Stamp(), "\"operation\":" + Quoted(what));
-  state->phase = Phase::kIdle;
+  EndRow(row, "\"operation\":" + Quoted(what));
 }
 
 void Timeline::Failed(const Row& row, std::string_view why) {
+  EndRow(row, "\"error\":" + Quoted(why));
+}
+
+void Timeline::EndRow(const Row& row, const std::string& arguments) {
   const std::lock_guard lock(mutex_);
   RowState* state = StateOf(row);
-  if (state->phase == Phase::kIdle) return;
-  End(*state, Stamp(), "\"error\":" + Quoted(why));
+  if (state->phase == Phase::kIdle) return;  // the begin event is in an earlier file
+  End(*state, Stamp(), arguments);
   state->phase = Phase::kIdle;
 }
 

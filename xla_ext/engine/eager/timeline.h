@@ -75,6 +75,7 @@ class Timeline final : public Listener {
   };
 
   Timeline(std::string path, std::FILE* file, bool mark_rounds, uint64_t most_bytes);
+  void EndRow(const Row& row, const std::string& arguments);
   // The caller holds mutex_:
   RowState* StateOf(const Row& row, std::string_view suffix = "");
   void NameRow(const std::string& title, const RowState& state);

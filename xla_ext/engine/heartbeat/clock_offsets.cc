@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 #include <utility>
 
 namespace ringjax {
@@ -31,9 +30,7 @@ void ClockOffsets::SendRequest(PeerState* state) {
   --requests_left_;
   ControlMessage::ClockText text;
   text.requested = requested_at_ = SecondsNow();
-  connections_->Send(
-      state, ControlMessage::Type::kClock,
-      std::string_view(reinterpret_cast<const char*>(&text), sizeof text));
+  connections_->Send(state, ControlMessage::Type::kClock, WithHead(text, ""));
 }
 
 void ClockOffsets::HandleClock(PeerState* state, const std::string& bytes) {
@@ -44,9 +41,7 @@ void ClockOffsets::HandleClock(PeerState* state, const std::string& bytes) {
   if (text.replied == 0) {
     text.received = now;
     text.replied = SecondsNow();
-    connections_->Send(
-        state, ControlMessage::Type::kClock,
-        std::string_view(reinterpret_cast<const char*>(&text), sizeof text));
+    connections_->Send(state, ControlMessage::Type::kClock, WithHead(text, ""));
     return;
   }
   if (text.requested != requested_at_)

@@ -43,7 +43,8 @@ struct PeerState {
   uint64_t entered[2] = {};  // see ControlMessage::entered
   bool open = true;          // false after Close
   bool left = false;         // whether the peer has shut down cleanly
-  std::map<int, uint64_t> finished;  // if `left`: finished calls, by communicator id
+  std::map<int, uint64_t>
+      finished;  // calls finished before it left, by communicator id
 };
 
 // Owns the sockets and an epoll descriptor for them, and writes messages without
@@ -76,7 +77,7 @@ class ControlConnections {
   // bytes, unless the message is a beat.
   void SendToAll(ControlMessage::Type type, int culprit, const std::string& text);
 
-  // -- the caller holds mutex() -------------------------------------------------------
+  // -- the caller holds mutex() ------------------------------------------------------
 
   // All peers. The member `peer` never changes, and may be read without the mutex.
   std::span<PeerState> states() { return states_; }

@@ -38,8 +38,7 @@ struct ControlMessage {
     uint32_t pad = 0;
     uint64_t calls = 0;
   };
-  struct ProbeHead {  // begins the text of kProbe; the title of the stalled call
-                      // follows
+  struct ProbeHead {  // begins the text of kProbe; the call's description follows
     uint64_t sequence = 0;
     int32_t communicator = 0;
     uint32_t token = 0;  // chosen by the sender; the reply has the same token

@@ -152,19 +152,20 @@ bool Heartbeat::IsValid(const ControlMessage& message) const {
       std::any_of(states.begin(), states.end(), [&message](const PeerState& state) {
         return state.peer.rank == message.culprit;
       });
+  using M = ControlMessage;
+  // The minimum length of the text of each type, in the order of Type.
+  constexpr size_t kMinText[] = {0,
+                                 0,
+                                 0,
+                                 sizeof(M::ProbeHead),
+                                 sizeof(M::ReplyHead),
+                                 sizeof(M::Teardown),
+                                 sizeof(M::WaitsHead),
+                                 sizeof(M::ClockText)};
   return known && message.magic == ControlMessage().magic &&
-         message.length <= ControlMessage::kMaxText && message.type >= Type::kBeat &&
-         message.type <= Type::kClock &&
-         (message.type != Type::kProbe ||
-          message.length >= sizeof(ControlMessage::ProbeHead)) &&
-         (message.type != Type::kReply ||
-          message.length >= sizeof(ControlMessage::ReplyHead)) &&
-         (message.type != Type::kTeardown ||
-          message.length >= sizeof(ControlMessage::Teardown)) &&
-         (message.type != Type::kWaits ||
-          message.length >= sizeof(ControlMessage::WaitsHead)) &&
-         (message.type != Type::kClock ||
-          message.length >= sizeof(ControlMessage::ClockText));
+         message.type >= Type::kBeat && message.type <= Type::kClock &&
+         message.length <= ControlMessage::kMaxText &&
+         message.length >= kMinText[static_cast<size_t>(message.type) - 1];
 }
 
 // Handles one message of the input. Returns false if no message is complete, or if the

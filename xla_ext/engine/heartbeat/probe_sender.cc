@@ -8,32 +8,32 @@
 namespace ringjax {
 namespace {
 
-constexpr double kRecently = 0.5;  // seconds; see StragglerProbe::Ask
+constexpr double kRecently = 0.5;  // seconds; see StragglerProbe::SendProbes
 
 }  // namespace
 
-void ProbeSender::Ask(const Question& question) {
+void ProbeSender::SendProbes(const ProbeRequest& request) {
   const double now = SecondsNow();
   std::lock_guard lock(connections_->mutex());
   if (connections_->stopping()) return;
   for (PeerState& state : connections_->states()) {
     std::map<int, SentProbe>& sent_probes = sent_[state.index];
-    if (!question.operation) sent_probes.erase(question.communicator);
-    const auto& ranks = question.ranks;
+    if (!request.operation) sent_probes.erase(request.communicator);
+    const auto& ranks = request.ranks;
     if (std::find(ranks.begin(), ranks.end(), state.peer.rank) == ranks.end()) continue;
-    SentProbe& asked = sent_probes[question.communicator];
+    SentProbe& asked = sent_probes[request.communicator];
     if (asked.token > 0 && now - asked.when < kRecently) continue;
     asked = {};
     asked.token = ++token_;
     asked.when = now;
     ControlMessage::ProbeHead head;
-    head.sequence = question.sequence;
-    head.communicator = question.communicator;
+    head.sequence = request.sequence;
+    head.communicator = request.communicator;
     head.token = asked.token;
-    head.operation = question.operation ? 1 : 0;
+    head.operation = request.operation ? 1 : 0;
     connections_->Send(
         &state, ControlMessage::Type::kProbe,
-        WithHead(head, Cut(question.what, ControlMessage::kMaxText - sizeof head)));
+        WithHead(head, Cut(request.what, ControlMessage::kMaxText - sizeof head)));
   }
 }
 

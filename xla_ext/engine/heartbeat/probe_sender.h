@@ -21,7 +21,7 @@ class ProbeSender : public StragglerProbe {
   explicit ProbeSender(ControlConnections* connections)
       : connections_(connections), sent_(connections->states().size()) {}
 
-  void Ask(const Question& question) override;
+  void SendProbes(const ProbeRequest& request) override;
   std::vector<ProbeReply> ProbeReplies(int communicator,
                                        const std::vector<int>& ranks) const override;
 

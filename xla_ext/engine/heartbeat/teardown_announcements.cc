@@ -15,9 +15,7 @@ constexpr size_t kMaxAnnounced = 4096;  // communicators kept for each peer
 
 void TeardownAnnouncements::AnnounceTeardown(int communicator, uint32_t epoch) {
   const Teardown gone{communicator, epoch};
-  connections_->SendToAll(
-      ControlMessage::Type::kTeardown, -1,
-      std::string(reinterpret_cast<const char*>(&gone), sizeof gone));
+  connections_->SendToAll(ControlMessage::Type::kTeardown, -1, WithHead(gone, ""));
 }
 
 void TeardownAnnouncements::HandleTeardown(PeerState* state, const std::string& text) {

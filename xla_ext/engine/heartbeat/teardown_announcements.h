@@ -1,5 +1,5 @@
 // TeardownAnnouncements: the teardown barrier over the sockets of the heartbeat. See
-// teardown_barrier.h.
+// heartbeat_client.h.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/communicator/teardown_barrier.h"
+#include "engine/communicator/heartbeat_client.h"
 #include "engine/heartbeat/control_connections.h"
 
 namespace ringjax {

@@ -39,14 +39,8 @@ std::map<int, PeerWaits> WaitReports::TakeWaits() {
 
 std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
                                    size_t most) {
-  uint64_t count = 0;
-  const std::vector<Event> latest = recorder.Latest(&count);
-  const uint64_t fresh =
-      std::min<uint64_t>(count - std::min(*seen, count), latest.size());
-  *seen = count;
   std::vector<WaitRecord> waits;
-  for (size_t i = latest.size() - fresh; i < latest.size(); ++i) {
-    const Event& event = latest[i];
+  for (const Event& event : recorder.Since(seen)) {
     if (event.set != 0 || event.outcome != Code::kOk) continue;
     const double us = std::clamp(event.wait_seconds() * 1e6, 0.0, 2e9);
     waits.push_back({static_cast<uint32_t>(event.sequence), event.named,
@@ -67,7 +61,7 @@ void WaitReports::SendWaits() {
   head.calls = recorder_->count();
   head.wait = busy.waiting;
   head.move = busy.moving;
-  std::string text(reinterpret_cast<const char*>(&head), sizeof head);
+  std::string text = WithHead(head, "");
   for (const WaitRecord& w : waits) {
     const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
     text.append(reinterpret_cast<const char*>(words), sizeof words);

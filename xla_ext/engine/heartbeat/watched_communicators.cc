@@ -63,7 +63,7 @@ std::string WatchedCommunicators::FinishedCalls() const {
     const auto c = weak.lock();
     if (!c || text.size() + sizeof(Finished) > ControlMessage::kMaxText) continue;
     const Finished one{c->id(), 0, c->finished()};
-    text.append(reinterpret_cast<const char*>(&one), sizeof one);
+    text += WithHead(one, "");
   }
   return text;
 }

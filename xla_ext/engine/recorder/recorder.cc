@@ -129,9 +129,8 @@ void Recorder::AddBytes(const Key& key, uint64_t bytes) {
   totals_[key].bytes += bytes;
 }
 
-std::vector<Event> Recorder::Latest(uint64_t* count) const {
+std::vector<Event> Recorder::Latest() const {
   std::lock_guard lock(mutex_);
-  if (count != nullptr) *count = count_;
   return InOrder(ring_.size());
 }
 
@@ -152,17 +151,18 @@ void Recorder::SetCapacity(size_t capacity) {
   oldest_ = 0;
 }
 
+std::vector<Event> Recorder::Since(uint64_t* seen, uint64_t* lost) const {
+  std::lock_guard lock(mutex_);
+  const uint64_t count = count_ - std::min(*seen, count_);
+  std::vector<Event> events = InOrder(std::min<uint64_t>(count, ring_.size()));
+  if (lost != nullptr) *lost = count - events.size();
+  *seen = count_;
+  return events;
+}
+
 std::string Recorder::LinesSince(uint64_t* seen, uint64_t* lost) const {
-  std::vector<Event> fresh;
-  {
-    std::lock_guard lock(mutex_);
-    const uint64_t count = count_ - std::min(*seen, count_);
-    fresh = InOrder(std::min<uint64_t>(count, ring_.size()));
-    *lost = count - fresh.size();
-    *seen = count_;
-  }
   std::string lines;
-  for (const Event& event : fresh) lines += JsonLine(event, {});
+  for (const Event& event : Since(seen, lost)) lines += JsonLine(event, {});
   return lines;
 }
 

@@ -94,13 +94,13 @@ class Recorder {
   void AddDevice(const Key& key, double seconds);
   // Adds the bytes of a call that has no event (CommunicatorOptions::device_index).
   void AddBytes(const Key& key, uint64_t bytes);
-  // Returns the stored events, oldest first. `*count` receives count().
-  std::vector<Event> Latest(uint64_t* count = nullptr) const;
+  std::vector<Event> Latest() const;  // the stored events, oldest first
   // Keeps the latest `capacity` events from now on.
   void SetCapacity(size_t capacity);
-  // Returns the events after the first `*seen` as lines of JSON, whose times are
-  // seconds of Event::Clock, and sets `*seen` to count(). `*lost` receives the number
-  // of these events that are no longer stored.
+  // Returns the events after the first `*seen` that are still stored, oldest first, and
+  // sets `*seen` to count(). `*lost` receives the number of those no longer stored.
+  std::vector<Event> Since(uint64_t* seen, uint64_t* lost = nullptr) const;
+  // Returns these events as lines of JSON, whose times are seconds of Event::Clock.
   std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
   // Replaces the listener; null removes it.
   void SetListener(std::shared_ptr<Listener> listener);
