@@ -1,4 +1,4 @@
-// See ticket_lock.h.
+// Waits for tickets. See ticket_lock.h.
 #include "engine/call/ticket_lock.h"
 
 namespace ringjax {

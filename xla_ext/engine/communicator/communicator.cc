@@ -1,4 +1,4 @@
-// See communicator.h.
+// Delegates each function to a part. See communicator.h.
 #include "engine/communicator/communicator.h"
 
 #include "engine/communicator/resilient_comm.h"

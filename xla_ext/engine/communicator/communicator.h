@@ -193,7 +193,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                     bool trial = false);
 
   ConsistencyChecks& consistency_checks() { return consistency_checks_; }
-  std::map<std::string, int> transports() const;  // links, by Link::transport()
+  std::map<std::string, int> transports() const;  // numbers of links
 
  private:
   // The ResilientComm that orders the calls: CommState::own until this communicator is

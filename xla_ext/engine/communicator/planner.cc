@@ -1,4 +1,4 @@
-// See planner.h.
+// Routes, plans and forced algorithms. See planner.h.
 #include "engine/communicator/planner.h"
 
 #include <algorithm>

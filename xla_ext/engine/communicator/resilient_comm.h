@@ -173,7 +173,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   TicketLock ticket_lock_;
   std::atomic<uint64_t> epoch_index_{0};  // written under mutex_
 
-  mutable std::mutex mutex_;  // guards all below; locked before any Communicator's
+  // Guards all below. Comes before the locks of a Communicator in the lock order.
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::weak_ptr<Communicator> current_;
   std::shared_ptr<Progress> progress_;     // progress of the current epoch

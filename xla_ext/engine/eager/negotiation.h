@@ -101,7 +101,7 @@ class Negotiation {
   Status Receive(const std::vector<std::string>& messages,
                  std::vector<Decision>* decisions);
 
-  // An operation that after the last round only some ranks have submitted.
+  // An operation that, by the last round, some ranks have submitted and others not.
   struct Waiting {
     uint64_t id = 0;  // counts pending keys in the order in which they were received
     SubmissionPtr any;

@@ -63,8 +63,9 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Forget(const Communicator* communicator);
 
   // Announces a failure of this rank to all peers. `culprit` is the world rank to
-  // blame, and `message` is a predicate of that rank. -1 blames this rank, or the first
-  // rank that it has lost; then the peers receive the reason of that loss.
+  // blame, and `message` is a predicate of that rank. If it is -1, the peers receive
+  // the first rank that this rank has lost and the reason of the loss, or if this rank
+  // has lost none, this rank itself.
   void Fail(const std::string& message, int culprit = -1);
   // Announces to all peers that this rank shuts down cleanly.
   void Leave();
