@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from support import gpu_ranks
 from support.launch import ROOT
+from support.stubs import stub_environment
 
 from benchmarks.gpu import build, check, models, pack, trace
 from benchmarks.gpu.check import Outcome, Section
@@ -311,6 +313,21 @@ def test_sections_of_several_ranks_succeed_on_the_cpu(tmp_path: Path, name) -> N
     left_out = [result for result in results if not result.endswith(" ok")]
     assert left_out == ["not run: a CPU has no streams"] * (name == "torch")
     assert results
+
+
+def test_tests_of_the_driver_succeed_on_the_stubs() -> None:
+    files = [f"tests/gpu/test_{name}.py" for name in ("communicator", "kernels")]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-k", "not large_tensor", *files],
+        cwd=ROOT,
+        env=os.environ | stub_environment(),
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0, done.stdout
+    assert " passed, 1 deselected" in last and "skipped" not in last
 
 
 def test_a_missing_device_fails_the_check(

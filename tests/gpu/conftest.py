@@ -96,8 +96,9 @@ class ReportedTests:
             text = f"not run: {report.longrepr[2].removeprefix('Skipped: ')}"
         if report.failed or NO_DEVICE in text:
             text = "FAILED"
-            reason = " ".join(str(report.longrepr).split())[-500:]
-            self._report.fail(f"{report.nodeid}: {reason}")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message if crash else str(report.longrepr)
+            self._report.fail(f"{report.nodeid}: {' '.join(reason.split())[:500]}")
         row[1:] = [row[1] if row[1] == "FAILED" else text, f"{seconds:.2f}"]
         for what, value in report.user_properties:
             self._report.note(f"{what}: {value}")
