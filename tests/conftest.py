@@ -1,8 +1,7 @@
 """Fixtures and hooks of all tests: the `ranks` mark, job starters, leak checks.
 
-`@pytest.mark.ranks(1, 2, 3)` runs a test under ringrun on so many ranks, once for each
-number, from plain `pytest`. The mechanism is in support/rank_items.py and
-rank_worker.py.
+`@pytest.mark.ranks(1, 2, 3)` makes plain `pytest` run a test under ringrun three times,
+on 1, 2 and 3 ranks. support/rank_items.py and rank_worker.py implement the mark.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 from support import frameworks, leaks, rank_worker, skips, warm
 from support.launch import Jobs, StartJob, cheap_code
-from support.rank_items import RUNS, RankItem, Runs, share
+from support.rank_items import RUNS, RankItem, Runs, xdist_scope
 from support.rank_worker import VARIABLE, RankWorker, World
 
 
@@ -33,7 +32,8 @@ def _in_rank() -> bool:
 if rank_worker.WITHOUT_HYPOTHESIS not in sys.argv:
     import hypothesis
 
-    # Every rank must draw the same examples; a time limit would make them differ.
+    # Every rank must draw equal examples. A deadline for examples would make the ranks
+    # draw different numbers of examples.
     hypothesis.settings.register_profile(
         "ranks", derandomize=True, database=None, deadline=None, print_blob=False,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -42,10 +42,10 @@ if rank_worker.WITHOUT_HYPOTHESIS not in sys.argv:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Takes one of the two sides: the pytest that you started, or one inside a rank."""
+    """Registers the plugins for a rank, or for the pytest that launches the ranks."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # A shell script starts background programs with SIGINT ignored, and ringrun
-        # leaves it so: tests that interrupt a job need the default.
+        # A shell script starts background programs with SIGINT ignored. ringrun does
+        # not change that, but tests that interrupt a job need the default handler.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if _in_rank():
         folder = Path(os.environ[VARIABLE])
@@ -55,47 +55,52 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[RUNS] = Runs()
         config.add_cleanup(warm.end_servers)
         config.pluginmanager.register(skips)
-        if not hasattr(config, "workerinput"):  # pytest-xdist's processes share one
-            _give_cache(config)
+        # The processes of pytest-xdist inherit the cache of the process that started
+        # them, so only that process makes it.
+        if not hasattr(config, "workerinput"):
+            _use_private_cache(config)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Loads tests, and frameworks with them, without looking for garbage.
+    """Imports tests and frameworks while the garbage collector is off.
 
-    What is loaded, up to half a million objects, is frozen: otherwise every collection
-    would look through it, which takes up to 0.3 s, and pytest makes five at its end.
+    Afterwards all imported objects, up to half a million, are frozen. Otherwise each
+    garbage collection would visit them, which takes up to 0.3 s, and pytest runs five
+    collections at its end.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        if not _in_rank():  # where fixtures load some: RankWorker goes on
+        # In a rank, fixtures still import frameworks, so RankWorker turns the collector
+        # on after them.
+        if not _in_rank():
             gc.freeze()
             gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
-    """Collects what tests have left: pytest, which does it ten times, finds little."""
+    """Collects garbage once, so that pytest's own collections at the end are short."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedules tests on pytest-xdist's processes; all tests of a launch go to one."""
+    """Makes a scheduler that runs all tests of a launch in one process of xdist."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Launches(LoadScopeScheduling):  # type: ignore[misc,unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
-            return share(nodeid, config.rootpath)
+            return xdist_scope(nodeid, config.rootpath)
 
         def _assign_work_unit(self, node: Any) -> None:
-            """Every second process begins at the end of the queue.
+            """Gives every second process tests from the end of the queue.
 
-            At its front are the launches of most tests, which keep the cores busy, at
-            its end tests that start jobs of their own and mostly wait for them.
+            Tests at the front of the queue keep the cores busy. Tests at its end start
+            jobs of their own and mostly wait. Mixing them uses the cores evenly.
             """
             if self.nodes.index(node) % 2:
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
@@ -104,13 +109,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Launches(config, log)
 
 
-def _give_cache(config: pytest.Config) -> None:
-    """Gives tests and their ranks a cache of their own, not the user's.
+def _use_private_cache(config: pytest.Config) -> None:
+    """Makes tests and their ranks use a temporary cache instead of the user's cache.
 
     All processes share the compiled programs and use equal compiler flags, because some
     tests compare results bit by bit. jax does not write a cache file atomically, so
-    another rank may read half a file. jax notices that, warns and compiles. Tests that
-    compare the output of a rank must not see that warning.
+    another rank may read half a file. jax then prints a warning and compiles the
+    program. That warning is disabled, because some tests compare the output of a rank.
     """
     folder, patch = tempfile.TemporaryDirectory(prefix="ringjax-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder.name)
@@ -148,21 +153,22 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keeps what a failed test has dropped, and a launch's time, where they belong."""
+    """Corrects the duration of a rank test, and frees the frames of a failed test."""
     report = yield
     if isinstance(item, RankItem) and call.when == "call":
-        report.duration = item.verdict.seconds  # the launch is the first test's setup
+        # The first test of a launch waits for the ranks in its setup.
+        report.duration = item.verdict.seconds
     if report.failed and call.excinfo is not None and not item.config.option.usepdb:
         _release(call.excinfo.value)
     return report
 
 
 def _release(error: BaseException | None) -> None:
-    """Ends what the frames of a failed test still hold: its sockets, files, programs.
+    """Clears the frames of a failed test, which may hold sockets, files and processes.
 
-    Python keeps the last traceback, and so these frames, until another test fails. What
-    they hold would be closed in the middle of that one, and a warning of that kind is
-    an error there.
+    Python keeps the last traceback, and with it these frames, until another test fails.
+    The sockets would then be closed during that test, and the ResourceWarning about
+    them would be an error of that test.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
@@ -170,14 +176,15 @@ def _release(error: BaseException | None) -> None:
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 with contextlib.suppress(RuntimeError):  # pytest's frames still run
                     frame.clear()
-                    _ = frame.f_locals  # Python 3.11 keeps a copy until it is asked
+                    # Python 3.11 keeps a copy of the variables until this is read.
+                    _ = frame.f_locals
             error = error.__context__
         gc.collect()
 
 
 @pytest.fixture
 def world() -> World:
-    """An initialised ringjax; the test must be marked with `ranks`."""
+    """Returns rank and size after `ringjax.init`; the test needs the mark `ranks`."""
     if not _in_rank():
         pytest.fail("the fixture `world` needs @pytest.mark.ranks(…)")
     import ringjax
@@ -189,7 +196,7 @@ def world() -> World:
 
 @pytest.fixture
 def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
-    """Starts jobs of several ranks; the test fails if one leaves anything behind."""
+    """Starts jobs of several ranks. The test fails if a job leaves a process behind."""
     jobs = Jobs(lambda: tmp_path_factory.mktemp("job"))
     yield jobs.start
     left = jobs.close()
@@ -197,22 +204,22 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
 
 
 @pytest.fixture(autouse=True)
-def frameworks_apart() -> Iterator[None]:
-    """Fails a test with which a process comes to hold TensorFlow and PyTorch."""
-    before = frameworks.together()
+def separate_frameworks() -> Iterator[None]:
+    """Fails a test during which a process has loaded both TensorFlow and PyTorch."""
+    before = frameworks.both_loaded()
     yield
-    assert before or not frameworks.together(), "see tests/support/frameworks.py"
+    assert before or not frameworks.both_loaded(), "see tests/support/frameworks.py"
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves processes, sockets, threads or shared memory behind.
 
-    All of it is this process's own, or has the name of ringjax: what other programs do
-    beside the tests does not count.
+    Only resources of this process, and shared memory with ringjax's name, count. Other
+    programs may run beside the tests.
     """
     if _in_rank():
-        yield  # a rank keeps its connections; the launch is checked as a whole
+        yield  # a rank keeps its connections; RankItem checks the whole launch
         return
     before = leaks.Snapshot.take()
     yield

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from support.growth import Growth
+from support.growth import GrowthMonitor
 from support.launch import Jobs
 
 from chaos.deeds import EAGER, PROGRAM, Chaos, Verdict, quantile
@@ -48,23 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failures = chaos.failures()
     print(report(verdict, chaos.counts(), failures))
     print("\n".join(growth.report()))
-    if grown := growth.found():
+    if grown := growth.leaks():
         raise SystemExit("\n".join(grown))
     if options.json:
         Path(options.json).write_text(json.dumps(vars(verdict)))
 
 
-def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
+def rage(chaos: Chaos, options: argparse.Namespace) -> GrowthMonitor:
     """Disturbs the job for some hours, or until a number of failures."""
     chance = random.Random(options.seed)
-    growth = Growth(chaos.job.id, peers=options.np - 1)
+    growth = GrowthMonitor(chaos.job.id, peers=options.np - 1)
     chaos.wait_for(options.np)
     end, began = time.monotonic() + options.hours * 3600, time.monotonic()
     said = chosen = began
     spared = min(chaos.training(), default=0)
     while (left := end - time.monotonic()) > 0:
         chaos.rage(chance, min(PART, left), options.every, [spared])
-        growth.look()
+        growth.take_samples()
         failures = chaos.failures()
         if time.monotonic() - chosen > PEACE:
             chosen, spared = time.monotonic(), chance.choice(sorted(chaos.pids()))
@@ -78,7 +78,7 @@ def rage(chaos: Chaos, options: argparse.Namespace) -> Growth:
             break
     chaos.wait_for(options.np)
     chaos.wait_for_steps(20)
-    growth.look()
+    growth.take_samples()
     return growth
 
 

@@ -221,7 +221,7 @@ class Chaos:
                 case "memory":
                     (self.folder / f"full.{worker}").touch()
                 case "garbage":
-                    strangers.besiege(self.job.id, _job_name(pid), 0.1)
+                    strangers.disturb(self.job.id, _job_name(pid), 0.1)
 
     def rage(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.elastic_member import RUN
+from support.elastic_member import MEMBER_PROGRAM
 from support.launch import ROOT, StartJob
 
 from ringjax.config import Config
@@ -365,7 +365,7 @@ def test_an_mpi_job(start_job: StartJob, tmp_path: Path) -> None:
         "FOLDER": str(tmp_path),
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
-    job = start_job(2, RUN, env, options[1:-2])
+    job = start_job(2, MEMBER_PROGRAM, env, options[1:-2])
     job.wait_for(1, "epoch 0 start: 1/2")
     running(0, 1, 2)
     job.wait_for(0, "resize: 0/3")

@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 from support import leaks
 from support.launch import ROOT, StartJob, environment
+from support.monitored_job import ELASTIC, STATIC, MonitoredJob
 from support.waiting import LONG
-from support.watched import ELASTIC, STATIC, Watched
 
 from ringjax.monitor import sockets
 from ringjax.top.job_connection import JobConnection, JobStatus
 
 
 @pytest.fixture
-def watched(start_job: StartJob, tmp_path: Path) -> Watched:
-    return Watched(start_job, tmp_path)
+def watched(start_job: StartJob, tmp_path: Path) -> MonitoredJob:
+    return MonitoredJob(start_job, tmp_path)
 
 
 BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
@@ -51,7 +51,7 @@ def _until(job: JobConnection, done: Callable[[JobStatus], bool]) -> JobStatus:
     pytest.fail(f"never so: {last}")
 
 
-def test_metrics_of_a_job_on_two_hosts(watched: Watched) -> None:
+def test_metrics_of_a_job_on_two_hosts(watched: MonitoredJob) -> None:
     hosts = ["-H", "localhost:1,other:2", "--agent-command", "env X={host}"]
     watched.start(3, STATIC, "--metrics", "0", *hosts)
     seen = watched.wait_for(
@@ -75,7 +75,7 @@ def test_metrics_of_a_job_on_two_hosts(watched: Watched) -> None:
     watched.end()
 
 
-def test_metrics_of_a_job_with_losses_and_joins(watched: Watched) -> None:
+def test_metrics_of_a_job_with_losses_and_joins(watched: MonitoredJob) -> None:
     watched.start(3, ELASTIC, "--min-np", "2", "--metrics", "0")
     before = watched.wait_for(lambda m: len(m.get("ringjax_rank_calls_total", ())) == 3)
     assert (before["ringjax_losses_total"], before["ringjax_epoch"]) == ({"": 0},) * 2
@@ -96,7 +96,7 @@ def test_metrics_of_a_job_with_losses_and_joins(watched: Watched) -> None:
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed"
 )
-def test_prometheus_scrapes_it(watched: Watched) -> None:
+def test_prometheus_scrapes_it(watched: MonitoredJob) -> None:
     token = watched.folder / "token"
     token.touch(0o600)
     token.write_text("0123456789abcdef")
@@ -162,7 +162,7 @@ def _ask(port: int, query: str) -> list[dict[str, Any]]:
 
 
 def test_top_of_a_job_that_was_started_without_a_thought_of_it(
-    watched: Watched,
+    watched: MonitoredJob,
 ) -> None:
     watched.start(3, ELASTIC, "--min-np", "2")
     with contextlib.closing(watched.attach()) as job:
@@ -190,7 +190,7 @@ def test_top_of_a_job_that_was_started_without_a_thought_of_it(
     watched.end()
 
 
-def test_a_rank_that_is_stopped_is_seen_from_outside(watched: Watched) -> None:
+def test_a_rank_that_is_stopped_is_seen_from_outside(watched: MonitoredJob) -> None:
     watched.start(2, STATIC)
     with contextlib.closing(watched.attach()) as job:
         _until(job, lambda s: len(s.view.rows) == 2)
@@ -202,11 +202,11 @@ def test_a_rank_that_is_stopped_is_seen_from_outside(watched: Watched) -> None:
     watched.end()
 
 
-def test_nobody_is_asked_while_nobody_looks(watched: Watched) -> None:
+def test_nobody_is_asked_while_nobody_looks(watched: MonitoredJob) -> None:
     """Not before somebody looks, and not any more when nobody does."""
     watched.start(2, STATIC)
     path = watched.path()
-    watched.trains()
+    watched.wait_until_started()
     traffic = _Traffic(watched)
     assert not leaks.settle(lambda: ["told"] * (traffic.since(1.5) > 0), 15)
     with contextlib.closing(JobConnection(path)) as job:
@@ -219,7 +219,7 @@ def test_nobody_is_asked_while_nobody_looks(watched: Watched) -> None:
 class _Traffic:
     """System calls by which ringrun has read something: what ranks tell among them."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: MonitoredJob) -> None:
         self._pid = watched.job.pid
         self._before = self._read()
 
@@ -241,7 +241,7 @@ CLIENTS = (b"\xff" * 1000, b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n")
 
 
 def test_lookers_that_hang_or_talk_nonsense_do_not_disturb_the_job(
-    watched: Watched,
+    watched: MonitoredJob,
 ) -> None:
     """More than there are places for: stopped, silent, talking, gone."""
     watched.start(2, STATIC, "--metrics", "0")
@@ -308,7 +308,7 @@ threading.Thread(target=talk).start()
 """
 
 
-def test_a_process_that_tells_nonsense_disturbs_nobody(watched: Watched) -> None:
+def test_a_process_that_tells_nonsense_disturbs_nobody(watched: MonitoredJob) -> None:
     watched.start(2, NONSENSE + STATIC, "--metrics", "0", "--report", "1")
     watched.wait_for(
         lambda m: min(m.get("ringjax_rank_calls_total", {"": 0}).values()) > 100
@@ -320,7 +320,7 @@ def test_a_process_that_tells_nonsense_disturbs_nobody(watched: Watched) -> None
 
 
 def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: MonitoredJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ringrun's own code fails, as if it had a mistake."""
     # Not forked: the mistake is made when a Python starts.
@@ -365,7 +365,7 @@ def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
-    watched: Watched, options: list[str], why: str
+    watched: MonitoredJob, options: list[str], why: str
 ) -> None:
     token = watched.folder / "token"
     token.touch(0o600)

@@ -369,8 +369,8 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     for worker in (1, 2):
         job.wait_for_line(worker, "step", before + 60)
     time.sleep(0.5)
-    job.tell("stop")
-    assert (job.wait(1), job.wait(2)) == (0, 0), job.story()
+    job.create_flag("stop")
+    assert (job.wait(1), job.wait(2)) == (0, 0), job.logs()
     found = parts.read(folder)
     assert [part.who for part in found] == ["worker 0", "worker 1", "worker 2"]
     assert [len(part.members) for part in found] == [1, 2, 2]

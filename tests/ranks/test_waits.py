@@ -10,7 +10,13 @@ import re
 
 import pytest
 from support.elastic_job import Start
-from support.elastic_steps import LOOP, begin, check_steps, progress, stop
+from support.elastic_steps import (
+    LOOP,
+    check_steps,
+    stop_loops,
+    wait_for_first_steps,
+    wait_for_more_steps,
+)
 from support.launch import Job, StartJob
 
 HEAD = """
@@ -184,14 +190,14 @@ def test_an_elastic_job_loses_a_rank_that_does_not_call_within_the_limit(
 ) -> None:
     env = {"RINGJAX_LOG_LEVEL": "info", "RINGJAX_COLLECTIVE_TIMEOUT": "4"}
     job = start(4, ELASTIC, env=env)
-    begin(job)
+    wait_for_first_steps(job)
     job.kill(3)
-    progress(job, {0, 1, 2}, 20)  # in the second epoch
-    job.tell("hang")
+    wait_for_more_steps(job, {0, 1, 2}, 20)  # in the second epoch
+    job.create_flag("hang")
     job.wait_for_line(0, "step", len(job.lines(0, "step")) + 1)
-    progress(job, {0, 2}, 30)
-    stop(job)
-    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
+    wait_for_more_steps(job, {0, 2}, 30)
+    stop_loops(job)
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.logs()
     check_steps(job, {0, 2}, whole=False)
     text = r"rank 1 on \S+ has not called allreduce .* for 4 s; its last call was "
     assert re.search(text + rf".*; {PLACE}", job.errors(0)), job.errors(0)

@@ -1,9 +1,9 @@
-"""Runs pytest, then once more, alone, each test that failed: `again.py PYTEST-OPTIONS`.
+"""Runs pytest, and runs each failed test again, alone: `again.py PYTEST-OPTIONS`.
 
-A test that fails and then passes alone is flaky. It does not fail the run, but it is
-listed at the end, with both times, and counted in the closing line. A test that fails
-twice fails the run. Many failures at once also fail the run, because they are no matter
-of chance. CI runs this program. It is no plugin and runs outside of pytest.
+A test that fails and then passes alone is flaky. A flaky test does not fail the run. It
+is listed at the end and counted in the closing line. A test that fails twice fails the
+run. Many failures at once also fail the run, because they have a common cause. CI runs
+this program, which is not a plugin of pytest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-MOST = 10  # with more failures, no test is tried again
+MAX_RETRIED = 10  # with more failures, no test is tried again
 TESTS_FAILED = 1  # the exit code of pytest
 
 
@@ -24,7 +24,7 @@ def main(options: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ringjax-again-") as folder:
         code, text = _pytest(options, Path(folder, "all"))
         failed = _failed(Path(folder, "all"))
-        if code != TESTS_FAILED or not 0 < len(failed) <= MOST:
+        if code != TESTS_FAILED or not 0 < len(failed) <= MAX_RETRIED:
             return code
         broken = []
         for number, test in enumerate(failed):
@@ -39,7 +39,7 @@ def main(options: list[str]) -> int:
 
 
 def closing(text: str, flaky: int, broken: int) -> str:
-    """The closing line of pytest's output, with two counts of failures."""
+    """Returns pytest's closing line with separate counts of flaky and broken tests."""
     counts, seconds = re.findall(r"(?m)^=+ (\d.*) in (\d.*?) =+$", text)[-1]
     others = [c for c in counts.split(", ") if not re.search("failed|error", c)]
     known = {"failed": broken, "flaky": flaky}
@@ -62,7 +62,7 @@ def _pytest(options: list[str], cache: Path) -> tuple[int, str]:
 
 
 def _failed(cache: Path) -> list[str]:
-    """The ids of the tests that failed, also in setup or teardown."""
+    """Returns the ids of the tests that failed, also in setup or teardown."""
     file = cache / "v" / "cache" / "lastfailed"
     return list(json.loads(file.read_text())) if file.exists() else []
 

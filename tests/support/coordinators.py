@@ -1,4 +1,4 @@
-"""A coordinator and its clients, which are threads of the test."""
+"""A job whose coordinator and clients are threads of the test process."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from ringjax.membership.joined_job import join
 from support.waiting import LONG
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-stopping: dict[str, Any] = {"on_loss": "stop"}
+STOP_ON_LOSS: dict[str, Any] = {"on_loss": "stop"}
 
 
-class Town:
-    """A coordinator and the workers that visit it."""
+class ThreadJob:
+    """A coordinator and the clients of its workers, in one process."""
 
     def __init__(self, np: int, min_np: int = 1, **more: Any) -> None:
         self.log: list[str] = []
-        self.stops = more.get("on_loss") == "stop"
+        self.stops_on_loss = more.get("on_loss") == "stop"
         self.options: dict[str, Any] = {"np": np, "min_np": min_np} | more
-        self.coordinator = self.open()
-        self.where = ",".join(self.coordinator.addresses)
+        self.coordinator = self.start_coordinator()
+        self.addresses = ",".join(self.coordinator.addresses)
         self.pool = ThreadPoolExecutor(np + 4)
         self.workers: dict[int, CoordinatorClient] = {}
         self.events: list[tuple[Any, ...]] = []
 
-    def open(self, **more: Any) -> Coordinator:
+    def start_coordinator(self, **more: Any) -> Coordinator:
         coordinator = Coordinator(
             SECRET, JOB, log=self.log.append, **self.options, **more
         )
@@ -49,12 +49,12 @@ class Town:
         self, worker: int, secret: bytes = SECRET, warning: Any = None, **hello: Any
     ) -> CoordinatorClient:
         """Joins the job. In a job that stops at a loss, a rank also sends its size."""
-        said = {"size": self.options["np"]} | hello if self.stops else hello
+        if self.stops_on_loss:
+            hello = {"size": self.options["np"]} | hello
         more = {} if warning is None else {"warning": warning}
-        patient = 0.0 if self.stops else LONG
         client = join(
-            *(JobCredentials(self.where, secret, JOB), worker, said, LONG),
-            elastic_timeout=patient,
+            *(JobCredentials(self.addresses, secret, JOB), worker, hello, LONG),
+            elastic_timeout=0.0 if self.stops_on_loss else LONG,
             **more,
         )
         self.workers[worker] = client
@@ -63,11 +63,11 @@ class Town:
     def gather(self, *workers: int) -> list[CoordinatorClient]:
         return list(self.pool.map(self.join, workers))
 
-    def waiting(self) -> set[int]:
-        """The connected workers that are not members yet."""
+    def newcomers(self) -> set[int]:
+        """Returns the connected workers that are not members yet."""
         return set(self.coordinator._membership._newcomers)
 
-    def event(self, kind: str) -> tuple[Any, ...]:
+    def wait_for_event(self, kind: str) -> tuple[Any, ...]:
         """Waits for an event of this kind, as a launcher does."""
         while not any(event[0] == kind for event in self.events):
             wakeup = self.coordinator.wakeup
@@ -86,23 +86,23 @@ class Town:
         self.pool.shutdown()
 
 
-def raw(here: Town, worker: int) -> tuple[socket.socket, MessageSealer]:
+def connect_raw(job: ThreadJob, worker: int) -> tuple[socket.socket, MessageSealer]:
     """Connects a worker that has authenticated and sent nothing else."""
-    sock = socket.create_connection(addresses.parse(here.where)[0], timeout=LONG)
+    sock = socket.create_connection(addresses.parse(job.addresses)[0], timeout=LONG)
     hello = HandshakeRequest(JOB, Purpose.RENDEZVOUS, worker, SERVER_RANK)
     return sock, authenticate(sock, SECRET, hello).sealer()
 
 
-MakeTown = Callable[..., Town]
+MakeJob = Callable[..., ThreadJob]
 
 
 @pytest.fixture
-def town() -> Iterator[MakeTown]:
+def make_job() -> Iterator[MakeJob]:
     with contextlib.ExitStack() as stack:
 
-        def make(*args: Any, **more: Any) -> Town:
-            town = Town(*args, **more)
-            stack.callback(town.close)
-            return town
+        def make(*args: Any, **more: Any) -> ThreadJob:
+            make_job = ThreadJob(*args, **more)
+            stack.callback(make_job.close)
+            return make_job
 
         yield make

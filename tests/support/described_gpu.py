@@ -1,4 +1,4 @@
-"""Compiles programs for the description of a GPU, without a GPU; also a model."""
+"""The description of a GPU for which XLA compiles programs without a GPU; a model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ROWS = (Shape((BATCH, WIDTH), F32), Shape((BATCH, WIDTH), F32))
 
 
 def gpus(count: int) -> Any:
-    """`count` described GPUs of one process; fails without JAX's CUDA plugin."""
+    """Returns `count` described GPUs of one process. Needs JAX's CUDA plugin."""
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
     assert any(map(find_spec, plugins)), "make gpu-schedule installs JAX's CUDA plugin"
     topology = topologies.get_topology_desc(

@@ -1,8 +1,8 @@
-"""The device communicator on numpy arrays, for tests on the stubs.
+"""Calls of the device communicator with numpy arrays, for tests on the stubs.
 
-The stub's device memory is host memory, so the address of a numpy array is a device
-pointer. This module does not use JAX, because JAX does not see the stub's device. It
-does not work on GPUs.
+The stub of CUDA uses host memory as device memory, so the address of a numpy array is a
+device pointer. This module does not use JAX, because JAX does not see the stub's
+device. It does not work on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax import _native, runtime
 INTEGERS = ("int8", "int32", "int64", "uint8", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
-REDUCIBLE = ("bool", *INTEGERS, *FLOATS, *COMPLEX)  # NCCL reduces these
+REDUCIBLE = ("bool", *INTEGERS, *FLOATS, *COMPLEX)  # the dtypes that NCCL reduces
 DTYPES = (*REDUCIBLE, "int16", "uint16")
 OPS = ("Sum", "Average", "Min", "Max", "Product")
 
@@ -34,7 +34,7 @@ _LETTER = {"i": "i", "u": "u", "f": "f"}
 
 
 def number_of(dtype: np.dtype[Any]) -> int:
-    """The number of an element type in the core."""
+    """Returns the number of an element type in the native core."""
     short = _SHORT.get(dtype.name) or f"{_LETTER[dtype.kind]}{8 * dtype.itemsize}"
     return int(_native.DTYPES[short])
 
@@ -43,26 +43,26 @@ def wire(name: str) -> int:
     return int(_native.DTYPES[name])
 
 
-# When a test ends in an error, its operations may still run on the stub's streams.
-# Their memory must not be freed before, so keep the newest arrays. XLA keeps its
-# buffers, too.
-_lent: deque[np.ndarray] = deque(maxlen=64)
+# When a test ends with an error, its operations may still run on the stub's streams.
+# The newest arrays are kept, because their memory must not be freed before. XLA also
+# keeps the buffers of running operations.
+_kept_alive: deque[np.ndarray] = deque(maxlen=64)
 
 
-def given(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, tuple[int, ...]]]:
-    _lent.extend(arrays)
+def inputs_of(arrays: Sequence[np.ndarray]) -> list[tuple[int, int, tuple[int, ...]]]:
+    _kept_alive.extend(arrays)
     return [(a.ctypes.data, number_of(a.dtype), a.shape) for a in arrays]
 
 
-def places(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    _lent.extend(arrays)
+def outputs_of(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    _kept_alive.extend(arrays)
     return [(a.ctypes.data, a.nbytes) for a in arrays]
 
 
 def open_at_init() -> None:
-    """Makes every later `ringjax.init` open a device, if the stub has one.
+    """Makes every later `ringjax.init` open a device, if the stub has a device.
 
-    Call this before anything imports JAX, which would report that there is no device.
+    Call this before any import of JAX, because JAX reports that there is no device.
     """
     assert "ringjax.xla.jax_private" not in sys.modules
 
@@ -98,8 +98,8 @@ class Device:
         self.core.execute(
             _native.COLLECTIVES[op],
             _native.REDUCE_OPS[reduce],
-            given(ins),
-            places(ins if outs is None else outs),
+            inputs_of(ins),
+            outputs_of(ins if outs is None else outs),
             **options,
         )
 
@@ -119,8 +119,8 @@ class Device:
         **options: Any,
     ) -> None:
         self.core.start(
-            given(ins),
-            places(ins if outs is None else outs),
+            inputs_of(ins),
+            outputs_of(ins if outs is None else outs),
             site=site,
             first=first,
             reduce_op=_native.REDUCE_OPS[reduce],
@@ -136,10 +136,10 @@ class Device:
         **options: Any,
     ) -> None:
         outs = ins if outs is None else outs
-        self.core.done(given(ins), places(outs), site=site, **options)
+        self.core.done(inputs_of(ins), outputs_of(outs), site=site, **options)
 
     def stats(self, op: str) -> dict[str, Any]:
-        """Counts of the operations enqueued so far; zeros before the first call."""
+        """Returns counts of the operations enqueued so far; zeros before a call."""
         found: dict[str, Any] = self.core.stats().get(op, {})
         return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
 
@@ -148,7 +148,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class DefaultStream:
-    """Enqueues other work, such as XLA's, on stream 0 of a device of the stub."""
+    """Enqueues work of other libraries, such as XLA, on stream 0 of a stub's device."""
 
     def __init__(self, device: int = 0) -> None:
         self._device = device
@@ -175,7 +175,7 @@ class DefaultStream:
         return gate.set
 
     def copy(self, source: np.ndarray, target: np.ndarray, on: int = 0) -> None:
-        """Enqueues a copy. Both arrays must live until the stream has done it."""
+        """Enqueues a copy. Both arrays must live until the copy has ended."""
         there, here = target.ctypes.data, source.ctypes.data
         self._on("cuMemcpyDtoDAsync_v2", there, here, source.nbytes, on)
 
@@ -184,7 +184,7 @@ class DefaultStream:
         self._on("cuStreamSynchronize", on)
 
     def another(self) -> int:
-        """Makes a stream of the same device, for `on`. `close` destroys it."""
+        """Makes another stream of this device, for `on`. `close` destroys it."""
         made = ctypes.c_size_t()
         self._on("cuStreamCreateWithPriority", ctypes.byref(made), 1, 0)
         self._others.append(made.value)
@@ -215,7 +215,7 @@ def reopen(**settings: str) -> Device:
 
 
 def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
-    """The result of an allreduce of all ranks' arrays `xs`."""
+    """Returns the result of an allreduce of all ranks' arrays `xs`."""
     dtype = xs[0].dtype
     combine: Any = np.add
     if dtype.kind == "b":
@@ -234,12 +234,12 @@ def reduced(op: str, xs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def empty_like(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays for results, filled with a value that no result has."""
+    """Makes arrays for results, filled with a value that no result has."""
     return [np.full_like(a, 1 if a.dtype == bool else 77) for a in arrays]
 
 
 def equal(got: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> None:
-    """Asserts equal types, and values that are equal up to the tolerance."""
+    """Asserts equal dtypes and shapes, and values equal up to the tolerance."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if tolerance == 0.0 or got.dtype.kind in "biu":
         np.testing.assert_array_equal(got, expected)
@@ -258,7 +258,7 @@ class NcclLog:
 
     @classmethod
     def begin(cls, folder: str) -> NcclLog:
-        """Starts this rank's log. Call it before the stub is loaded."""
+        """Starts this rank's log. Call this before the stub is loaded."""
         path = Path(folder) / f"nccl.{os.getpid()}"
         os.environ["NCCL_STUB_LOG"] = str(path)
         return cls(path)

@@ -1,9 +1,8 @@
-"""Whether this ringjax was built with code for CUDA devices.
+"""A mark for tests that need a ringjax that was built with CUDA device code.
 
-Without device code, ringjax packs no tensors, converts no numbers and does not
-overwrite the results of a failed epoch. This module is not part of device_calls.py,
-because its check opens the CUDA driver, and the settings of a stub must be made before
-that.
+Without device code, ringjax packs no tensors, converts no dtypes and does not overwrite
+the results of a failed epoch. This module is not part of device_calls.py, because its
+check opens the CUDA driver, and a stub reads its settings when it is opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs `ringjax doctor` on a machine where something is really broken.
+"""Runs `ringjax doctor` on a machine that a shell script has broken.
 
-A shell script breaks the machine, inside a namespace of its own, and then starts the
-doctor. The doctor's fix is run there, too, and then the doctor again.
+The script breaks the machine inside a namespace and then starts the doctor. A test may
+also run the fixes that the doctor prints, and then the doctor again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DOCTOR = [sys.executable, "-P", "-m", "ringjax", "doctor", "--json"]
 
 
 @dataclass(frozen=True)
-class Visit:
+class DoctorRun:
     """The output of one run of the doctor."""
 
     code: int
     found: dict[str, object]
 
-    def of(self, check: str, host: str = "") -> list[tuple[str, str]]:
-        """Returns status and text of the findings of a check that are not ok."""
+    def problems(self, check: str, host: str = "") -> list[tuple[str, str]]:
+        """Returns status and text of each finding of a check that is not ok."""
         return [
             (row["status"], row["text"])
             for row in self.rows()
@@ -43,17 +43,17 @@ class Visit:
         assert isinstance(rows, list)
         return rows
 
-    def mend(self, check: str) -> str:
-        """Returns the command that mends the finding of a check."""
+    def fix_of(self, check: str) -> str:
+        """Returns the command that fixes the problem that a check has found."""
         return next(r["mend"] for r in self.rows() if r["check"] == check and r["mend"])
 
-    def complaints(self) -> set[str]:
+    def failed_checks(self) -> set[str]:
         """Returns the names of the checks with findings that are not ok."""
         return {row["check"] for row in self.rows() if row["status"] != "ok"}
 
 
 def needs_root(*programs: str) -> pytest.MarkDecorator:
-    """Skips a test if this user may not make namespaces."""
+    """Skips a test if the user is not root or if a program is missing."""
     why = "" if os.geteuid() == 0 else "only root may make such a namespace"
     absent = [name for name in programs if shutil.which(name) is None]
     if absent:
@@ -61,7 +61,7 @@ def needs_root(*programs: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(why), reason=why or "possible")
 
 
-def visit(
+def run_doctor(
     *words: str,
     before: str = "",
     inside: Sequence[str] = (),
@@ -69,7 +69,7 @@ def visit(
     env: Mapping[str, str] | None = None,
     again: bool = False,
     folder: Path | None = None,
-) -> list[Visit]:
+) -> list[DoctorRun]:
     """Runs the doctor after a script, in one shell.
 
     Args:
@@ -90,7 +90,8 @@ def visit(
         assert folder is not None
         (folder / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
         (folder / "sudo").chmod(0o755)
-        # Folders of administrators' commands are in sudo's PATH, not in every user's.
+        # The PATH of sudo contains the folders of administrators' commands, which not
+        # every user's PATH contains.
         folders = (str(folder), variables["PATH"], "/usr/sbin", "/sbin")
         variables["PATH"] = os.pathsep.join(folders)
         pick = f"'{sys.executable}' -c '{_PICK}'"
@@ -109,7 +110,7 @@ def visit(
     assert len(parts) == (3 if again else 2), done.stdout + done.stderr
     codes = [int(part.split()[0]) for part in parts[1:]]
     texts = [parts[0], *(part.partition("\n")[2] for part in parts[1:-1])]
-    return [Visit(c, json.loads(t)) for c, t in zip(codes, texts, strict=True)]
+    return [DoctorRun(c, json.loads(t)) for c, t in zip(codes, texts, strict=True)]
 
 
 # The commands of all findings that are not ok, as a script.

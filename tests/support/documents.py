@@ -1,4 +1,4 @@
-"""The pages of the documentation whose programs run as jobs of their own."""
+"""The pages of the documentation whose programs each run as a separate job."""
 
 RECIPES = {
     f"docs/{page}.md"

@@ -1,4 +1,4 @@
-"""Random inputs of collectives. Every rank can compute every rank's input. No jax."""
+"""Random inputs of collectives, which every rank can compute for all ranks. No jax."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def draw(
     dtype: str = "float32",
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Draws an array for each rank; `shape` may depend on the rank.
+    """Draws an array for each rank; `shape` may be a function of the rank.
 
-    The values are small integers or their halves, so that sums and products of a few of
-    them are exact in every dtype.
+    The values are small integers or halves of integers, so sums and products of a few
+    values are exact in every dtype.
     """
     out = []
     for rank in range(size):

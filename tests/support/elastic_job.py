@@ -1,6 +1,6 @@
-"""An elastic job without ringrun: a coordinator in the test, and workers to kill.
+"""An elastic job without ringrun: a coordinator in the test process, and workers.
 
-Tests of the workers' side use this module. Tests of the launcher use `start_job`.
+Tests of workers use this module. Tests of the launcher use `start_job`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringjax.run.environ import rank_defaults
 from support import leaks, warm
 from support.launch import JobError, environment
 
-# The first lines of every script of these tests. `say` writes a line without buffering.
+# The first lines of every worker's script. `say` writes a line without buffering.
 HEAD = """
 import os, signal, sys, time
 import numpy as np
@@ -32,7 +32,7 @@ import ringjax
 from ringjax import runtime
 
 WORKER = int(os.environ["RINGJAX_WORKER"])
-# Where tests run in the background of a shell, Ctrl-C is ignored and that is inherited.
+# Background programs of a shell ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def say(*words):
@@ -115,25 +115,25 @@ class ElasticJob:
         self.coordinator.process_ended(worker, f"its process ended with {code}")
 
     def kill(self, worker: int, sig: signal.Signals = signal.SIGKILL) -> float:
-        """Sends a signal; returns the time of it as `time.time()`."""
+        """Sends a signal. Returns the time just before it, by `time.time()`."""
         now = time.time()
         self.workers[worker].send_signal(sig)
         return now
 
-    def tell(self, word: str) -> None:
-        """Makes a file for which the script waits: sys.argv[0] + ".WORD"."""
+    def create_flag(self, word: str) -> None:
+        """Creates the file `sys.argv[0] + ".WORD"`, for which the script waits."""
         self._script.with_name(f"{self._script.name}.{word}").touch()
 
     def output(self, worker: int) -> str:
-        """The standard output of a worker."""
+        """Returns the standard output of a worker."""
         return (self._folder / f"{worker}.out").read_text(errors="replace")
 
     def errors(self, worker: int) -> str:
-        """The standard error of a worker."""
+        """Returns the standard error of a worker."""
         return (self._folder / f"{worker}.err").read_text(errors="replace")
 
     def lines(self, worker: int, word: str) -> list[list[str]]:
-        """The other words of each complete line that begins with `word`."""
+        """Returns the other words of each complete line that begins with `word`."""
         text = self.output(worker)
         found = text[: text.rfind("\n") + 1].splitlines()
         return [line.split()[1:] for line in found if line.split(" ")[0] == word]
@@ -141,13 +141,13 @@ class ElasticJob:
     def wait_for(
         self, check: Callable[[], bool], what: str, seconds: float = 40
     ) -> None:
-        """Waits for a condition, but not for long after all workers have ended."""
+        """Waits for a condition, for at most 5 s after all workers have ended."""
         deadline = time.monotonic() + seconds
         while not check():
             if all(process.poll() is not None for process in self.workers.values()):
                 deadline = min(deadline, time.monotonic() + 5)
             if time.monotonic() > deadline:
-                raise JobError(f"never: {what}\n{self.story()}")
+                raise JobError(f"never: {what}\n{self.logs()}")
             time.sleep(0.005)
 
     def wait_for_line(self, worker: int, word: str, count: int = 1) -> None:
@@ -168,15 +168,15 @@ class ElasticJob:
         assert code is not None
         return code
 
-    def taken(self) -> list[tuple[Any, ...]]:
-        """All events of the coordinator so far."""
+    def all_events(self) -> list[tuple[Any, ...]]:
+        """Returns all events of the coordinator so far."""
         while not self.coordinator.events.empty():
             self.events.append(self.coordinator.events.get())
         return self.events
 
-    def story(self, tail: int = 3000) -> str:
-        """The coordinator's events and all workers' output, for error texts."""
-        parts = [f"events: {self.taken()}"]
+    def logs(self, tail: int = 3000) -> str:
+        """Returns the coordinator's events and all workers' output, for error texts."""
+        parts = [f"events: {self.all_events()}"]
         for worker in self.workers:
             code = self.workers[worker].poll()
             parts.append(f"--- worker {worker} (exit code {code})")
@@ -204,7 +204,7 @@ class ElasticJob:
 
 
 Start = Callable[..., ElasticJob]
-"""The fixture `start`: ElasticJob's arguments but the folder."""
+"""The fixture `start`. It takes the arguments of ElasticJob except the folder."""
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
-"""A rank of an elastic job with its own code for the coordinator's protocol.
+"""The program of a rank that follows the coordinator but makes no collectives.
 
-It starts quickly because it imports neither jax nor the native core.
+The rank starts quickly, because it imports neither jax nor the native core.
 """
 
 from __future__ import annotations
 
-# Follows the coordinator until the file $FOLDER/end exists. Prints "epoch E:
-# rank/size".
+# Follows the coordinator until the file $FOLDER/end exists. Prints a line such as
+# "epoch 1 repair: 0/3" (kind of the change, rank, size) for each epoch.
 MEMBER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -26,7 +26,7 @@ signal.signal(signal.SIGTERM, lambda *_: wants_to_leave.append(True))
 def say(text):
     print(text, flush=True)
 
-def enlist():
+def join_job():
     return join(
         JobCredentials(config.rendezvous, bytes.fromhex(config.secret), config.job),
         worker, {},
@@ -62,4 +62,4 @@ def follow(job):
     say("end")
 
 """
-RUN = MEMBER + "follow(enlist())\n"
+MEMBER_PROGRAM = MEMBER + "follow(join_job())\n"

@@ -1,8 +1,8 @@
-"""Loops of steps for workers of an elastic job, and checks of their results.
+"""Training loops for workers of an elastic job, and checks of their results.
 
-Each worker contributes a power of two, so a mean shows which workers contributed. All
-surviving workers must have equal results bit for bit, and each result must be the mean
-over one membership.
+Worker w contributes 2**w, so a mean shows which workers contributed. All surviving
+workers must have bit-for-bit equal results, and each result must be the mean over the
+members of one epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 
 from support.elastic_job import ElasticJob
 
-# Prints a line for each finished step: number, time, size, digest of all bits, a value.
+# Prints a line for each finished step: its number, time, size of the job, a checksum of
+# the results, and the smallest and largest elements without duplicates.
 LOOP = """
 import zlib
 
@@ -49,13 +50,13 @@ train(step, None)
 )
 
 
-def stop(job: ElasticJob) -> None:
-    """Tells the loops to end. A worker may see that a step before the others."""
-    job.tell("stop")
+def stop_loops(job: ElasticJob) -> None:
+    """Tells the loops to end. Workers may see the flag at different steps."""
+    job.create_flag("stop")
 
 
 def memberships(workers: set[int]) -> dict[float, set[int]]:
-    """The mean of each group's values -> the group."""
+    """Maps the mean of the contributions of each set of workers to that set."""
     return {
         sum(2.0**w for w in group) / len(group): set(group)
         for n in range(1, len(workers) + 1)
@@ -68,7 +69,8 @@ def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None
 
     Args:
         alive: the workers that survived.
-        whole: whether a step is a single call.
+        whole: whether each step is a single call. The calls of a step with several
+            calls may have different members.
     """
     groups = memberships(set(job.workers))
     traces = {w: {int(x[0]): x for x in job.lines(w, "step")} for w in job.workers}
@@ -76,7 +78,7 @@ def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None
     for worker in job.workers:
         common = traces[worker].keys() & first.keys()
         for i in common:
-            assert traces[worker][i][3] == first[i][3], (i, worker, job.story())
+            assert traces[worker][i][3] == first[i][3], (i, worker, job.logs())
     before, seen = set(job.workers), list[set[int]]()
     for i in sorted(first):
         found = []
@@ -85,22 +87,23 @@ def check_steps(job: ElasticJob, alive: set[int], *, whole: bool = True) -> None
             assert len(near) == 1, (i, first[i])
             assert near[0] <= before, (i, near, before)
             found += near
-        # Operations with different names are finished or repeated independently.
+        # After a loss, each named operation is completed or repeated independently.
         assert len(found) == 1 or not whole, (i, first[i])
         before = set.intersection(*found)
         seen.append(before)
-    # A worker may see the sign to stop a step before the others.
-    assert alive in seen, job.story()
-    assert before <= alive, job.story()
+    # Workers may see the stop flag at different steps, so the last steps may have fewer
+    # members.
+    assert alive in seen, job.logs()
+    assert before <= alive, job.logs()
 
 
-def progress(job: ElasticJob, workers: set[int], steps: int) -> None:
+def wait_for_more_steps(job: ElasticJob, workers: set[int], steps: int) -> None:
     """Waits until each worker has made `steps` more steps."""
     now = {w: len(job.lines(w, "step")) for w in workers}
     for worker in workers:
         job.wait_for_line(worker, "step", now[worker] + steps)
 
 
-def begin(job: ElasticJob, steps: int = 20) -> None:
+def wait_for_first_steps(job: ElasticJob, steps: int = 20) -> None:
     for worker in job.workers:
         job.wait_for_line(worker, "step", steps)

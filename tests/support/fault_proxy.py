@@ -1,8 +1,8 @@
-"""A bad network between two ends: a TCP proxy that delays, throttles, cuts and damages.
+"""A TCP proxy that delays, throttles, cuts and damages the data of two endpoints.
 
-It replaces tc's netem, which needs root and support of the kernel. It also damages
-bytes although TCP's checksums are correct, which netem cannot do. For frozen processes
-use SIGSTOP, and for vanishing hosts use network namespaces.
+The proxy replaces tc's netem, which needs root and a kernel module. The proxy also
+damages bytes and leaves TCP's checksums correct, which netem cannot do. To freeze a
+process use SIGSTOP, and to make a host vanish use network namespaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Fault:
         flip_at: the byte whose lowest bit is flipped; -1: none.
         close_after: bytes after which the receiver sees the end of the stream, while
             the other direction still works; -1: never.
-        stall_after: bytes after which no more arrive, without an end of the stream.
+        stall_after: bytes after which no more bytes arrive and the stream stays open;
+            -1: never.
     """
 
     delay: float = 0.0
@@ -46,11 +47,12 @@ class FaultProxy:
         target: the address to forward to.
         up: the faults on the way to the target.
         down: the faults on the way back.
-        times: the number of connections with faults, later ones have none; -1: all.
+        times: the number of connections with faults; later connections have none. -1:
+            all connections have faults.
 
     Attributes:
         connections: the number of connections so far.
-        heard: all bytes received from callers, and all bytes received from the target.
+        received: all bytes from callers, and all bytes from the target.
 
     Example:
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
@@ -70,7 +72,7 @@ class FaultProxy:
     ) -> None:
         self._target, self._faults, self._times = target, (up, down), times
         self.connections = 0
-        self.heard = bytearray(), bytearray()
+        self.received = bytearray(), bytearray()
         # asyncio holds tasks only weakly, so the task of a stalled connection would be
         # collected without this reference.
         self._open: set[asyncio.Task[None] | None] = set()
@@ -114,8 +116,8 @@ class FaultProxy:
             there, back = await asyncio.open_connection(*self._target)
             writers.append(back)
             async with asyncio.TaskGroup() as group:
-                group.create_task(_hand_on(reader, back, up, self.heard[0]))
-                group.create_task(_hand_on(there, writer, down, self.heard[1]))
+                group.create_task(_forward(reader, back, up, self.received[0]))
+                group.create_task(_forward(there, writer, down, self.received[1]))
         except* (OSError, _Cut, asyncio.CancelledError):
             pass  # the connection or the proxy ends; asyncio would report an error
         finally:
@@ -125,7 +127,7 @@ class FaultProxy:
 
 
 async def _end() -> None:
-    """Ends all tasks of a loop, also those of connections not yet accepted."""
+    """Cancels all tasks of the loop, also those of connections not yet accepted."""
     quiet = 0
     while quiet < 5:  # the loop needs some rounds to accept and to close connections
         await asyncio.sleep(0)
@@ -140,15 +142,15 @@ class _Cut(Exception):
     """The fault that resets the connection."""
 
 
-async def _hand_on(
+async def _forward(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     fault: Fault,
-    heard: bytearray,
+    received: bytearray,
 ) -> None:
     done = 0
     while piece := await reader.read(fault.drip or 1 << 16):
-        heard += piece
+        received += piece
         if fault.delay:
             await asyncio.sleep(fault.delay)
         if fault.rate:
@@ -177,13 +179,13 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     """Resets a connection and discards its unsent bytes."""
     sock = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):
-        linger = b"\x01\0\0\0\0\0\0\0"  # on, for no time: RST instead of FIN
+        linger = b"\x01\0\0\0\0\0\0\0"  # l_onoff 1, l_linger 0: send RST, not FIN
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.transport.abort()
 
 
 def every_fault(size: int) -> Iterator[tuple[str, Fault]]:
-    """Faults that end a conversation, one for each of its first `size` bytes."""
+    """Yields a name and a fault for each way to break each of the first bytes."""
     for at in range(size):
         yield f"cut after {at}", Fault(cut_after=at)
         yield f"byte {at} damaged", Fault(flip_at=at)

@@ -1,9 +1,9 @@
-"""TensorFlow and PyTorch in the suite: never both in one process.
+"""Keeps TensorFlow and PyTorch in separate processes of the suite.
 
 PyTorch's CUDA build crashes in a process that loaded TensorFlow before. `import
 tensorflow, torch; torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])` is enough. So
 only ranks and other separate processes load TensorFlow. The process of pytest, which
-collects all files and runs the unit tests of PyTorch, never loads it.
+collects all files and runs the unit tests of PyTorch, never loads TensorFlow.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from support.rank_worker import VARIABLE
 
 
 def in_ranks(module: str) -> Any:
-    """A module for tests that ranks run; None in the process that collects them."""
+    """Imports a module in a rank. Returns None in the pytest that launches ranks."""
     return importlib.import_module(module) if VARIABLE in os.environ else None
 
 
-def together() -> bool:
-    """Whether this process has loaded both TensorFlow and PyTorch."""
+def both_loaded() -> bool:
+    """Returns whether this process has loaded both TensorFlow and PyTorch."""
     loaded = [sys.modules.get(name) for name in ("tensorflow", "torch")]
     return None not in loaded

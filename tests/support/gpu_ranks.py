@@ -1,9 +1,10 @@
 """The environment of ranks that share one GPU, for tests/gpu.
 
-NCCL refuses two ranks on one device of one host, but uses NCCL_HOSTID as the name of
-the host. Then all data travel over sockets of this machine and the ranks take turns on
-the device, so only their results count. RINGJAX_TEST_DEVICE=cpu runs the same tests on
-the CPU, which proves that the tests run, and nothing about GPUs.
+NCCL refuses two ranks of one host on one device. NCCL takes the name of the host from
+NCCL_HOSTID, so each rank gets its own NCCL_HOSTID. Then all data travel over sockets of
+this machine and the ranks take turns on the device, so these tests check results but
+not speed. RINGJAX_TEST_DEVICE=cpu runs these tests on the CPU, which proves that the
+tests run, and nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 VARIABLE = "RINGJAX_TEST_DEVICE"
 ON_CPU = os.environ.get(VARIABLE) == "cpu"
 PROGRAMS = Path(__file__).resolve().parents[1] / "gpu" / "programs"
-# Behind everything else: the ringjax under test must not come from the checkout.
+# The checkout is the last entry of sys.path, because the ringjax under test must be the
+# installed package.
 sys.path.append(str(PROGRAMS.parents[2]))
 
 _DEFAULTS = {
@@ -28,11 +30,12 @@ _DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
     "NCCL_RAS_ENABLE": "0",
-    # Every call takes several turns on the device. Ring and Simple take the fewest.
+    # The ranks of a call take several turns on the device; with Ring and Simple, the
+    # fewest.
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
-    # A kernel that is loaded late may wait for all running kernels, and thus for other
-    # ranks.
+    # Lazy loading of a kernel may wait for all running kernels, which are kernels of
+    # other ranks that wait for this rank.
     "CUDA_MODULE_LOADING": "EAGER",
     "JAX_ENABLE_X64": "1",
     # TF32 would turn a difference in the last bit into a difference in the 11th bit.
@@ -61,14 +64,14 @@ def environment(
 
 
 def separate_host(rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Makes this rank a host of its own for NCCL; call it before `ringjax.init`."""
+    """Makes NCCL treat this rank as a separate host. Call before `ringjax.init`."""
     environ["NCCL_HOSTID"] = f"ringjax-test-{rank}"
-    for name in _FRACTIONS:  # jaxlib refuses both at once, and the tests need neither
+    for name in _FRACTIONS:  # jaxlib refuses both names at once; the tests need neither
         environ.pop(name, None)
 
 
 def visible_devices(count: int, rank: int, ranks: int = 2) -> str:
-    """Returns the devices of a rank: different ones if there are two for each rank.
+    """Returns the devices of a rank. Ranks share devices if there are too few.
 
     Example:
         >>> visible_devices(8, 1), visible_devices(3, 1)

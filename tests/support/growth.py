@@ -1,7 +1,7 @@
 """Finds processes of a test job whose private memory or descriptors grow.
 
-The first sample after a settling time is compared with the smallest of the last
-samples, because only resources that are never released are a leak.
+The first sample after a settling time is compared with the minimum of the last samples,
+because only resources that are never released are a leak.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from support import leaks, strangers
 SETTLED = 20.0  # seconds until a process has started completely
 LAST = 5  # samples
 DESCRIPTORS = 8  # more new descriptors are a leak; a few are open for a short time
-PEER = 6  # descriptors that a rank needs for each other rank
-BYTES = 24 << 20  # allowed growth per `HOUR`, and in a shorter time
+PEER = 6  # descriptors that a rank needs for each peer
+BYTES = 24 << 20  # allowed growth per `HOUR`, and during a shorter job
 HOUR = 3600.0
 
 
@@ -32,15 +32,15 @@ class Process:
     last: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LAST))
 
 
-class Growth:
-    """Watches all processes of a test job, the launcher's too.
+class GrowthMonitor:
+    """Watches all processes of a test job, including the launcher.
 
     Args:
         job: the id of the job, as for `leaks.processes`.
         peers: the number of ranks that may have joined since a rank's first sample.
 
     Attributes:
-        processes: all processes by process id, also ended ones.
+        processes: all processes by process id, including ended processes.
     """
 
     def __init__(self, job: str, peers: int = 0) -> None:
@@ -48,7 +48,7 @@ class Growth:
         self._descriptors = DESCRIPTORS + PEER * peers
         self.processes: dict[int, Process] = {}
 
-    def look(self) -> None:
+    def take_samples(self) -> None:
         """Takes a sample of every running process."""
         now = time.monotonic()
         with contextlib.suppress(OSError):  # a process ended: sample the rest next time
@@ -61,13 +61,13 @@ class Growth:
                     seen.last.append(sample)
                     seen.at = now
 
-    def found(self) -> list[str]:
-        """A sentence for each process that has grown."""
+    def leaks(self) -> list[str]:
+        """Returns a sentence for each process that has grown."""
         most = self._descriptors
         return [text for p in self.processes.values() for text in _grown(p, most)]
 
     def report(self) -> list[str]:
-        """A line for each of the launcher's processes and the oldest two others."""
+        """Returns a line for each process of ringrun and for the two oldest others."""
         watched = [p for p in self.processes.values() if p.first is not None]
         ours = [p for p in watched if "ringjax.run" in p.command]
         others = sorted(

@@ -1,4 +1,4 @@
-"""Both halves of a handshake without sockets, and helpers for tests of TLS."""
+"""Runs both ends of a handshake without sockets; also a mark for tests of TLS."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ringjax.control.tls import TlsOffer, supported
 needs_tls = pytest.mark.skipif(not supported(), reason="this Python's ssl has no PSK")
 
 
-def converse(
+def run_handshake(
     secret: bytes, hello: HandshakeRequest, mine: TlsOffer, theirs: TlsOffer
 ) -> tuple[SessionKeys, SessionKeys]:
-    """Runs both halves until both have ended and no message is in flight."""
+    """Runs both ends of a handshake and returns the keys of the caller and callee."""
     steps = (
         handshake.caller_steps(secret, replace(hello, tls=mine)),
         handshake.callee_steps(secret, hello.job, lambda introduction: "", theirs),
@@ -34,7 +34,7 @@ def converse(
             inbox[1 - end] += output
         except StopIteration as finished:
             done[end] = finished.value[1]
-    # After the handshake the native core reads from the link. Bytes that the handshake
-    # left unread would stand before the core's own.
-    assert inbox == [b"", b""], "one end took less than the other one said"
+    # After the handshake the native core reads from the link. It would take bytes that
+    # the handshake left unread for its own data.
+    assert inbox == [b"", b""], "one end read less than the other end sent"
     return done[0], done[1]

@@ -1,8 +1,8 @@
-"""Reads the HLO text that XLA has optimised and scheduled: calls, order, memory.
+"""Parses the HLO text that XLA has optimised and scheduled: calls, order, memory.
 
-It reads only the parts of the entry computation that the tests of schedules need. It
-recognises ringjax's native calls by their names. The checks are in
-tests/gpu/schedule.py.
+The parser reads only the parts of the entry computation that the tests of schedules
+need, and recognises ringjax's native calls by their names. tests/gpu/schedule.py holds
+the checks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COLLECTIVE = re.compile(
     r"(?:-start)?\("
 )
 HEAVY = re.compile(r"__triton|__cublas|__cudnn| dot\(| convolution\(")
-# Opcodes of instructions that give memory a name and move no data.
+# Opcodes of instructions that only rename memory and move no data.
 NAMING = ("get-tuple-element", "tuple", "bitcast", "opt-barrier")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction: one line of a computation."""
+    """One instruction, which is one line of a computation."""
 
     name: str
     shape: str
@@ -39,21 +39,21 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """START, DONE and RUN with the bucket, gemm, copy or the opcode."""
+        """The native call with its bucket (such as START0), "gemm", or the opcode."""
         if call := CALL.search(self.rest):
             return f"{call[1].upper()}{self.bucket}"
         return "gemm" if HEAVY.search(self.rest) else self.opcode
 
     @property
     def bucket(self) -> int:
-        """The bucket of a native call: the low 16 bits of `site`, below its chain."""
+        """The bucket of a native call, which is the low 16 bits of `site`."""
         found = re.search(r"\bsite = (\d+)", self.rest)
         assert found, f"no attribute site in {self.rest}"
         return int(found[1]) & 0xFFFF
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """Pairs (result, operand) that share memory."""
+        """The pairs (result, operand) that share memory."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\s*\}", self.rest)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1]) if found else []
         return [(int(result or 0), int(operand)) for result, operand in pairs]
@@ -71,7 +71,7 @@ class Instruction:
 
 
 class Program:
-    """The computation that XLA enters, in the order in which it is launched."""
+    """The entry computation, with its instructions in the order of execution."""
 
     def __init__(self, text: str) -> None:
         assert "is_scheduled=true" in text.splitlines()[0]
@@ -96,7 +96,7 @@ class Program:
             )
 
     def calls(self, prefix: str = "") -> list[Instruction]:
-        """The native calls whose kind begins with `prefix`."""
+        """Returns the native calls whose kind begins with `prefix`."""
         return [
             x
             for x in self.instructions
@@ -104,11 +104,11 @@ class Program:
         ]
 
     def count_everywhere(self) -> int:
-        """The native calls in all computations, loop bodies included."""
+        """Counts the native calls in all computations, including loop bodies."""
         return len(CALL.findall(self.text))
 
     def __str__(self) -> str:
-        """The schedule in words, without instructions that launch nothing."""
+        """Returns the schedule as text, without instructions that launch nothing."""
         silent = (*NAMING, "parameter", "constant")
         kinds = [x.kind for x in self.instructions if x.opcode not in silent]
         out: list[list[Any]] = []
@@ -124,12 +124,12 @@ class Program:
         return self._places[name]
 
     def heavy_between(self, first: Instruction, second: Instruction) -> int:
-        """The number of matrix products and convolutions between two instructions."""
+        """Counts matrix products and convolutions between two instructions."""
         part = slice(self._places[first.name] + 1, self._places[second.name])
         return sum(x.kind == "gemm" for x in self.instructions[part])
 
     def origin(self, name: str) -> tuple[Instruction, int]:
-        """The instruction that wrote `name`, and the index of that result."""
+        """Returns the instruction that wrote `name`, and the index of its result."""
         index = 0
         instruction = self.instructions[self._places[name]]
         while instruction.opcode in NAMING:
@@ -145,7 +145,7 @@ class Program:
         return instruction, index
 
     def readers(self, call: str, result: int) -> list[Instruction]:
-        """All instructions that read a result of `call`, also under another name."""
+        """Returns all instructions that read a result of `call`, under any name."""
         users = self.users.get(call, [])
         assert all(x.opcode == "get-tuple-element" for x in users), users
         named = [x for x in users if re.match(rf", index={result}\b", x.rest)]

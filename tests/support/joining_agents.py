@@ -1,4 +1,4 @@
-"""Launchers and agents of one job, `ringrun --listen` and `--join`, on this machine."""
+"""Starts `ringrun --listen` and agents (`ringrun --join`) of a job on this machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 from ringjax.control import addresses
 from support import leaks
-from support.elastic_member import RUN
+from support.elastic_member import MEMBER_PROGRAM
 from support.launch import environment
 from support.waiting import LONG
 
-WORDS = [sys.executable, "-P", "-m", "ringjax.run"]
+RINGRUN = [sys.executable, "-P", "-m", "ringjax.run"]
 
 
-def _free_ports() -> int:
-    """Returns a port that is free, as is the next one."""
+def _free_port_pair() -> int:
+    """Returns a free port whose successor is free, too."""
     while True:
         port = random.randrange(20000, 30000)
         try:
@@ -35,17 +35,17 @@ def _free_ports() -> int:
         return port
 
 
-class Site:
-    """A ringrun and agents that join it; each may be started several times."""
+class JoinableJob:
+    """A job that agents join. ringrun and agents may be started several times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._started: list[Process] = []
         self.id = uuid.uuid4().hex[:12]
-        self.port = _free_ports()
+        self.port = _free_port_pair()
         self.secret = secrets.token_bytes(32)
         self._count = 0
-        (folder / "script.py").write_text(RUN)
+        (folder / "script.py").write_text(MEMBER_PROGRAM)
         self.rank = [sys.executable, "-P", str(folder / "script.py")]
 
     def start(self, *words: str, **env: str) -> Process:
@@ -59,7 +59,7 @@ class Site:
         }
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*WORDS, *words],
+                [*RINGRUN, *words],
                 env=environment(self.id, variables),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -121,10 +121,11 @@ class Process:
         seconds: float = LONG,
         also: Sequence[Process] = (),
     ) -> None:
-        """Waits until the outputs match a regular expression `count` times.
+        """Waits until a regular expression matches `count` times in the output.
 
-        While ringrun is gone, the output of ranks goes to the output of their agent:
-        pass that process in `also`.
+        Args:
+            also: more processes whose outputs count. While ringrun is not running, an
+                agent writes the output of its ranks to its own output.
         """
         deadline = time.monotonic() + seconds
         while len(re.findall(text, found := self._with(also))) < count:

@@ -1,6 +1,6 @@
-"""Tests of callbacks, saved models and elastic training, the same on every backend.
+"""Tests of callbacks, saved models and elastic training, for every backend of Keras.
 
-tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects these tests; see tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import pytest
 
 from support.keras_checks import (
     ROWS,
+    all_rows,
+    assert_close,
     build,
-    close,
+    equal_on_all_ranks,
     fit,
-    rows_of,
-    same_everywhere,
-    share,
+    local_part,
     weights,
 )
 
 
-def mine_of(world, batch: int):
-    x, y = rows_of(world.size)
-    return share(world, x, batch), share(world, y, batch)
+def local_rows(world, batch: int):
+    x, y = all_rows(world.size)
+    return local_part(world, x, batch), local_part(world, y, batch)
 
 
 def recorder(keras, look):
-    """A callback that stores `look(model)` at the end of every batch."""
+    """Makes a callback that stores `look(model)` at the end of every batch."""
 
     class Recorder(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -50,7 +50,7 @@ def test_broadcast_leaves_local_variables_alone(world, keras, hvd) -> None:
         variable.assign(np.full(variable.shape, float(world.rank), "float32"))
     make = hvd.callbacks.BroadcastGlobalVariablesCallback
     callback = make(root, local_variables=model.layers[0].weights)
-    fit(model, *mine_of(world, 2), 2, callbacks=[callback])
+    fit(model, *local_rows(world, 2), 2, callbacks=[callback])
     assert callback.broadcast_done
     for i, weight in enumerate(weights(model)):
         assert (weight == (world.rank if i < 2 else root)).all(), i
@@ -61,10 +61,10 @@ def test_broadcast_leaves_local_variables_alone(world, keras, hvd) -> None:
 
 
 def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
-    """Rank 0 continues from a file, with some steps made; the other ranks begin."""
+    """Rank 0 loads a model that has made some steps; other ranks build a new model."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     model = build(keras, optimizer, seed=world.rank)
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     if world.rank == 0:
         model.save(tmp_path / "model.keras")
         model = hvd.load_model(tmp_path / "model.keras")
@@ -72,8 +72,8 @@ def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.2, momentum=0.9))
         model = build(keras, optimizer, seed=9)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    fit(model, *mine_of(world, 2), 2, callbacks=callbacks)
-    assert same_everywhere(world, model)
+    fit(model, *local_rows(world, 2), 2, callbacks=callbacks)
+    assert equal_on_all_ranks(world, model)
     assert rate_of(model) == pytest.approx(0.1)
     assert int(model.optimizer.iterations) == 2 * ROWS // 2
 
@@ -81,7 +81,7 @@ def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
 def test_metrics_are_averages(world, keras, hvd) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model = build(keras, optimizer, metrics=["mae"])
-    x, y = mine_of(world, ROWS)
+    x, y = local_rows(world, ROWS)
     own = model.evaluate(x, y, verbose=0, return_dict=True)
     callbacks = [hvd.callbacks.MetricAverageCallback()]
     history = fit(
@@ -102,7 +102,7 @@ def test_warm_up(world, keras, hvd, capsys) -> None:
     rates = recorder(keras, rate_of)
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.6, warmup_epochs=2, verbose=1)
     steps = ROWS // 4
-    history = fit(model, *mine_of(world, 4), 4, epochs=3, callbacks=[warmup, rates])
+    history = fit(model, *local_rows(world, 4), 4, epochs=3, callbacks=[warmup, rates])
     done = np.minimum(np.arange(1, 3 * steps + 1) / (2 * steps), 1)
     expected = 0.6 / world.size * (1 + done * (world.size - 1))
     np.testing.assert_allclose(rates.seen, expected, rtol=1e-6)
@@ -123,7 +123,7 @@ def test_schedules(world, keras, hvd) -> None:
         schedule(0.8, lambda epoch: 0.1 * epoch, 2, 3, staircase=False),
         schedule(0.8, multiplier=1e-2, start_epoch=3),
     ]
-    fit(model, *mine_of(world, 6), 6, epochs=5, callbacks=[*callbacks, rates])
+    fit(model, *local_rows(world, 6), 6, epochs=5, callbacks=[*callbacks, rates])
     expected = [0.8, 0.8, 0.4, 0.4, 0.16, 0.2, 0.8, 0.8, 0.008, 0.008]
     np.testing.assert_allclose(rates.seen, expected, rtol=1e-6)
     with pytest.raises(ValueError, match="`initial_lr` is required"):
@@ -135,8 +135,8 @@ def test_schedules(world, keras, hvd) -> None:
 
 
 def test_momentum_is_corrected(world, keras, hvd) -> None:
-    """The reference multiplies its momentum in the step in which the rate changes."""
-    x, y = rows_of(world.size)
+    """The reference scales its velocities when the learning rate changes."""
+    x, y = all_rows(world.size)
     whole = build(keras, keras.optimizers.SGD(0.1, momentum=0.9))
     first, second = (slice(0, 2 * world.size), slice(2 * world.size, 4 * world.size))
     fit(whole, x[first], y[first], 2 * world.size)
@@ -150,9 +150,9 @@ def test_momentum_is_corrected(world, keras, hvd) -> None:
     schedule = hvd.callbacks.LearningRateScheduleCallback(
         0.1, lambda epoch: 1.0 if epoch == 0 else 0.2, staircase=False
     )
-    mine = share(world, x, 2), share(world, y, 2)
+    mine = local_part(world, x, 2), local_part(world, y, 2)
     fit(model, *(part[:4] for part in mine), 2, callbacks=[schedule])
-    close(model, whole)
+    assert_close(model, whole)
     assert model.optimizer.momentum == 0.9
 
 
@@ -163,7 +163,7 @@ def test_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
     if kind == "LossScaleOptimizer":
         plain = keras.optimizers.LossScaleOptimizer(plain)
     model = build(keras, hvd.DistributedOptimizer(plain, backward_passes_per_step=1))
-    mine = mine_of(world, 2)
+    mine = local_rows(world, 2)
     fit(model, *mine, 2)
     loaded = {}
     for ending in ("keras", "h5"):
@@ -172,7 +172,7 @@ def test_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
         one = loaded[ending] = hvd.load_model(str(path))
         assert type(one.optimizer).__name__ == kind
         assert hasattr(one.optimizer, "register_local_var")
-        close(one, model, 0)
+        assert_close(one, model, 0)
         pairs = zip(model.optimizer.variables, one.optimizer.variables, strict=True)
         for pair in pairs:
             np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, pair))
@@ -180,8 +180,8 @@ def test_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
         assert not hasattr(without.optimizer, "register_local_var")
     for one in (model, *loaded.values()):
         fit(one, *mine, 2)
-        close(one, model, 0)
-        assert same_everywhere(world, one)
+        assert_close(one, model, 0)
+        assert equal_on_all_ranks(world, one)
 
 
 def test_a_saved_model_with_several_passes_fits_the_plain_optimizer(
@@ -190,7 +190,7 @@ def test_a_saved_model_with_several_passes_fits_the_plain_optimizer(
     optimizer = keras.optimizers.Adam(0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
     model = build(keras, optimizer)
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     model.save(tmp_path / "model.keras")
     plain = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert int(plain.iterations) == ROWS // 2
@@ -206,7 +206,7 @@ def test_a_saved_model_with_an_optimizer_of_ones_own(
         pass
 
     model = build(keras, hvd.DistributedOptimizer(Own(0.05)))
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     model.save(tmp_path / "model.keras")
     given = {
         "optimizers": {"custom_optimizers": [Own]},
@@ -227,10 +227,10 @@ def test_the_best_model_is_kept(world, keras, hvd, tmp_path) -> None:
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
     with pytest.raises(ValueError, match="set its attribute `filepath`"):
-        fit(model, *mine_of(world, 2), 2, callbacks=[best])
+        fit(model, *local_rows(world, 2), 2, callbacks=[best])
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=True)
     best.filepath = str(tmp_path / "best.weights.h5")
-    fit(model, *mine_of(world, 2), 2, callbacks=[best])
+    fit(model, *local_rows(world, 2), 2, callbacks=[best])
     model.load_weights(best.filepath)
 
 
@@ -241,24 +241,24 @@ def test_a_state_is_kept_and_sent(world, keras, hvd) -> None:
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(2)]))
     state.sync()
     assert (state.batch, state.epoch) == (20, 0)
-    close(model, build(keras, "sgd"), 0)
+    assert_close(model, build(keras, "sgd"), 0)
     first = weights(model)
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     state.batch = 21
     state.restore()
     assert state.batch == 20 and int(model.optimizer.iterations) == 0
     assert all((a == b).all() for a, b in zip(first, weights(model), strict=True))
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     state.commit()
     kept = weights(model)
-    fit(model, *mine_of(world, 2), 2)
+    fit(model, *local_rows(world, 2), 2)
     state.restore()
     assert all((a == b).all() for a, b in zip(kept, weights(model), strict=True))
     assert int(model.optimizer.iterations) == ROWS // 2
 
 
 def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
-    x, y = mine_of(world, 2)
+    x, y = local_rows(world, 2)
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
     resets, seen, commits = [], [], []
@@ -294,11 +294,12 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
     steps = ROWS // 2
     assert len(commits) == steps + 2  # after every other batch and after both epochs
     assert seen[:4] == [(0, i) for i in range(4)]
-    # The batches before the last commit, after the fourth batch, are not repeated.
+    # Training continues after the last commit, so the first four batches are not
+    # repeated.
     assert seen[4:] == [(0, i) for i in range(steps - 4)] + [
         (1, i) for i in range(steps)
     ]
-    assert same_everywhere(world, model)
+    assert equal_on_all_ranks(world, model)
     assert int(model.optimizer.iterations) == 2 * steps
 
 

@@ -1,8 +1,8 @@
-"""Tests of ringjax.keras that are the same on every backend of Keras.
+"""Tests of ringjax.keras for every backend of Keras.
 
-Each file in tests/ranks/keras/ chooses a backend and collects tests from here. Only the
-ranks import Keras; the pytest that starts them does not. keras_smoke.py lists the tests
-of the backends' adapters, which run on all backends; the other tests run on one.
+Each file in tests/ranks/keras/ chooses a backend and imports tests from this file. Only
+the ranks import Keras; the pytest that launches the ranks does not. keras_smoke.py
+lists the tests that run on all backends; the other tests run on one backend.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ROWS, IN, OUT = 12, 4, 2
 
 @pytest.fixture
 def keras(world):
-    """Keras, as if only one backend were installed, so that it imports no other.
+    """Imports Keras without other backends and without scikit-learn.
 
-    TensorFlow and scikit-learn would take longer than most of the tests.
+    Importing TensorFlow and scikit-learn takes longer than most of the tests.
     """
     del world
     sys.modules.setdefault("sklearn", None)
@@ -37,7 +37,7 @@ def hvd(keras):
     return importlib.import_module("ringjax.keras")
 
 
-def rows_of(size: int):
+def all_rows(size: int):
     """Returns the data of all ranks, with equally many rows for each rank."""
     draw = np.random.default_rng(7)
     shape = ROWS * size
@@ -45,7 +45,7 @@ def rows_of(size: int):
     return x, draw.normal(size=(shape, OUT)).astype("float32")
 
 
-def share(world, array, batch: int):
+def local_part(world, array, batch: int):
     """Returns this rank's part of every batch."""
     parts = array.reshape(-1, world.size, batch, array.shape[-1])
     return parts[:, world.rank].reshape(-1, array.shape[-1])
@@ -68,22 +68,22 @@ def weights(model):
     return [np.asarray(w) for w in model.get_weights()]
 
 
-def close(model, other, tolerance: float = 2e-6) -> None:
+def assert_close(model, other, tolerance: float = 2e-6) -> None:
     for one, two in zip(weights(model), weights(other), strict=True):
         np.testing.assert_allclose(one, two, rtol=0, atol=tolerance)
 
 
-def same_everywhere(world, model) -> bool:
+def equal_on_all_ranks(world, model) -> bool:
     from ringjax import eager
 
     everyone = eager.allgather_object([w.tobytes() for w in weights(model)])
     return all(one == everyone[0] for one in everyone)
 
 
-def applied(world, keras, optimizer, passes: int = 1):
-    """Returns the changes that steps of size 1 subtract from two variables.
+def apply_gradients(world, keras, optimizer, passes: int = 1):
+    """Applies gradients 1 + rank and 10 * (1 + rank) to two variables that are zero.
 
-    The gradients are 1 + rank and 10 * (1 + rank).
+    Returns the negated new values of the variables, and the variables.
     """
     variables = [keras.Variable(np.zeros(n, "float32"), name=f"v{n}") for n in (3, 2)]
     for _ in range(passes):
@@ -123,7 +123,7 @@ def test_options(world, keras, hvd, options, expected) -> None:
             options[name] = getattr(home, options[name])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
     passes = options.get("backward_passes_per_step", 1)
-    found, _ = applied(world, keras, optimizer, passes)
+    found, _ = apply_gradients(world, keras, optimizer, passes)
     mean = (world.size + 1) / 2
     value = {"mean": mean, "sum": mean * world.size, "twice": 2 * mean}[expected]
     assert found == pytest.approx([value, 10 * value])
@@ -143,7 +143,9 @@ def test_a_compression_of_ones_own(world, keras, hvd) -> None:
     sgd = keras.optimizers.SGD(1.0)
     optimizer = hvd.DistributedOptimizer(sgd, compression=Halved)
     mean = (world.size + 1) / 2
-    assert applied(world, keras, optimizer)[0] == pytest.approx([mean, 10 * mean])
+    assert apply_gradients(world, keras, optimizer)[0] == pytest.approx(
+        [mean, 10 * mean]
+    )
 
 
 def test_groups_of_variables(world, keras, hvd) -> None:

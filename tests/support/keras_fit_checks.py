@@ -1,6 +1,6 @@
-"""Tests of `model.fit` with a distributed optimizer, the same on every backend.
+"""Tests of `model.fit` with a distributed optimizer, for every backend of Keras.
 
-tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects these tests; see tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import pytest
 
 from support.keras_checks import (
     ROWS,
+    all_rows,
+    assert_close,
     build,
-    close,
+    equal_on_all_ranks,
     fit,
     hvd,
     keras,
-    rows_of,
-    same_everywhere,
-    share,
+    local_part,
     weights,
 )
 
@@ -42,17 +42,17 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
-    x, y = rows_of(world.size)
+    x, y = all_rows(world.size)
     reference = build(keras, OPTIMIZERS[kind](keras))
     fit(reference, x, y, 2 * world.size, epochs=2)
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](keras))
     assert isinstance(optimizer, type(OPTIMIZERS[kind](keras)))
     model = build(keras, optimizer, seed=world.rank)  # the broadcast makes them equal
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    mine = share(world, x, 2), share(world, y, 2)
+    mine = local_part(world, x, 2), local_part(world, y, 2)
     fit(model, *mine, 2, epochs=2, callbacks=callbacks)
-    close(model, reference)
-    assert same_everywhere(world, model)
+    assert_close(model, reference)
+    assert equal_on_all_ranks(world, model)
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
 
 
@@ -64,18 +64,18 @@ def test_a_model_of_more_than_160_variables(world, keras, hvd) -> None:
         def call(self, inputs):
             return inputs + keras.ops.sum(keras.ops.concatenate(self.parts))
 
-    x, y = rows_of(world.size)
+    x, y = all_rows(world.size)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = build(keras, optimizer, layers=[Many()])
     assert len(model.trainable_variables) == 164
     before = weights(model)
-    fit(model, share(world, x, 2), share(world, y, 2), 2)
-    assert same_everywhere(world, model)
+    fit(model, local_part(world, x, 2), local_part(world, y, 2), 2)
+    assert equal_on_all_ranks(world, model)
     assert any((a != b).any() for a, b in zip(before, weights(model), strict=True))
 
 
 def test_several_passes_for_one_step(world, keras, hvd) -> None:
-    x, y = rows_of(world.size)
+    x, y = all_rows(world.size)
     reference = build(keras, keras.optimizers.SGD(0.1))
     fit(reference, x, y, 4 * world.size)
     optimizer = hvd.DistributedOptimizer(
@@ -84,13 +84,13 @@ def test_several_passes_for_one_step(world, keras, hvd) -> None:
         average_aggregated_gradients=True,
     )
     model = build(keras, optimizer)
-    parts = share(world, x, 2), share(world, y, 2)
+    parts = local_part(world, x, 2), local_part(world, y, 2)
     fit(model, *parts, 2)
-    close(model, reference)
+    assert_close(model, reference)
     assert int(model.optimizer.iterations) == ROWS // 2
     assert int(model.optimizer._agg_helper.counter) == 0
     fit(model, *(part[:2] for part in parts), 2)  # a pass without a step
-    close(model, reference)
+    assert_close(model, reference)
     assert int(model.optimizer._agg_helper.counter) == 1
     assert int(model.optimizer.iterations) == ROWS // 2 + 1
 
@@ -103,8 +103,8 @@ def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) 
     finally:
         keras.mixed_precision.set_global_policy("float32")
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    x, y = rows_of(world.size)
-    mine = share(world, x, 2), share(world, y, 2)
+    x, y = all_rows(world.size)
+    mine = local_part(world, x, 2), local_part(world, y, 2)
     before = weights(model)
     if world.rank == world.size - 1:
         mine[1][:2] = 1e30  # in the first batch
@@ -114,5 +114,5 @@ def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) 
     assert scale == 2.0**14 and int(model.optimizer.iterations) == 0
     fit(model, *(part[2:4] for part in mine), 2)
     assert int(model.optimizer.iterations) == 1
-    assert same_everywhere(world, model)
+    assert equal_on_all_ranks(world, model)
     assert any((a != b).any() for a, b in zip(before, weights(model), strict=True))

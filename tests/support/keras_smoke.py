@@ -1,10 +1,10 @@
-"""The tests of ringjax.keras in which code of a backend's adapter takes part.
+"""The tests of ringjax.keras that execute code of a backend's adapter.
 
-Backends that do not run all tests of tests/support/keras_*_checks.py run these. They
-reach every line of ringjax/keras/backends, the only code that differs between backends.
+Backends that do not run all tests of tests/support/keras_*_checks.py run these tests.
+The tests reach every line of ringjax/keras/backends, the only code that differs between
+backends.
 """
 
-from support.keras_alike_checks import test_who_forgets_the_broadcast_is_told_once
 from support.keras_callback_checks import (
     test_broadcast_leaves_local_variables_alone,
     test_fit_goes_on_after_a_failure,
@@ -25,6 +25,7 @@ from support.keras_fit_checks import (
     test_fit_is_that_of_one_process_on_the_whole_batch,
     test_several_passes_for_one_step,
 )
+from support.keras_parameter_checks import test_who_forgets_the_broadcast_is_told_once
 
 __all__ = [
     "hvd",

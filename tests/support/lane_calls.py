@@ -1,8 +1,8 @@
-"""The eager lane on numpy arrays that stand for CUDA tensors, for tests on the stubs.
+"""Calls of the eager lane with numpy arrays as CUDA tensors, for tests on the stubs.
 
-The stub's device memory is host memory, so the address of a numpy array is a device
-pointer. JAX is not loaded, as in a program that uses PyTorch. This module does not work
-on GPUs.
+The stub of CUDA uses host memory as device memory, so the address of a numpy array is a
+device pointer. JAX is not loaded, as in a program that uses PyTorch. This module does
+not work on GPUs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from ringjax import _native, runtime
-from support.device_calls import empty_like, given
+from support.device_calls import empty_like, inputs_of
 from support.draws import dtype_of
 
 
 def without_jax() -> None:
-    """Makes `ringjax.init` take this process for one that uses PyTorch and no JAX."""
+    """Makes `ringjax.init` believe that this process uses PyTorch and not JAX."""
     assert "jax" not in sys.modules
     sys.modules.setdefault("torch", ModuleType("torch"))
 
@@ -43,8 +43,8 @@ class Pending:
         return self.outs
 
 
-class Made(Pending):
-    """A pending submission whose results are in the core's memory."""
+class PendingOutput(Pending):
+    """A pending operation whose results are in memory that the core allocates."""
 
     def __init__(self, ticket: Any, like: Sequence[np.ndarray]) -> None:
         super().__init__(ticket, [])
@@ -53,11 +53,14 @@ class Made(Pending):
     def wait(self, **options: Any) -> list[np.ndarray]:
         """Waits for the device and returns copies of the results."""
         super().wait(**options)
-        return [taken(self.ticket.output(i), like) for i, like in enumerate(self._like)]
+        return [
+            copy_of_output(self.ticket.output(i), like)
+            for i, like in enumerate(self._like)
+        ]
 
 
-class End:
-    """This rank's end of an eager lane, for tensors on the device."""
+class LaneClient:
+    """Submits this rank's operations to an eager lane, for tensors on the device."""
 
     def __init__(self, process_set: runtime.ProcessSet | None = None) -> None:
         chosen = runtime.global_process_set if process_set is None else process_set
@@ -73,26 +76,26 @@ class End:
         reduce: str = "Sum",
         **options: Any,
     ) -> Pending:
-        """Submits an operation. Its results get new memory unless `outs` is given."""
+        """Submits an operation. Results go to new memory unless `outs` is given."""
         makes = op in ("allgather", "alltoall", "barrier")
         if outs is None:
             outs = [] if makes else empty_like(ins)
         ticket = self.lane.submit(
             _native.COLLECTIVES[op],
             name,
-            given(ins),
+            inputs_of(ins),
             [out.ctypes.data for out in outs],
             reduce_op=_native.REDUCE_OPS[reduce],
             **{"cuda": True, "keep": (list(ins), list(outs)), **options},
         )
-        return Made(ticket, ins) if makes else Pending(ticket, outs)
+        return PendingOutput(ticket, ins) if makes else Pending(ticket, outs)
 
     def run(self, *args: Any, **options: Any) -> list[np.ndarray]:
-        """Submits and waits for the results."""
+        """Submits an operation and waits for its results."""
         return self.submit(*args, **options).wait()
 
     def stats(self, op: str) -> dict[str, Any]:
-        """Counts of the operations enqueued so far; zeros before the first call."""
+        """Returns counts of the operations enqueued so far; zeros before a call."""
         found = self.lane.cuda_stats().get(op, {})
         return {"calls": 0, "launches": 0, "nccl_ops": 0, "packed_bytes": 0, **found}
 
@@ -117,8 +120,11 @@ class _Tensor(ctypes.Structure):  # DLTensor
     )
 
 
-def taken(output: Any, like: np.ndarray) -> np.ndarray:
-    """A copy of the tensor that a framework would receive, in rows like `like`'s."""
+def copy_of_output(output: Any, like: np.ndarray) -> np.ndarray:
+    """Imports an output by DLPack, as a framework does, and returns a copy of it.
+
+    The rows of the output must have the shape and dtype of the rows of `like`.
+    """
     device = output.__dlpack_device__()
     assert device[0] == CUDA, device
     get = ctypes.pythonapi.PyCapsule_GetPointer
@@ -138,15 +144,15 @@ def taken(output: Any, like: np.ndarray) -> np.ndarray:
 # -- resources of the stub's device ----------------------------------------------------
 
 
-def alive() -> tuple[int, int, int]:
-    """The numbers of living events, streams and allocations in the stub."""
+def live_resources() -> tuple[int, int, int]:
+    """Returns the numbers of events, streams and allocations that the stub holds."""
     counts = [ctypes.c_size_t() for _ in range(3)]
     ctypes.CDLL("libcuda.so.1").stub_cuda_alive(*map(ctypes.byref, counts))
     events, streams, memory = (count.value for count in counts)
     return events, streams, memory
 
 
-class Foreign:
+class OtherDeviceMemory:
     """Memory on another device of this process, full of ones."""
 
     def __init__(self, device: int, count: int, dtype: str = "float32") -> None:

@@ -1,7 +1,7 @@
-"""Starts jobs of several ranks for tests; kills, interrupts and reads them.
+"""Starts jobs of several ranks for tests, sends them signals, and reads their output.
 
 A rank runs the script that a test passes, or tests/support/rank_worker.py.
-tests/support/leaks.py defines what is a leak.
+tests/support/leaks.py finds processes that outlive their job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Self
 from support import leaks, warm
 
 ROOT = Path(__file__).resolve().parents[2]
-# Variables of other launchers. With them, a job would think that it is a part of the
-# job that started pytest.
-_FOREIGN = (
+# Variables of launchers. If they are set, a rank would join the job that started pytest
+# instead of the job of the test.
+_LAUNCHER_PREFIXES = (
     *("RINGJAX_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_"),
     *("JSM_", "JAX_PROCESS_", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_", "PET_"),
     *("SKYPILOT_", "JOB_COMPLETION_INDEX", "RANK", "WORLD_SIZE", "MASTER_"),
@@ -33,13 +33,13 @@ _LAUNCHER = "ringjax.run"
 
 
 class JobError(AssertionError):
-    """The event that a test waited for did not come. The text holds all ranks' logs."""
+    """A job did not do what the test waited for. The text holds all ranks' logs."""
 
 
 class Job:
     """A run of `ringrun -np N …` with its ranks, logs and exit code.
 
-    Tests get it from the fixture `start_job`, which also closes it.
+    The fixture `start_job` starts jobs, and closes them after the test.
 
     Args:
       np: number of ranks.
@@ -71,7 +71,7 @@ class Job:
         self._ended_itself = False
 
     def start(self) -> Self:
-        """Starts the launcher in a session of its own, as a terminal would."""
+        """Starts the launcher in a new session, as a terminal does."""
         logs = ["--output-filename", str(self._folder / "logs")]
         words = [sys.executable, "-P", "-m", _LAUNCHER, "-np", str(self.np), *logs]
         with (self._folder / "launcher").open("wb") as log:
@@ -92,14 +92,14 @@ class Job:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code of the launcher, or None while it runs."""
+        """Returns the exit code of the launcher, or None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def wait(self, timeout: float = 40) -> int:
         """Waits for the end of the job and returns ringrun's exit code.
 
         Raises:
-          JobError: if the job still ran after `timeout` seconds. It is then ended, and
+          JobError: if the job still runs after `timeout` seconds. The job is ended, and
             the text shows the stacks of all ranks.
         """
         if self._process is None:
@@ -125,7 +125,7 @@ class Job:
             time.sleep(0.01)
 
     def rank_pid(self, rank: int, timeout: float = 20) -> int:
-        """The process id of the script that runs as `rank`."""
+        """Waits for the process of a rank and returns its id."""
         deadline = time.monotonic() + timeout
         while True:
             for pid in leaks.processes(self.id):
@@ -136,7 +136,7 @@ class Job:
             time.sleep(0.01)
 
     def worker_pid(self, worker: int) -> int:
-        """The process id of a running worker of an elastic job."""
+        """Returns the process id of a running worker of an elastic job."""
         (pid,) = (
             pid
             for pid in leaks.processes(self.id)
@@ -146,7 +146,7 @@ class Job:
         return pid
 
     def kill(self, rank: int, sig: signal.Signals = signal.SIGKILL) -> None:
-        """Sends `sig` to a rank. SIGKILL simulates a machine that loses power."""
+        """Sends a signal to a rank."""
         os.kill(self.rank_pid(rank), sig)
 
     def interrupt(self) -> None:
@@ -154,18 +154,18 @@ class Job:
         os.killpg(self.pid, signal.SIGINT)
 
     def output(self, rank: int) -> str:
-        """The stdout and stderr of a rank, or of a worker in an elastic job."""
+        """Returns stdout and stderr of a rank, or of a worker in an elastic job."""
         logs = self._folder / "logs"
         folders = [logs / f"rank.{rank}", logs / f"worker.{rank}"]
         names = [folder / name for folder in folders for name in ("stdout", "stderr")]
         return "".join(map(_text, names))
 
     def launcher_output(self) -> str:
-        """The text that ringrun itself has written to the terminal."""
+        """Returns the text that ringrun itself has written to the terminal."""
         return _text(self._folder / "launcher")
 
     def logs(self, tail: int = 4000) -> str:
-        """The last `tail` characters of ringrun and of every rank, for error texts."""
+        """Returns the last output of ringrun and of each rank, for error texts."""
         parts = [("ringrun", self.launcher_output())]
         parts += [(f"rank {rank}", self.output(rank)) for rank in range(self.np)]
         return "\n".join(f"--- {who}\n{_last_words(text, tail)}" for who, text in parts)
@@ -201,10 +201,10 @@ class Job:
         return [sys.executable, str(path)]
 
     def _runs_rank(self, pid: int, rank: int | None = None) -> bool:
-        """Whether `pid` runs the job's command itself, and not a wrapper of it.
+        """Returns whether `pid` runs the job's command itself, and not a wrapper of it.
 
         Args:
-            rank: the rank that it must be; None: any rank, or a newcomer.
+            rank: the rank that the process must be; None: any rank, or a newcomer.
         """
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
@@ -229,7 +229,7 @@ class Job:
 
 
 class Jobs:
-    """Jobs that end together, each with a folder that `new_folder` makes."""
+    """Jobs that are closed together. `new_folder` makes a folder for each job."""
 
     def __init__(self, new_folder: Callable[[], Path]) -> None:
         self._new_folder = new_folder
@@ -252,7 +252,7 @@ class Jobs:
 
 
 def _source(command: Sequence[str]) -> str:
-    """The text of the Python files of a command."""
+    """Returns the text of the Python files of a command."""
     return "\n".join(_text(Path(word)) for word in command if word.endswith(".py"))
 
 
@@ -261,16 +261,16 @@ def _variables(pid: int) -> list[bytes]:
 
 
 StartJob = Callable[..., Job]
-"""The fixture `start_job`: Job's arguments but the folder; the job has started."""
+"""The fixture `start_job`. It takes the arguments of Job except the folder."""
 
 
 def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job: this process's, without traces of another launcher."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    """Returns this process's environment for a job, without launchers' variables."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     kept.setdefault("JAX_PLATFORMS", "cpu")
     # PyTorch's threads spin at barriers, which is slow while other processes run.
     kept.setdefault("OMP_NUM_THREADS", "1")
-    # Hundreds of ranks import the same files, so the first rank stores the byte code.
+    # Let the first rank store byte code, because hundreds of ranks import these files.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     paths = [str(ROOT / "tests"), *filter(None, [kept.get("PYTHONPATH")])]
     spec = importlib.util.find_spec("ringjax")
@@ -283,17 +283,17 @@ def environment(job: str, extra: Mapping[str, str]) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
         leaks.JOB_VARIABLE: job,
-        "RINGJAX_RECORD_DIR": "off",  # jobs that fail on purpose leave no files
+        "RINGJAX_RECORD_DIR": "off",  # jobs that fail on purpose must leave no files
         **extra,
     }
 
 
 def cheap_code() -> str:
-    """XLA's flags for tests, which compile many programs and run each a few times.
+    """Returns XLA's flags for tests, which compile many programs and run them rarely.
 
-    XLA still rewrites and schedules the programs as usual, but generates their code in
-    half the time. TensorFlow does, too. XLA aborts a process at an unknown flag, and
-    new versions drop flags, so a process tries the flags with the installed version.
+    With the flags, XLA still rewrites and schedules programs as usual, but generates
+    code in half the time, in TensorFlow, too. XLA aborts a process at an unknown flag,
+    and new versions drop flags, so a process tries the flags first.
     """
     level = "--xla_backend_optimization_level=0"
     for flags in (f"{level} --xla_cpu_use_fusion_emitters=false", level):
@@ -303,7 +303,7 @@ def cheap_code() -> str:
 
 
 def _xla_knows(flags: str) -> bool:
-    """Whether a process with these flags survives the first listing of its devices."""
+    """Returns whether JAX initialises its backend with these flags."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import jax; jax.devices()"],
         env=environment("flags", {"XLA_FLAGS": flags}),
@@ -320,7 +320,7 @@ def _signal(pid: int, sig: signal.Signals) -> None:
 
 
 def _last_words(text: str, tail: int) -> str:
-    """The end of `text`. For a crash also its head, because its stacks may be long."""
+    """Returns the end of `text`, and before it the begin of a crash report, if any."""
     text = text.strip()
     crash = text.find("Fatal Python error: ")
     if 0 <= crash < len(text) - tail:

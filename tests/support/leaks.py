@@ -1,8 +1,8 @@
 """Finds leaks of a test or a job: processes, descriptors, threads, shared memory.
 
-A listening port or an abstract unix socket lives exactly as long as a process holds its
-descriptor. So nothing is leaked if no process of the job is alive and this process
-holds no new descriptor. Texts describe sockets by their addresses.
+A listening port or an abstract unix socket exists exactly as long as a process holds
+its descriptor. So no port is leaked if no process of the job is alive and this process
+holds no new descriptor. Error texts describe sockets by their addresses.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# All processes of a job that a test starts have this variable, also orphans.
+# All processes of a job that a test starts inherit this variable, including orphans.
 JOB_VARIABLE = "RINGJAX_TEST_JOB"
-# Kinds of descriptors that ringjax opens. A framework that is loaded during a test may
-# open files of other kinds.
+# The kinds of descriptors that ringjax opens. Other kinds do not count, because a
+# framework that is imported during a test may open files.
 _KINDS = ("socket:", "pipe:", "/memfd:", "anon_inode:[eventfd]", "anon_inode:[pidfd]")
 
 
-# Servers of the tests that live longer than one test: process -> our socket to it.
-_staying: dict[int, int] = {}
+# Warm servers, which outlive a test: the process id -> our socket to the server.
+_ignored_children: dict[int, int] = {}
 
 
-def stays(pid: int, descriptor: int) -> None:
-    """Marks a child and its descriptor as wanted: they are no leak from now on."""
-    _staying[pid] = descriptor
+def ignore_child(pid: int, descriptor: int) -> None:
+    """Excludes a child process and its descriptor from all checks."""
+    _ignored_children[pid] = descriptor
 
 
-def goes(pid: int) -> None:
-    """Takes the mark from a child that is about to end."""
-    del _staying[pid]
+def stop_ignoring(pid: int) -> None:
+    """Includes a child process, which is about to end, in the checks again."""
+    del _ignored_children[pid]
 
 
 def processes(job: str) -> dict[int, str]:
-    """The living processes of a test job, also orphans: pid -> command line."""
+    """Returns the living processes of a test job, including orphans, by process id."""
     needle = f"{JOB_VARIABLE}={job}".encode()
     found = {}
     for pid in _pids():
@@ -64,18 +64,20 @@ class Snapshot:
             n for n in _names("/dev/shm") if n.startswith("ringjax") and not _planted(n)
         ]
         return Snapshot(
-            children={p: text for p, text in _children().items() if p not in _staying},
+            children={
+                p: text for p, text in _children().items() if p not in _ignored_children
+            },
             descriptors={
                 text: n
                 for text, n in _descriptors().items()
-                if n not in _staying.values()
+                if n not in _ignored_children.values()
             },
             threads=_threads(),
             shared_memory=frozenset(own),
         )
 
     def leaked_since(self) -> list[str]:
-        """A sentence for each resource that was created after this snapshot."""
+        """Returns a sentence for each resource that is new since this snapshot."""
         now = Snapshot.take()
         sockets = _socket_names() if now.descriptors.keys() - self.descriptors else {}
         return [
@@ -97,17 +99,17 @@ class Snapshot:
             *(
                 f"/dev/shm/{name}"
                 for name in sorted(now.shared_memory - self.shared_memory)
-                if not _held_by_stranger(f"/dev/shm/{name}")
+                if not _used_by_other_process(f"/dev/shm/{name}")
             ),
         ]
 
 
 def settle(check: Callable[[], list[str]], seconds: float = 2.0) -> list[str]:
-    """Repeats `check` until it finds nothing or time is up; returns what it found.
+    """Repeats `check` until it finds nothing or time is up. Returns the last result.
 
-    After a process was killed, the kernel and thread pools need a moment to release its
-    resources. An exception's traceback keeps the variables of its frames until the
-    garbage collector runs.
+    After a process was killed, the kernel needs a moment to release its resources. The
+    traceback of an exception keeps the variables of its frames until the garbage
+    collector runs.
     """
     deadline = time.monotonic() + seconds
     while (found := check()) and time.monotonic() < deadline:
@@ -135,8 +137,8 @@ def _read(path: str) -> bytes:
 
 
 def _state(pid: int) -> str:
-    # The command name in parentheses may contain any character, also parentheses, so
-    # read after the last one.
+    # The command name is in parentheses and may itself contain parentheses, so the
+    # state follows the last closing parenthesis.
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2][1:2].decode()
 
 
@@ -162,9 +164,7 @@ def _descriptors() -> dict[str, int]:
         except OSError:
             continue
         if target.startswith("anon_inode:"):
-            target = (
-                f"{target}#{name}"  # all share an inode, so only the number differs
-            )
+            target = f"{target}#{name}"  # all anonymous inodes have one name
         if target.startswith(_KINDS):
             found[target] = int(name)
     return found
@@ -186,7 +186,7 @@ def _socket_names() -> dict[str, str]:
 
 
 def _threads() -> dict[int, str]:
-    """Python's threads, and native ones that carry the library's name."""
+    """Returns Python's threads, and native threads whose names begin with ringjax."""
     found = {t.native_id or 0: t.name for t in threading.enumerate()}
     for task in _names("/proc/self/task"):
         name = _read(f"/proc/self/task/{task}/comm").decode(errors="replace").strip()
@@ -196,13 +196,13 @@ def _threads() -> dict[int, str]:
 
 
 def _planted(name: str) -> bool:
-    """Whether test_rank_items.py leaked this file on purpose, in another process."""
+    """Returns whether another process ran test_rank_items.py and leaked this file."""
     mine = f"ringjax-test-{os.getppid()}"
     return name.startswith("ringjax-test-") and name != mine
 
 
-def _held_by_stranger(path: str) -> bool:
-    """Whether a process outside this one's family has `path` mapped or open."""
+def _used_by_other_process(path: str) -> bool:
+    """Returns whether a process that is not ours or our child's has `path` open."""
     family = {os.getpid(), *_children()}
     for pid in _pids():
         if pid in family:

@@ -1,6 +1,6 @@
-"""Ranks with several CPU devices, and programs over them with known results.
+"""Ranks with several CPU devices, and a training program with known results.
 
-The reference is the same program on one device, with the data of all ranks.
+The reference is the training program on one device, with the data of all ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import ringjax
 
 @functools.cache  # tests with an equal object share a launch
 def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
-    """The variables for ranks with `devices` devices, in double precision.
+    """Returns a function that makes the variables for ranks with `devices` devices.
 
     XLA's own collectives block a thread for each device, and XLA has few threads on a
-    small machine. Programs that run concurrently hang there, even without ringjax.
+    small machine. Concurrent programs hang there even without ringjax, so asynchronous
+    dispatch is off.
     """
 
     def made() -> Mapping[str, str]:
@@ -42,13 +43,13 @@ def environment(devices: int, **more: str) -> Callable[[], Mapping[str, str]]:
 
 
 def mesh(shape: tuple[int, ...], kind: AxisType = AxisType.Auto, devices: Any = None):
-    """A mesh with the axes "d" and "t", or only "d", according to `shape`."""
+    """Makes a mesh with the axes "d" and "t", or only "d" if `shape` has one entry."""
     names = ("d", "t")[: len(shape)]
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
 
 
 def place(tree: Any, specs: Any, on: Any) -> Any:
-    """Places `tree`, equal in all its processes, on the devices of the mesh `on`."""
+    """Places `tree`, which is equal in all processes, on the devices of mesh `on`."""
 
     def put(x: Any, spec: P) -> Any:
         return jax.make_array_from_callback(
@@ -58,7 +59,8 @@ def place(tree: Any, specs: Any, on: Any) -> Any:
     return jax.tree.map(put, tree, specs)
 
 
-# Sharded by rows, by columns, by both, and replicated; an odd size, bfloat16, a scalar.
+# Leaves that are sharded by rows, by columns, or replicated. "odd" has odd sizes,
+# "half" is bfloat16, and "scale" is a scalar.
 FSDP = {
     "in": P("d"), "out": P(None, "d"), "bias": P(), "odd": P(), "half": P("d"),
     "scale": P(),
@@ -78,7 +80,8 @@ def data(rank: int, step: int, rows: int = 8) -> np.ndarray:
 
 
 def loss(params: Mapping[str, Any], x: Any) -> Any:
-    if jax.typeof(x).sharding.mesh.explicit_axes:  # JAX does not gather these by itself
+    # On explicit axes, JAX does not gather shards automatically.
+    if jax.typeof(x).sharding.mesh.explicit_axes:
         params = {k: jax.sharding.reshard(v, P()) for k, v in params.items()}
     hidden = jnp.tanh(x @ params["in"] + params["bias"])
     out = jnp.sin(hidden @ params["out"]) * params["scale"]
@@ -117,7 +120,7 @@ def expected(size: int, steps: int = 5, rows: int = 8) -> Any:
 
 
 def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -> None:
-    """Trains on each rank's data on the mesh `on` and checks the result."""
+    """Trains on this rank's data on the mesh `on`, and checks the result."""
 
     def batch(step: int) -> Any:
         return jax.device_put(data(world.rank, step), NamedSharding(on, P("d")))
@@ -129,7 +132,7 @@ def train_as_one(world: Any, transform: Any, params: Any, on: Any, **jit: Any) -
         np.testing.assert_allclose(
             *(np.asarray(v, np.float64) for v in (got[key], value)), rtol, rtol
         )
-        if AxisType.Explicit in on.axis_types:  # on other axes XLA chooses
+        if AxisType.Explicit in on.axis_types:  # on other axes, XLA chooses a sharding
             where = params[key].sharding
             assert got[key].sharding.is_equivalent_to(where, value.ndim)
     same_bits_everywhere(got)

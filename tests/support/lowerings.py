@@ -1,6 +1,6 @@
-"""Reads the native calls out of the text that JAX lowers a function to.
+"""Parses the native calls in the StableHLO text of a lowered function.
 
-Tests in a job of one rank use this to check programs without running them.
+Tests in a job of one rank use this module to check programs without running them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 def calls(f: Any, *args: Any, platform: str = "cpu") -> list[Call]:
-    """Every native call of `f`, in the order of the text."""
+    """Returns the native calls of `f` in the order of the text."""
     return found_in(lowered(f, *args, platform=platform))
 
 
@@ -76,7 +76,7 @@ def found_in(text: str) -> list[Call]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of `jaxpr` and of all jaxprs inside it."""
+    """Yields the equations of `jaxpr` and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():

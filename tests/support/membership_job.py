@@ -1,4 +1,4 @@
-"""The simulated job of test_membership.py: rules, a clock, and all sent messages."""
+"""The simulated job of test_membership.py: membership without I/O, and a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringjax.membership.membership import JobMembership
 
 
 class Job:
-    """A membership with a clock, and the messages that it sent to each worker."""
+    """A membership with a simulated clock, and all messages to the workers."""
 
     def __init__(
         self, np: int, min_np: int = 1, max_np: int = 0, group: int = 1, **more: Any
@@ -48,7 +48,7 @@ class Job:
         self.take()
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass as the coordinator does: from one deadline to the next."""
+        """Advances the clock from deadline to deadline, as the coordinator does."""
         end = self.now + seconds
         for _ in range(100):
             due = self.membership.deadline()

@@ -1,6 +1,7 @@
-"""A world of threads for the tests of meshes: rank r lives on the host hosts[r].
+"""Ranks that are threads of the test process, for tests of meshes.
 
-Each rank has its own listener. The native core is not needed.
+Rank r belongs to the simulated host hosts[r], and has its own listener. The native core
+is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIZE = 3 * RING  # bytes of shared memory that the core would request
 
 
 class Ranks:
-    """A world of threads: rank r lives on the host with number hosts[r]."""
+    """Ranks that are threads; rank r belongs to the host with number hosts[r]."""
 
     def __init__(self, hosts: Sequence[int], **settings: Any) -> None:
         self.size, self.hosts = len(hosts), hosts

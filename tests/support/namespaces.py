@@ -1,9 +1,9 @@
-"""Several hosts on one machine: network namespaces on a bridge, links of a given rate.
+"""Simulates several hosts on one machine by network namespaces on a bridge.
 
 A host is a namespace whose eth0 is one end of a veth pair; the other end is on the
-bridge. A token bucket on both ends holds the rate in both directions. There is no added
-latency and no loss, because netem is not in every kernel. Only root can make
-namespaces. At its end a network ends all processes in its hosts.
+bridge. Token buckets at both ends limit the rate in both directions. There is no added
+latency and no loss, because not every kernel has netem. Only root can make namespaces.
+When the network is removed, all processes on its hosts are killed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import IO, Self
 
 BURST, QUEUE = "128kb", "20ms"  # the size and the longest wait of a token bucket
 END = 10.0  # seconds until ended processes must have exited
-# The subnet of the hosts. Each process has its own subnet, because the kernel routes a
-# subnet to one bridge, and tests that run at the same time have a bridge each.
+# The subnet of the hosts. Each test process uses another subnet, because the kernel
+# routes a subnet to one bridge, and concurrent tests have different bridges.
 NETWORK = f"10.77.{os.getpid() % 256}"
-# Address of a bridge, so that hosts reach a launcher outside.
+# The address of the bridge, by which hosts reach a launcher outside of the namespaces.
 LAUNCHER = f"{NETWORK}.254"
 
 
 def address(host: int) -> str:
-    """Returns the IP address of a host, which only hosts reach by default."""
+    """Returns the IP address of a host. By default, only hosts can reach it."""
     return f"{NETWORK}.{host + 1}"
 
 
 def spawn(
     words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, so that it gets no Ctrl-C."""
+    """Starts a process in a new session, so that Ctrl-C does not interrupt it."""
     return subprocess.Popen(
         words,
         env=dict(env),
@@ -46,12 +46,12 @@ def spawn(
 
 
 class Namespaces:
-    """`hosts` hosts and their network, which exist only inside of the context.
+    """Hosts and their network, which exist only inside of the `with` statement.
 
     Args:
       hosts: the number of hosts.
       rate: the rate of a link in tc's notation; None for no limit.
-      tag: a few characters in the names of this network, unique on this machine.
+      tag: a few characters for the names of this network, unique on this machine.
     """
 
     def __init__(self, hosts: int, rate: str | None, tag: str) -> None:
@@ -84,7 +84,7 @@ class Namespaces:
 
     def down(self) -> list[list[str]]:
         """Returns the commands that remove the network. Some commands may fail."""
-        # The removal of a veth removes its other end, too, in any namespace.
+        # Removing one end of a veth pair also removes the other end.
         words = [f"ip link del {link}" for link in self._links]
         words += [f"ip netns del {name}" for name in self.names]
         return [line.split() for line in (*words, f"ip link del {self._bridge}")]
@@ -109,14 +109,14 @@ class Namespaces:
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Starts a process on a host, which is ended with the network."""
+        """Starts a process on a host. The process is killed with the network."""
         inside = ["ip", "netns", "exec", self.names[host]]
         process = spawn([*inside, *words], env, log)
         self._processes.append(process)
         return process
 
     def _remove(self) -> None:
-        with _undisturbed():
+        with _signals_delayed():
             self._end_processes()
             for command in self.down():
                 _quiet(command)
@@ -127,7 +127,7 @@ class Namespaces:
             raise RuntimeError(f"could not remove {', '.join(left)}")
 
     def _end_processes(self) -> None:
-        """Ends the started processes, and all other processes in the hosts."""
+        """Kills the started processes, and all other processes on the hosts."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -146,7 +146,7 @@ class Namespaces:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _signals_delayed() -> Iterator[None]:
     """Delays SIGINT, SIGTERM and SIGHUP until the end of the body."""
     late: list[int] = []
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -168,7 +168,7 @@ def _quiet(command: list[str]) -> str:
 
 
 def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
-    # Use a new session, because a terminal's Ctrl-C must not interrupt the command.
+    # Ctrl-C on the terminal must not interrupt the command, so use a new session.
     return subprocess.run(
         command, capture_output=True, text=True, start_new_session=True, check=False
     )

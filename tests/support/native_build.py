@@ -1,8 +1,8 @@
 """Builds the native core and its tests in build/native.
 
-The Makefile calls this as a program, for the core that the extension links, and
-tests/native/conftest.py calls it for the tests. ninja builds what has changed. The
-extension itself is built by pip, not here.
+The Makefile runs this file as a program to build the core that the extension links.
+tests/native/conftest.py builds the test program with it. ninja rebuilds only changed
+files. pip builds the extension itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CORE, TESTS = "ringjax_core", "ringjax_native_tests"
 
 
 class BuildError(Exception):
-    """The build failed. The text names what is missing, or is the compiler's output."""
+    """The build failed. The text names a missing program, or is the build's output."""
 
 
 def build(target: str) -> Path:
@@ -41,7 +41,7 @@ def build(target: str) -> Path:
 
 @functools.cache
 def tests() -> Path:
-    """The test program, which this process builds only once."""
+    """Builds the test program once, and returns its path."""
     return build(TESTS) / TESTS
 
 

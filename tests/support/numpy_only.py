@@ -1,10 +1,10 @@
-"""Refuses imports of frameworks in a rank, and offers an allreduce without them.
+"""Refuses imports of frameworks in a rank, and provides an allreduce without them.
 
-A rank that imports jax starts a second or two later, and launcher, coordinator and
-links need no framework. After this import, a framework's import by mistake fails, and
-the stack shows its place. `allreduce` uses the jit lane, like a compiled program: calls
-are made in the order of the program, on the calling thread. For named operations use
-`ringjax.eager`.
+A rank that imports jax starts a second or two later. Tests of launcher, coordinator and
+links need no framework. After the import of this module, the import of a framework
+fails, and its stack shows the import statement. `allreduce` uses the jit lane, like a
+compiled program: calls are made in program order on the calling thread. For named
+operations use `ringjax.eager`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Refusal(importlib.abc.MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname in FRAMEWORKS:
-            raise AssertionError(f"{fullname} is imported, and this story needs none")
+            raise AssertionError(f"{fullname} is imported, but this test needs none")
         return None
 
 
@@ -49,7 +49,7 @@ def allreduce(
     name: str = "",
     process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> Any:
-    """Calls an allreduce as a compiled program does; raises ringjax's error classes.
+    """Makes an allreduce as a compiled program does. Raises ringjax's error classes.
 
     Args:
         op: a key of `_native.REDUCE_OPS`.

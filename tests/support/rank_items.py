@@ -1,11 +1,11 @@
 """The pytest items of rank tests: a test marked `ranks(2, 3)` becomes two items.
 
 Starting Python and jax costs seconds, so all selected tests of one file with equal rank
-count and environment share a launch. The first test starts the launch, and the other
-tests read their results from it. Files with an equal mark
+count and environment share a launch, which is one run of ringrun. The first test starts
+the launch, and the other tests read their results from it. Files with an equal mark
 `pytestmark = pytest.mark.launch("name")` share a launch, too. After a failure the ranks
-may be out of step, so they stop, and the next test starts a new launch. The ranks'
-side is tests/support/rank_worker.py.
+may be out of step, so they stop, and the next test starts a new launch. In the ranks,
+tests/support/rank_worker.py runs the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from support import leaks, rank_worker, warm
 from support.launch import Job
 
-START_UP = 180.0  # seconds a launch may need before its first test: torch from a disk
+START_UP = 180.0  # seconds until the first test; importing torch from a disk is slow
 GRACE = 15.0  # seconds beyond a test's own timeout before the launch is ended
 
 
@@ -35,18 +35,19 @@ class RankFailure(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """The properties of a launch. Tests with equal properties share it."""
+    """The properties of a launch. Tests with equal properties share a launch."""
 
     name: str  # the argument of the mark `launch`, or the name of the file
     np: int
-    # A function is called only when the ranks start, because it may build a program.
+    # If this is a function, it is called when the ranks start, because it may build a
+    # program.
     env: tuple[tuple[str, str], ...] | Callable[[], Mapping[str, str]] = ()
     alone: str = ""  # the id of an isolated test
 
 
 @dataclass
 class Verdict:
-    """The outcome of a test over all ranks."""
+    """The combined outcome of a test on all ranks."""
 
     outcome: str  # "passed", "failed", "skipped" or "xfailed"
     text: str = ""
@@ -71,7 +72,7 @@ class RankItem(pytest.Item):
             raise pytest.UsageError(
                 f"{function.nodeid}: ranks(…) wants numbers of ranks"
             )
-        # A test with counts of its own keeps the environment of its file.
+        # A test whose own mark has other counts keeps the environment of its file.
         options: dict[str, Any] = {}
         for mark in reversed(marks):
             options |= mark.kwargs
@@ -92,8 +93,8 @@ class RankItem(pytest.Item):
         name = f"{name[:-1]}-{label}]" if name.endswith("]") else f"{name}[{label}]"
         assert function.parent is not None
         item: RankItem = RankItem.from_parent(function.parent, name=name)
-        # The ranks enforce the timeout of each test. This process may wait for a launch
-        # of many tests.
+        # The ranks enforce the timeout of each test. This item has no timeout, because
+        # it may wait for a launch of many tests.
         item.own_markers = [pytest.mark.timeout(0).mark, *function.own_markers]
         item.keywords.update(function.keywords)
         item.test = function.nodeid
@@ -108,7 +109,7 @@ class RankItem(pytest.Item):
         return item
 
     def setup(self) -> None:
-        """Gets the verdict. Launches the ranks if there is none yet."""
+        """Gets the verdict. Launches the ranks if there is no verdict yet."""
         self.verdict = self.config.stash[RUNS].verdict(self)
 
     def runtest(self) -> None:
@@ -130,13 +131,13 @@ class RankItem(pytest.Item):
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """The file, line and name of the test."""
+        """Returns the file, line and name of the test."""
         return self.path, self.line, self.name
 
     def iter_markers_with_node(
         self, name: str | None = None
     ) -> Iterator[tuple[Any, pytest.Mark]]:
-        """All marks except xfail, which the ranks evaluate themselves."""
+        """Returns all marks except xfail, which the ranks evaluate themselves."""
         pairs = super().iter_markers_with_node(name)
         return (pair for pair in pairs if pair[1].name != "xfail")
 
@@ -165,7 +166,7 @@ class Launch:
                     self.ends.setdefault(event["test"], {})[rank] = event
 
     def verdict(self, test: str) -> Verdict | None:
-        """The verdict of a test; None if no rank has started it."""
+        """Returns the verdict of a test; None if no rank has started the test."""
         ends = self.ends.get(test, {})
         failed = {r: e for r, e in sorted(ends.items()) if e["outcome"] == "failed"}
         missing = sorted(set(range(self.np)) - ends.keys())
@@ -183,7 +184,7 @@ class Launch:
         return Verdict(*outcomes.pop(), max(e["seconds"] for e in ends.values()))
 
     def end(self) -> str:
-        """A text about the end of the launch, with the logs."""
+        """Describes how the launch ended, with the logs."""
         how = f"ringrun ended with exit code {self.exit_code}"
         if self.stalled:
             how = "the ranks made no progress and were ended"
@@ -202,13 +203,13 @@ class Runs:
         self._verdicts: dict[str, Verdict] = {}
 
     def verdict(self, item: RankItem) -> Verdict:
-        """The verdict of `item`. Launches the ranks if necessary."""
+        """Returns the verdict of `item`. Launches the ranks if necessary."""
         if item.nodeid not in self._verdicts:
             self._run(item.group, self._waiting(item))
         return self._verdicts[item.nodeid]
 
     def _waiting(self, item: RankItem) -> list[RankItem]:
-        """`item` and the other selected items of its group without a verdict."""
+        """Returns `item` and the selected items of its group without a verdict."""
         peers = [i for i in item.session.items if isinstance(i, RankItem)]
         waiting = [
             i
@@ -226,7 +227,7 @@ class Runs:
         verdicts = {item: launch.verdict(item.test) for item in items}
         known = {item: v for item, v in verdicts.items() if v is not None}
         if not known:
-            # The ranks ended before their first test. Another launch would, too.
+            # The ranks ended before their first test. So would those of a new launch.
             nothing = Verdict("failed", f"no test was started\n{launch.end()}")
             known = dict.fromkeys(items, nothing)
         if left:
@@ -245,11 +246,12 @@ def _launch_named_in(path: Path) -> str:
     return found[1] if found else str(path)
 
 
-def share(nodeid: str, root: Path) -> str:
-    """The scope of a test for pytest-xdist, which runs a scope in one process.
+def xdist_scope(nodeid: str, root: Path) -> str:
+    """Returns the scope of a test, for pytest-xdist.
 
-    All tests of one launch have one scope. It is derived from the test's id and its
-    file, because xdist's scheduler has no items.
+    xdist runs all tests of a scope in one process, and all tests of a launch have one
+    scope. The scope is derived from the id and the file of the test, because xdist's
+    scheduler has no items.
     """
     found = re.search(r"\b(\d+) ranks?\]$", nodeid)
     if found is None:
@@ -286,10 +288,10 @@ def _launch(group: Group, items: Sequence[RankItem], config: pytest.Config) -> L
 
 
 def _source(group: Group, items: Sequence[RankItem]) -> str | None:
-    """The source of the tests, which chooses their warm server.
+    """Returns the source of the tests, whose imports choose the warm server.
 
-    None for an isolated test: its ranks start without a server. So some tests of every
-    framework run in processes that are not forks of one process.
+    Returns None for an isolated test, whose ranks start without a warm server. Thus
+    some tests of each framework run in processes that are not forks of a server.
     """
     if group.alone:
         return None
@@ -297,7 +299,7 @@ def _source(group: Group, items: Sequence[RankItem]) -> str | None:
 
 
 def _watch(job: Job, folder: Path, limit: float) -> bool:
-    """Waits for the end of the job. Ends a job without progress and returns False."""
+    """Waits for the end of the job. Ends a job without progress, and returns False."""
     seen, deadline = -1, time.monotonic() + START_UP
     while job.poll() is None:
         written = sum(_sizes(rank_worker.results(folder, r) for r in range(job.np)))

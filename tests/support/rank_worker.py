@@ -1,9 +1,9 @@
 """The pytest plugin inside a rank: runs the tests in step with the other ranks.
 
 Every rank writes a JSON line when a test starts and when it ends. Between two tests the
-ranks wait for each other by a small shared file and not by ringjax, so that a broken
-collective in one test cannot disturb the next. tests/support/rank_items.py reads the
-lines.
+ranks synchronise through a small shared file and not through ringjax, so a broken
+collective in one test cannot disturb the next test. tests/support/rank_items.py reads
+the lines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 VARIABLE = "RINGJAX_TEST_RANK_DIR"
-WITHOUT_HYPOTHESIS = "no:hypothesispytest"  # for pytest's option -p
+WITHOUT_HYPOTHESIS = "no:hypothesispytest"  # a value of pytest's option -p
 DEFAULT_LIMIT = 60.0
-_WAIT = 120.0  # seconds to wait for a slower rank; its own timeout ends it before
+_WAIT = 120.0  # seconds to wait for a slower rank, whose test times out earlier
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class World:
 
 
 def results(folder: Path, rank: int) -> Path:
-    """The file with the JSON lines of `rank`."""
+    """Returns the file with the JSON lines of `rank`."""
     return folder / f"results.{rank}"
 
 
 def stacks(folder: Path, rank: int) -> Path:
-    """The file for the thread stacks of `rank` shortly before a test times out."""
+    """Returns the file for the stacks of `rank` shortly before a test times out."""
     return folder / f"stacks.{rank}"
 
 
@@ -52,21 +52,22 @@ def write_selection(folder: Path, tests: Sequence[str]) -> None:
 
 
 def command(config: pytest.Config, paths: Sequence[Path]) -> list[str]:
-    """The words that run the selected tests of `paths` in a rank."""
-    # -P: import the installed package, not the checkout in the current folder.
+    """Returns the command that runs the selected tests of `paths` in a rank."""
+    # With -P, Python imports the installed package, not the checkout in the current
+    # folder.
     words = [sys.executable, "-P", "-m", "pytest", "-q", "--no-header"]
     words += ["-p", "no:cacheprovider", "--timeout-method=thread"]
-    # Capture only Python's output. If pytest captured the output of C++ too, it would
-    # be lost when the process aborts.
+    # Capture only Python's output. If pytest also captured the output of C++, that
+    # output would be lost when the process aborts.
     words += ["--capture=tee-sys"]
     words += ["--rootdir", str(config.rootpath), "-c", str(config.inipath)]
     if not any("hypothesis" in path.read_text() for path in paths):
-        words += ["-p", WITHOUT_HYPOTHESIS]  # a third of what such a rank imports
+        words += ["-p", WITHOUT_HYPOTHESIS]  # a third of the imports of such a rank
     return [*words, *map(str, paths)]
 
 
 def limit(item: pytest.Item) -> float:
-    """The timeout of a test in seconds."""
+    """Returns the timeout of a test in seconds."""
     mark = item.get_closest_marker("timeout")
     return float(mark.args[0]) if mark and mark.args else DEFAULT_LIMIT
 
@@ -88,7 +89,7 @@ class Progress:
         self._cells[self._rank] += 1
 
     def all_in_step(self) -> bool:
-        """Waits for all ranks to finish the test; False if it failed on a rank."""
+        """Waits until all ranks finish the test. Returns False if a rank failed."""
         mine = self._cells[self._rank]
         deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline:
@@ -125,8 +126,8 @@ class RankWorker:
         """Writes the lines of a test around its run, then waits for the other ranks."""
         self._reports.clear()
         self._write(event="start", test=item.nodeid)
-        # All ranks write their stacks before pytest-timeout ends the rank that began
-        # the test first.
+        # All ranks write their stacks before pytest-timeout ends the first rank, and
+        # with it the job.
         late = max(limit(item) - 6, limit(item) / 2)
         faulthandler.dump_traceback_later(late, file=self._stacks)
         try:
@@ -142,9 +143,9 @@ class RankWorker:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
-        """Turns the garbage collector on, after the first test's fixtures have loaded.
+        """Turns the garbage collector on after the fixtures of the first test.
 
-        `pytest_collection` of conftest.py turned it off.
+        `pytest_collection` of conftest.py turned the collector off.
         """
         result = yield
         if not gc.isenabled():
@@ -157,12 +158,15 @@ class RankWorker:
         self._reports.append(report)
 
     def pytest_internalerror(self) -> None:
-        """Records a failure of pytest itself, which is no failed test."""
+        """Records an internal error of pytest, which is not a failed test."""
         self._in_order = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Exits with 0 after failed tests: their lines report them. A crash differs."""
+        """Exits with 0 after failed tests, because the JSON lines report them.
+
+        A rank that crashes or has an internal error still exits with another code.
+        """
         expected = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
         if self._in_order and session.exitstatus in expected and session.items:
             session.exitstatus = pytest.ExitCode.OK
@@ -172,7 +176,7 @@ class RankWorker:
 
 
 def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
-    """Joins the reports of setup, call and teardown to one outcome."""
+    """Combines the reports of setup, call and teardown into one outcome."""
     failed = [r for r in reports if r.failed]
     skipped = [r for r in reports if r.skipped]
     outcome, text, crash, sections = "passed", "", "", []
@@ -192,7 +196,7 @@ def _summary(reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
 
 
 def _crash(report: pytest.TestReport) -> str:
-    """The line of a report that describes the error."""
+    """Returns the line of a report that describes the error."""
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash else report.longreprtext
     return next(iter(message.splitlines()), "")

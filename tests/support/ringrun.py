@@ -11,8 +11,8 @@ import pytest
 
 from support.launch import environment
 
-# A stand-in for OpenSSH, with its command line: options, a host, then the words of a
-# command for the login shell.
+# A stand-in for OpenSSH with the command line of ssh: options, a host, then the words
+# of a command for the login shell.
 SSH = """#!/bin/sh
 echo "$@" >> "$SSH_LOG"
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
@@ -42,7 +42,7 @@ def sh(script: str) -> list[str]:
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> dict[str, str]:
-    """Returns an environment whose ssh is the stand-in, which logs its arguments."""
+    """Returns variables that make ringrun use the stand-in. SSH_LOG is its log."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "ssh").write_text(SSH)

@@ -1,7 +1,7 @@
-"""Several devices in a process, each with a thread and a CUDA context, as in XLA.
+"""Uses several devices in one process, each with a thread and a CUDA context.
 
-Tests on the stubs use this. A call finds its device by the thread's current context, as
-in a program of JAX. JAX itself is not used.
+XLA does this in a program of JAX, but this module does not use JAX. A call finds its
+device by the current context of the thread. Tests on the stubs use this module.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Devices:
         self.numbers = [device.core.device for device in self.all]
 
     def here(self, number: int | None) -> int:
-        """The device that a call of the program gets under that device's context.
+        """Returns the device that a call finds while a context is current.
 
         Args:
-            number: the CUDA device whose primary context is current; None: no context.
+            number: the CUDA device whose primary context to make current; None: no
+                context.
         """
         context = ctypes.c_void_p()
         if number is not None:
@@ -49,7 +50,7 @@ class Devices:
         """Runs ``body(place, device)`` on a thread for each device, concurrently.
 
         Returns:
-            The result or the exception for each of `places`, by default all places.
+            The result or the exception for each of `places`, by default all devices.
         """
         chosen = list(range(len(self.all)) if places is None else places)
         out: dict[int, Any] = {}
@@ -68,8 +69,10 @@ class Devices:
             thread.join()
         return [out[place] for place in chosen]
 
-    def must(self, body: Callable[[int, Device], Any], **options: Any) -> list[Any]:
-        """Calls `run` and raises the first exception that a device raised."""
+    def run_checked(
+        self, body: Callable[[int, Device], Any], **options: Any
+    ) -> list[Any]:
+        """Calls `run`, and raises the first exception of a device."""
         out = self.run(body, **options)
         for one in out:
             if isinstance(one, Exception):
@@ -77,7 +80,7 @@ class Devices:
         return out
 
     def confirm(self) -> None:
-        """Waits for all devices, as a commit does."""
+        """Waits until all devices have confirmed their calls, as a commit does."""
         runtime.confirm()
 
     def _call(self, name: str, *args: Any) -> None:

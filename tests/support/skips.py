@@ -23,6 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The reason of a skip, whose report holds a file, a line and a text."""
+    """Returns the reason of a skip. The report holds a file, a line and the reason."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     return " ".join(str(text).removeprefix("Skipped: ").split()) or "no reason"

@@ -1,7 +1,7 @@
-"""The reference of the rank tests: every rank draws all ranks' inputs from a seed.
+"""Reference results for rank tests, computed from the inputs of all ranks.
 
-So plain numpy computes the expected result of a collective from all inputs. Plain jax
-computes the expected derivatives.
+Every rank draws the inputs of all ranks from a seed. Plain numpy then computes the
+expected result of a collective, and plain jax the expected derivatives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
 def draw_all(
     size: int, shape: tuple[int, ...], dtypes: Sequence[str] = DTYPES
 ) -> dict[str, list[np.ndarray]]:
-    """Draws inputs of every dtype, as a tree that is compiled and reduced at once."""
+    """Draws inputs of every dtype as one tree, so that a test compiles one program."""
     return {dtype: draw(size, shape, dtype) for dtype in dtypes}
 
 
@@ -60,8 +60,8 @@ def check_derivatives(
 
     `op` is this rank's program. ``model([x of each rank]) -> [y of each rank]``
     computes all ranks' results by ordinary arithmetic, which jax can differentiate. The
-    model's derivatives are computed under jit, because one program compiles faster than
-    dozens.
+    derivatives of `model` are computed under jit, because one large program compiles
+    faster than dozens of small programs.
     """
     ys = jax.eval_shape(lambda xs: list(model(xs)), list(xs))
     ts = [
@@ -99,6 +99,6 @@ def check_derivatives(
 
 
 def raises(kind: type[Exception], *parts: str) -> Any:
-    """`pytest.raises` with all `parts` in the message, in this order."""
+    """Expects an exception whose message contains all `parts`, in this order."""
     pattern = "(?s)" + ".*".join(re.escape(part) for part in parts)
     return pytest.raises(kind, match=pattern)

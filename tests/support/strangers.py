@@ -1,8 +1,8 @@
 """Strangers: clients that connect to a running job without belonging to it.
 
-They find every listening socket ("door") of the job's processes and behave there like
-port scanners, web crawlers, broken clients and ranks of other jobs. They do not have
-the job's secret.
+This module finds every listening socket of the job's processes, and connects to it like
+a port scanner, a web crawler, a broken client or a rank of another job. Strangers do
+not have the job's secret.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ringjax.errors import AuthenticationError
 from ringjax.monitor.sockets import connect_within
 from support import leaks
 
-Door = tuple[str, int] | str
-"""Where a job listens: an address, the name of an abstract unix socket, or a path."""
-_LISTENS = "0A"  # a state in /proc/net/tcp
-_ACCEPTS = "00010000"  # a flag in /proc/net/unix
+Listener = tuple[str, int] | str
+"""A listening socket: a TCP address, or the name or path of a unix socket."""
+_LISTENS = "0A"  # TCP_LISTEN, a state in /proc/net/tcp
+_ACCEPTS = "00010000"  # __SO_ACCEPTCON, a flag in /proc/net/unix
 
 
-def doors(job: str) -> list[Door]:
-    """Every listening socket of a test job's processes."""
+def listeners(job: str) -> list[Listener]:
+    """Returns every listening socket of a test job's processes."""
     inodes = {inode for pid in leaks.processes(job) for inode in _sockets(pid)}
-    found: list[Door] = []
+    found: list[Listener] = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
         if words[3] == _LISTENS and words[9] in inodes:
@@ -53,12 +53,12 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def descriptors(job: str) -> dict[int, int]:
-    """The number of open descriptors of each process of a test job."""
+    """Returns the number of open descriptors of each process of a test job."""
     return {p: len(os.listdir(f"/proc/{p}/fd")) for p in leaks.processes(job)}
 
 
 def memory(job: str) -> dict[int, int]:
-    """The private memory in bytes of each process of a test job."""
+    """Returns the private memory in bytes of each process of a test job."""
     found = {}
     for pid in leaks.processes(job):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -67,34 +67,36 @@ def memory(job: str) -> dict[int, int]:
     return found
 
 
-def connect(door: Door, seconds: float = 20.0) -> socket.socket:
-    """Connects to a door.
+def connect(listener: Listener, seconds: float = 20.0) -> socket.socket:
+    """Connects to a listener.
 
     Raises:
-        TimeoutError: if the queue of the door was full all the time.
+        TimeoutError: if the queue of the listener is full for `seconds`.
     """
-    if isinstance(door, tuple):
-        return socket.create_connection(door, timeout=seconds)
+    if isinstance(listener, tuple):
+        return socket.create_connection(listener, timeout=seconds)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connect_within(sock, door, seconds)
+        connect_within(sock, listener, seconds)
     except BlockingIOError as error:
         sock.close()
-        raise TimeoutError(f"the queue of {door!r} was full for {seconds} s") from error
+        raise TimeoutError(
+            f"the queue of {listener!r} was full for {seconds} s"
+        ) from error
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-# -- the strangers' actions; each returns the sockets that it keeps open ---------------
+# -- the behaviors of strangers; each returns the socket that it keeps open, or None ---
 
-Visit = Callable[[Door, str], socket.socket | None]
+Behavior = Callable[[Listener, str], socket.socket | None]
 
 
-def _says(text: bytes, *, stays: bool) -> Visit:
-    def visit(door: Door, job: str) -> socket.socket | None:
-        sock = connect(door)
+def _says(text: bytes, *, stays: bool) -> Behavior:
+    def visit(listener: Listener, job: str) -> socket.socket | None:
+        sock = connect(listener)
         with contextlib.suppress(OSError):  # the job closed the connection
             sock.sendall(text)
         if stays:
@@ -105,33 +107,36 @@ def _says(text: bytes, *, stays: bool) -> Visit:
     return visit
 
 
-def _half(door: Door, job: str) -> socket.socket | None:
+def _half(listener: Listener, job: str) -> socket.socket | None:
     text = HandshakeRequest(job, Purpose.DATA, 1, 0).pack(bytes(32))[:40]
-    return _says(text, stays=True)(door, job)
+    return _says(text, stays=True)(listener, job)
 
 
-def _with_wrong_secret(door: Door, job: str) -> None:
-    """Behaves like a rank of another job that has this job's address."""
+def _with_wrong_secret(listener: Listener, job: str) -> None:
+    """Behaves like a rank of another job that uses this job's address."""
     for purpose, callee in ((Purpose.RENDEZVOUS, -1), (Purpose.DATA, 0)):
-        with connect(door) as sock, contextlib.suppress(AuthenticationError, OSError):
+        with (
+            connect(listener) as sock,
+            contextlib.suppress(AuthenticationError, OSError),
+        ):
             authenticate(
                 sock, b"w" * 32, HandshakeRequest(job, purpose, 1, callee), 2.0
             )
-            raise AssertionError(f"{door} let in a caller with another secret")
+            raise AssertionError(f"{listener} let in a caller with another secret")
 
 
-def _reflecting(door: Door, job: str) -> None:
-    """Sends the job's own proof back as the answer."""
-    with connect(door) as sock, contextlib.suppress(OSError):
+def _reflecting(listener: Listener, job: str) -> None:
+    """Sends the callee's own proof back, as if it were the caller's proof."""
+    with connect(listener) as sock, contextlib.suppress(OSError):
         introduction = HandshakeRequest(job, Purpose.RENDEZVOUS, 1, -1)
         sock.sendall(introduction.pack(bytes(32)))
         proof = sock.recv(64)
         sock.sendall(proof[32:])
         sock.settimeout(2.0)
-        assert len(sock.recv(64)) < 32, f"{door} believed its own proof"
+        assert len(sock.recv(64)) < 32, f"{listener} believed its own proof"
 
 
-VISITS: dict[str, Visit] = {
+BEHAVIORS: dict[str, Behavior] = {
     "garbage": _says(bytes(range(256)) * 256, stays=False),
     "http": _says(b"GET / HTTP/1.1\r\nHost: ringjax\r\n\r\n", stays=True),
     "silence": _says(b"", stays=True),
@@ -141,44 +146,44 @@ VISITS: dict[str, Visit] = {
 }
 
 
-def storm(door: Door, connections: int) -> int:
+def connect_and_close(listener: Listener, connections: int) -> int:
     """Connects and closes at once, `connections` times.
 
     Returns:
-        The number of successful connections. If the queue of a door is full, a
-        connection waits or is refused, which is no error of the job.
+        The number of successful connections. If the queue of a listener is full, a
+        connection waits or is refused, which is not an error of the job.
     """
     reached = 0
     for _ in range(connections):
         with contextlib.suppress(OSError):
-            connect(door, 1.0).close()
+            connect(listener, 1.0).close()
             reached += 1
     return reached
 
 
-def besiege(job: str, name: str, seconds: float, rate: float = 1e9) -> int:
-    """Visits every door with all kinds of strangers in turn for `seconds` seconds.
+def disturb(job: str, name: str, seconds: float, rate: float = 1e9) -> int:
+    """Connects to every listener with all behaviors in turn, for `seconds` seconds.
 
     Args:
         job: the id of the test job, as for `leaks.processes`.
-        name: the job's RINGJAX_JOB, which everybody on the host can see.
+        name: the job's RINGJAX_JOB, which all users of the host can read.
         rate: the maximum number of connections per second.
 
     Returns:
         The number of connections.
     """
     start, made = time.monotonic(), 0
-    open_doors = doors(job)
+    addresses = listeners(job)
     with contextlib.ExitStack() as stack:
         kept: list[socket.socket] = []
         while time.monotonic() - start < seconds:
-            for door in open_doors:
-                for visit in VISITS.values():
+            for listener in addresses:
+                for visit in BEHAVIORS.values():
                     with contextlib.suppress(ConnectionError, TimeoutError):
                         made += 1
-                        if (sock := visit(door, name)) is not None:
+                        if (sock := visit(listener, name)) is not None:
                             kept.append(stack.enter_context(sock))
-                made += storm(door, 10)
+                made += connect_and_close(listener, 10)
                 time.sleep(max(0.0, made / rate - (time.monotonic() - start)))
             while len(kept) > 256:
                 kept.pop(0).close()

@@ -1,7 +1,7 @@
 """Runs a script on the stubs of CUDA and NCCL, with a process for each rank.
 
-The script uses tests/cuda_stub/calls.py and not ringjax. A job of ringjax on the stubs
-is a usual job (`start_job`) with the variables of stubs.py. `stub_job` starts it.
+The script uses tests/cuda_stub/calls.py and not ringjax. `stub_job` starts a job of
+ringjax on the stubs, which is a job of `start_job` with the variables of stubs.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def stub_job(
 
 
 class Processes:
-    """Processes that run one script. They end with the `with` statement."""
+    """Processes that run one script. The `with` statement kills them at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,9 +55,9 @@ class Processes:
         """Runs a script in `size` processes and checks their exit codes.
 
         Args:
-          *script: parts of the script, each with any indentation.
+          *script: parts of the script, each dedented by itself.
           size: number of ranks.
-          codes: expected exit code of each rank, by default 0.
+          codes: the expected exit code of each rank, by default 0.
           each: additional variables for each rank.
           **settings: settings of the stubs for all ranks.
         """

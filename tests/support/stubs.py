@@ -1,7 +1,7 @@
-"""Builds the stubs of CUDA's driver and of NCCL, and makes processes take them.
+"""Builds the stubs of CUDA's driver and of NCCL, and makes processes load them.
 
-Tests on the stubs are no GPU tests. They prove how ringjax calls CUDA and NCCL, and
-nothing about CUDA or NCCL. tests/cuda_stub/README.md describes the stubs.
+Tests on the stubs are not GPU tests. They check how ringjax calls CUDA and NCCL, and
+prove nothing about CUDA or NCCL. tests/cuda_stub/README.md describes the stubs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = {
 }
 _FLAGS = (
     "-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
-    # Threads of the libraries may still run when a process closes the libraries.
+    # nodelete: threads of the libraries may still run when a process closes them.
     "-Wl,-z,defs", "-Wl,-z,nodelete",
 )  # fmt: skip
 SETTINGS = frozenset({
@@ -40,7 +40,7 @@ SETTINGS = frozenset({
 
 
 def compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of the usual names that exists."""
+    """Returns the C++ compiler: $CXX, or the first of the usual names that exists."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -51,8 +51,8 @@ def build(cxx: str, flags: tuple[str, ...] = ()) -> Path:
     """Builds both libraries unless equal sources are already built. Returns the folder.
 
     Args:
-      cxx: path of the compiler.
-      flags: more flags for it, such as those of a sanitizer.
+      cxx: the path of the compiler.
+      flags: more flags for the compiler, such as the flags of a sanitizer.
     """
     cache = Path(tempfile.gettempdir()) / f"ringjax-stubs-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
@@ -75,13 +75,13 @@ def build(cxx: str, flags: tuple[str, ...] = ()) -> Path:
         try:
             built.rename(done)
         except OSError:
-            if not done.is_dir():  # else another process was faster
+            if not done.is_dir():  # otherwise another process has built it
                 raise
     return done
 
 
 def _content(words: list[str]) -> str:
-    """A hash of the command and all source files of the libraries."""
+    """Returns a hash of the command and all source files of the libraries."""
     files = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cc")]
     for pattern in ("cuda/*.[hc]*", "base/*.h", "device/*.h"):
         files += _HEADERS.glob(pattern)
@@ -98,7 +98,7 @@ def _libraries() -> Path | None:
 
 
 def stub_environment(**settings: str | float) -> dict[str, str]:
-    """The variables with which a process loads the stubs instead of CUDA and NCCL.
+    """Returns variables that make a process load the stubs instead of CUDA and NCCL.
 
     Skips the test if there is no C++ compiler.
 
@@ -120,7 +120,7 @@ def stub_environment(**settings: str | float) -> dict[str, str]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines that the stubs wrote to CUDA_STUB_LOG or NCCL_STUB_LOG, in order."""
+    """Returns the lines that the stubs wrote to CUDA_STUB_LOG or NCCL_STUB_LOG."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]

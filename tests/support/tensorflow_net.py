@@ -1,6 +1,6 @@
 """A small model in plain TensorFlow, and the expected gradients on all ranks.
 
-The tests in ranks pass the module of TensorFlow, which is not imported here.
+This module does not import TensorFlow, because only ranks may. The tests pass `tf`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def dense(tf: Any, gradient: Any) -> np.ndarray:
     return tf.convert_to_tensor(gradient).numpy()
 
 
-def everybodys(
+def expected_gradients(
     tf: Any, net: Net, ranks: Sequence[int], op: Callable, step: int = 0
 ) -> list[Any]:
-    """The results that all ranks must get, computed by plain TensorFlow."""
+    """Computes by plain TensorFlow the gradients that all ranks must get."""
     rows = [net.gradients(tf.constant(batch(rank, step))) for rank in ranks]
     return [
         None if one[0] is None else op([dense(tf, g).astype("float64") for g in one])

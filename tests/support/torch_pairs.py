@@ -1,4 +1,4 @@
-"""A small PyTorch model with a distributed optimizer, and a twin with a plain one."""
+"""A PyTorch model with a distributed optimizer, and its copy with a plain optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loss_of(model, rank: int, step: int):
     return model(batch(rank, step)).square().mean()
 
 
-def everyones_loss(model, world, step: int):
+def mean_loss(model, world, step: int):
     return sum(loss_of(model, rank, step) for rank in range(world.size)) / world.size
 
 

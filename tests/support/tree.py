@@ -1,7 +1,7 @@
-"""The files of the project, read and parsed once for all tests that check them.
+"""The files of the project, read and parsed once for all tests that check the files.
 
-Each check of test_layers.py, test_documents.py and other tests takes a `Tree` and
-yields a line for every offence.
+A check, such as those of test_layers.py and test_documents.py, takes a `Tree` and
+yields a line for each offence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.launch import ROOT
 
 @dataclass(frozen=True)
 class Module:
-    """A digest of a Python file; whole syntax trees would fill the memory."""
+    """The parts of a Python file that checks need. Syntax trees need more memory."""
 
     docstring: str | None
     docstrings: list[str]  # of the module, its classes and its functions
@@ -61,12 +61,12 @@ def _module(path: Path) -> Module:
 
 @dataclass(frozen=True)
 class Tree:
-    """The checkout, or the files below another folder. Paths are relative to it."""
+    """The files below `root`, by default the checkout. Paths are relative to `root`."""
 
     root: Path = ROOT
 
     def files(self, folders: str, kinds: str) -> list[str]:
-        """All files of these kinds. The folder `.` means only the root itself."""
+        """Returns all files with these suffixes. The folder `.` is not recursive."""
         found = [
             path.relative_to(self.root).as_posix()
             for name in folders.split()
@@ -77,19 +77,22 @@ class Tree:
         return found
 
     def text(self, path: str) -> str:
-        """The text of a file."""
+        """Returns the text of a file."""
         return _text(self.root / path)
 
     def module(self, path: str) -> Module:
-        """The digest of a Python file."""
+        """Returns the parsed parts of a Python file."""
         return _module(self.root / path)
 
     def place(self, path: str, offset: int) -> str:
-        """The place of a character of a file: `path:line`."""
+        """Returns the place of a character of a file as `path:line`."""
         return f"{path}:{self.text(path).count(chr(10), 0, offset) + 1}"
 
     def matches(self, pattern: str, path: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """The matches in a file, each with the place of its first group, if any."""
+        """Yields the place and the match for each match of a pattern in a file.
+
+        The place is that of the first group, or of the match if there are no groups.
+        """
         for match in re.finditer(pattern, self.text(path)):
             yield self.place(path, match.start(min(1, match.re.groups))), match
 
@@ -98,7 +101,7 @@ Check = Callable[[Tree], Iterator[str]]
 
 
 def report(check: Check) -> None:
-    """Fails a test with all offences that a check finds in the checkout."""
+    """Fails the test if a check finds offences in the checkout, and lists them."""
     if offences := [*check(Tree())]:
         pytest.fail("\n".join(offences), pytrace=False)
 
@@ -106,11 +109,11 @@ def report(check: Check) -> None:
 def expect_offences(
     checks: Sequence[Check], folder: Path, files: Mapping[str, str], *more: str
 ) -> None:
-    """Fails unless the checks find exactly the offences that the files announce.
+    """Fails unless the checks find exactly the offences that `files` announces.
 
-    A line announces each of its offences by ` !! ` and words of the message. `more`
-    holds whole messages, for offences that no line can announce. A folder without files
-    must fail each check.
+    A line of a file announces each of its offences by ` !! ` and words of the message.
+    `more` holds whole messages, for offences that no line can announce. Each check must
+    also fail in a folder without files.
     """
     for check in checks:
         with pytest.raises((AssertionError, OSError)):

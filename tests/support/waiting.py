@@ -1,6 +1,6 @@
 """Waits for actions of other threads or processes.
 
-No test expects that something is fast, because machines differ and may be busy.
+No test requires that an action is fast, because machines differ and may be busy.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Seconds, less than a test's limit of 60 s. So the wait fails before the test, and its
-# error names the condition.
+# Seconds to wait. This is less than the timeout of a test, 60 s, so the wait fails
+# first, and its stack shows the condition.
 LONG = 40.0
 
 

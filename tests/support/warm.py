@@ -1,8 +1,9 @@
-"""Starts Python programs as forks of a process that has imported what they need.
+"""Starts Python programs as forks of a process that has imported their modules.
 
-This is the client of tests/support/warm_server.py. A server holds one set of imported
-modules and one set of variables that imports read. It starts at its first use. The text
-of a program chooses its server. With RINGJAX_TEST_COLD=1 no servers are used.
+This is the client of tests/support/warm_server.py. A server has one set of imported
+modules, and one set of the environment variables that imports read. A server starts at
+its first use. The imports in the text of a program choose the server. With
+RINGJAX_TEST_COLD=1 no servers are used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import IO
 from ringjax.run import environ
 from support import leaks, warm_server
 
-# Modules that every program of the tests may import; pytest runs in ranks.
+# Modules that every program of the tests may import. Ranks import pytest, too.
 _CORE = (
     "numpy",
     "pytest",
@@ -41,9 +42,9 @@ _SETS = {
     "torch": ("torch", "ringjax.torch"),
     "tensorflow": ("tensorflow", "ringjax.tensorflow"),
 }
-_MOST = 6  # servers of one process
-# A process never holds both TensorFlow and PyTorch (tests/support/frameworks.py), so a
-# server imports one framework beforehand. A program imports any other itself.
+_MAX_SERVERS = 6  # of one pytest process
+# A process never loads both TensorFlow and PyTorch (tests/support/frameworks.py), so a
+# server imports one framework. A program imports other frameworks itself.
 _IMPORTS = {
     "tensorflow": r"(ringjax\.)?tensorflow",
     "torch": r"(ringjax\.)?torch",
@@ -53,7 +54,7 @@ _IMPORTS = {
 
 
 class Process:
-    """A program that a warm server has forked; as much of Popen as tests need."""
+    """A program that a warm server has forked, with those methods of Popen we use."""
 
     def __init__(self, answers: socket.socket, words: Sequence[str]) -> None:
         self.args = words
@@ -70,7 +71,7 @@ class Process:
         return json.loads(text) if text else {}
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; raises subprocess.TimeoutExpired."""
+        """Waits for the exit code. Raises subprocess.TimeoutExpired."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -80,7 +81,7 @@ class Process:
         return self.returncode
 
     def poll(self) -> int | None:
-        """The exit code, or None while the program runs."""
+        """Returns the exit code, or None while the program runs."""
         with self._lock:  # two threads of a test may poll and wait at the same time
             if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
                 self.returncode = self._answer().get("code", -signal.SIGKILL)
@@ -93,16 +94,16 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the program at once."""
+        """Kills the program."""
         self.send_signal(signal.SIGKILL)
 
 
 Program = Process | subprocess.Popen[bytes]
-"""A program that a test has started, whichever way."""
+"""A program that a test has started, by a warm server or directly."""
 
 
 class _Server:
-    """A process that has imported `modules` and forks programs."""
+    """The client of one server process, which imports `modules` and forks programs."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
         self._programs: list[Process] = []
@@ -121,13 +122,13 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )  # fmt: skip
-        leaks.stays(self._process.pid, self._socket.fileno())
+        leaks.ignore_child(self._process.pid, self._socket.fileno())
 
     def start(
         self, words: Sequence[str], env: Mapping[str, str], files: Sequence[int],
         session: bool,
     ) -> Process:  # fmt: skip
-        """Has it fork a program; `files` are the program's descriptors 0, 1 and 2."""
+        """Asks the server to fork a program with `files` as descriptors 0, 1 and 2."""
         order = {"words": words, "env": env, "cwd": os.getcwd(), "session": session}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -142,12 +143,12 @@ class _Server:
         return self._programs[-1]
 
     def idle(self) -> bool:
-        """Whether none of its programs runs."""
+        """Returns whether no program of this server runs."""
         return all(program.poll() is not None for program in self._programs)
 
     def close(self) -> None:
-        """Ends it; its programs go on."""
-        leaks.goes(self._process.pid)
+        """Ends the server. Its programs continue to run."""
+        leaks.stop_ignoring(self._process.pid)
         self._socket.close()
         self._process.wait()
         self._log.close()
@@ -165,15 +166,15 @@ def start(
     text: str | None = "",
     session: bool = False,
 ) -> Program:
-    """Starts a program: forked from a warm server, or afresh where that would differ.
+    """Starts a program: by a fork of a warm server if possible, otherwise directly.
 
     Args:
       words: the command.
-      env: its whole environment.
+      env: the whole environment of the program.
       stdout, stderr: files for its output; stderr goes to stdout if not given.
-      text: the source of the program, or of what it starts: its imports choose the set.
-        None: it is started afresh.
-      session: whether it gets a session of its own, as from a terminal.
+      text: the source of the program, or of the program that it starts. The imports in
+        the text choose the server. None: start without a server.
+      session: whether the program runs in a new session, as from a terminal.
     """
     files = [stdout.fileno(), (stderr or stdout).fileno()]
     if (
@@ -196,9 +197,9 @@ def _server(framework: str, env: Mapping[str, str]) -> _Server:
     key = (framework, *sorted(fixed.items()))
     server = _servers.pop(key, None)
     if server is None:
-        # Servers hold much memory, so end the idle one that was used least recently.
+        # Servers need much memory, so end the idle server that was used least recently.
         for old in [k for k, s in _servers.items() if s.idle()][
-            : max(0, len(_servers) + 1 - _MOST)
+            : max(0, len(_servers) + 1 - _MAX_SERVERS)
         ]:
             _servers.pop(old).close()
         server = _Server((*_CORE, *_SETS[framework]), env)
@@ -219,7 +220,7 @@ def framework(text: str, env: Mapping[str, str]) -> str:
 
 @functools.cache
 def sources(path: Path) -> str:
-    """The text of a file of tests and of what it imports of tests/support."""
+    """Returns the text of a test file and of the files of tests/support it imports."""
     found, waiting = {path: path.read_text()}, [path]
     while waiting:
         text = found[waiting.pop()]
@@ -235,6 +236,6 @@ def sources(path: Path) -> str:
 
 
 def end_servers() -> None:
-    """Ends all servers; for the end of the session."""
+    """Ends all servers at the end of the pytest session."""
     while _servers:
         _servers.popitem()[1].close()

@@ -1,15 +1,15 @@
-"""The process that has imported what ranks need and forks them: a warm server.
+"""A warm server: a process that has imported the modules of ranks, and forks ranks.
 
 Importing costs a rank 0.8 s of CPU for JAX, 1.6 s for PyTorch, 4.5 s for TensorFlow,
 and the suite starts hundreds of ranks. The server imports once, starts no backend and
-no thread, and forks each program that tests/support/warm.py asks for. In ringrun and
-its agent, forked from here, `subprocess.Popen` forks a Python program as well instead
-of starting an interpreter. So the processes of a job, their parents, groups, signals,
-pipes, exit codes and entries in /proc are those of a job that a user starts.
+no thread, and forks each program that tests/support/warm.py requests. In a forked
+ringrun and its agent, `subprocess.Popen` also forks Python programs instead of starting
+an interpreter. So the processes of a job have the parents, groups, signals, pipes, exit
+codes and entries in /proc of a job that a user starts.
 
-Two things differ: the modules are loaded, and the ranks of a job share the seed of
-hash(). A program whose environment would have changed what was imported gets an
-interpreter of its own, as without a server; so do the tests of how ringrun starts.
+Two things differ: the modules are already loaded, and the ranks of a job have an equal
+seed of hash(). A program with other values of variables that imports read starts
+without a server. So do the tests of how ringrun starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 ROOM = 1 << 16  # bytes for the command line of a forked program, and for its variables
 ROOM_VARIABLE = "RINGJAX_TEST_ROOM"
-# Interpreters and libraries read these variables while they are loaded.
+# The interpreter and libraries read variables with these prefixes while they load.
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "KMP_"),
     *("NPY_", "NUMPY_", "JAX_", "ENABLE_", "TF_", "TORCH", "PYTORCH_", "LC_", "LANG"),
@@ -44,9 +44,10 @@ _LAUNCHER = "ringjax.run"
 
 
 def fixed(env: Mapping[str, str], words: Sequence[str] = ()) -> dict[str, str]:
-    """The variables of `env` that must be the server's for `words` to be forked.
+    """Returns the variables of `env` that must be equal in a server that forks `words`.
 
-    Not for ringrun and its agent: these have loaded all that they need.
+    For ringrun and its agent the result is empty, because the server has imported all
+    their modules.
     """
     if _module(words).startswith(_LAUNCHER):
         return {}
@@ -54,12 +55,12 @@ def fixed(env: Mapping[str, str], words: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _module(words: Sequence[str]) -> str:
-    """X of the words `python -P -m X …`, else an empty text."""
+    """Returns the module X of the command `python -P -m X …`, or an empty text."""
     return words[3] if len(words) > 3 and list(words[1:3]) == ["-P", "-m"] else ""
 
 
 def _script(words: Sequence[str]) -> int:
-    """The position of the script in the words `python [-P] X.py …`, else 0."""
+    """Returns the index of the script in the command `python [-P] X.py …`, or 0."""
     place = 2 if len(words) > 1 and words[1] == "-P" else 1
     return place if len(words) > place and words[place].endswith(".py") else 0
 
@@ -67,7 +68,7 @@ def _script(words: Sequence[str]) -> int:
 def can_fork(
     words: Sequence[str], env: Mapping[str, str], server: Mapping[str, str]
 ) -> bool:
-    """Whether a server with these variables can fork `words`, a Python program."""
+    """Returns whether a server with the variables `server` can fork the command."""
     if (
         not words
         or words[0] != sys.executable
@@ -79,7 +80,7 @@ def can_fork(
 
 
 class ForkingPopen(subprocess.Popen[bytes]):
-    """A Popen that forks a Python program if that can be done, with the same family."""
+    """A Popen that, if possible, forks this process and starts no interpreter."""
 
     def _execute_child(  # type: ignore[override,unused-ignore]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any,
@@ -100,12 +101,12 @@ class ForkingPopen(subprocess.Popen[bytes]):
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():  # Python warns of threads at a fork
+        with warnings.catch_warnings():  # Python warns about a fork with threads
             warnings.simplefilter("ignore")
             pid = os.fork()
         if pid == 0:
             with _fatal():
-                _keep((p2cread, c2pwrite, errwrite), pass_fds)
+                _set_descriptors((p2cread, c2pwrite, errwrite), pass_fds)
                 _reset_signals()
                 if cwd is not None:
                     os.chdir(cwd)
@@ -115,11 +116,11 @@ class ForkingPopen(subprocess.Popen[bytes]):
                     os.setpgid(0, process_group)
                 if preexec_fn is not None:
                     preexec_fn()
-                # Python does the same at its start.
+                # Python installs this handler at its start.
                 if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                _take_name(words, variables)
-            _end(_outcome(words))
+                _set_environment_and_name(words, variables)
+            _exit(_run_program(words))
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -129,7 +130,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
 
 @contextlib.contextmanager
 def _fatal() -> Any:
-    """An error between fork and program ends the child, as a failed exec does."""
+    """Ends the child at an error between fork and program, like a failed exec."""
     try:
         yield
     except BaseException as error:
@@ -137,11 +138,11 @@ def _fatal() -> Any:
         os._exit(127)
 
 
-# -- what exec would have done ---------------------------------------------------------
+# -- the work of exec ------------------------------------------------------------------
 
 
-def _keep(streams: Sequence[int], more: Iterable[int]) -> None:
-    """Makes `streams` descriptors 0, 1, 2 and closes all but these and `more`."""
+def _set_descriptors(streams: Sequence[int], more: Iterable[int]) -> None:
+    """Makes `streams` descriptors 0, 1, 2. Closes all others except `more`."""
     import fcntl
 
     moved = [fcntl.fcntl(s, fcntl.F_DUPFD, 3) if s >= 0 else -1 for s in streams]
@@ -151,7 +152,7 @@ def _keep(streams: Sequence[int], more: Iterable[int]) -> None:
     kept = {0, 1, 2, *more}
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the one that listed them
+            with contextlib.suppress(OSError):  # the descriptor of listdir is closed
                 os.close(int(name))
     for number in kept - {0, 1, 2}:
         os.set_inheritable(number, True)
@@ -172,11 +173,12 @@ def _joined(texts: Iterable[str]) -> bytes:
     return b"".join(os.fsencode(text) + b"\0" for text in texts)
 
 
-def _take_name(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Sets the variables, and lets /proc show them and `words` for this process.
+def _set_environment_and_name(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Sets the variables, and makes /proc show them and `words` for this process.
 
-    /proc/PID/cmdline and environ show the memory that the kernel filled when the server
-    was started; its command line and a variable are long enough to be written over.
+    /proc/PID/cmdline and /proc/PID/environ show memory that the kernel filled when the
+    server started. The server has a long argument and a long variable, so that this
+    memory has enough room.
     """
     os.environ.clear()
     os.environ.update(env)
@@ -190,11 +192,11 @@ def _take_name(words: Sequence[str], env: Mapping[str, str]) -> None:
         ctypes.memmove(first, text, len(text))
 
 
-# -- what a new interpreter would do ---------------------------------------------------
+# -- the work of a new interpreter -----------------------------------------------------
 
 
-def _outcome(words: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
+def _run_program(words: Sequence[str]) -> int:
+    """Runs the program. Returns its exit code; a negative code is a signal."""
     name, script = _module(words), _script(words)
     if not name.startswith(_LAUNCHER):
         subprocess.Popen = _Popen  # type: ignore[misc]
@@ -228,9 +230,9 @@ def _outcome(words: Sequence[str]) -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     """Ends this process as an interpreter does: threads, atexit, modules, C's exit."""
-    if code < 0:  # Ctrl-C: the shell is to see the signal
+    if code < 0:  # after Ctrl-C, the parent must see the signal as the status
         import atexit
 
         atexit._run_exitfuncs()
@@ -250,12 +252,12 @@ _path: list[str] = []
 
 
 class Server:
-    """Answers orders that come over a socket: a program, and descriptors for it."""
+    """Starts programs by requests that arrive over a socket with the descriptors."""
 
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
         self._selector = selectors.DefaultSelector()
-        self._selector.register(orders, selectors.EVENT_READ, self._obey)
+        self._selector.register(orders, selectors.EVENT_READ, self._start_program)
         self._serving = True
 
     def run(self) -> None:
@@ -264,7 +266,7 @@ class Server:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _obey(self) -> None:
+    def _start_program(self) -> None:
         text, fds, _, _ = socket.recv_fds(self._orders, 4 * ROOM, 4)
         if not text:
             self._serving = False
@@ -288,7 +290,7 @@ class Server:
         def ended() -> None:
             self._selector.unregister(alive)
             os.close(alive)
-            with contextlib.suppress(OSError):  # nobody waits any more
+            with contextlib.suppress(OSError):  # the client no longer waits
                 answers.send(json.dumps({"code": process.wait()}).encode())
             answers.close()
 
@@ -300,18 +302,18 @@ def main(orders: int, modules: Sequence[str]) -> None:
     _environment.update(os.environ)
     del _environment[ROOM_VARIABLE]
     _path[:] = sys.path
-    _take_name(sys.argv[:-1], _environment)
+    _set_environment_and_name(sys.argv[:-1], _environment)
     for name in modules:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"an import of {modules} has started a thread")
     subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
     gc.collect()
-    gc.freeze()  # or the next collection would write to, and so copy, all their pages
+    gc.freeze()  # otherwise a collection in a fork would write to, and copy, all pages
     Server(socket.socket(fileno=orders)).run()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _this = sys.modules["__main__"]  # forked programs have another module of that name
+    _this = sys.modules["__main__"]  # keep this module; forks replace the entry
     main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 import pytest
-from support.coordinators import JOB, SECRET, MakeTown, raw, stopping
+from support.coordinators import JOB, SECRET, STOP_ON_LOSS, MakeJob, connect_raw
 from support.waiting import LONG, until
 
 from ringjax import errors
@@ -52,16 +52,16 @@ def hear(worker: CoordinatorClient, kind: type) -> Any:
         orders += worker.poll()
 
 
-both = pytest.mark.parametrize("options", [{}, stopping], ids=["repairs", "stops"])
+both = pytest.mark.parametrize("options", [{}, STOP_ON_LOSS], ids=["repairs", "stops"])
 
 
 @both
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_everybody_learns_about_everybody(
-    town: MakeTown, options: dict[str, Any], size: int
+    make_job: MakeJob, options: dict[str, Any], size: int
 ) -> None:
-    here = town(size, **options)
-    clients = here.pool.map(lambda w: here.join(w, name=f"host{w}"), range(size))
+    job = make_job(size, **options)
+    clients = job.pool.map(lambda w: job.join(w, name=f"host{w}"), range(size))
     for rank, client in enumerate(clients):
         assert isinstance(client.first, EpochDirective)
         assert [m.rank for m in client.members] == list(range(size))
@@ -71,13 +71,13 @@ def test_everybody_learns_about_everybody(
         assert {m.seen for m in client.members} == {"127.0.0.1"}
         assert (client.rank, client.size, client.epoch) == (rank, size, 0)
     ranks = {rank: rank for rank in range(size)}
-    assert here.event("members") == ("members", 0, "start", ranks)
+    assert job.wait_for_event("members") == ("members", 0, "start", ranks)
 
 
-def test_a_loss(town: MakeTown) -> None:
+def test_a_loss(make_job: MakeJob) -> None:
     # No timeout may pass.
-    here = town(3, failure_timeout=3600.0, elastic_timeout=3600.0)
-    zero, one, two = here.gather(0, 1, 2)
+    job = make_job(3, failure_timeout=3600.0, elastic_timeout=3600.0)
+    zero, one, two = job.gather(0, 1, 2)
     one.close()
     for worker in (zero, two):
         revoke = hear(worker, Revoke)
@@ -90,13 +90,13 @@ def test_a_loss(town: MakeTown) -> None:
     assert (members.sets, members.next_set) == ({1: (0, 1)}, 2)
     assert hear(zero, EpochDirective).rank == 0
     assert two.departed_ranks() == {}
-    assert here.event("fenced")[1] == 1
+    assert job.wait_for_event("fenced")[1] == 1
 
 
-def test_resize(town: MakeTown) -> None:
-    here = town(2, max_np=3)
-    zero, one = here.gather(0, 1)
-    newcomer = here.join(7)
+def test_resize(make_job: MakeJob) -> None:
+    job = make_job(2, max_np=3)
+    zero, one = job.gather(0, 1)
+    newcomer = job.join(7)
     assert newcomer.first == Welcome(0, 2, 3, "epoch 0 has 2 members")
     one.request_leave()
     newcomer.ready()
@@ -110,12 +110,12 @@ def test_resize(town: MakeTown) -> None:
     assert (members.kind, members.previous, members.rank) == ("resize", (0, -1), 1)
     assert (members.sets, members.next_set) == ({4: (0,)}, 5)
     assert (newcomer.rank, newcomer.size, newcomer.epoch) == (1, 2, 1)
-    assert here.event("dismissed")[1] == 1
+    assert job.wait_for_event("dismissed")[1] == 1
 
 
-def test_restart_and_suspicion(town: MakeTown) -> None:
-    here = town(3)
-    workers = here.gather(0, 1, 2)
+def test_restart_and_suspicion(make_job: MakeJob) -> None:
+    job = make_job(3)
+    workers = job.gather(0, 1, 2)
     workers[1].restart(0, "ValueError")
     for worker in workers:
         assert hear(worker, Revoke).restart
@@ -133,11 +133,11 @@ def test_restart_and_suspicion(town: MakeTown) -> None:
 
 
 @both
-def test_exchange(town: MakeTown, options: dict[str, Any]) -> None:
-    here = town(3, **options)
-    workers = here.gather(0, 1, 2)
+def test_exchange(make_job: MakeJob, options: dict[str, Any]) -> None:
+    job = make_job(3, **options)
+    workers = job.gather(0, 1, 2)
     for turn in range(3):
-        values = here.pool.map(
+        values = job.pool.map(
             lambda w, t=turn: w.exchange([w.rank, t], 5.0, "test"), workers
         )
         assert list(values) == [[[rank, turn] for rank in range(3)]] * 3
@@ -148,10 +148,10 @@ def test_exchange(town: MakeTown, options: dict[str, Any]) -> None:
     assert (told.value.rank, told.value.ranks) == (1, [1, 2])
 
 
-def test_a_loss_ends_an_exchange(town: MakeTown) -> None:
-    here = town(3)
-    workers = here.gather(0, 1, 2)
-    votes = [here.pool.submit(w.exchange, 1, 30.0, "vote") for w in workers[:2]]
+def test_a_loss_ends_an_exchange(make_job: MakeJob) -> None:
+    job = make_job(3)
+    workers = job.gather(0, 1, 2)
+    votes = [job.pool.submit(w.exchange, 1, 30.0, "vote") for w in workers[:2]]
     workers[2].close()
     for vote in votes:
         with pytest.raises(PeerLost, match="vote: epoch 0 is over: rank 2 lost") as e:
@@ -159,53 +159,53 @@ def test_a_loss_ends_an_exchange(town: MakeTown) -> None:
         assert e.value.rank == 2
 
 
-def test_a_member_that_finishes(town: MakeTown) -> None:
-    here = town(2)
-    zero, one = here.gather(0, 1)
-    vote = here.pool.submit(one.exchange, 1, 30.0, "vote")
+def test_a_member_that_finishes(make_job: MakeJob) -> None:
+    job = make_job(2)
+    zero, one = job.gather(0, 1)
+    vote = job.pool.submit(one.exchange, 1, 30.0, "vote")
     zero.leave({0: (3, 3, True)})
     zero.close()
     with pytest.raises(Stalled, match="vote: rank 0 has finished and left the job"):
         vote.result()
     assert one.departed_ranks() == {0: "has finished and left the job"}
-    late = here.join(5)
+    late = job.join(5)
     assert isinstance(late.first, Dismiss)
-    here.coordinator.process_ended(0, "exit code 0")
+    job.coordinator.process_ended(0, "exit code 0")
     one.leave()
     one.close()
-    assert here.event("finished") == ("finished", 0)
-    assert "fenced" not in {event[0] for event in here.events}
+    assert job.wait_for_event("finished") == ("finished", 0)
+    assert "fenced" not in {event[0] for event in job.events}
 
 
-def test_too_few(town: MakeTown) -> None:
-    here = town(3, 2, start_timeout=0.3)
+def test_too_few(make_job: MakeJob) -> None:
+    job = make_job(3, 2, start_timeout=0.3)
     with pytest.raises(StartupError, match=r"1 of at least 2 ranks came within 0\.3 s"):
-        here.join(0)
-    assert here.event("stop")[1].startswith("1 of at least 2 ranks")
+        job.join(0)
+    assert job.wait_for_event("stop")[1].startswith("1 of at least 2 ranks")
 
 
 @both
 def test_the_wrong_secret_is_refused_at_once_and_logged_once(
-    town: MakeTown, options: dict[str, Any]
+    make_job: MakeJob, options: dict[str, Any]
 ) -> None:
-    here = town(2, **options)
+    job = make_job(2, **options)
     for _ in range(3):  # without this, each client would retry until its limit
         with pytest.raises(
             AuthenticationError, match="does not know this job's secret"
         ):
-            here.join(0, b"w" * 32)
-    here.gather(0, 1)
-    until(lambda: bool(here.log))
-    assert len(here.log) == 1
-    assert "another secret" in here.log[0]
+            job.join(0, b"w" * 32)
+    job.gather(0, 1)
+    until(lambda: bool(job.log))
+    assert len(job.log) == 1
+    assert "another secret" in job.log[0]
 
 
-def test_another_job_is_refused(town: MakeTown) -> None:
-    here = town(1)
+def test_another_job_is_refused(make_job: MakeJob) -> None:
+    job = make_job(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
-        join(JobCredentials(here.where, SECRET, "f" * 16), 0, {}, LONG)
-    until(lambda: here.log)
-    assert "belongs to job ffffffffffffffff" in here.log[0]
+        join(JobCredentials(job.addresses, SECRET, "f" * 16), 0, {}, LONG)
+    until(lambda: job.log)
+    assert "belongs to job ffffffffffffffff" in job.log[0]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_nobody_answers(patience: float, who: str) -> None:
 
 
 @both
-def test_a_second_address_helps(town: MakeTown, options: dict[str, Any]) -> None:
-    here = town(1, **options)
+def test_a_second_address_helps(make_job: MakeJob, options: dict[str, Any]) -> None:
+    job = make_job(1, **options)
     with addresses.listen("127.0.0.1") as taken:
-        here.where = f"127.0.0.1:{taken.getsockname()[1]},{here.where}"
-    assert here.join(0).members[0].rank == 0
+        job.addresses = f"127.0.0.1:{taken.getsockname()[1]},{job.addresses}"
+    assert job.join(0).members[0].rank == 0
 
 
 def test_a_taken_port() -> None:
@@ -240,16 +240,16 @@ def test_a_coordinator_that_never_started_can_be_closed() -> None:
 
 
 @both
-def test_strangers_do_not_disturb(town: MakeTown, options: dict[str, Any]) -> None:
-    here = town(2, **options)
-    where = addresses.parse(here.where)[0]
+def test_strangers_do_not_disturb(make_job: MakeJob, options: dict[str, Any]) -> None:
+    job = make_job(2, **options)
+    where = addresses.parse(job.addresses)[0]
     with contextlib.ExitStack() as stack:
         for count in range(100):  # more than the limit of concurrent handshakes
             sock = stack.enter_context(socket.create_connection(where))
             with contextlib.suppress(OSError):
                 sock.sendall(b"RINGJ" if count % 2 else bytes(500))
-        zero, one = here.gather(0, 1)
-        votes = here.pool.map(lambda w: w.exchange(w.rank, LONG, "vote"), (zero, one))
+        zero, one = job.gather(0, 1)
+        votes = job.pool.map(lambda w: w.exchange(w.rank, LONG, "vote"), (zero, one))
         assert list(votes) == [[0, 1]] * 2
 
 
@@ -264,10 +264,10 @@ def test_strangers_do_not_disturb(town: MakeTown, options: dict[str, Any]) -> No
     ],
 )
 def test_nonsense_ends_the_connection_only(
-    town: MakeTown, options: dict[str, Any], message: Any
+    make_job: MakeJob, options: dict[str, Any], message: Any
 ) -> None:
-    here = town(1, **options)
-    sock, sealer = raw(here, 0 if here.stops else 3)
+    job = make_job(1, **options)
+    sock, sealer = connect_raw(job, 0 if job.stops_on_loss else 3)
     with sock:
         for odd in ({"type": "report"}, {"type": "exchange"}, {"type": 7}, {}):
             sock.sendall(sealer.seal(odd))  # ignored, because no hello came before
@@ -275,28 +275,28 @@ def test_nonsense_ends_the_connection_only(
         sock.sendall(altered if message == b"altered" else sealer.seal(message))
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
-    here.gather(0)
+    job.gather(0)
 
 
-def test_a_member_that_sends_nonsense_is_lost(town: MakeTown) -> None:
-    here = town(2)
-    sock, sealer = raw(here, 1)
+def test_a_member_that_sends_nonsense_is_lost(make_job: MakeJob) -> None:
+    job = make_job(2)
+    sock, sealer = connect_raw(job, 1)
     with sock:
         sock.sendall(sealer.seal({"type": "hello", "hello": {}, "rejoin": None}))
-        zero = here.join(0)
+        zero = job.join(0)
         sock.sendall(sealer.seal({"type": "report", "epoch": 0, "lines": 7}))
         assert "sent no report" in hear(zero, Revoke).lost[1]
 
 
 def test_a_member_that_does_not_read_is_lost(
-    town: MakeTown, monkeypatch: pytest.MonkeyPatch
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Coordinator, "max_unread", 1 << 20)
-    here = town(2)
-    sock, sealer = raw(here, 1)
+    job = make_job(2)
+    sock, sealer = connect_raw(job, 1)
     with sock:
         sock.sendall(sealer.seal({"type": "hello", "hello": {}, "rejoin": None}))
-        zero = here.join(0)
+        zero = job.join(0)
         for number in range(100):
             message = {"type": "exchange", "epoch": 0, "number": number, "seconds": 9}
             with contextlib.suppress(OSError):
@@ -308,24 +308,30 @@ def test_a_member_that_does_not_read_is_lost(
         assert "it does not read" in zero.departed_ranks()[1]
 
 
-def test_a_second_connection_of_a_member_fences_it(town: MakeTown) -> None:
-    here = town(2)
-    zero, _ = here.gather(0, 1)
+def test_a_second_connection_of_a_member_fences_it(make_job: MakeJob) -> None:
+    job = make_job(2)
+    zero, _ = job.gather(0, 1)
     with pytest.raises(errors.Fenced, match="it connected again"):
-        join(JobCredentials(here.where, SECRET, JOB), 1, {}, LONG, elastic_timeout=LONG)
+        join(
+            JobCredentials(job.addresses, SECRET, JOB),
+            1,
+            {},
+            LONG,
+            elastic_timeout=LONG,
+        )
     assert hear(zero, Revoke).lost.keys() == {1}
 
 
-def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
-    here = town(3, max_np=4)
-    workers = here.gather(0, 1, 2)
-    newcomer = here.join(9)
-    port = addresses.parse(here.where)[0][1]
-    here.coordinator.close()
-    vote = here.pool.submit(workers[0].exchange, 0, LONG, "vote")
+def test_a_coordinator_that_is_started_anew(make_job: MakeJob) -> None:
+    job = make_job(3, max_np=4)
+    workers = job.gather(0, 1, 2)
+    newcomer = job.join(9)
+    port = addresses.parse(job.addresses)[0][1]
+    job.coordinator.close()
+    vote = job.pool.submit(workers[0].exchange, 0, LONG, "vote")
     workers[1].suspect(0, 2, "said while nobody listened")
     newcomer.ready()
-    here.coordinator = here.open(port=port, resume=True)
+    job.coordinator = job.start_coordinator(port=port, resume=True)
     for worker in workers[:2]:
         hear(worker, Revoke)
     with pytest.raises(PeerLost, match="vote: epoch 0 is over"):
@@ -342,20 +348,20 @@ def test_a_coordinator_that_is_started_anew(town: MakeTown) -> None:
 
 
 def test_the_launcher_hears_of_a_fault(
-    town: MakeTown, monkeypatch: pytest.MonkeyPatch
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = town(1)
+    job = make_job(1)
     monkeypatch.setattr(Coordinator, "on_message", lambda *_: 1 / 0)
-    here.pool.submit(here.join, 0)
-    thread = here.coordinator._thread
+    job.pool.submit(job.join, 0)
+    thread = job.coordinator._thread
     assert thread is not None
     thread.join(LONG)
     text = "the coordinator failed: ZeroDivisionError('division by zero')"
-    assert here.event("stop") == ("stop", text)  # although the thread has ended
+    assert job.wait_for_event("stop") == ("stop", text)  # although the thread has ended
     monkeypatch.undo()
-    here.coordinator.close()
-    here.coordinator = here.open(port=addresses.parse(here.where)[0][1])
-    until(lambda: bool(here.workers))
+    job.coordinator.close()
+    job.coordinator = job.start_coordinator(port=addresses.parse(job.addresses)[0][1])
+    until(lambda: bool(job.workers))
 
 
 def test_a_listener_that_the_launcher_keeps() -> None:
@@ -372,23 +378,23 @@ def test_a_listener_that_the_launcher_keeps() -> None:
         coordinator.close()
 
 
-def test_without_a_coordinator_a_worker_stops(town: MakeTown) -> None:
-    here = town(1)
+def test_without_a_coordinator_a_worker_stops(make_job: MakeJob) -> None:
+    job = make_job(1)
     worker = join(
-        JobCredentials(here.where, SECRET, JOB), 0, {}, LONG, elastic_timeout=0.3
+        JobCredentials(job.addresses, SECRET, JOB), 0, {}, LONG, elastic_timeout=0.3
     )
-    here.workers[0] = worker
-    here.coordinator.close()
+    job.workers[0] = worker
+    job.coordinator.close()
     assert hear(worker, Stop).text == "the coordinator was gone for 0.3 s"
     with pytest.raises(PeerLost, match="vote: the coordinator was gone"):
         worker.exchange(1, 5.0, "vote")
 
 
-def test_closing_wakes_whoever_waits(town: MakeTown) -> None:
-    here = town(2)
-    zero, _ = here.gather(0, 1)
-    vote = here.pool.submit(zero.exchange, 1, 2 * LONG, "vote")
-    poll = here.pool.submit(zero.poll, 2 * LONG)
+def test_closing_wakes_whoever_waits(make_job: MakeJob) -> None:
+    job = make_job(2)
+    zero, _ = job.gather(0, 1)
+    vote = job.pool.submit(zero.exchange, 1, 2 * LONG, "vote")
+    poll = job.pool.submit(zero.poll, 2 * LONG)
     until(lambda: threading.active_count() > 4)
     zero.close()
     with pytest.raises(PeerLost, match="this worker has left the job"):

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.doctor import Visit, needs_root, visit
+from support.doctor import DoctorRun, needs_root, run_doctor
 from support.launch import ROOT, environment
 from support.stubs import stub_environment
 
@@ -27,24 +27,24 @@ MOUNTS = ["unshare", "-m", "--propagation", "private"]
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 
-def one(*words: str, **more: object) -> Visit:
-    [found] = visit(*words, **more)  # type: ignore[arg-type]
+def one(*words: str, **more: object) -> DoctorRun:
+    [found] = run_doctor(*words, **more)  # type: ignore[arg-type]
     return found
 
 
-def mended(check: str, status: str, folder: Path, **more: object) -> Visit:
+def mended(check: str, status: str, folder: Path, **more: object) -> DoctorRun:
     """Checks that the doctor finds a fault, and not after its command has run."""
-    first, second = visit(again=True, folder=folder, **more)  # type: ignore[arg-type]
-    assert [s for s, _ in first.of(check)] == [status], first.found
+    first, second = run_doctor(again=True, folder=folder, **more)  # type: ignore[arg-type]
+    assert [s for s, _ in first.problems(check)] == [status], first.found
     assert first.code == (status == "FAIL")
-    assert not second.of(check), (first.mend(check), second.found)
+    assert not second.problems(check), (first.fix_of(check), second.found)
     return first
 
 
 def test_a_healthy_machine() -> None:
     found = one("-np", "2", trial=True)
     assert found.code == 0
-    assert found.complaints() <= TOLERATED, found.found
+    assert found.failed_checks() <= TOLERATED, found.found
     named = [row["check"] for row in found.rows()]
     assert named[-1] == "trial" and {"name", "loopback", "core", "memfd"} <= {*named}
     text = found.rows()[-1]["text"]
@@ -61,7 +61,7 @@ def test_a_name_without_an_address(tmp_path: Path) -> None:
     hostname rj-nameless
     """
     found = mended("name", "warn", tmp_path, before=before, inside=[*MOUNTS, "-u"])
-    assert "'rj-nameless' has no address" in found.of("name")[0][1]
+    assert "'rj-nameless' has no address" in found.problems("name")[0][1]
     assert "localhost" in hosts.read_text()
 
 
@@ -72,7 +72,7 @@ def test_a_name_with_the_address_of_somebody_else(tmp_path: Path) -> None:
     hosts.write_text(lines)
     before = f"mount --bind {hosts} /etc/hosts; hostname rj-moved"
     found = mended("name", "warn", tmp_path, before=before, inside=[*MOUNTS, "-u"])
-    [(_, text)] = found.of("name")
+    [(_, text)] = found.problems("name")
     assert text == "'rj-moved' resolves to 192.0.2.77, which is not this host"
     kept = hosts.read_text().splitlines()
     assert kept[:2] == ["127.0.0.1 localhost", "192.0.2.77 rj-moved.lab other"]
@@ -81,14 +81,14 @@ def test_a_name_with_the_address_of_somebody_else(tmp_path: Path) -> None:
 @needs_root("unshare", "ip")
 def test_loopback_is_down(tmp_path: Path) -> None:
     found = mended("loopback", "FAIL", tmp_path, inside=_NETWORK)
-    assert found.mend("loopback") == "sudo ip link set lo up"
+    assert found.fix_of("loopback") == "sudo ip link set lo up"
 
 
 @needs_root("unshare")
 def test_a_small_dev_shm(tmp_path: Path) -> None:
     before = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     found = mended("/dev/shm", "warn", tmp_path, before=before, inside=MOUNTS)
-    assert "64 MiB are too few" in found.of("/dev/shm")[0][1]
+    assert "64 MiB are too few" in found.problems("/dev/shm")[0][1]
 
 
 @needs_root("unshare")
@@ -97,7 +97,7 @@ def test_a_full_dev_shm() -> None:
     mount -t tmpfs -o size=300m tmpfs /dev/shm
     dd if=/dev/zero of=/dev/shm/left bs=1M count=100 status=none
     """
-    [(status, text)] = one(before=before, inside=MOUNTS).of("/dev/shm")
+    [(status, text)] = one(before=before, inside=MOUNTS).problems("/dev/shm")
     assert (status, text) == (
         "warn",
         "200 of 300 MiB are free: something was left there",
@@ -106,9 +106,9 @@ def test_a_full_dev_shm() -> None:
 
 def test_no_memory_can_be_shared() -> None:
     found = one(before="ulimit -f 100")
-    [(status, text)] = found.of("memfd")
+    [(status, text)] = found.problems("memfd")
     assert status == "warn" and "RLIMIT_FSIZE" in text
-    assert found.mend("memfd") == "ulimit -f unlimited"
+    assert found.fix_of("memfd") == "ulimit -f unlimited"
 
 
 def _forbidden(number: int) -> list[str]:
@@ -163,7 +163,7 @@ def test_few_ports(tmp_path: Path) -> None:
     range_ = "/proc/sys/net/ipv4/ip_local_port_range"
     before = f"ip link set lo up; echo 60000 60003 > {range_}"
     found = mended("port range", "warn", tmp_path, before=before, inside=_NETWORK)
-    assert found.of("port range")[0][1].startswith("4 ports for calls to others")
+    assert found.problems("port range")[0][1].startswith("4 ports for calls to others")
 
 
 @needs_root("unshare")
@@ -172,16 +172,16 @@ def test_no_room_for_temporary_files() -> None:
     if str(ROOT).startswith("/tmp") or sys.executable.startswith("/tmp"):
         before = "mount -t tmpfs -o size=1m tmpfs /var/tmp; export TMPDIR=/var/tmp"
     found = one(before=before, inside=MOUNTS)
-    [(status, text)] = found.of("temporary files")
+    [(status, text)] = found.problems("temporary files")
     assert status == "warn" and text.startswith("1 MiB are free in /")
 
 
 def test_more_ranks_than_gpus() -> None:
     env = stub_environment(CUDA_STUB_DEVICES=1)
     found = one("-np", "2", env=env)
-    [(status, text)] = found.of("GPUs")[:1]
+    [(status, text)] = found.problems("GPUs")[:1]
     assert status == "FAIL" and text.startswith("2 ranks and 1 GPU (")
-    assert found.mend("GPUs") == "ringrun -H localhost:1"
+    assert found.fix_of("GPUs") == "ringrun -H localhost:1"
 
 
 @pytest.mark.parametrize(
@@ -196,30 +196,30 @@ def test_more_ranks_than_gpus() -> None:
 def test_several_gpus_a_rank(seen: int, each: str, mend: str) -> None:
     env = stub_environment(CUDA_STUB_DEVICES=seen)
     found = one("-np", "2", "--devices-per-rank", each, env=env)
-    told = [row for row in found.of("GPUs") if row[1].startswith("2 ranks and ")]
+    told = [row for row in found.problems("GPUs") if row[1].startswith("2 ranks and ")]
     assert len(told) == bool(mend)
     for status, text in told:
         assert status == "FAIL"
         assert (
             f"of which each rank is to have {seen if each == 'all' else each}" in text
         )
-        assert found.mend("GPUs") == f"ringrun {mend}"
+        assert found.fix_of("GPUs") == f"ringrun {mend}"
 
 
 def test_too_few_descriptors() -> None:
     found = one(before="ulimit -n 200")
     assert found.code == 1
     # Not every root may raise the limit again, so the command is not tried.
-    assert found.mend("descriptors") == "sudo prlimit --pid $$ --nofile=65536"
-    assert "at most 200 (ulimit -Hn)" in found.of("descriptors")[0][1]
+    assert found.fix_of("descriptors") == "sudo prlimit --pid $$ --nofile=65536"
+    assert "at most 200 (ulimit -Hn)" in found.problems("descriptors")[0][1]
     row = next(r for r in found.rows() if r["check"] == "descriptors")
     assert row["help"] == "ringjax explain outofdescriptors"
 
 
 def test_a_limit_of_the_address_space() -> None:
     found = one(before=f"ulimit -v {8 << 20}")
-    assert [s for s, _ in found.of("address space")] == ["warn"]
-    assert found.mend("address space") == "ulimit -v unlimited"
+    assert [s for s, _ in found.problems("address space")] == ["warn"]
+    assert found.fix_of("address space") == "ulimit -v unlimited"
 
 
 @needs_root("setpriv")
@@ -229,7 +229,7 @@ def test_too_few_threads() -> None:
     nobody += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
     before = "ulimit -u 60; export HOME=/nonexistent PYTHONDONTWRITEBYTECODE=1"
     found = one("-np", "2", before=before, inside=nobody)
-    [(status, text)] = found.of("processes")
+    [(status, text)] = found.problems("processes")
     assert status == "warn" and "128 are needed" in text
 
 
@@ -260,8 +260,8 @@ def test_a_quota_of_cpus(tmp_path: Path) -> None:
         found = mended("CPUs", "warn", tmp_path, before=before)
     finally:
         group.rmdir()
-    assert "the control group gives 0.5 of" in found.of("CPUs")[0][1]
-    assert str(group / file) in found.mend("CPUs")
+    assert "the control group gives 0.5 of" in found.problems("CPUs")[0][1]
+    assert str(group / file) in found.fix_of("CPUs")
 
 
 @needs_root()
@@ -274,16 +274,16 @@ def test_a_limit_of_memory() -> None:
         found = one("-np", "2", before=before)
     finally:
         group.rmdir()
-    [(status, text)] = found.of("memory")
+    [(status, text)] = found.problems("memory")
     assert status == "warn" and "for 2 ranks; each takes some 512 MiB" in text
-    assert found.mend("memory") == "ringrun -np 1"
+    assert found.fix_of("memory") == "ringrun -np 1"
 
 
 def test_fewer_cpus_than_ranks() -> None:
     cpu = min(os.sched_getaffinity(0))
     found = one("-np", "3", inside=["taskset", "-c", str(cpu)])
-    assert found.of("CPUs")[0][1].startswith("3 ranks on 1 CPU")
-    assert found.mend("CPUs") == "ringrun -np 1"
+    assert found.problems("CPUs")[0][1].startswith("3 ranks on 1 CPU")
+    assert found.fix_of("CPUs") == "ringrun -np 1"
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_a_setting_that_cannot_be_meant(
     name: str, value: str, status: str, text: str
 ) -> None:
     found = one(env={name: value})
-    [(how, said)] = found.of("settings")
+    [(how, said)] = found.problems("settings")
     assert how == status and text in said
-    assert found.mend("settings").startswith(f"unset {name};")
+    assert found.fix_of("settings").startswith(f"unset {name};")
 
 
 @pytest.mark.parametrize(
@@ -312,14 +312,14 @@ def test_a_setting_that_cannot_be_meant(
     ],
 )
 def test_a_variable_of_nccl_that_was_left(name: str, value: str, text: str) -> None:
-    [(status, said)] = one(env={name: value}).of("NCCL")
+    [(status, said)] = one(env={name: value}).problems("NCCL")
     # FAIL if there are GPUs, which would not start.
     assert status in ("warn", "FAIL") and f"{name}={value}" in said and text in said
 
 
 def test_variables_of_nccl_that_are_right() -> None:
     env = {"NCCL_P2P_DISABLE": "0", "NCCL_SOCKET_IFNAME": "^docker", "NCCL_DEBUG": "1"}
-    assert not one(env=env).of("NCCL")
+    assert not one(env=env).problems("NCCL")
 
 
 @needs_root("unshare")
@@ -334,7 +334,7 @@ def test_a_gpu_without_a_driver(visible: str | None, status: str, text: str) -> 
     touch /mnt/nvidia0; mkdir /mnt/shm; mount --move /mnt /dev
     """
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    [(how, said)] = one(before=before, inside=MOUNTS, env=env).of("GPUs")
+    [(how, said)] = one(before=before, inside=MOUNTS, env=env).problems("GPUs")
     assert how == status and text in said
 
 
@@ -346,9 +346,9 @@ def test_a_core_that_does_not_load(tmp_path: Path) -> None:
     broken.write_bytes(b"not for this machine")
     before = f"mount --bind {broken} {_native.__file__}"
     found = one(before=before, inside=MOUNTS)
-    [(status, text)] = found.of("core")
+    [(status, text)] = found.problems("core")
     assert status == "FAIL" and "the native core does not load" in text
-    assert "pip install --force-reinstall" in found.mend("core")
+    assert "pip install --force-reinstall" in found.fix_of("core")
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ def test_versions_that_do_not_fit(
     folder.mkdir()
     (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
     path = os.pathsep.join([str(tmp_path), environment("", {})["PYTHONPATH"]])
-    found = one(env={"PYTHONPATH": path}).of("versions")
+    found = one(env={"PYTHONPATH": path}).problems("versions")
     assert found[0][0] == "FAIL" and text in found[0][1]
 
 
 def test_a_host_without_ssh() -> None:
     found = one("-H", "some-host:1", env={"PATH": "/nonexistent"})
-    [(status, text)] = found.of("ssh")
+    [(status, text)] = found.problems("ssh")
     assert status == "FAIL" and "no ssh client" in text
 
 
@@ -379,7 +379,7 @@ def test_a_host_without_ssh() -> None:
 def test_a_name_that_ssh_does_not_know() -> None:
     found = one("-H", "some-host.invalid:1", inside=["unshare", "-n"])
     assert found.code == 1
-    [(status, text)] = found.of("ssh")
+    [(status, text)] = found.problems("ssh")
     assert status == "FAIL" and "the name has no address here" in text
 
 
@@ -402,21 +402,21 @@ def test_what_ssh_says(said: str, text: str, mend: str, tmp_path: Path) -> None:
     ssh.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     found = one("-H", "one:1", env={"PATH": path})
-    [(status, how)] = found.of("ssh")
+    [(status, how)] = found.problems("ssh")
     assert status == "FAIL" and text in how and said in how
-    assert mend in found.mend("ssh")
+    assert mend in found.fix_of("ssh")
 
 
 def test_a_job_that_does_not_run() -> None:
     found = one("-np", "2", trial=True, env={"RINGJAX_ALGORITHM": "nonsense"})
     assert found.code == 1
-    [(status, text)] = found.of("trial")
+    [(status, text)] = found.problems("trial")
     assert status == "FAIL" and "nonsense" in text
 
 
 def test_a_job_that_runs_over_tcp_on_one_host() -> None:
     found = one("-np", "2", trial=True, env={"RINGJAX_SHM": "0"})
-    [(status, text)] = found.of("trial")
+    [(status, text)] = found.problems("trial")
     assert status == "warn" and "over TCP though all ranks are on one host" in text
 
 

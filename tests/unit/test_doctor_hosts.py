@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from support.doctor import Visit, needs_root, visit
+from support.doctor import DoctorRun, needs_root, run_doctor
 from support.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip", "unshare", "tc", "hostname"), pytest.mark.timeout(90)]
@@ -54,12 +54,12 @@ class Hosts:
         """Runs a command in a host's network."""
         _run(f"ip netns exec {self.network.names[number]} {command}")
 
-    def visit(self, *words: str, **more: object) -> Visit:
+    def run_doctor(self, *words: str, **more: object) -> DoctorRun:
         """Returns the findings of the doctor about both hosts."""
         env = {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         env |= more.pop("env", {})  # type: ignore[arg-type]
         words = words or ("-H", f"{ONE}:1,{TWO}:1")
-        [found] = visit(*words, env=env, **more)  # type: ignore[arg-type]
+        [found] = run_doctor(*words, env=env, **more)  # type: ignore[arg-type]
         return found
 
 
@@ -75,9 +75,11 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def test_two_healthy_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    found = hosts.visit(trial=True, env={"RINGJAX_CACHE_DIR": str(tmp_path / "cache")})
+    found = hosts.run_doctor(
+        trial=True, env={"RINGJAX_CACHE_DIR": str(tmp_path / "cache")}
+    )
     # A test machine may be busy or have little memory.
-    assert found.complaints() <= {"/dev/shm", "memory", "trial"}, found.found
+    assert found.failed_checks() <= {"/dev/shm", "memory", "trial"}, found.found
     assert found.code == 0
     said = {row["check"]: row["text"] for row in found.rows()}
     assert said["ssh"] == "reached, and ringjax is there"
@@ -91,11 +93,11 @@ def test_two_healthy_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_a_host_that_calls_itself_loopback(hosts: Hosts) -> None:
     hosts.hosts(1, "127.0.0.1 localhost\n127.0.1.1 rj-1\n")
-    found = hosts.visit()
-    assert not found.of("name", ONE)
-    [(status, text)] = found.of("name", TWO)
+    found = hosts.run_doctor()
+    assert not found.problems("name", ONE)
+    [(status, text)] = found.problems("name", TWO)
     assert status == "warn" and "'rj-1' resolves to 127.0.1.1" in text
-    assert f'"{TWO} rj-1" > /etc/hosts' in found.mend("name")
+    assert f'"{TWO} rj-1" > /etc/hosts' in found.fix_of("name")
 
 
 def test_another_host_that_is_taken_for_this_one(hosts: Hosts) -> None:
@@ -103,15 +105,17 @@ def test_another_host_that_is_taken_for_this_one(hosts: Hosts) -> None:
     own.write_text("127.0.0.1 localhost\n127.0.1.1 rj-far\n")
     inside = ["unshare", "-m", "--propagation", "private"]
     words = ("-H", f"{ONE}:1,rj-far:1")
-    found = hosts.visit(*words, before=f"mount --bind {own} /etc/hosts", inside=inside)
-    [(status, text)] = found.of("other names", "rj-far")
+    found = hosts.run_doctor(
+        *words, before=f"mount --bind {own} /etc/hosts", inside=inside
+    )
+    [(status, text)] = found.problems("other names", "rj-far")
     assert status == "FAIL" and "resolves to 127.0.1.1, this machine" in text
     assert found.code == 1
-    shell = found.mend("other names").removeprefix("sudo ")
-    mended = hosts.visit(
+    shell = found.fix_of("other names").removeprefix("sudo ")
+    mended = hosts.run_doctor(
         *words, before=f"mount --bind {own} /etc/hosts\n{shell}", inside=inside
     )
-    assert not mended.of("other names")
+    assert not mended.problems("other names")
     assert own.read_text().startswith("127.0.0.1 localhost\n")
 
 
@@ -119,15 +123,15 @@ def test_one_host_under_two_names(hosts: Hosts) -> None:
     hosts.on(0, f"ip addr add {address(100)}/24 dev eth0")
     ssh = hosts.folder / "bin" / "ssh"
     ssh.write_text(ssh.read_text().replace("- 1))", "- 1)); number=$((number % 100))"))
-    found = hosts.visit("-H", f"{ONE}:1,{address(100)}:1")
-    assert ("warn", f"is the same machine as {ONE}") in found.of("other names")
+    found = hosts.run_doctor("-H", f"{ONE}:1,{address(100)}:1")
+    assert ("warn", f"is the same machine as {ONE}") in found.problems("other names")
 
 
 def test_a_way_that_is_closed(hosts: Hosts) -> None:
     hosts.on(1, f"ip route add blackhole {ONE}/32")
-    found = hosts.visit()
+    found = hosts.run_doctor()
     assert found.code == 1
-    [(status, text)] = found.of("ports", ONE)
+    [(status, text)] = found.problems("ports", ONE)
     # No reply comes, like behind a firewall that drops packets.
     assert status == "FAIL" and f"does not reach {TWO} ({TWO}: timed out)" in text
     rows = {row["host"]: row["mend"] for row in found.rows() if row["check"] == "ports"}
@@ -138,10 +142,10 @@ def test_a_way_that_is_closed(hosts: Hosts) -> None:
 def test_full_packets_get_lost(hosts: Hosts) -> None:
     bucket = "tbf rate 1gbit burst 1000 latency 50ms"  # drops larger packets
     hosts.on(0, f"tc qdisc add dev eth0 root {bucket}")
-    found = hosts.visit()
-    assert [s for s, _ in found.of("messages", ONE)] == ["FAIL"]
-    assert not found.of("ports")
-    mend = found.mend("messages")
+    found = hosts.run_doctor()
+    assert [s for s, _ in found.problems("messages", ONE)] == ["FAIL"]
+    assert not found.problems("ports")
+    mend = found.fix_of("messages")
     assert mend == "sudo ip link set dev eth0 mtu 1400"
 
 
@@ -154,18 +158,18 @@ def _bridge(hosts: Hosts, number: int, name: str, where: str) -> None:
 def test_docker_has_one_address_everywhere(hosts: Hosts) -> None:
     for number in range(2):
         _bridge(hosts, number, "docker0", "172.17.0.1/16")
-    found = hosts.visit()
-    [(status, text)] = found.of("interfaces")
+    found = hosts.run_doctor()
+    [(status, text)] = found.problems("interfaces")
     assert status == "warn" and f"docker0 is 172.17.0.1 on {ONE}, {TWO}" in text
-    assert found.mend("interfaces") == "ringrun --network-interfaces eth0"
-    words = ("-H", f"{ONE}:1,{TWO}:1", *found.mend("interfaces").split()[1:])
-    assert not hosts.visit(*words).of("interfaces")
+    assert found.fix_of("interfaces") == "ringrun --network-interfaces eth0"
+    words = ("-H", f"{ONE}:1,{TWO}:1", *found.fix_of("interfaces").split()[1:])
+    assert not hosts.run_doctor(*words).problems("interfaces")
 
 
 def test_packets_of_different_sizes(hosts: Hosts) -> None:
     hosts.on(1, "ip link set dev eth0 mtu 9000")
-    found = hosts.visit()
-    [(status, text)] = found.of("interfaces")
+    found = hosts.run_doctor()
+    [(status, text)] = found.problems("interfaces")
     assert status == "warn" and "9000 on eth0" in text and "1500 on eth0" in text
 
 
@@ -174,34 +178,34 @@ def test_the_way_leads_through_a_tunnel(hosts: Hosts) -> None:
         hosts.on(number, "ip link set dev eth0 down")
         hosts.on(number, "ip link set dev eth0 name wg0")
         hosts.on(number, "ip link set dev wg0 up")
-    found = hosts.visit()
-    assert [s for s, t in found.of("interfaces") if "wg0, a tunnel" in t] == [
+    found = hosts.run_doctor()
+    assert [s for s, t in found.problems("interfaces") if "wg0, a tunnel" in t] == [
         "warn"
     ] * 2
 
 
 def test_an_interface_that_does_not_exist(hosts: Hosts) -> None:
-    found = hosts.visit(env={"RINGJAX_NETWORK_INTERFACES": "eth7"})
-    [(status, text), _] = found.of("interfaces")
+    found = hosts.run_doctor(env={"RINGJAX_NETWORK_INTERFACES": "eth7"})
+    [(status, text), _] = found.problems("interfaces")
     assert status == "FAIL" and "'eth7' does not exist" in text and "eth0" in text
-    assert found.mend("interfaces") == "ringrun --network-interfaces eth0"
+    assert found.fix_of("interfaces") == "ringrun --network-interfaces eth0"
 
 
 def test_a_host_without_an_address(hosts: Hosts) -> None:
     hosts.on(1, "ip addr flush dev eth0")
-    found = hosts.visit()
-    [(status, text)] = found.of("interfaces", TWO)
+    found = hosts.run_doctor()
+    [(status, text)] = found.problems("interfaces", TWO)
     assert status == "FAIL" and "no address but loopback's" in text
     assert found.code == 1
 
 
 def test_an_interface_of_nccl_that_one_host_lacks(hosts: Hosts) -> None:
     _bridge(hosts, 0, "ib0", "10.78.0.1/24")
-    found = hosts.visit(env={"NCCL_SOCKET_IFNAME": "ib0"})
-    assert not found.of("NCCL", ONE)
-    [(_, text)] = found.of("NCCL", TWO)
+    found = hosts.run_doctor(env={"NCCL_SOCKET_IFNAME": "ib0"})
+    assert not found.problems("NCCL", ONE)
+    [(_, text)] = found.problems("NCCL", TWO)
     assert "NCCL_SOCKET_IFNAME=ib0 names no interface here" in text
-    assert found.mend("NCCL") == "export NCCL_SOCKET_IFNAME=eth0"
+    assert found.fix_of("NCCL") == "export NCCL_SOCKET_IFNAME=eth0"
 
 
 def test_versions_differ(hosts: Hosts) -> None:
@@ -214,10 +218,10 @@ def test_versions_differ(hosts: Hosts) -> None:
     other = hosts.folder / "METADATA"
     other.write_text(where.read_text().replace(f"Version: {version}", "Version: 9.9"))
     (hosts.folder / "1.sh").write_text(f"mount --bind {other} {where}\n")
-    found = hosts.visit()
-    [(status, text)] = found.of("versions")
+    found = hosts.run_doctor()
+    [(status, text)] = found.problems("versions")
     assert (status, text) == ("warn", f"keras differs: {version}, 9.9")
-    assert found.mend("versions").endswith(f"pip install keras=={version}")
+    assert found.fix_of("versions").endswith(f"pip install keras=={version}")
 
 
 def test_a_clock_that_is_wrong(hosts: Hosts) -> None:
@@ -226,25 +230,27 @@ def test_a_clock_that_is_wrong(hosts: Hosts) -> None:
     late += "if socket.gethostname() == 'rj-1':\n    time.time = lambda: now() + 90\n"
     (hosts.folder / "sitecustomize.py").write_text(late)
     path = os.pathsep.join([str(hosts.folder), os.environ.get("PYTHONPATH", "")])
-    found = hosts.visit(env={"PYTHONPATH": path})
-    [(status, text)] = found.of("clocks", TWO)
+    found = hosts.run_doctor(env={"PYTHONPATH": path})
+    [(status, text)] = found.problems("clocks", TWO)
     assert status == "warn" and "its clock is 90 s ahead" in text
-    assert found.mend("clocks").startswith("sudo chronyc makestep")
+    assert found.fix_of("clocks").startswith("sudo chronyc makestep")
 
 
 @needs_root("ssh")
 def test_no_ssh_server(hosts: Hosts) -> None:
     (hosts.folder / "bin" / "ssh").unlink()
     assert shutil.which("ssh")
-    found = hosts.visit()
-    assert [s for s, _ in found.of("ssh")] == ["FAIL"] * 2
-    assert all("no ssh server listens there" in text for _, text in found.of("ssh"))
+    found = hosts.run_doctor()
+    assert [s for s, _ in found.problems("ssh")] == ["FAIL"] * 2
+    assert all(
+        "no ssh server listens there" in text for _, text in found.problems("ssh")
+    )
 
 
 def test_python_is_elsewhere(hosts: Hosts) -> None:
     (hosts.folder / "1.sh").write_text(f"mount --bind /dev/null {sys.executable}\n")
-    found = hosts.visit()
-    assert not found.of("ssh", ONE)
-    [(status, text)] = found.of("ssh", TWO)
+    found = hosts.run_doctor()
+    assert not found.problems("ssh", ONE)
+    [(status, text)] = found.problems("ssh", TWO)
     assert status == "FAIL" and "Permission denied" in text
-    assert f"ssh {TWO} " in found.mend("ssh")
+    assert f"ssh {TWO} " in found.fix_of("ssh")

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.doctor import DOCTOR, Visit, visit
+from support.doctor import DOCTOR, DoctorRun, run_doctor
 from support.launch import ROOT, environment
 
 from ringjax.doctor import checks, findings, limits, network, software
@@ -27,8 +27,8 @@ from ringjax.doctor.findings import (
 TOLERATED = {"/dev/shm", "CPUs", "memory", "name", "trial", "processes"}
 
 
-def one(*words: str, **more: object) -> Visit:
-    [found] = visit(*words, **more)  # type: ignore[arg-type]
+def one(*words: str, **more: object) -> DoctorRun:
+    [found] = run_doctor(*words, **more)  # type: ignore[arg-type]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import growth
-from support.growth import Growth
+from support.growth import GrowthMonitor
 
 MIB = 1 << 20
 
@@ -22,12 +22,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, int]]:
 
 def _watch(
     clock: dict[str, dict[int, int]], samples: list[tuple[int, int]], peers: int = 0
-) -> Growth:
-    found = Growth("job", peers)
+) -> GrowthMonitor:
+    found = GrowthMonitor("job", peers)
     for memory, fds in samples:
         clock["memory"] = {7: 20 * MIB, 8: memory * MIB}
         clock["fds"] = {7: 30, 8: fds}
-        found.look()
+        found.take_samples()
         clock["time"][0] += 30
     return found
 
@@ -38,7 +38,7 @@ def test_what_comes_and_goes_is_no_growth(
     # Large at its start, and for a moment later.
     samples = [(400, 90), (100, 40), (300, 80), (100, 41), (180, 60), (102, 44)]
     watched = _watch(clock, samples)
-    assert watched.found() == []
+    assert watched.leaks() == []
     assert watched.report() == [
         "ringjax.run: 20.0 -> 20.0 MiB, 30 -> 30 descriptors in 150 s",
         "train.py: 100.0 -> 100.0 MiB, 40 -> 40 descriptors in 150 s",
@@ -48,14 +48,14 @@ def test_what_comes_and_goes_is_no_growth(
 @pytest.mark.parametrize(("memory", "fds"), [(10, 0), (0, 3)])
 def test_what_stays_is(clock: dict[str, dict[int, int]], memory: int, fds: int) -> None:
     samples = [(100 + memory * i, 40 + fds * i) for i in range(12)]
-    (text,) = _watch(clock, samples).found()
+    (text,) = _watch(clock, samples).leaks()
     assert text.startswith("it has grown: train.py: 1")
 
 
 def test_who_has_just_come_cannot_be_judged(
     clock: dict[str, dict[int, int]],
 ) -> None:
-    assert _watch(clock, [(100, 40)]).found() == []
+    assert _watch(clock, [(100, 40)]).leaks() == []
 
 
 @pytest.mark.parametrize(("peers", "grown"), [(0, True), (3, False)])
@@ -63,4 +63,4 @@ def test_a_rank_that_has_got_peers_has_not_grown(
     clock: dict[str, dict[int, int]], peers: int, grown: bool
 ) -> None:
     samples = [(100, 16)] * 3 + [(100, 34)] * 9
-    assert bool(_watch(clock, samples, peers).found()) == grown
+    assert bool(_watch(clock, samples, peers).leaks()) == grown

@@ -78,20 +78,20 @@ def _closed(before: dict[int, int], job: str) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
-    doors = strangers.doors(training.id)
-    assert len(doors) >= 3, doors  # the rendezvous, and one or two of each rank
+    listeners = strangers.listeners(training.id)
+    assert len(listeners) >= 3, listeners  # the rendezvous, and one or two of each rank
     fds, memory = strangers.descriptors(training.id), strangers.memory(training.id)
     with contextlib.ExitStack() as stack:
         kept = []
 
-        def visit(door: strangers.Door, kind: str) -> None:
+        def visit(listener: strangers.Listener, kind: str) -> None:
             for _ in range(3):
-                sock = strangers.VISITS[kind](door, _name(training))
+                sock = strangers.BEHAVIORS[kind](listener, _name(training))
                 if sock is not None:
                     kept.append(stack.enter_context(sock))
 
         # All at once: most connections wait until the listener closes them.
-        visits = list(itertools.product(doors, strangers.VISITS))
+        visits = list(itertools.product(listeners, strangers.BEHAVIORS))
         with ThreadPoolExecutor(len(visits)) as pool:
             list(pool.map(visit, *zip(*visits, strict=True)))
         # No stranger keeps its place for longer than a handshake may take.
@@ -104,15 +104,18 @@ def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
     assert max(grown.values()) < 32 << 20, grown
     _end(training, tmp_path / "stop")
     # Every listener warns once a minute, not for every connection.
-    assert 1 <= len(_complaints(training)) <= 2 * len(doors), training.logs()
+    assert 1 <= len(_complaints(training)) <= 2 * len(listeners), training.logs()
 
 
 @pytest.mark.timeout(120)
 def test_a_job_survives_a_storm_of_connections(training: Job, tmp_path: Path) -> None:
-    doors = strangers.doors(training.id)
+    listeners = strangers.listeners(training.id)
     fds = strangers.descriptors(training.id)
-    made = sum(strangers.storm(door, 10_000 // len(doors)) for door in doors)
+    made = sum(
+        strangers.connect_and_close(listener, 10_000 // len(listeners))
+        for listener in listeners
+    )
     assert made > 5_000
     assert not leaks.settle(lambda: _closed(fds, training.id), 20)
     _end(training, tmp_path / "stop")
-    assert len(_complaints(training)) <= 2 * len(doors), training.logs()
+    assert len(_complaints(training)) <= 2 * len(listeners), training.logs()

@@ -13,7 +13,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from support.coordinators import JOB, SECRET, MakeTown, Town, raw, stopping
+from support.coordinators import (
+    JOB,
+    SECRET,
+    STOP_ON_LOSS,
+    MakeJob,
+    ThreadJob,
+    connect_raw,
+)
 from support.waiting import LONG, until
 
 from ringjax.control import addresses
@@ -25,41 +32,41 @@ from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 
 
-def come(here: Town, *ranks: int) -> list[Future[CoordinatorClient]]:
+def start_joining(job: ThreadJob, *ranks: int) -> list[Future[CoordinatorClient]]:
     """Lets these ranks join and wait for the others."""
-    found = [here.pool.submit(here.join, rank) for rank in ranks]
-    until(lambda: here.waiting() >= set(ranks) or all(one.done() for one in found))
+    found = [job.pool.submit(job.join, rank) for rank in ranks]
+    until(lambda: job.newcomers() >= set(ranks) or all(one.done() for one in found))
     return found
 
 
-def test_missing_ranks_are_named_to_all_and_to_the_launcher(town: MakeTown) -> None:
-    here = town(4, **stopping, start_timeout=2.0)  # two threads join in this time
+def test_missing_ranks_are_named_to_all_and_to_the_launcher(make_job: MakeJob) -> None:
+    job = make_job(4, **STOP_ON_LOSS, start_timeout=2.0)
     text = "ranks 0, 2 of 4 did not join within 2 s"
-    for future in come(here, 1, 3):
+    for future in start_joining(job, 1, 3):
         with pytest.raises(StartupError) as error:
             future.result()
         assert str(error.value) == text
-    assert here.event("stop") == ("stop", text)
-    here.gather(0, 1, 2, 3)  # ranks may try again
+    assert job.wait_for_event("stop") == ("stop", text)
+    job.gather(0, 1, 2, 3)  # ranks may try again
 
 
 @pytest.mark.parametrize(
-    ("options", "absent"), [(stopping, "ranks 0, 2 of 4"), ({}, "workers 0, 2")]
+    ("options", "absent"), [(STOP_ON_LOSS, "ranks 0, 2 of 4"), ({}, "workers 0, 2")]
 )
 def test_one_rank_that_waits_for_long_says_for_whom(
-    town: MakeTown, options: Any, absent: str
+    make_job: MakeJob, options: Any, absent: str
 ) -> None:
-    here, said = town(4, **options), []
+    job, said = make_job(4, **options), []
     for worker in range(4):
-        here.coordinator.expected(worker)
+        job.coordinator.expected(worker)
 
     def wait(rank: int) -> CoordinatorClient:
         warning = InitWarning(lambda text: said.append((rank, text)), 1.0, 60.0)
-        return here.join(rank, warning=warning)
+        return job.join(rank, warning=warning)
 
-    first = [here.pool.submit(wait, rank) for rank in (1, 3)]
+    first = [job.pool.submit(wait, rank) for rank in (1, 3)]
     until(lambda: said)
-    last = here.gather(0, 2)
+    last = job.gather(0, 2)
     assert all(len(c.members) == 4 for c in [*(f.result() for f in first), *last])
     assert [text for _, text in said] == [
         f"has waited 1 s in init for {absent}; it waits up to 60 s"
@@ -77,35 +84,35 @@ def test_a_rank_that_finds_no_coordinator_says_so() -> None:
     assert said[0].startswith("has waited 0.2 s in init for the coordinator of its job")
 
 
-def test_time_runs_only_when_somebody_waits(town: MakeTown) -> None:
-    here = town(2, **stopping, start_timeout=LONG)
-    assert here.coordinator._membership.deadline() is None
-    (first,) = come(here, 0)
-    assert here.coordinator._membership.deadline() is not None
-    here.join(1)
+def test_time_runs_only_when_somebody_waits(make_job: MakeJob) -> None:
+    job = make_job(2, **STOP_ON_LOSS, start_timeout=LONG)
+    assert job.coordinator._membership.deadline() is None
+    (first,) = start_joining(job, 0)
+    assert job.coordinator._membership.deadline() is not None
+    job.join(1)
     first.result()
 
 
-def test_a_rank_that_ends_is_not_waited_for(town: MakeTown) -> None:
-    here = town(2, **stopping, start_timeout=2 * LONG)
-    (first,) = come(here, 0)
-    here.coordinator.process_ended(1, "ended without an error")
+def test_a_rank_that_ends_is_not_waited_for(make_job: MakeJob) -> None:
+    job = make_job(2, **STOP_ON_LOSS, start_timeout=2 * LONG)
+    (first,) = start_joining(job, 0)
+    job.coordinator.process_ended(1, "ended without an error")
     text = "rank 1 ended without an error while others wait for it in ringjax.init()"
     with pytest.raises(StartupError) as error:
         first.result(LONG)
     assert str(error.value) == text
-    assert here.event("stop") == ("stop", text)
+    assert job.wait_for_event("stop") == ("stop", text)
 
 
-def test_a_rank_may_end_when_nobody_waits(town: MakeTown) -> None:
-    here = town(2, **stopping)
-    zero, one = here.gather(0, 1)
+def test_a_rank_may_end_when_nobody_waits(make_job: MakeJob) -> None:
+    job = make_job(2, **STOP_ON_LOSS)
+    zero, one = job.gather(0, 1)
     one.leave()
     one.close()
-    here.coordinator.process_ended(1, "ended without an error")
-    until(lambda: not here.coordinator._membership._exited)
+    job.coordinator.process_ended(1, "ended without an error")
+    until(lambda: not job.coordinator._membership._exited)
     zero.leave()
-    assert [event[0] for event in here.events if event[0] == "stop"] == []
+    assert [event[0] for event in job.events if event[0] == "stop"] == []
 
 
 @pytest.mark.parametrize(
@@ -116,30 +123,30 @@ def test_a_rank_may_end_when_nobody_waits(town: MakeTown) -> None:
     ],
 )
 def test_a_rank_that_does_not_fit(
-    town: MakeTown, rank: int, size: int, text: str
+    make_job: MakeJob, rank: int, size: int, text: str
 ) -> None:
-    here = town(2, **stopping)
+    job = make_job(2, **STOP_ON_LOSS)
     with pytest.raises(StartupError, match=text):
-        here.join(rank, size=size)
+        job.join(rank, size=size)
 
 
-def test_a_rank_that_is_there_already(town: MakeTown) -> None:
-    here = town(2, **stopping)
-    (first,) = come(here, 0)
+def test_a_rank_that_is_there_already(make_job: MakeJob) -> None:
+    job = make_job(2, **STOP_ON_LOSS)
+    (first,) = start_joining(job, 0)
     with pytest.raises(
         StartupError, match=r"rank 0 has joined already, from 127.0.0.1"
     ):
-        join(JobCredentials(here.where, SECRET, JOB), 0, {"size": 2}, LONG)
-    here.join(1)
+        join(JobCredentials(job.addresses, SECRET, JOB), 0, {"size": 2}, LONG)
+    job.join(1)
     first.result()
 
 
-def test_a_rank_may_die_and_come_again_while_the_others_wait(town: MakeTown) -> None:
-    here = town(2, **stopping)
-    with Light(here, 1):
-        until(lambda: here.waiting() == {1})
-    until(lambda: here.waiting() == set())
-    assert [client.epoch for client in here.gather(0, 1)] == [0, 0]
+def test_a_rank_may_die_and_come_again_while_the_others_wait(make_job: MakeJob) -> None:
+    job = make_job(2, **STOP_ON_LOSS)
+    with Light(job, 1):
+        until(lambda: job.newcomers() == {1})
+    until(lambda: job.newcomers() == set())
+    assert [client.epoch for client in job.gather(0, 1)] == [0, 0]
 
 
 class Stranger:
@@ -180,23 +187,23 @@ def test_a_patient_rank_waits_for_the_right_server() -> None:
         assert stranger.visits > 1
 
 
-def test_failures_in_order_of_arrival(town: MakeTown) -> None:
-    here = town(3, **stopping)
-    clients = here.gather(0, 1, 2)
+def test_failures_in_order_of_arrival(make_job: MakeJob) -> None:
+    job = make_job(3, **STOP_ON_LOSS)
+    clients = job.gather(0, 1, 2)
     for rank in (2, 0):
         clients[rank].report_failure(f"ValueError: {rank}")
         until(lambda r=rank: r in clients[1].departed_ranks())
     assert clients[1].departed_ranks()[2] == "failed: ValueError: 2"
-    here.event("failure")
-    assert [event for event in here.events if event[0] == "failure"] == [
+    job.wait_for_event("failure")
+    assert [event for event in job.events if event[0] == "failure"] == [
         ("failure", 2, "ValueError: 2"),
         ("failure", 0, "ValueError: 0"),
     ]
 
 
-def test_the_others_hear_who_left_and_who_died(town: MakeTown) -> None:
-    here = town(3, **stopping)
-    zero, one, two = here.gather(0, 1, 2)
+def test_the_others_hear_who_left_and_who_died(make_job: MakeJob) -> None:
+    job = make_job(3, **STOP_ON_LOSS)
+    zero, one, two = job.gather(0, 1, 2)
     zero.leave()
     two.close()
     until(lambda: one.departed_ranks().keys() == {0, 2})
@@ -207,9 +214,9 @@ def test_the_others_hear_who_left_and_who_died(town: MakeTown) -> None:
 class Light:
     """A rank that has no thread and reads nothing, so a test can have many."""
 
-    def __init__(self, town: Town, rank: int) -> None:
-        self.sock, self.sealer = raw(town, rank)
-        self.say({"type": "hello", "hello": {"size": town.options["np"]}})
+    def __init__(self, make_job: ThreadJob, rank: int) -> None:
+        self.sock, self.sealer = connect_raw(make_job, rank)
+        self.say({"type": "hello", "hello": {"size": make_job.options["np"]}})
 
     def say(self, message: dict[str, Any]) -> None:
         self.sock.sendall(self.sealer.seal(message))
@@ -222,11 +229,11 @@ class Light:
 
 
 @pytest.mark.parametrize("way", ["die", "leave"])
-def test_three_hundred_ranks_end_at_once(town: MakeTown, way: str) -> None:
-    here = town(301, **stopping)
+def test_three_hundred_ranks_end_at_once(make_job: MakeJob, way: str) -> None:
+    job = make_job(301, **STOP_ON_LOSS)
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Light(here, rank)) for rank in range(1, 301)]
-        rest = here.join(0)
+        ranks = [stack.enter_context(Light(job, rank)) for rank in range(1, 301)]
+        rest = job.join(0)
         for rank in ranks:
             if way == "leave":
                 rank.say({"type": "leave", "epoch": 0})
@@ -235,50 +242,50 @@ def test_three_hundred_ranks_end_at_once(town: MakeTown, way: str) -> None:
             rank.sock.close()
     until(lambda: len(rest.departed_ranks()) == 300)
     rest.close()
-    until(lambda: not here.coordinator._workers)  # the coordinator's thread works
+    until(lambda: not job.coordinator._workers)  # the coordinator's thread works
 
 
-def test_an_exchange_ends_when_a_rank_dies(town: MakeTown) -> None:
-    here = town(3, **stopping)
-    clients = here.gather(0, 1, 2)
-    votes = [here.pool.submit(c.exchange, 1, 2 * LONG, "vote") for c in clients[:2]]
+def test_an_exchange_ends_when_a_rank_dies(make_job: MakeJob) -> None:
+    job = make_job(3, **STOP_ON_LOSS)
+    clients = job.gather(0, 1, 2)
+    votes = [job.pool.submit(c.exchange, 1, 2 * LONG, "vote") for c in clients[:2]]
     clients[2].report_failure("MemoryError")
     for vote in votes:
         with pytest.raises(Stalled, match="vote: rank 2 failed: MemoryError"):
             vote.result(LONG)
 
 
-def test_an_exchange_without_a_coordinator(town: MakeTown) -> None:
-    here = town(1, **stopping)
-    (client,) = here.gather(0)
-    here.coordinator.close()
+def test_an_exchange_without_a_coordinator(make_job: MakeJob) -> None:
+    job = make_job(1, **STOP_ON_LOSS)
+    (client,) = job.gather(0)
+    job.coordinator.close()
     with pytest.raises(PeerLost, match="vote: the coordinator is gone: it closed"):
         client.exchange(1, LONG, "vote")
     client.report_failure("nobody hears it")  # no error
     client.leave()
 
 
-def test_a_rank_has_no_thread_and_no_other_descriptor(town: MakeTown) -> None:
-    here = town(1, **stopping)
+def test_a_rank_has_no_thread_and_no_other_descriptor(make_job: MakeJob) -> None:
+    job = make_job(1, **STOP_ON_LOSS)
     before = threading.active_count()
-    (client,) = here.gather(0)
+    (client,) = job.gather(0)
     assert client.exchange(7, LONG, "vote") == [7]
     assert client.fileno() == -1
-    here.pool.shutdown()
+    job.pool.shutdown()
     assert threading.active_count() <= before
 
 
 def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
-    town: MakeTown,
+    make_job: MakeJob,
 ) -> None:
-    here = town(2, **stopping)
-    zero, one = here.gather(0, 1)
+    job = make_job(2, **STOP_ON_LOSS)
+    zero, one = job.gather(0, 1)
     zero.leave()
     zero.close()
-    (again,) = come(here, 0)
+    (again,) = start_joining(job, 0)
     until(lambda: 0 in one.departed_ranks())  # the old epoch still works
     one.close()
-    assert here.join(1).epoch == again.result().epoch == 1
+    assert job.join(1).epoch == again.result().epoch == 1
 
 
 def test_ranks_in_a_sentence() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from support import leaks
 from support.fault_proxy import FaultProxy
-from support.joining_agents import Process, Site
+from support.joining_agents import JoinableJob, Process
 from support.ringrun import sh
 from support.waiting import LONG, until
 
@@ -29,8 +29,8 @@ from ringjax.run.hosts.channel import Message
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    found = Site(tmp_path)
+def job(tmp_path: Path) -> Iterator[JoinableJob]:
+    found = JoinableJob(tmp_path)
     yield found
     left = found.close()
     assert not left, left
@@ -39,76 +39,78 @@ def site(tmp_path: Path) -> Iterator[Site]:
 SHOW = sh('echo "$RINGJAX_RANK on $RINGJAX_HOSTNAME, $WHOSE; $RINGJAX_RENDEZVOUS"')
 
 
-def test_a_static_job(site: Site) -> None:
-    agents = [site.join("pod-10", 1, WHOSE="engine")]
-    job = site.listen("-np", "3", *SHOW, WHOSE="ringrun")
-    agents.append(site.join("pod-9", 2, WHOSE="engine"))
-    assert job.wait() == 0, job.output
+def test_a_static_job(job: JoinableJob) -> None:
+    agents = [job.join("pod-10", 1, WHOSE="engine")]
+    ringrun = job.listen("-np", "3", *SHOW, WHOSE="ringrun")
+    agents.append(job.join("pod-9", 2, WHOSE="engine"))
+    assert ringrun.wait() == 0, ringrun.output
     assert [agent.wait() for agent in agents] == [0, 0]
-    where = f"localhost:{site.port + 1}"
-    assert sorted(job.lines("<stdout>")) == [
+    where = f"localhost:{job.port + 1}"
+    assert sorted(ringrun.lines("<stdout>")) == [
         f"[0]<stdout>:0 on pod-9, engine; {where}",
         f"[1]<stdout>:1 on pod-9, engine; {where}",
         f"[2]<stdout>:2 on pod-10, engine; {where}",
     ]
 
 
-def test_ranks_of_two_hosts_compute(site: Site) -> None:
-    program = site.folder / "sum.py"
+def test_ranks_of_two_hosts_compute(job: JoinableJob) -> None:
+    program = job.folder / "sum.py"
     program.write_text(
         "import numpy as np, ringjax; ringjax.init()\n"
         "print(ringjax.allreduce(np.ones(3), op=ringjax.Sum), ringjax.cross_size())\n"
     )
-    agents = [site.join("a"), site.join("b")]
-    job = site.listen("-np", "2", sys.executable, str(program))
-    assert job.wait(40) == 0, job.output
+    agents = [job.join("a"), job.join("b")]
+    ringrun = job.listen("-np", "2", sys.executable, str(program))
+    assert ringrun.wait(40) == 0, ringrun.output
     assert [agent.wait() for agent in agents] == [0, 0]
-    assert job.output.count("<stdout>:[2. 2. 2.] 2") == 2
+    assert ringrun.output.count("<stdout>:[2. 2. 2.] 2") == 2
 
 
-def test_agents_end_as_the_job_does(site: Site) -> None:
+def test_agents_end_as_the_job_does(job: JoinableJob) -> None:
     wait = 'while ! [ -e "$FOLDER/end" ]; do sleep 0.05; done; exit 7'
-    job = site.listen("-np", "2", *sh(wait))
-    agents = [site.join("a"), site.join("b"), site.join("idle")]
+    ringrun = job.listen("-np", "2", *sh(wait))
+    agents = [job.join("a"), job.join("b"), job.join("idle")]
     for agent in agents:
         agent.wait_for("joined the job")
-    site.end()
-    assert job.wait() == 7, job.output
+    job.end()
+    assert ringrun.wait() == 7, ringrun.output
     assert [agent.wait() for agent in agents] == [7, 7, 7]
 
 
-def test_what_does_not_come_in_time(site: Site) -> None:
-    agent = site.join("a", 1, "--elastic-timeout", "5")
-    job = site.listen("-np", "2", "--elastic-timeout", "2", *SHOW)
-    assert job.wait() == 1
-    come = len(job.lines("host a has come"))  # 1, or 0 where Python needs 2 s to start
-    assert f"did not start: --listen found {come} of 2 slots in 2 s" in job.output
+def test_what_does_not_come_in_time(job: JoinableJob) -> None:
+    agent = job.join("a", 1, "--elastic-timeout", "5")
+    ringrun = job.listen("-np", "2", "--elastic-timeout", "2", *SHOW)
+    assert ringrun.wait() == 1
+    come = len(
+        ringrun.lines("host a has come")
+    )  # 1, or 0 where Python needs 2 s to start
+    assert f"did not start: --listen found {come} of 2 slots in 2 s" in ringrun.output
     assert agent.wait() == 1
 
 
-def test_a_launcher_that_is_not_there(site: Site) -> None:
-    agent = site.join("a", 1, "--elastic-timeout", "5")
+def test_a_launcher_that_is_not_there(job: JoinableJob) -> None:
+    agent = job.join("a", 1, "--elastic-timeout", "5")
     assert agent.wait() == 1
-    where = f"the ringrun at localhost:{site.port}: Connection refused"
+    where = f"the ringrun at localhost:{job.port}: Connection refused"
     assert re.search(rf"waits up to \d s more: {where}", agent.output), agent.output
     assert agent.lines(f"ringrun --join: {where}, for 5 s"), agent.output
 
 
-def test_a_name_that_nobody_knows(site: Site) -> None:
-    agent = site.start("--join", "nowhere.invalid:29400", "--elastic-timeout", "1")
+def test_a_name_that_nobody_knows(job: JoinableJob) -> None:
+    agent = job.start("--join", "nowhere.invalid:29400", "--elastic-timeout", "1")
     assert agent.wait() == 1
     assert agent.lines("the ringrun at nowhere.invalid:29400: "), agent.output
 
 
-def test_another_secret_is_refused(site: Site) -> None:
-    job = site.listen("--min-np", "1", *site.rank)
-    job.wait_for("")
-    agent = site.join("a", RINGJAX_SECRET="cd" * 32)
+def test_another_secret_is_refused(job: JoinableJob) -> None:
+    ringrun = job.listen("--min-np", "1", *job.rank)
+    ringrun.wait_for("")
+    agent = job.join("a", RINGJAX_SECRET="cd" * 32)
     assert agent.wait() == 1
     assert agent.lines("does not know this job's secret (RINGJAX_SECRET, or")
-    job.wait_for("refused a connection from 127.0.0.1: it .* it has another secret")
-    job.kill(signal.SIGTERM)
-    assert job.wait() == 143
+    ringrun.wait_for("refused a connection from 127.0.0.1: it .* it has another secret")
+    ringrun.kill(signal.SIGTERM)
+    assert ringrun.wait() == 143
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,8 @@ def test_another_secret_is_refused(site: Site) -> None:
         (["--listen", "1", "-np", "1", "--stdin", "0", "true"], "where rank 0 is"),
     ],
 )
-def test_bad_options(site: Site, words: list[str], why: str) -> None:
-    done = site.start(*words)
+def test_bad_options(job: JoinableJob, words: list[str], why: str) -> None:
+    done = job.start(*words)
     assert done.wait() == 2
     assert why in done.output
 
@@ -134,8 +136,8 @@ def test_bad_options(site: Site, words: list[str], why: str) -> None:
 @pytest.mark.parametrize(
     "words", [["--listen", "1", "-np", "1", "x"], ["--join", "a:1"]]
 )
-def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
-    done = site.start(*words, RINGJAX_SECRET="")
+def test_a_secret_is_needed(job: JoinableJob, words: list[str]) -> None:
+    done = job.start(*words, RINGJAX_SECRET="")
     assert done.wait() == 2
     assert f"{words[0]}: no secret; give all hosts the same one" in done.output
 
@@ -143,12 +145,12 @@ def test_a_secret_is_needed(site: Site, words: list[str]) -> None:
 # Messages of an agent.
 
 
-def _knock(site: Site) -> tuple[socket.socket, Callable[[Message], Message]]:
+def _knock(job: JoinableJob) -> tuple[socket.socket, Callable[[Message], Message]]:
     """Connects with the job's secret. Returns a function that exchanges messages."""
     who = HandshakeRequest(_JOB, Purpose.AGENT, 0, -1)
-    where = f"127.0.0.1:{site.port}"
+    where = f"127.0.0.1:{job.port}"
     sock, keys, _ = connect_to_server(
-        where, site.secret, who, time.monotonic() + LONG, "ringrun"
+        where, job.secret, who, time.monotonic() + LONG, "ringrun"
     )
     sealer, opener = keys.sealer(), keys.opener()
 
@@ -173,9 +175,9 @@ HELLO: Message = {
 }
 
 
-def test_what_agents_may_not_say(site: Site) -> None:
-    job = site.listen("--min-np", "4", "-H", "localhost:1", *site.rank)
-    agent = site.join("there")
+def test_what_agents_may_not_say(job: JoinableJob) -> None:
+    ringrun = job.listen("--min-np", "4", "-H", "localhost:1", *job.rank)
+    agent = job.join("there")
     agent.wait_for("joined the job")
     wrong: list[tuple[Message, str]] = [
         ({"slots": 0}, "host a has 0 slots"),
@@ -197,79 +199,81 @@ def test_what_agents_may_not_say(site: Site) -> None:
         ({"state": {"job": "1" * 16}}, "hosts"),
     ]
     for change, why in wrong:
-        sock, ask = _knock(site)
+        sock, ask = _knock(job)
         with sock:
             answer = ask({**HELLO, **change})
         assert answer["do"] == "refuse" and not answer["retry"], change
         assert why in answer["text"]
-    sock, ask = _knock(site)
+    sock, ask = _knock(job)
     with sock:
         answer = ask({**HELLO, "host": "there"})
     assert answer["retry"]
     assert answer["text"] == "a host there is here already, from 127.0.0.1"
-    with socket.create_connection(("127.0.0.1", site.port)) as sock:
+    with socket.create_connection(("127.0.0.1", job.port)) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n" * 20)
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(100) == b""
-    job.wait_for("does not speak ringjax")
+    ringrun.wait_for("does not speak ringjax")
     who = HandshakeRequest(_JOB, Purpose.RENDEZVOUS, 0, -1)
     with pytest.raises(Exception, match="closed the connection"):
         connect_to_server(
-            f"127.0.0.1:{site.port}", site.secret, who, time.monotonic() + LONG
+            f"127.0.0.1:{job.port}", job.secret, who, time.monotonic() + LONG
         )
-    job.kill(signal.SIGTERM)
-    assert job.wait() == agent.wait() == 143
+    ringrun.kill(signal.SIGTERM)
+    assert ringrun.wait() == agent.wait() == 143
 
 
-def test_two_hosts_of_one_name(site: Site) -> None:
-    job = site.listen("--min-np", "1", "-np", "2", *site.rank)
-    first = site.join("a")
+def test_two_hosts_of_one_name(job: JoinableJob) -> None:
+    ringrun = job.listen("--min-np", "1", "-np", "2", *job.rank)
+    first = job.join("a")
     first.wait_for("joined the job")
-    second = site.join("a")
+    second = job.join("a")
     second.wait_for("not yet: a host a is here already, from 127.0.0.1")
     first.kill()
     second.wait_for("joined the job")
     assert len(second.lines("not yet")) == 1
-    job.kill(signal.SIGTERM)
-    assert job.wait() == second.wait() == 143
+    ringrun.kill(signal.SIGTERM)
+    assert ringrun.wait() == second.wait() == 143
     first.wait()
 
 
 # Elastic jobs.
 
 
-def _begin(site: Site, *words: str) -> tuple[Process, list[Process]]:
-    job = site.listen("-np", "3", "--min-np", "1", "--max-np", "8", *words, *site.rank)
-    agents = [site.join("a"), site.join("b", 2)]
-    job.wait_for("epoch 0 start: ./3", 3)
-    return job, agents
+def _begin(job: JoinableJob, *words: str) -> tuple[Process, list[Process]]:
+    ringrun = job.listen(
+        "-np", "3", "--min-np", "1", "--max-np", "8", *words, *job.rank
+    )
+    agents = [job.join("a"), job.join("b", 2)]
+    ringrun.wait_for("epoch 0 start: ./3", 3)
+    return ringrun, agents
 
 
-def test_hosts_come_and_go(site: Site) -> None:
-    job, agents = _begin(site)
-    agents.append(site.join("c", 2))
-    job.wait_for("resize: ./5", 5)
+def test_hosts_come_and_go(job: JoinableJob) -> None:
+    ringrun, agents = _begin(job)
+    agents.append(job.join("c", 2))
+    ringrun.wait_for("resize: ./5", 5)
     agents[1].kill()
-    job.wait_for(r"repair: ./3", 3)
+    ringrun.wait_for(r"repair: ./3", 3)
     agents[1].wait()
-    again = site.join("b", 2)
-    job.wait_for("resize: ./5", 10)
-    site.end()
-    assert job.wait() == 0, job.output
+    again = job.join("b", 2)
+    ringrun.wait_for("resize: ./5", 10)
+    job.end()
+    assert ringrun.wait() == 0, ringrun.output
     assert [p.wait() for p in (agents[0], agents[2], again)] == [0, 0, 0]
-    assert len(job.lines(" lost")) == 2  # the host of the ranks, or the connection
-    assert not job.lines("asked to leave")
+    assert len(ringrun.lines(" lost")) == 2  # the host of the ranks, or the connection
+    assert not ringrun.lines("asked to leave")
 
 
-def test_sigterm_has_a_host_leave(site: Site) -> None:
-    job, agents = _begin(site)
+def test_sigterm_has_a_host_leave(job: JoinableJob) -> None:
+    ringrun, agents = _begin(job)
     agents[1].kill(signal.SIGTERM)
-    job.wait_for("epoch . resize: 0/1")
+    ringrun.wait_for("epoch . resize: 0/1")
     assert agents[1].wait() == 143
-    assert len(job.lines("asked to leave: its slot is gone")) == 2
-    assert job.output.count("Dismiss") == 2
-    site.end()
-    assert job.wait() == 0, job.output
+    assert len(ringrun.lines("asked to leave: its slot is gone")) == 2
+    assert ringrun.output.count("Dismiss") == 2
+    job.end()
+    assert ringrun.wait() == 0, ringrun.output
     assert agents[0].wait() == 0
 
 
@@ -281,53 +285,55 @@ def test_sigterm_has_a_host_leave(site: Site) -> None:
     ],
 )
 def test_an_agent_of_a_static_job_is_ended(
-    site: Site, number: int, code: int, why: str
+    job: JoinableJob, number: int, code: int, why: str
 ) -> None:
-    agents = [site.join("a"), site.join("b")]
-    job = site.listen("-np", "2", "sleep", "60")
-    until(lambda: _texts(site).count("sleep 60") == 2)
+    agents = [job.join("a"), job.join("b")]
+    ringrun = job.listen("-np", "2", "sleep", "60")
+    until(lambda: _texts(job).count("sleep 60") == 2)
     agents[1].kill(number)
-    assert job.wait() == code
-    assert job.lines(f"rank 1 (b){why}"), job.output
+    assert ringrun.wait() == code
+    assert ringrun.lines(f"rank 1 (b){why}"), ringrun.output
     assert agents[0].wait() == code
     assert agents[1].wait() == (code if number == signal.SIGTERM else -number)
 
 
-def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(site: Site) -> None:
-    agent = site.join("a")
-    job = site.listen("-np", "1", "sleep", "60")
-    job.wait_for("host a has come")
-    until(lambda: "sleep 60" in _texts(site))
-    job.kill()
-    job.wait()
+def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(
+    job: JoinableJob,
+) -> None:
+    agent = job.join("a")
+    ringrun = job.listen("-np", "1", "sleep", "60")
+    ringrun.wait_for("host a has come")
+    until(lambda: "sleep 60" in _texts(job))
+    ringrun.kill()
+    ringrun.wait()
     assert agent.wait() == 1
-    assert agent.lines(f"the ringrun at localhost:{site.port} is gone")
-    assert "sleep 60" not in _texts(site)
+    assert agent.lines(f"the ringrun at localhost:{job.port} is gone")
+    assert "sleep 60" not in _texts(job)
 
 
-def _texts(site: Site) -> list[str]:
-    return list(leaks.processes(site.id).values())
+def _texts(job: JoinableJob) -> list[str]:
+    return list(leaks.processes(job.id).values())
 
 
-def test_a_launcher_that_starts_anew_takes_the_members_back(site: Site) -> None:
-    job, agents = _begin(site, "-H", "localhost:1")
-    job.wait_for("resize: ./4", 4)
-    pids = [pid for worker in range(4) for pid in site.pids(worker)]
-    job.kill()
-    job.wait()
+def test_a_launcher_that_starts_anew_takes_the_members_back(job: JoinableJob) -> None:
+    ringrun, agents = _begin(job, "-H", "localhost:1")
+    ringrun.wait_for("resize: ./4", 4)
+    pids = [pid for worker in range(4) for pid in job.pids(worker)]
+    ringrun.kill()
+    ringrun.wait()
     agents[1].wait_for("2 ranks here go on, and another is looked for")
-    again = site.listen(
-        "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *site.rank
+    again = job.listen(
+        "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *job.rank
     )
     # A new worker joins, on a host of its own.
     again.wait_for("epoch . resize: ./4", 4, also=agents)
     # The agent of the killed ringrun's own host has one second to end.
     until(lambda: sum(_runs(pid) for pid in pids) == 3)
-    assert site.pids(4) and not site.pids(5)
+    assert job.pids(4) and not job.pids(5)
     agents[0].kill()
     agents[0].wait()
     again.wait_for("was declared lost: lost its connection .*; 3 ranks go on")
-    site.end()
+    job.end()
     assert again.wait() == 0, again.output
     assert agents[1].wait() == 0
     assert len(agents[1].lines("joined")) == 1
@@ -341,18 +347,18 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_sigterm_has_a_launcher_leave(site: Site) -> None:
-    job, agents = _begin(site, "-H", "localhost:1")
-    job.wait_for("resize: ./4", 4)
-    pids = site.pids(0) + site.pids(1) + site.pids(2) + site.pids(3)
-    job.kill(signal.SIGTERM)
-    assert job.wait() == 143
-    assert "the job goes on, and waits for another ringrun" in job.output
-    assert job.output.count("Dismiss") == 1
+def test_sigterm_has_a_launcher_leave(job: JoinableJob) -> None:
+    ringrun, agents = _begin(job, "-H", "localhost:1")
+    ringrun.wait_for("resize: ./4", 4)
+    pids = job.pids(0) + job.pids(1) + job.pids(2) + job.pids(3)
+    ringrun.kill(signal.SIGTERM)
+    assert ringrun.wait() == 143
+    assert "the job goes on, and waits for another ringrun" in ringrun.output
+    assert ringrun.output.count("Dismiss") == 1
     assert sum(_runs(pid) for pid in pids) == 3
-    again = site.listen("-np", "3", "--min-np", "1", "-H", "localhost:1", *site.rank)
+    again = job.listen("-np", "3", "--min-np", "1", "-H", "localhost:1", *job.rank)
     again.wait_for("epoch . resize: ./4", 4, also=agents)
-    (own,) = site.pids(4)
+    (own,) = job.pids(4)
     os.kill(own, signal.SIGSTOP)
     again.kill(signal.SIGTERM)
     again.wait_for("on localhost, pid .* is asked to leave: its slot is gone")
@@ -361,64 +367,68 @@ def test_sigterm_has_a_launcher_leave(site: Site) -> None:
     assert [agent.wait() for agent in agents] == [130, 130]
 
 
-def test_most_hosts_are_lost_with_the_launcher(site: Site) -> None:
-    job, agents = _begin(site, "-H", "localhost:1")
-    job.wait_for("resize: ./4", 4)
-    pids = [pid for worker in range(4) for pid in site.pids(worker)]
-    job.kill()
+def test_most_hosts_are_lost_with_the_launcher(job: JoinableJob) -> None:
+    ringrun, agents = _begin(job, "-H", "localhost:1")
+    ringrun.wait_for("resize: ./4", 4)
+    pids = [pid for worker in range(4) for pid in job.pids(worker)]
+    ringrun.kill()
     agents[1].kill()
-    job.wait()
+    ringrun.wait()
     agents[1].wait()
     words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
-    again = site.listen(*words, *site.rank)
-    agents[1] = site.join(
+    again = job.listen(*words, *job.rank)
+    agents[1] = job.join(
         "b", 2
     )  # the name of the host says that its old workers have ended
     again.wait_for("epoch . resize: ./4", 4, also=agents)
     until(lambda: sum(_runs(pid) for pid in pids) == 1)  # the job does not begin again
-    site.end()
+    job.end()
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
 
 
-def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(site: Site) -> None:
-    job, agents = _begin(site)
-    job.kill()
-    job.wait()
+def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(
+    job: JoinableJob,
+) -> None:
+    ringrun, agents = _begin(job)
+    ringrun.kill()
+    ringrun.wait()
     agents[0].wait_for("1 rank here go on")
-    pid = site.pids(0) + site.pids(1) + site.pids(2)
-    again = site.listen("-np", "3", *sh("exit 3"))  # a static job, and another one
+    pid = job.pids(0) + job.pids(1) + job.pids(2)
+    again = job.listen("-np", "3", *sh("exit 3"))  # a static ringrun, and another one
     assert again.wait() == 3, again.output
     assert [agent.wait() for agent in agents] == [3, 3]
     assert all(agent.lines("another job has begun") for agent in agents)
     assert not any(_runs(each) for each in pid)
 
 
-def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(site: Site) -> None:
-    job, agents = _begin(site)
-    job.kill()
-    job.wait()
+def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(
+    job: JoinableJob,
+) -> None:
+    ringrun, agents = _begin(job)
+    ringrun.kill()
+    ringrun.wait()
     agents[1].wait_for("go on")
-    site.end()
-    until(lambda: not [t for t in _texts(site) if "script.py" in t])
-    again = site.listen("-np", "3", "--min-np", "1", *site.rank)
+    job.end()
+    until(lambda: not [t for t in _texts(job) if "script.py" in t])
+    again = job.listen("-np", "3", "--min-np", "1", *job.rank)
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
     assert not again.lines("epoch")  # the job did not begin again
 
 
-def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
-    target = ("127.0.0.1", site.port)
+def test_a_connection_that_breaks_costs_nothing(job: JoinableJob) -> None:
+    target = ("127.0.0.1", job.port)
     with FaultProxy(target) as proxy:
         words = ["-np", "3", "--min-np", "1", "--max-np", "3"]
         silence = {"RINGJAX_FAILURE_TIMEOUT": "3"}
-        job = site.listen(*words, *site.rank, **silence)
+        ringrun = job.listen(*words, *job.rank, **silence)
         agents = [
-            site.join("a", **silence),
-            site.join("b", 2, port=proxy.address[1], **silence),
+            job.join("a", **silence),
+            job.join("b", 2, port=proxy.address[1], **silence),
         ]
-        job.wait_for("epoch 0 start: ./3", 3)
-        pids = [site.pids(worker) for worker in range(3)]
+        ringrun.wait_for("epoch 0 start: ./3", 3)
+        pids = [job.pids(worker) for worker in range(3)]
         before = (
             proxy.connections
         )  # several lines, if the agent connected before ringrun listened
@@ -426,8 +436,8 @@ def test_a_connection_that_breaks_costs_nothing(site: Site) -> None:
         agents[1].wait_for("is gone: 2 ranks here go on, and another is looked for")
         until(lambda: proxy.connections > before)
         time.sleep(4)  # longer than the failure timeout
-        assert [site.pids(worker) for worker in range(3)] == pids
-        site.end()
-        assert job.wait() == 0, job.output
+        assert [job.pids(worker) for worker in range(3)] == pids
+        job.end()
+        assert ringrun.wait() == 0, ringrun.output
         assert [agent.wait() for agent in agents] == [0, 0]
-        assert len(job.lines("has come")) == 2 and not job.lines("lost")
+        assert len(ringrun.lines("has come")) == 2 and not ringrun.lines("lost")

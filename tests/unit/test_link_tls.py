@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy
-from support.handshakes import converse, needs_tls
+from support.handshakes import needs_tls, run_handshake
 from support.mesh_ranks import JOB, SECRET, Ranks, world
 from support.waiting import until
 
@@ -35,14 +35,14 @@ HALF = 44  # bytes of a key: for one direction
 def test_a_link_is_encrypted_if_one_end_requires_it(
     mine: TlsOffer, theirs: TlsOffer
 ) -> None:
-    one, other = converse(SECRET, HELLO, mine, theirs)
+    one, other = run_handshake(SECRET, HELLO, mine, theirs)
     if TlsOffer.REQUIRED not in (mine, theirs):
         assert one.link == other.link == b""
         return
     assert len(one.link) == 2 * HALF
     assert one.link == other.link[HALF:] + other.link[:HALF]
     assert one.link[:HALF] != one.link[HALF:]
-    assert converse(SECRET, HELLO, mine, theirs)[0].link != one.link, (
+    assert run_handshake(SECRET, HELLO, mine, theirs)[0].link != one.link, (
         "keys of another connection"
     )
     assert one.link.hex() not in repr(one)
@@ -127,15 +127,15 @@ def watched(
 
 
 def test_who_listens_reads_nothing() -> None:
-    heard = []
+    received = []
     for encrypted in (False, True):
         with watched(Fault(), encrypted) as (beats, proxy):
             beats[0].fail(SENTENCE)
             until(lambda beat=beats[1]: beat.lost())
             assert SENTENCE in beats[1].lost()[0][1]
-        heard.append(bytes(proxy.heard[0]))
-    assert [SENTENCE.encode() in bytes_ for bytes_ in heard] == [True, False]
-    assert heard[1][:3] == b"\x17\x03\x03"
+        received.append(bytes(proxy.received[0]))
+    assert [SENTENCE.encode() in bytes_ for bytes_ in received] == [True, False]
+    assert received[1][:3] == b"\x17\x03\x03"
 
 
 @pytest.mark.parametrize("at", [0, 5, 30, 300])
@@ -149,7 +149,7 @@ def test_what_was_altered_is_not_believed_and_called_so(at: int) -> None:
 
 def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
     with watched(Fault(drip=7), encrypted=True) as (beats, proxy):
-        until(lambda: len(proxy.heard[0]) > 600)  # some ten beats
+        until(lambda: len(proxy.received[0]) > 600)  # some ten beats
         assert [beat.lost() for beat in beats] == [[], []]
         beats[0].close()
         until(lambda: beats[1].lost())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.launch import ROOT
-from support.unread import unread
+from support.unread_pipe import run_without_reader
 
 from ringjax.profile import archive, breakdown, merge, parts, show
 from ringjax.profile.__main__ import main
@@ -465,7 +465,7 @@ def test_show_says_what_is_wrong(
     assert "2 steps" in capsys.readouterr().out
     assert not (tmp_path / archive.ARCHIVE).exists()
     show_it = [sys.executable, "-Pm", "ringjax.profile", "show", str(tmp_path)]
-    assert unread(show_it) == (0, "")
+    assert run_without_reader(show_it) == (0, "")
 
 
 def test_the_documented_example_is_like_what_is_printed() -> None:

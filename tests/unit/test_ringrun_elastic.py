@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import leaks
-from support.elastic_member import MEMBER, RUN
+from support.elastic_member import MEMBER, MEMBER_PROGRAM
 from support.launch import Job, StartJob
 from support.waiting import LONG, until
 
@@ -55,7 +55,7 @@ def finish(job: Job, folder: Path) -> int:
 
 
 def test_a_job_without_losses(start: StartJob, folder: Path) -> None:
-    job = start(3, RUN)
+    job = start(3, MEMBER_PROGRAM)
     for rank in range(3):
         job.wait_for(rank, f"epoch 0 start: {rank}/3")
     assert finish(job, folder) == 0
@@ -63,7 +63,7 @@ def test_a_job_without_losses(start: StartJob, folder: Path) -> None:
 
 
 def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
-    job = start(3, RUN, "--min-np", "2")
+    job = start(3, MEMBER_PROGRAM, "--min-np", "2")
     job.wait_for(1, "epoch 0 start")
     job.wait_for(2, "epoch 0 start")
     job.kill(1)
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
 
 
 def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
-    job = start(3, RUN)
+    job = start(3, MEMBER_PROGRAM)
     job.wait_for(0, "epoch 0 start")
     job.kill(2, signal.SIGTERM)
     job.wait_for(2, "Dismiss")
@@ -92,7 +92,7 @@ def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
 
 @pytest.mark.parametrize("least", ["1", "3"])
 def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
-    job = start(3, RUN, "--min-np", least)
+    job = start(3, MEMBER_PROGRAM, "--min-np", least)
     for rank in range(3):
         job.wait_for(rank, "epoch 0 start")
     pids = [job.rank_pid(rank) for rank in range(3)]
@@ -112,7 +112,7 @@ def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
 def test_ringrun_is_asked_to_have_all_leave(
     start: StartJob, number: signal.Signals
 ) -> None:
-    job = start(3, RUN)
+    job = start(3, MEMBER_PROGRAM)
     for rank in range(3):
         job.wait_for(rank, "epoch 0 start")
     os.kill(job.pid, number)
@@ -123,7 +123,7 @@ def test_ringrun_is_asked_to_have_all_leave(
 
 
 FAILS = """
-job = enlist()
+job = join_job()
 if worker == {worker}:
     job.report_failure("ValueError: boom")
     time.sleep({seconds})  # ringrun may end this process before
@@ -161,7 +161,7 @@ def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
     start: StartJob,
 ) -> None:
     script = MEMBER + (
-        "job = enlist()\njob.report_failure('TypeError: boom')\ntime.sleep(1000)\n"
+        "job = join_job()\njob.report_failure('TypeError: boom')\ntime.sleep(1000)\n"
     )
     job = start(2, script, "--min-np", "2")
     assert job.wait() == 1, job.launcher_output()
@@ -169,7 +169,7 @@ def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
 
 
 def test_fewer_than_min_np(start: StartJob) -> None:
-    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(enlist())\n"
+    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(join_job())\n"
     job = start(2, script, "--min-np", "2", "--elastic-timeout", "1")
     job.wait_for(0, "epoch 0 start")
     job.kill(1)
@@ -179,7 +179,7 @@ def test_fewer_than_min_np(start: StartJob) -> None:
 
 
 def test_the_job_does_not_start(start: StartJob) -> None:
-    script = MEMBER + "if worker > 0: time.sleep(1000)\nfollow(enlist())\n"
+    script = MEMBER + "if worker > 0: time.sleep(1000)\nfollow(join_job())\n"
     job = start(3, script, "--min-np", "2", "--start-timeout", "1")
     assert job.wait() == 1
     assert said(job)[-1].startswith("the job did not start: ")
@@ -189,7 +189,7 @@ def test_the_job_does_not_start(start: StartJob) -> None:
 def two_hosts(start_job: StartJob, folder: Path, ssh: dict[str, str]) -> Job:
     """Runs rank 0 on this host, and ranks 1 and 2 on another one."""
     env = {**ssh, "FOLDER": str(folder)}
-    job = start_job(3, RUN, env, ["--min-np", "1", "-H", "localhost:1,n1:2"])
+    job = start_job(3, MEMBER_PROGRAM, env, ["--min-np", "1", "-H", "localhost:1,n1:2"])
     job.wait_for(2, "epoch 0 start")
     return job
 
@@ -265,7 +265,7 @@ def _coordinator(job: Job) -> int:
 
 
 def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
-    job = start(3, RUN)
+    job = start(3, MEMBER_PROGRAM)
     job.wait_for(2, "epoch 0 start")
     os.kill(_coordinator(job), signal.SIGKILL)
     wait_for(job, "the coordinator ended (killed by signal 9 (SIGKILL))")
@@ -282,7 +282,7 @@ def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
 
 
 def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
-    job = start(2, RUN)
+    job = start(2, MEMBER_PROGRAM)
     job.wait_for(1, "epoch 0 start")
     os.kill(_coordinator(job), signal.SIGSTOP)
     wait_for(job, "the coordinator has not answered for 5 s; it is ended")
@@ -300,7 +300,7 @@ def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
 def test_a_rank_and_the_coordinator_are_killed_together(
     start: StartJob, folder: Path
 ) -> None:
-    job = start(3, RUN)
+    job = start(3, MEMBER_PROGRAM)
     job.wait_for(2, "epoch 0 start")
     coordinator = _coordinator(job)
     job.kill(1)
@@ -310,7 +310,7 @@ def test_a_rank_and_the_coordinator_are_killed_together(
 
 
 def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
-    job = start(2, RUN)
+    job = start(2, MEMBER_PROGRAM)
     job.wait_for(1, "epoch 0 start")
     for number in range(6):
         wait_for(job, "it is started again", number)
@@ -323,7 +323,7 @@ def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
 NEVER_COMMIT = (
     MEMBER.replace("case ResizePending():", "case ResizePending() if worker > 1:")
     + """
-job = enlist()
+job = join_job()
 signal.signal(signal.SIGUSR1, lambda *_: (job.report_failure("boom"), sys.exit(5)))
 follow(job)
 """
@@ -360,7 +360,7 @@ def test_an_error_of_the_last_member_ends_the_job(
 
 
 def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
-    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(enlist())\n"
+    script = MEMBER + "if worker > 1: time.sleep(1000)\nfollow(join_job())\n"
     job = start(2, script)
     job.wait_for(1, "epoch 0 start")
     job.kill(1)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from support.doctor import DOCTOR
-from support.unread import unread
+from support.unread_pipe import run_without_reader
 
 MODULE = [sys.executable, "-P", "-m"]
 IN_PARTS = """
@@ -37,4 +37,4 @@ raise SystemExit(3)
     ],
 )
 def test_nobody_reads(words: list[str], code: int) -> None:
-    assert unread(words) == (code, "")
+    assert run_without_reader(words) == (code, "")

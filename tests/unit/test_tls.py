@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy
-from support.handshakes import converse, needs_tls
+from support.handshakes import needs_tls, run_handshake
 from support.launch import environment
 from support.waiting import LONG, until
 
@@ -48,7 +48,7 @@ SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
 def test_without_one_of_both_it_stays_in_the_clear(
     mine: TlsOffer, theirs: TlsOffer
 ) -> None:
-    one, other = converse(SECRET, HELLO, mine, theirs)
+    one, other = run_handshake(SECRET, HELLO, mine, theirs)
     assert one.tls is other.tls is None
     assert other.opener().feed(one.sealer().seal({"a": 1})) == [{"a": 1}]
 
@@ -57,7 +57,7 @@ def test_without_one_of_both_it_stays_in_the_clear(
 @pytest.mark.parametrize("mine", [TlsOffer.ABLE, TlsOffer.REQUIRED])
 @pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
 def test_two_that_can_do(mine: TlsOffer, theirs: TlsOffer) -> None:
-    one, other = converse(SECRET, HELLO, mine, theirs)
+    one, other = run_handshake(SECRET, HELLO, mine, theirs)
     assert one.tls is not None and other.tls is not None
     assert one.tls.cipher == other.tls.cipher
     assert one.tls.cipher in [f"TLSv1.3 {suite}" for suite in SUITES]
@@ -161,7 +161,7 @@ def test_an_announced_length_is_not_believed(head: bytes) -> None:
 
 @needs_tls
 def test_one_thread_may_send_while_another_receives() -> None:
-    one, other = converse(SECRET, HELLO, TlsOffer.ABLE, TlsOffer.ABLE)
+    one, other = run_handshake(SECRET, HELLO, TlsOffer.ABLE, TlsOffer.ABLE)
     sealer, opener, back = one.sealer(), other.opener(), other.sealer()
     stream = b"".join(back.seal({"n": n}) for n in range(300))
     reading, found = one.opener(), []
@@ -181,7 +181,9 @@ def test_one_thread_may_send_while_another_receives() -> None:
 
 
 @pytest.fixture
-def town(request: pytest.FixtureRequest) -> Iterator[tuple[Coordinator, list[str]]]:
+def server_and_log(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[Coordinator, list[str]]]:
     log: list[str] = []
     setting: str = request.param
     server = Coordinator(
@@ -226,15 +228,17 @@ def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
 
 
 @needs_tls
-@pytest.mark.parametrize("town", ["auto", "required"], indirect=True)
-def test_nobody_on_the_way_can_read_it(town: tuple[Coordinator, list[str]]) -> None:
-    server, _ = town
+@pytest.mark.parametrize("server_and_log", ["auto", "required"], indirect=True)
+def test_nobody_on_the_way_can_read_it(
+    server_and_log: tuple[Coordinator, list[str]],
+) -> None:
+    server, _ = server_and_log
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
         client = meet(server, proxy, "auto")
         assert client.members[0].hello["name"] == TOKEN
         assert client.exchange(TOKEN, 5.0, "a value") == [TOKEN]
         client.close()
-        up, down = (bytes(side) for side in proxy.heard)
+        up, down = (bytes(side) for side in proxy.received)
     for side in (up, down):
         assert TOKEN.encode() not in side
         assert b'"type"' not in side
@@ -252,24 +256,28 @@ def test_nobody_on_the_way_can_read_it(town: tuple[Coordinator, list[str]]) -> N
         assert {kind for kind, _ in list(records(side))[1:]} <= {20, 23}
 
 
-@pytest.mark.parametrize("town", ["off"], indirect=True)
-def test_what_can_be_read_without(town: tuple[Coordinator, list[str]]) -> None:
+@pytest.mark.parametrize("server_and_log", ["off"], indirect=True)
+def test_what_can_be_read_without(
+    server_and_log: tuple[Coordinator, list[str]],
+) -> None:
     """Proves that the test above can fail: without TLS the proxy reads the token."""
-    server, _ = town
+    server, _ = server_and_log
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
         meet(server, proxy, "auto").close()
-        assert TOKEN.encode() in proxy.heard[0]
-        assert TOKEN.encode() in proxy.heard[1]
+        assert TOKEN.encode() in proxy.received[0]
+        assert TOKEN.encode() in proxy.received[1]
 
 
 @needs_tls
 @pytest.mark.parametrize(
-    ("town", "other"), [("required", "off"), ("off", "required")], indirect=["town"]
+    ("server_and_log", "other"),
+    [("required", "off"), ("off", "required")],
+    indirect=["server_and_log"],
 )
 def test_a_server_and_a_rank_of_other_opinions(
-    town: tuple[Coordinator, list[str]], other: str
+    server_and_log: tuple[Coordinator, list[str]], other: str
 ) -> None:
-    server, log = town
+    server, log = server_and_log
     hello = {"rank": 0, "size": 1}
     with pytest.raises(AuthenticationError, match="RINGJAX_TLS=required"):
         join(
@@ -280,18 +288,18 @@ def test_a_server_and_a_rank_of_other_opinions(
 
 
 @needs_tls
-@pytest.mark.parametrize("town", ["auto"], indirect=True)
+@pytest.mark.parametrize("server_and_log", ["auto"], indirect=True)
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_damage_after_the_handshake_ends_it(
-    town: tuple[Coordinator, list[str]], direction: str
+    server_and_log: tuple[Coordinator, list[str]], direction: str
 ) -> None:
-    server, _ = town
+    server, _ = server_and_log
     at = {"up": 100 + 343 + 30, "down": 97 + 225 + 30}[direction]
     where = addresses.parse(server.addresses[0])[0]
     with FaultProxy(where, **{direction: Fault(flip_at=at)}) as proxy:
         with pytest.raises((AuthenticationError, StartupError)):
             meet(server, proxy, "auto", 2.0)
-        assert len(proxy.heard[direction == "down"]) > at
+        assert len(proxy.received[direction == "down"]) > at
 
 
 # Whole jobs.

@@ -11,7 +11,7 @@ import signal
 from functools import partial
 
 import pytest
-from support import mortal
+from support import killable_rank
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -20,8 +20,8 @@ HEAD = """
 import os, sys, time
 import numpy as np
 from support.device_calls import DefaultStream
-from support import mortal
-from support.lane_calls import End, alive, without_jax
+from support import killable_rank
+from support.lane_calls import LaneClient, live_resources, without_jax
 import ringjax
 from ringjax import _native
 
@@ -30,7 +30,7 @@ rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
 def begin():
     without_jax()
     ringjax.init()
-    return End()
+    return LaneClient()
 
 def ones(count=3):
     return np.ones(count, np.float32)
@@ -136,7 +136,7 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         3,
         """
         if rank == 2:
-            mortal.apart()
+            killable_rank.run_in_child()
         end = begin()
         (out,) = end.run("allreduce", "warm", [ones()])
         assert (out == 3).all()
@@ -169,7 +169,7 @@ def test_a_killed_rank(start_job: StartJob) -> None:
     )
     for rank in range(3):
         one.wait_for(rank, "ready")
-    mortal.kill(one, 2)
+    killable_rank.kill(one, 2)
     for rank in range(2):
         one.wait_for(rank, "down")
         errors = caught(one, rank)
@@ -198,7 +198,7 @@ def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
         fails(end, "later")
         shut_down()
         ringjax.init()
-        assert (End().run("allreduce", "new epoch", [ones()])[0] == 2).all()
+        assert (LaneClient().run("allreduce", "new epoch", [ones()])[0] == 2).all()
         """,
     )
     assert one.wait() == 0, one.logs()
@@ -226,7 +226,7 @@ def test_what_is_enqueued_is_finished_at_shutdown(start_job: StartJob) -> None:
         assert len(out) == 6
         del one, pending, gathered, end, out
         import gc; gc.collect()
-        assert alive() == (0, 0, 0), alive()
+        assert live_resources() == (0, 0, 0), live_resources()
         """,
         CUDA_STUB_DELAY_US=2000,
     )
@@ -278,7 +278,7 @@ def test_jax_is_left_alone_where_only_pytorch_is_used(start_job: StartJob) -> No
         from ringjax import runtime
         print("problem:", runtime.current("x").devices.problem(0), flush=True)
         out = np.zeros(3, np.float32)
-        End().submit("allreduce", "x", [ones()], [out]).wait()
+        LaneClient().submit("allreduce", "x", [ones()], [out]).wait()
         assert (out == 2).all()
         shut_down()
         """,

@@ -30,7 +30,12 @@ from support.device_calls import (
 )
 from support.device_code import HAS_KERNELS, needs_kernels
 from support.draws import draw
-from support.lane_calls import End, Foreign, alive, without_jax
+from support.lane_calls import (
+    LaneClient,
+    OtherDeviceMemory,
+    live_resources,
+    without_jax,
+)
 from support.rank_worker import VARIABLE, World
 from support.stubs import stub_environment
 
@@ -56,19 +61,19 @@ def whole_log() -> Iterator[NcclLog | None]:
 
 
 @pytest.fixture
-def end(world: World) -> End:
+def end(world: World) -> LaneClient:
     assert "jax" not in sys.modules
-    return End()
+    return LaneClient()
 
 
 @pytest.fixture
-def log(end: End, whole_log: NcclLog) -> NcclLog:
+def log(end: LaneClient, whole_log: NcclLog) -> NcclLog:
     whole_log.take()
     return whole_log
 
 
 @pytest.fixture
-def stream(end: End) -> Iterator[DefaultStream]:
+def stream(end: LaneClient) -> Iterator[DefaultStream]:
     made = DefaultStream()
     yield made
     made.finish()
@@ -82,7 +87,7 @@ def near(reduce: str, array: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("reduce", OPS)
-def test_allreduce_of_every_dtype(end: End, reduce: str) -> None:
+def test_allreduce_of_every_dtype(end: LaneClient, reduce: str) -> None:
     undefined = {"Average": ("bool",), "Sum": ()}.get(reduce, COMPLEX)
     dtypes = [d for d in (*INTEGERS, *FLOATS, *COMPLEX, "bool") if d not in undefined]
     stacks = [draw(end.size, s, d, i) for i, d in enumerate(dtypes) for s in SHAPES]
@@ -107,7 +112,7 @@ def test_allreduce_of_every_dtype(end: End, reduce: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("before", "after"), [(0.5, 1.0), (3.0, 0.25)])
-def test_allreduce_scaled(end: End, before: float, after: float) -> None:
+def test_allreduce_scaled(end: LaneClient, before: float, after: float) -> None:
     stacks = [draw(end.size, (33,), d, i) for i, d in enumerate((*FLOATS, *COMPLEX))]
     factors = {"prescale": before, "postscale": after}
     outs = end.run("allreduce", "scaled", [xs[end.rank] for xs in stacks], **factors)
@@ -117,7 +122,7 @@ def test_allreduce_scaled(end: End, before: float, after: float) -> None:
         equal(out, want.astype(out.dtype), 2e-2 if out.itemsize == 2 else 1e-6)
 
 
-def test_broadcast(end: End) -> None:
+def test_broadcast(end: LaneClient) -> None:
     for root in range(end.size):
         stacks = [draw(end.size, s, d) for d in DTYPES for s in SHAPES]
         mine = [xs[end.rank] for xs in stacks]
@@ -127,7 +132,7 @@ def test_broadcast(end: End) -> None:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_allgather(end: End, uneven: bool) -> None:
+def test_allgather(end: LaneClient, uneven: bool) -> None:
     rows = [(3 * r + 2) % 4 if uneven else 2 for r in range(end.size)]
     stacks = [
         draw(end.size, lambda r, tail=tail: (rows[r], *tail), dtype, 1)
@@ -141,7 +146,7 @@ def test_allgather(end: End, uneven: bool) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["Sum", "Average", "Max"])
-def test_reducescatter_with_a_remainder(end: End, reduce: str) -> None:
+def test_reducescatter_with_a_remainder(end: LaneClient, reduce: str) -> None:
     size, rank = end.size, end.rank
     bounds = np.cumsum([0, *(7 // size + (r < 7 % size) for r in range(size))])
     part = slice(bounds[rank], bounds[rank + 1])
@@ -155,7 +160,7 @@ def test_reducescatter_with_a_remainder(end: End, reduce: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["equal", "uneven", "nothing"])
-def test_alltoall(end: End, kind: str) -> None:
+def test_alltoall(end: LaneClient, kind: str) -> None:
     size, rank = end.size, end.rank
     parts = {"equal": lambda i, j: 2, "uneven": lambda i, j: (i + 2 * j) % 3}
     rows = [[parts.get(kind, lambda i, j: 0)(i, j) for j in range(size)]
@@ -172,12 +177,12 @@ def test_alltoall(end: End, kind: str) -> None:
         assert pending.ticket.received(i) == [rows[s][rank] for s in range(size)]
 
 
-def test_barrier_and_nothing(end: End) -> None:
+def test_barrier_and_nothing(end: LaneClient) -> None:
     end.submit("barrier", "all", []).ticket.wait()
     assert end.run("allreduce", "empty", [np.zeros((0, 3), np.float32)])[0].size == 0
 
 
-def test_in_any_order_and_fused(end: End, log: NcclLog) -> None:
+def test_in_any_order_and_fused(end: LaneClient, log: NcclLog) -> None:
     count = 200
     stacks = [draw(end.size, (1 + i % 7,), "float32", i) for i in range(count)]
     for step in range(3):
@@ -204,7 +209,9 @@ def test_in_any_order_and_fused(end: End, log: NcclLog) -> None:
 
 @needs_kernels
 @several
-def test_large_tensors_are_reduced_where_they_are(end: End, log: NcclLog) -> None:
+def test_large_tensors_are_reduced_where_they_are(
+    end: LaneClient, log: NcclLog
+) -> None:
     shapes = [(3 * MIB // 4 + 1,), (5, 3), (4,)]
     stacks = [draw(end.size, s, "float32", i) for i, s in enumerate(shapes)]
     mine = [xs[end.rank].copy() for xs in stacks]
@@ -218,7 +225,7 @@ def test_large_tensors_are_reduced_where_they_are(end: End, log: NcclLog) -> Non
 # -- streams and memory ----------------------------------------------------------------
 
 
-def test_streams_wait_and_hosts_do_not(end: End, stream: DefaultStream) -> None:
+def test_streams_wait_and_hosts_do_not(end: LaneClient, stream: DefaultStream) -> None:
     xs = draw(end.size, (4099,), "float32", 3)
     x, y = np.zeros_like(xs[0]), np.zeros_like(xs[0])
     seen = np.zeros_like(x)
@@ -235,7 +242,9 @@ def test_streams_wait_and_hosts_do_not(end: End, stream: DefaultStream) -> None:
     assert pending.ticket.done
 
 
-def test_another_stream_may_want_the_results(end: End, stream: DefaultStream) -> None:
+def test_another_stream_may_want_the_results(
+    end: LaneClient, stream: DefaultStream
+) -> None:
     other = stream.another()
     x, seen = np.ones(9, np.float32), np.zeros(9, np.float32)
     release = stream.hold()
@@ -251,7 +260,9 @@ class Owner:
     """A stand-in for a tensor that owns its memory."""
 
 
-def test_memory_is_kept_until_nobody_uses_it(end: End, stream: DefaultStream) -> None:
+def test_memory_is_kept_until_nobody_uses_it(
+    end: LaneClient, stream: DefaultStream
+) -> None:
     x = np.ones(5, np.float32)
 
     def submit(name: str) -> tuple[Any, Any]:
@@ -284,7 +295,7 @@ def test_memory_is_kept_until_nobody_uses_it(end: End, stream: DefaultStream) ->
     release()
 
 
-def test_nothing_is_left_in_the_driver(end: End) -> None:
+def test_nothing_is_left_in_the_driver(end: LaneClient) -> None:
     def some(step: int) -> None:
         x, many = np.ones((4, 2), np.float32), [np.ones(3, np.float32)] * 20
         pending = [
@@ -296,11 +307,11 @@ def test_nothing_is_left_in_the_driver(end: End) -> None:
 
     some(0)
     gc.collect()
-    _, streams, memory = alive()
+    _, streams, memory = live_resources()
     for step in range(1, 50):
         some(step)
     gc.collect()
-    now = alive()
+    now = live_resources()
     # Fourteen events, used again, for each submission of a step if all wait at once,
     # and a step may begin before the last one's are back; one kept for each of the
     # thousand would be more. Those that wait share scratch.
@@ -308,15 +319,18 @@ def test_nothing_is_left_in_the_driver(end: End) -> None:
     assert now[1] == streams
     assert now[2] <= memory + 1
     ringjax.shutdown()
-    assert alive() == (0, 0, 0)
+    assert live_resources() == (0, 0, 0)
     ringjax.init()
-    assert End().run("allreduce", "again", [np.ones(2, np.float32)])[0][0] == end.size
+    assert (
+        LaneClient().run("allreduce", "again", [np.ones(2, np.float32)])[0][0]
+        == end.size
+    )
 
 
 # -- beside and between ----------------------------------------------------------------
 
 
-def test_beside_tensors_of_the_host(end: End) -> None:
+def test_beside_tensors_of_the_host(end: LaneClient) -> None:
     for i in range(10):
         x, y = np.full(3, i, np.float32), np.full(3, i, np.float64)
         host = end.submit("allreduce", f"host {i}", [x], cuda=False)
@@ -326,7 +340,7 @@ def test_beside_tensors_of_the_host(end: End) -> None:
 
 
 @several
-def test_ranks_with_tensors_in_different_places(end: End) -> None:
+def test_ranks_with_tensors_in_different_places(end: LaneClient) -> None:
     x = np.ones(3, np.float32)
     pending = end.submit("allreduce", "apart", [x], cuda=end.rank > 0)
     with pytest.raises(_native.StatusError, match="Mismatched devices.*'apart'"):
@@ -334,7 +348,7 @@ def test_ranks_with_tensors_in_different_places(end: End) -> None:
     assert end.run("allreduce", "together", [x])[0][0] == end.size
 
 
-def test_what_is_refused_at_once(end: End) -> None:
+def test_what_is_refused_at_once(end: LaneClient) -> None:
     x = np.ones(3, np.float32)
     for reduce, array, text in (
         ("Adasum", x, "ADASUM|power of two"),
@@ -348,9 +362,12 @@ def test_what_is_refused_at_once(end: End) -> None:
 
 
 @pytest.mark.ranks(2, env=partial(stub_environment, CUDA_STUB_DEVICES=2))
-def test_one_device_for_a_rank(end: End) -> None:
+def test_one_device_for_a_rank(end: LaneClient) -> None:
     # Each rank uses the device of its number, as is usual with PyTorch.
-    mine, wrong = Foreign(end.rank, 5).array, Foreign(1 - end.rank, 5).array
+    mine, wrong = (
+        OtherDeviceMemory(end.rank, 5).array,
+        OtherDeviceMemory(1 - end.rank, 5).array,
+    )
     for array in (mine, mine):
         end.run("allreduce", "first", [array], [array])
     assert (mine == 4).all()
@@ -365,11 +382,11 @@ def test_one_device_for_a_rank(end: End) -> None:
 
 @several
 @pytest.mark.parametrize("early", [True, False], ids=["never had any", "had some"])
-def test_a_rank_that_has_joined(end: End, early: bool) -> None:
+def test_a_rank_that_has_joined(end: LaneClient, early: bool) -> None:
     if early:  # without a device so far: it takes the one that falls to it
         ringjax.shutdown()
         ringjax.init()
-        end = End()
+        end = LaneClient()
     if end.rank == end.size - 1:
         end.lane.join().wait()
     else:
@@ -379,7 +396,7 @@ def test_a_rank_that_has_joined(end: End, early: bool) -> None:
     assert (out == end.size).all()
 
 
-def while_one_has_joined(end: End) -> None:
+def while_one_has_joined(end: LaneClient) -> None:
     """Every operation, of the others: it counts, and contributes nothing."""
     size, others = end.size, range(end.size - 1)
     for dtype in ("float32", "float64", "float16", "int8", "int64"):
@@ -406,9 +423,9 @@ def while_one_has_joined(end: End) -> None:
 
 
 @pytest.mark.ranks(3, env=stub_environment)
-def test_process_sets(end: End) -> None:
+def test_process_sets(end: LaneClient) -> None:
     sets = [ringjax.add_process_set([0, 1]), ringjax.add_process_set([2, 1])]
-    ends = {s.process_set_id: End(s) for s in sets if s.included()}
+    ends = {s.process_set_id: LaneClient(s) for s in sets if s.included()}
     for i in range(10):
         whole = end.submit("allreduce", "x", [np.full(7, i, np.float32)])
         parts = [
@@ -424,7 +441,7 @@ def test_process_sets(end: End) -> None:
     assert (end.run("allreduce", "x", [np.ones(2)])[0] == 3).all()
 
 
-def test_the_settings_of_the_lane(end: End) -> None:
+def test_the_settings_of_the_lane(end: LaneClient) -> None:
     assert end.lane.takes_cuda
     problem = runtime.current("test").devices.problem(0)
     assert problem.endswith("JAX had not been imported before ringjax.init()")

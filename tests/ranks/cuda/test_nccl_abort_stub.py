@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support import mortal
+from support import killable_rank
 from support.launch import StartJob
 from support.stub_processes import stub_job
 from support.stubs import read_log
@@ -18,13 +18,13 @@ from support.stubs import read_log
 HEAD = """
 import os, sys, time
 import numpy as np
-from support import device_calls as calls, mortal
+from support import device_calls as calls, killable_rank
 import ringjax
 
 calls.open_at_init()
 rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
 if rank == 1 and "APART" in os.environ:
-    mortal.apart()
+    killable_rank.run_in_child()
 ringjax.init()
 small = [np.ones(3, np.float32)]
 """
@@ -118,7 +118,7 @@ def test_all_communicators_stop_before_one_aborts(
     )
     for rank in range(4):
         one.wait_for(rank, "ready")
-    mortal.kill(one, rank=1)
+    killable_rank.kill(one, rank=1)
     one.wait_for(0, "shut down")
     one.interrupt()
     one.wait()

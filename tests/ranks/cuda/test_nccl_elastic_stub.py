@@ -250,7 +250,7 @@ del sys.modules["torch"]  # what stood for it has nothing to ask for
 stream = calls.DefaultStream()
 
 def submit():
-    end = lane_calls.End()
+    end = lane_calls.LaneClient()
     ins = [np.full(n, 2.0**WORKER, np.float32) for n in SIZES]
     pending = [end.submit("allreduce", f"x{i}", [x]) for i, x in enumerate(ins)]
     for one in pending:

@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from support import mortal
+from support import killable_rank
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -18,7 +18,7 @@ from support.stub_processes import stub_job
 HEAD = """
 import os, signal, sys, time
 import numpy as np
-from support import device_calls as calls, mortal
+from support import device_calls as calls, killable_rank
 import ringjax
 from ringjax import runtime
 
@@ -74,7 +74,7 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
         2,
         """
         if rank == 1:
-            mortal.apart()
+            killable_rank.run_in_child()
         device = begin()
         steps(device, 5)
         print("training", flush=True)
@@ -106,7 +106,7 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
     )
     for rank in range(2):
         one.wait_for(rank, "training")
-    mortal.kill(one, rank=1)
+    killable_rank.kill(one, rank=1)
     one.wait_for(0, "works 1")
     one.kill(rank=1)
     assert one.wait() == 128 + signal.SIGKILL, one.logs()
@@ -121,7 +121,7 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         3,
         """
         if rank == 1:
-            mortal.apart()
+            killable_rank.run_in_child()
         device = begin()
         steps(device, 2)
         arrays = [np.ones(3, np.float32), np.ones(4, np.float16),
@@ -147,7 +147,7 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
     for rank in range(3):
         one.wait_for(rank, "ready")
     time.sleep(0.2)  # until most wait for the device
-    mortal.kill(one, rank=1)
+    killable_rank.kill(one, rank=1)
     for rank in (0, 2):
         one.wait_for(rank, "all void")
         assert "rank 1" in caught(one, rank)

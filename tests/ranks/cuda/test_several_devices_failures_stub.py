@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 import pytest
-from support import mortal
+from support import killable_rank
 from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
@@ -20,7 +20,7 @@ HEAD = """
 import os, signal, sys, threading, time
 import numpy as np
 from support import device_calls as calls
-from support import lane_calls, mortal
+from support import lane_calls, killable_rank
 from support.several_devices import Devices
 import ringjax
 from ringjax import runtime
@@ -42,7 +42,7 @@ def step(place, device):
 
 def must_work(devices, count=2):
     for _ in range(count):
-        for mine in devices.must(step):
+        for mine in devices.run_checked(step):
             assert all((x == 1).all() for x in mine)
     print("works", len(devices.all), flush=True)
 
@@ -57,7 +57,7 @@ def all_end(devices):
         time.sleep(0.01)
 
 def nothing_left():
-    while lane_calls.alive() != (0, 0, 0):
+    while lane_calls.live_resources() != (0, 0, 0):
         time.sleep(0.01)
     print("nothing left", flush=True)
 """
@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
         3,
         """
         if rank == 1:
-            mortal.apart()
+            killable_rank.run_in_child()
         devices = begin()
         must_work(devices)
         def forever(place, device):
@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
     for rank in range(3):
         one.wait_for(rank, "training")
     time.sleep(0.2)  # until they are in the middle of it
-    mortal.kill(one, rank=1)
+    killable_rank.kill(one, rank=1)
     for rank in (0, 2):
         one.wait_for(rank, "over")
     one.kill(rank=1)
@@ -353,7 +353,7 @@ def train():
                 except _native.StatusError as error:
                     raise errors.from_status(error) from error
                 return x
-            sums = devices.must(reduce)
+            sums = devices.run_checked(reduce)
             for number in devices.numbers:
                 stream = calls.DefaultStream(number)
                 stream.finish()

@@ -102,7 +102,7 @@ def test_each_device_is_reduced_with_those_of_its_place(
             out += mine
         return out
 
-    found = [[x.tobytes() for x in one] for one in devices.must(step)]
+    found = [[x.tobytes() for x in one] for one in devices.run_checked(step)]
     assert len({tuple(one) for one in found}) == len(found)  # each has its own data
     assert all(other == found for other in ringjax.allgather_object(found))
 
@@ -127,7 +127,7 @@ def test_every_operation_on_every_device(devices: Devices, world: World) -> None
         equal(copy, xs[size - 1])
         device.run("barrier")
 
-    devices.must(body)
+    devices.run_checked(body)
 
 
 def test_overlapped_on_every_device(devices: Devices, world: World) -> None:
@@ -143,7 +143,7 @@ def test_overlapped_on_every_device(devices: Devices, world: World) -> None:
             for x, xs in zip(mine, stacks, strict=True):
                 equal(x, reduced("Sum", xs))
 
-    devices.must(body)
+    devices.run_checked(body)
 
 
 def test_programs_over_some_devices_run_beside_others(
@@ -158,7 +158,7 @@ def test_programs_over_some_devices_run_beside_others(
             assert (x == sum(r + place + number for r in range(world.size))).all()
 
     order = list(range(len(devices.all)))
-    devices.must(body, places=order[:: 1 if world.rank % 2 else -1])
+    devices.run_checked(body, places=order[:: 1 if world.rank % 2 else -1])
     for place in order[world.rank % 2 :] + order[: world.rank % 2]:
         if world.size == 1 or place == 0:  # alone, one after the other
             body(place, devices.all[place])
@@ -175,7 +175,7 @@ def test_nccl_has_a_communicator_of_all_ranks_for_each_device(
     new = Devices()
     log.take()
     x = [np.ones(LARGE, np.float32) for _ in new.all]
-    new.must(lambda place, device: device.run("allreduce", [x[place]]))
+    new.run_checked(lambda place, device: device.run("allreduce", [x[place]]))
     counts = [e["count"] for e in log.take() if e["function"] == "ncclAllReduce"]
     # Each device sends its part once. A single rank sends nothing.
     assert counts == ([] if world.size == 1 else [LARGE[0]] * len(new.all))
@@ -186,7 +186,9 @@ def test_a_commit_waits_for_all_devices(devices: Devices) -> None:
     stream = DefaultStream(devices.numbers[last])
     go_on = stream.hold()
     x = np.ones(3, np.float32)
-    devices.must(lambda place, device: device.enqueue("allreduce", [x.copy(), x]))
+    devices.run_checked(
+        lambda place, device: device.enqueue("allreduce", [x.copy(), x])
+    )
     ended = threading.Event()
     errors: list[BaseException] = []
 
@@ -220,7 +222,7 @@ def test_what_is_counted_is_what_one_device_calls(
         device.run("allreduce", [np.ones(100 + place, np.float32)], name="grads")
 
     for _ in range(3):
-        mine.must(step)
+        mine.run_checked(step)
     mine.confirm()
     if world.size == 1:  # a single rank compares nothing
         return
@@ -241,8 +243,8 @@ def test_process_sets_have_all_devices_too(devices: Devices, world: World) -> No
         mine = Devices(some.process_set_id)
         assert mine.numbers == devices.numbers
         x: list[Any] = [np.full(9, world.rank + p, np.float32) for p in range(SEEN)]
-        mine.must(lambda place, device: device.run("allreduce", [x[place]]))
+        mine.run_checked(lambda place, device: device.run("allreduce", [x[place]]))
         for place in range(len(mine.all)):
             assert (x[place] == sum(r + place for r in members)).all()
     ringjax.remove_process_set(some)
-    devices.must(lambda place, device: device.run("barrier"))
+    devices.run_checked(lambda place, device: device.run("barrier"))

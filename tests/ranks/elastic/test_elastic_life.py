@@ -10,7 +10,7 @@ import time
 
 import pytest
 from support.elastic_job import Start
-from support.elastic_steps import EAGER, begin, stop
+from support.elastic_steps import EAGER, stop_loops, wait_for_first_steps
 from support.launch import StartJob
 
 # A loop as ringjax.elastic.run has one: the state is a number that only grows.
@@ -96,9 +96,9 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     assert outside == ["False", "[1.0, 1.0] 8", "True"]
     assert job.errors(3).count("this rank alone: it has come to a job") == 1
     job.kill(1, signal.SIGTERM)
-    assert job.wait(1) == 0, job.story()
+    assert job.wait(1) == 0, job.logs()
     job.wait_for_line(3, "paused")
-    job.tell("fail2")
+    job.create_flag("fail2")
     for worker in (0, 2, 3):
         job.wait_for_line(worker, "again")
         assert job.lines(worker, "again")[0][1] == "restart"
@@ -107,11 +107,11 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     job.kill(0)
     count = len(job.lines(3, "state"))
     job.wait_for_line(3, "state", count + 20)
-    stop(job)
-    assert (job.wait(2), job.wait(3)) == (0, 0), job.story()
+    stop_loops(job)
+    assert (job.wait(2), job.wait(3)) == (0, 0), job.logs()
     # A worker may see the sign to stop a step before the other worker.
     ends = [int(job.lines(worker, "end")[0][0]) for worker in (2, 3)]
-    assert abs(ends[0] - ends[1]) <= 1, job.story()
+    assert abs(ends[0] - ends[1]) <= 1, job.logs()
     assert job.lines(2, "end")[0][1] == "0"
     assert job.lines(3, "end")[0][1] in ("0", "1")  # 0: worker 2 had ended before
     by_state: dict[str, set[str]] = {}
@@ -167,34 +167,34 @@ ringjax.shutdown()
 
 def test_twenty_epochs_leave_nothing_and_a_fork_is_harmless(start: Start) -> None:
     job = start(3, LEAKS)
-    assert [job.wait(w) for w in range(3)] == [0, 0, 0], job.story()
+    assert [job.wait(w) for w in range(3)] == [0, 0, 0], job.logs()
     for worker in range(3):
         before, after = job.lines(worker, "before")[0], job.lines(worker, "held")[0]
         pairs = zip(map(int, before), map(int, after), strict=True)
-        assert all(old >= new for old, new in pairs), job.story()
+        assert all(old >= new for old, new in pairs), job.logs()
         assert "was forked from one" in " ".join(job.lines(worker, "child")[0])
 
 
 def test_ctrl_c_while_too_few_are_left(start: Start) -> None:
     job = start(2, EAGER, min_np=2)
-    begin(job)
+    wait_for_first_steps(job)
     job.kill(1)
-    job.wait_for(lambda: any(e[0] == "waiting" for e in job.taken()), "it waits")
+    job.wait_for(lambda: any(e[0] == "waiting" for e in job.all_events()), "it waits")
     count = -1
     while count < len(job.lines(0, "step")):  # until it is parked
         count = len(job.lines(0, "step"))
         time.sleep(0.5)
     job.kill(0, signal.SIGINT)
     assert job.wait(0) != 0
-    assert "KeyboardInterrupt" in job.errors(0), job.story()
+    assert "KeyboardInterrupt" in job.errors(0), job.logs()
 
 
 def test_the_job_ends_with_a_reason_when_nobody_comes(start: Start) -> None:
     job = start(2, EAGER, min_np=2, elastic_timeout=1.0)
-    begin(job)
+    wait_for_first_steps(job)
     job.kill(1)
-    assert job.wait(0) != 0, job.story()
-    assert "the job was stopped" in job.errors(0), job.story()
+    assert job.wait(0) != 0, job.logs()
+    assert "the job was stopped" in job.errors(0), job.logs()
 
 
 PARKED = """
@@ -232,9 +232,9 @@ def test_shutdown_ends_calls_that_wait_for_other_ranks(start: Start) -> None:
         job.wait_for_line(worker, "up")
     seconds = time.monotonic() - begin  # less than one on an idle machine
     job.kill(1)
-    job.wait_for(lambda: any(e[0] == "waiting" for e in job.taken()), "it waits")
-    stop(job)
-    assert job.wait(0) == 0, job.story()
+    job.wait_for(lambda: any(e[0] == "waiting" for e in job.all_events()), "it waits")
+    stop_loops(job)
+    assert job.wait(0) == 0, job.logs()
     assert float(job.lines(0, "down")[0][0]) < 2 + 2 * seconds
     assert "ringjax.shutdown() was called" in " ".join(job.lines(0, "thread")[0])
     assert "cannot come back" in " ".join(job.lines(0, "refused")[0])

@@ -16,7 +16,13 @@ from pathlib import Path
 import pytest
 from support import local_devices
 from support.doctor import needs_root
-from support.grouped import STEPS, finish, joined, lines, reach
+from support.group_jobs import (
+    STEPS,
+    finish_and_check,
+    lines,
+    wait_for_steps,
+    wait_until_joined,
+)
 from support.launch import Job, StartJob
 from support.namespaces import LAUNCHER, Namespaces, address
 
@@ -58,18 +64,18 @@ def test_groups_over_hosts_train_and_a_lost_process_takes_that_of_another_host_a
     start: Callable[..., Job],
 ) -> None:
     job = start(4, 4, "--min-np", "2")
-    reach(job, {0, 1, 2, 3}, 20)
+    wait_for_steps(job, {0, 1, 2, 3}, 20)
     assert {value for _, value in lines(job, 0, "step")} == {"1.5"}
     # The first of its group, then the second of another one.
     for victim, rank, newest in ((0, 0, 4), (3, 1, 6)):
         os.kill(job.worker_pid(victim), signal.SIGKILL)
-        joined(job, newest)
-        joined(job, newest + 1)
-        reach(job, {newest, newest + 1}, 20)
+        wait_until_joined(job, newest)
+        wait_until_joined(job, newest + 1)
+        wait_for_steps(job, {newest, newest + 1}, 20)
         where = rf"worker {victim ^ 1}, on {address(victim ^ 1)}, pid \d+"
         lost = rf"rank {rank ^ 1} \({where}\) ended with its group"
         assert re.search(lost, job.launcher_output()), job.launcher_output()
-    finish(job, {4, 5, 6, 7})
+    finish_and_check(job, {4, 5, 6, 7})
 
 
 def test_a_lost_host_takes_a_process_of_another_one_along_and_a_spare_one_helps(
@@ -78,15 +84,15 @@ def test_a_lost_host_takes_a_process_of_another_one_along_and_a_spare_one_helps(
     """Its cable is pulled: nobody there, and no agent, says a word any more."""
     most = ("--min-np", "2", "--max-np", "4")
     job = start(4, 5, *most, RINGJAX_FAILURE_TIMEOUT="3")
-    reach(job, {0, 1, 2, 3}, 10)
+    wait_for_steps(job, {0, 1, 2, 3}, 10)
     _run(f"ip -n {network.names[1]} link set eth0 down")
-    joined(job, 4)
-    joined(job, 5)
-    reach(job, {4, 5}, 20)
+    wait_until_joined(job, 4)
+    wait_until_joined(job, 5)
+    wait_for_steps(job, {4, 5}, 20)
     for pid in _run(f"ip netns pids {network.names[1]}").split():
         with contextlib.suppress(ProcessLookupError):  # some notice it by themselves
             os.kill(int(pid), signal.SIGKILL)
-    finish(job, {2, 3, 4, 5})
+    finish_and_check(job, {2, 3, 4, 5})
     said = job.launcher_output()
     assert f"worker 5 on {address(4)} joined" in said, said
 

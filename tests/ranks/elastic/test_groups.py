@@ -1,7 +1,7 @@
 """Elastic jobs of groups under ringrun: they are lost and replaced whole.
 
-What they do, and what must be true of their steps: support/grouped.py. A process with
-several devices is a group of one. Groups over several hosts: test_group_hosts.py.
+support/group_jobs.py holds their program and the checks of their steps. A process with
+several devices is a group of one. test_group_hosts.py has groups over several hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from collections.abc import Callable
 
 import pytest
 from support import local_devices
-from support.grouped import STEPS, finish, joined, lines, reach
+from support.group_jobs import (
+    STEPS,
+    finish_and_check,
+    lines,
+    wait_for_steps,
+    wait_until_joined,
+)
 from support.launch import Job, StartJob
 from support.waiting import until
 
@@ -37,21 +43,21 @@ def test_a_lost_rank_takes_its_group_along_and_a_new_one_comes(
 ) -> None:
     """The first of the first group, the second of the second, that of the first."""
     job = start(4)
-    reach(job, {0, 1, 2, 3}, 10)
+    wait_for_steps(job, {0, 1, 2, 3}, 10)
     alive, newest = {0, 1, 2, 3}, 4
     for victim in (0, 5, 3):
         os.kill(job.worker_pid(victim), signal.SIGKILL)
         alive -= {victim, victim ^ 1}
-        joined(job, newest)
-        joined(job, newest + 1)
+        wait_until_joined(job, newest)
+        wait_until_joined(job, newest + 1)
         count = len(lines(job, min(alive), "step"))
-        reach(job, alive, count + 10)
+        wait_for_steps(job, alive, count + 10)
         # New ones have the ranks behind those that stayed, at their places.
         assert lines(job, newest, "from")[0][1:] == ["2", "4", "0", "2"]
         assert lines(job, newest + 1, "from")[0][1:] == ["3", "4", "1", "3"]
         alive |= {newest, newest + 1}
         newest += 2
-    finish(job, alive)
+    finish_and_check(job, alive)
     said = job.launcher_output()
     for victim, rank in ((0, 0), (5, 3), (3, 1)):
         assert f"rank {rank} (worker {victim}, pid" in said
@@ -65,8 +71,8 @@ def test_ranks_die_within_calls_and_all_shards_have_one_membership(
 ) -> None:
     deaths = "call.moving=kill@2#31;call.complete=kill@5#54;call.closed=kill@6#77"
     job = start(8, RINGJAX_FAILPOINTS=deaths)
-    reach(job, {0, 1}, 100)
-    finish(job, {0, 1})
+    wait_for_steps(job, {0, 1}, 100)
+    finish_and_check(job, {0, 1})
     said = job.launcher_output()
     for victim in (2, 5, 6):
         assert f"(worker {victim}, pid" in said
@@ -76,18 +82,18 @@ def test_ranks_of_several_devices_are_replaced_and_get_their_shards(
     start: Callable[..., Job],
 ) -> None:
     job = start(2, group=1, devices=4)
-    reach(job, {0, 1}, 10)
+    wait_for_steps(job, {0, 1}, 10)
     os.kill(job.rank_pid(0), signal.SIGKILL)
-    joined(job, 2)
+    wait_until_joined(job, 2)
     count = len(lines(job, 1, "step"))
-    reach(job, {1}, count + 10)
-    finish(job, {1, 2})
+    wait_for_steps(job, {1}, count + 10)
+    finish_and_check(job, {1, 2})
 
 
 def test_ranks_die_at_any_moment(start: Callable[..., Job]) -> None:
     chance = random.Random(1)
     job = start(6)
-    reach(job, set(range(6)), 5)
+    wait_for_steps(job, set(range(6)), 5)
     newest, alive = 6, {0, 1, 2, 3, 4, 5}
     for _ in range(4):
         time.sleep(chance.random())
@@ -95,23 +101,23 @@ def test_ranks_die_at_any_moment(start: Callable[..., Job]) -> None:
         os.kill(job.worker_pid(victim), signal.SIGKILL)
         alive -= {victim, victim ^ 1}
         for worker in (newest, newest + 1):
-            joined(job, worker)
+            wait_until_joined(job, worker)
             alive.add(worker)
         newest += 2
-    reach(job, alive, 5)
-    finish(job, alive)
+    wait_for_steps(job, alive, 5)
+    finish_and_check(job, alive)
 
 
 def test_a_group_that_is_asked_to_leave_leaves_whole(
     start: Callable[..., Job],
 ) -> None:
     job = start(4)
-    reach(job, {0, 1, 2, 3}, 10)
+    wait_for_steps(job, {0, 1, 2, 3}, 10)
     os.kill(job.rank_pid(2), signal.SIGTERM)
     until(lambda: job.launcher_output().count("has left") == 2, 60)
     count = len(lines(job, 0, "step"))
-    reach(job, {0, 1}, count + 20)
-    finish(job, {0, 1})
+    wait_for_steps(job, {0, 1}, count + 20)
+    finish_and_check(job, {0, 1})
     said = job.launcher_output()
     assert "rank 2 (worker 2" in said and "rank 3 (worker 3" in said
     assert len(re.findall("has left", said)) == 2, said

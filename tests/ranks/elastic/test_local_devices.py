@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from support import local_devices
 from support.elastic_job import Start
-from support.elastic_steps import LOOP, check_steps, progress, stop
+from support.elastic_steps import LOOP, check_steps, stop_loops, wait_for_more_steps
 from support.launch import StartJob
 from support.rank_worker import World
 
@@ -95,12 +95,12 @@ def test_ranks_die_and_all_devices_of_the_others_finish_the_step(
     deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
     env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
     job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
-    assert [job.wait(worker) for worker in (2, 0)] == [-9, -9], job.story()
-    progress(job, {1, 3}, 10)
+    assert [job.wait(worker) for worker in (2, 0)] == [-9, -9], job.logs()
+    wait_for_more_steps(job, {1, 3}, 10)
     job.kill(3)
-    progress(job, {1}, 10)
-    stop(job)
-    assert job.wait(1) == 0, job.story()
+    wait_for_more_steps(job, {1}, 10)
+    stop_loops(job)
+    assert job.wait(1) == 0, job.logs()
     check_steps(job, {1})
     assert job.lines(1, "compiled") == [["1"]]
 

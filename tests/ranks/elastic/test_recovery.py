@@ -6,7 +6,14 @@ import time
 
 import pytest
 from support.elastic_job import Start
-from support.elastic_steps import EAGER, LOOP, begin, check_steps, progress, stop
+from support.elastic_steps import (
+    EAGER,
+    LOOP,
+    check_steps,
+    stop_loops,
+    wait_for_first_steps,
+    wait_for_more_steps,
+)
 
 JIT = (
     LOOP
@@ -56,14 +63,14 @@ def test_ranks_are_killed_one_by_one_until_one_is_left(
 ) -> None:
     env = {"RINGJAX_CHECK_PARAMETERS": "2"}
     job = start(1 + len(victims), script, env=env)
-    begin(job)
+    wait_for_first_steps(job)
     alive = {1, *victims}
     for victim in victims:
         job.kill(victim)
         alive -= {victim}
-        progress(job, alive, 50)
-    stop(job)
-    assert job.wait(1) == 0, job.story()
+        wait_for_more_steps(job, alive, 50)
+    stop_loops(job)
+    assert job.wait(1) == 0, job.logs()
     check_steps(job, {1})
     (compiled,) = job.lines(1, "compiled")
     assert set(compiled) == {"1"}
@@ -74,18 +81,18 @@ def test_one_is_killed_then_two_at_once_then_one_during_the_recovery(
     start: Start, script: str
 ) -> None:
     job = start(6, script)
-    begin(job)
+    wait_for_first_steps(job)
     job.kill(0)
-    progress(job, {1, 2, 3, 4, 5}, 30)
+    wait_for_more_steps(job, {1, 2, 3, 4, 5}, 30)
     job.kill(1)
     job.kill(4)
-    progress(job, {2, 3, 5}, 30)
+    wait_for_more_steps(job, {2, 3, 5}, 30)
     job.kill(5)
     time.sleep(0.008)  # about as long as links take to be made
     job.kill(3)
-    progress(job, {2}, 30)
-    stop(job)
-    assert job.wait(2) == 0, job.story()
+    wait_for_more_steps(job, {2}, 30)
+    stop_loops(job)
+    assert job.wait(2) == 0, job.logs()
     check_steps(job, {2}, whole=script is not EAGER)
     if script is not EAGER:
         assert job.lines(2, "compiled") == [["1"]]
@@ -114,10 +121,10 @@ say("compiled", step._cache_size())
 
 def test_no_steps_are_made_for_the_batches_of_a_rank_that_is_lost(start: Start) -> None:
     job = start(3, UNEVEN)
-    assert (job.wait(0), job.wait(1)) == (0, 0), job.story()
+    assert (job.wait(0), job.wait(1)) == (0, 0), job.logs()
     for worker in (0, 1):
         steps = [[str(i), *["1.0"] * 3] for i in range(9)]
-        assert job.lines(worker, "step") == steps, job.story()
+        assert job.lines(worker, "step") == steps, job.logs()
         assert job.lines(worker, "compiled") == [["1"]]
 
 
@@ -166,7 +173,7 @@ def test_process_sets_follow_the_ranks(start: Start) -> None:
         0: f"0 3 {both[0]} {both[1]} 13 1",
         2: f"1 3 {both[0]} {both[1]} 13 12",
         3: f"2 3 {both[0]} {both[1]} 13 12",
-    }, job.story()
+    }, job.logs()
     assert [job.lines(w, "number")[0] for w in (0, 2, 3)] == [
         ["3", "9"], ["3"], ["3", "9"],
     ]  # fmt: skip
@@ -174,4 +181,4 @@ def test_process_sets_follow_the_ranks(start: Start) -> None:
     job.kill(3)
     job.wait_for_line(0, "last")
     assert " ".join(job.lines(0, "last")[0]) == "[0] [0] None 1 1"
-    assert job.wait(0) == 0, job.story()
+    assert job.wait(0) == 0, job.logs()

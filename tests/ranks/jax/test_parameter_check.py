@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from support.parameters import look_every
+from support.parameter_warnings import check_every
 
 import ringjax
 from ringjax.xla import lowering
@@ -25,7 +25,7 @@ DIFFER = "warning: the ranks' parameters differ at optimizer step"
 @pytest.fixture(autouse=True)
 def alike_before(world, capfd, monkeypatch) -> None:
     """Ends a difference that an earlier test left: makes the parameters equal."""
-    look_every(monkeypatch, EVERY)
+    check_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
     ringjax.barrier()
@@ -64,7 +64,7 @@ class Training:
         ringjax.barrier()
         return self.said()
 
-    def said(self) -> list[str]:
+    def read_warnings(self) -> list[str]:
         lines = self._capfd.readouterr().err.splitlines()
         return [line for line in lines if DIFFER in line]
 
@@ -243,7 +243,7 @@ def test_functions_of_one_ranks_data_are_refused(world) -> None:
 
 @ALL
 def test_the_first_steps_are_looked_at_more_often(world, capfd, monkeypatch) -> None:
-    look_every(monkeypatch, 1000)
+    check_every(monkeypatch, 1000)
     training = Training(world, capfd)
     assert training.run(1) == []
     training.change(float(world.rank == world.size - 1))

@@ -10,7 +10,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import local_devices as devices
-from support import parameters
+from support.parameter_warnings import (
+    check_every,
+    errors,
+    read_warnings,
+    warning_of_rank_0,
+)
 
 import ringjax
 
@@ -25,10 +30,10 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 @pytest.fixture(autouse=True)
 def alike_before(world, capfd, monkeypatch) -> None:
     """Ends a difference that an earlier test left: makes the parameters equal."""
-    parameters.look_every(monkeypatch, EVERY)
+    check_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
-    parameters.errors(capfd)
+    errors(capfd)
 
 
 def train(tx, params, state, steps):
@@ -65,18 +70,18 @@ def test_the_shard_that_differs_is_named_once(world, capfd, kind) -> None:
     with jax.set_mesh(mesh):
         params = parts(mesh)
         params, state = train(tx, params, tx.init(params), EVERY)
-        assert parameters.said(capfd) == []
+        assert read_warnings(capfd) == []
         if world.rank == 1:
             params["cut"] = change(params["cut"], (5, 3), 1.0)
         params, state = train(tx, params, state, 2 * EVERY)
-        want = parameters.by_the_first(world, EVERY, "cut[4:6,0:5]", 1)
-        assert parameters.said(capfd) == want
+        want = warning_of_rank_0(world, EVERY, "cut[4:6,0:5]", 1)
+        assert read_warnings(capfd) == want
         params, state = train(tx, parts(mesh), state, EVERY)  # alike again
         if world.rank == 1:
             params["whole"] = change(params["whole"], 0, 1e-9)
         train(tx, params, state, EVERY)
-        want = parameters.by_the_first(world, 4 * EVERY, "whole", 1)
-        assert parameters.said(capfd) == want
+        want = warning_of_rank_0(world, 4 * EVERY, "whole", 1)
+        assert read_warnings(capfd) == want
 
 
 def test_other_shards_on_one_rank_are_told_and_training_goes_on(world, capfd) -> None:
@@ -89,8 +94,8 @@ def test_other_shards_on_one_rank_are_told_and_training_goes_on(world, capfd) ->
     update = jax.jit(tx.update, out_shardings=(grads.sharding, None))
     updates, _ = update(grads, tx.init(params), params)
     np.testing.assert_array_equal(updates, value)
-    want = parameters.by_the_first(world, 0, "their shards", 0)
-    assert parameters.said(capfd) == want
+    want = warning_of_rank_0(world, 0, "their shards", 0)
+    assert read_warnings(capfd) == want
 
 
 def test_inside_of_shard_map(world, capfd) -> None:
@@ -107,4 +112,4 @@ def test_inside_of_shard_map(world, capfd) -> None:
     ones = np.arange(8.0)
     ones[6] += 1 / world.size
     np.testing.assert_allclose(updates, ones, 1e-12)
-    assert parameters.said(capfd) == parameters.by_the_first(world, 0, "@d=3", 1)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 0, "@d=3", 1)

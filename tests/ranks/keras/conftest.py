@@ -3,7 +3,7 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "support.keras_alike_checks",
+    "support.keras_parameter_checks",
     "support.keras_checks",
     "support.keras_callback_checks",
     "support.keras_fit_checks",

@@ -81,7 +81,7 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     assert len(job.lines(1, "step")) > 2, "it died in the training"
     job.add()
     job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of the new one", 150)
-    job.tell("stop")
+    job.create_flag("stop")
     assert [job.wait(worker, 40) for worker in (0, 2)] == [0, 0]
     steps = [int(step) for step, _ in job.lines(0, "step")]
     assert steps == list(range(1, len(steps) + 1)), "steps are neither lost nor undone"
@@ -96,4 +96,4 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
     mine = [int(step) for step, _ in job.lines(2, "step")]
     assert mine == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
     assert job.lines(0, "end") == job.lines(2, "end") != []
-    assert "parameters differ" not in job.story()
+    assert "parameters differ" not in job.logs()

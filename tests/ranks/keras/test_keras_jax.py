@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.keras_alike_checks import *  # noqa: F403
 from support.keras_callback_checks import *  # noqa: F403
 from support.keras_checks import *  # noqa: F403
 from support.keras_checks import build
 from support.keras_fit_checks import *  # noqa: F403
+from support.keras_parameter_checks import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.usefixtures("world"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.keras_checks import (
+    all_rows,
     build,
     check_names_and_arguments,
+    equal_on_all_ranks,
     fit,
-    rows_of,
-    same_everywhere,
-    share,
+    local_part,
 )
 from support.keras_smoke import *  # noqa: F403
 
@@ -25,19 +25,19 @@ pytestmark = [
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_xla_compiles_the_step_where_it_can(world, keras, hvd, passes) -> None:
-    x, y = rows_of(world.size)
+    x, y = all_rows(world.size)
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=passes
     )
     model = build(keras, optimizer, jit_compile=True)
-    mine = share(world, x, 2), share(world, y, 2)
+    mine = local_part(world, x, 2), local_part(world, y, 2)
     if passes == 1:
         fit(model, *mine, 2)
     else:
         with pytest.warns(UserWarning, match="in a branch; this model trains with"):
             fit(model, *mine, 2)
     assert model.jit_compile == (passes == 1)
-    assert same_everywhere(world, model)
+    assert equal_on_all_ranks(world, model)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -6,7 +6,7 @@ On three ranks a process set of two is not the world; PyTorch is the fastest for
 from __future__ import annotations
 
 import pytest
-from support.keras_alike_checks import *  # noqa: F403
+from support.keras_parameter_checks import *  # noqa: F403
 from support.keras_smoke import *  # noqa: F403
 
 pytestmark = [

@@ -233,12 +233,12 @@ def test_a_worker_dies_and_another_comes(start: Start) -> None:
     job.wait_for(alone, "steps of one", 40)
     job.add()
     job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of the new one", 150)
-    job.tell("stop")
-    assert (job.wait(0), job.wait(2)) == (0, 0), job.story()
+    job.create_flag("stop")
+    assert (job.wait(0), job.wait(2)) == (0, 0), job.logs()
     steps = [int(step) for step, _, _ in job.lines(0, "step")]
     assert steps == list(range(1, len(steps) + 1)), "steps are neither lost nor undone"
     assert all(step == done for step, _, done in job.lines(0, "step"))
     assert job.lines(2, "begin")[0][2] == job.lines(2, "begin")[0][3] != "0"
     assert job.lines(0, "end") == job.lines(2, "end")
-    assert "warning: the ranks' parameters" not in job.story()
-    assert "warning: parameters" not in job.story()
+    assert "warning: the ranks' parameters" not in job.logs()
+    assert "warning: parameters" not in job.logs()

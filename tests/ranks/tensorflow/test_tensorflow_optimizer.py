@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tensorflow_net import Net, adasum, batch, close, everybodys, in_mode, mean
+from support.tensorflow_net import (
+    Net,
+    adasum,
+    batch,
+    close,
+    expected_gradients,
+    in_mode,
+    mean,
+)
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")]
 # Tests that need no third rank run on two ranks, because tracing is slow.
@@ -34,7 +42,8 @@ def trained(
     net, optimizer = Net(tf), legacy(tf, kind)
     for step in range(steps):
         parts = [
-            everybodys(tf, net, ranks, op, step * passes + i) for i in range(passes)
+            expected_gradients(tf, net, ranks, op, step * passes + i)
+            for i in range(passes)
         ]
         pairs = [
             (tf.constant(np.sum(one, axis=0), "float32"), variable)

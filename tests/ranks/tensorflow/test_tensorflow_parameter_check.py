@@ -1,6 +1,6 @@
 """Variables that differ between ranks: tapes and optimizers of TensorFlow warn.
 
-Those of Keras are in tests/support/keras_alike_checks.py.
+Those of Keras are in tests/support/keras_parameter_checks.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 from support.frameworks import in_ranks
-from support.parameters import by_the_first, errors, look_every, said
+from support.parameter_warnings import (
+    check_every,
+    errors,
+    read_warnings,
+    warning_of_rank_0,
+)
 
 tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 
@@ -79,20 +84,20 @@ def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
     last = world.size - 1
     training.change(training.other, world.rank == last)
     training.run(6 * passes)
-    assert said(capfd) == by_the_first(world, 1, "other", last)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 1, "other", last)
     training.broadcast()
     training.run(4 * passes)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []
     training.change(training.one, world.rank == 1)
     training.run(2 * passes)
-    assert said(capfd) == by_the_first(world, 11, "one", 1)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 11, "one", 1)
 
 
 @MODES
 def test_a_tape_tells_who_forgets_the_broadcast(
     world, capfd, monkeypatch, mode
 ) -> None:
-    look_every(monkeypatch, 2)
+    check_every(monkeypatch, 2)
     story(world, capfd, Training(mode))
 
 
@@ -103,14 +108,14 @@ def test_a_tape_tells_who_forgets_the_broadcast(
 def test_an_optimizer_tells_who_forgets_the_broadcast(
     world, capfd, monkeypatch, mode, passes
 ) -> None:
-    look_every(monkeypatch, 2)
+    check_every(monkeypatch, 2)
     optimizer = legacy(backward_passes_per_step=passes)
     story(world, capfd, Training(mode, optimizer), passes)
 
 
 @pytest.mark.ranks(2)
 def test_in_a_session(world, capfd, monkeypatch) -> None:
-    look_every(monkeypatch, 2)
+    check_every(monkeypatch, 2)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         make = tf.compat.v1.get_variable
         start = tf.constant([1.0, 2.0 + world.rank])
@@ -121,7 +126,7 @@ def test_in_a_session(world, capfd, monkeypatch) -> None:
         session.run(tf.compat.v1.global_variables_initializer())
         for _ in range(4):
             session.run(step)
-    assert said(capfd) == by_the_first(world, 1, "kept", 1)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 1, "kept", 1)
 
 
 @pytest.mark.ranks(2)
@@ -129,7 +134,7 @@ def test_in_a_session(world, capfd, monkeypatch) -> None:
 def test_the_broadcast_after_the_first_step_is_in_time(
     world, capfd, monkeypatch, mode
 ) -> None:
-    look_every(monkeypatch, 1)
+    check_every(monkeypatch, 1)
     # Each training counts its own steps. XLA counts by name, so names differ there.
     names = ("first_", "second_") if mode == "xla" else ("", "")
     both = [Training(mode, name=name) for name in names]
@@ -140,17 +145,17 @@ def test_the_broadcast_after_the_first_step_is_in_time(
         training.broadcast()
     for training in both:
         training.run(3)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []
 
 
 @pytest.mark.ranks(2)
 @MODES
 def test_no_look_if_it_is_off(world, capfd, monkeypatch, mode) -> None:
-    look_every(monkeypatch, 0)
+    check_every(monkeypatch, 0)
     training = Training(mode)
     training.change(training.one, world.rank == 0)
     training.run(4)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []
 
 
 @pytest.mark.ranks(3)
@@ -158,15 +163,15 @@ def test_no_look_if_it_is_off(world, capfd, monkeypatch, mode) -> None:
 def test_a_process_set_is_compared_within_itself(
     world, capfd, monkeypatch, mode
 ) -> None:
-    look_every(monkeypatch, 2)
+    check_every(monkeypatch, 2)
     members = hvd.add_process_set([0, 2])
     training = Training(mode, process_set=members)
     training.change(training.one, world.rank == 1)
     training.run(4)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []
     training.change(training.other, world.rank == 2)
     training.run(2)
-    assert said(capfd) == by_the_first(world, 5, "other", 2)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 5, "other", 2)
     hvd.remove_process_set(members)
 
 
@@ -177,7 +182,7 @@ def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
 ) -> None:
     # The limit holds for the first step, too: it must exceed the delay between ranks.
     members = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=5.0))
-    look_every(monkeypatch, 2 if world.rank == 0 else 0)
+    check_every(monkeypatch, 2 if world.rank == 0 else 0)
     training = Training(mode, process_set=members)
     training.run(1)
     if mode == "eager":
@@ -194,11 +199,11 @@ def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
 
 @pytest.mark.ranks(2)
 def test_what_is_no_variable_is_left_out(world, capfd, monkeypatch) -> None:
-    look_every(monkeypatch, 1)
+    check_every(monkeypatch, 1)
     own = tf.constant([1.0 + world.rank])
     for _ in range(3):
         with tf.GradientTape() as tape:
             tape.watch(own)
             loss = own * own
         hvd.DistributedGradientTape(tape).gradient(loss, [own])
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []

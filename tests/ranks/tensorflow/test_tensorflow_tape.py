@@ -12,7 +12,7 @@ from support.tensorflow_net import (
     batch,
     close,
     dense,
-    everybodys,
+    expected_gradients,
     in_mode,
     mean,
     total,
@@ -50,7 +50,7 @@ def test_a_tape_gives_everybodys_gradients(world, tf, hvd, mode: str) -> None:
         found = in_mode(tf, mode, step)(tf.constant(batch(world.rank)))
         sparse = not options.get("sparse_as_dense")
         assert isinstance(found[0], tf.IndexedSlices) == sparse, options
-        close(tf, found, everybodys(tf, net, range(world.size), op), rtol)
+        close(tf, found, expected_gradients(tf, net, range(world.size), op), rtol)
 
 
 @RANKS
@@ -74,7 +74,7 @@ def test_training_with_a_tape_is_training_with_all_data(world, tf, hvd, mode) ->
 
     run = in_mode(tf, mode, step)
     for number in range(4):
-        expected = everybodys(tf, plain, range(world.size), mean, number)
+        expected = expected_gradients(tf, plain, range(world.size), mean, number)
         run(tf.constant(batch(world.rank, number)))
         reference.apply_gradients(
             [
@@ -91,7 +91,7 @@ def test_training_with_a_tape_is_training_with_all_data(world, tf, hvd, mode) ->
 def test_local_sources_keep_their_own_gradients(world, tf, hvd, mode: str) -> None:
     net = Net(tf)
     mine = net.gradients(tf.constant(batch(world.rank)))
-    expected = everybodys(tf, net, range(world.size), mean)
+    expected = expected_gradients(tf, net, range(world.size), mean)
     for scaled in (True, False):
 
         def step(rows: Any, scaled: bool = scaled) -> Any:
@@ -150,7 +150,7 @@ def test_gradients_of_a_process_set(world, tf, hvd, mode: str) -> None:
 
     found = in_mode(tf, mode, step)(tf.constant(batch(world.rank)))
     ranks = [0, 2] if chosen.included() else [1]
-    close(tf, found, everybodys(tf, net, ranks, mean), 1e-5)
+    close(tf, found, expected_gradients(tf, net, ranks, mean), 1e-5)
     hvd.remove_process_set(chosen)
 
 
@@ -208,4 +208,4 @@ def test_ranks_that_disagree_are_told_and_go_on(world, tf, hvd, mode: str) -> No
         in_mode(tf, mode, step)()
     net = Net(tf)
     found = net.gradients(tf.constant(batch(world.rank)), hvd.DistributedGradientTape)
-    close(tf, found, everybodys(tf, net, range(world.size), mean), 1e-5)
+    close(tf, found, expected_gradients(tf, net, range(world.size), mean), 1e-5)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.parameters import look_every
+from support.parameter_warnings import check_every
 
 import ringjax.torch as hvd
 
@@ -19,7 +19,7 @@ DIFFER = "warning: the ranks' parameters differ at step"
 
 @pytest.fixture(autouse=True)
 def _look(world, monkeypatch) -> None:
-    look_every(monkeypatch, 3)
+    check_every(monkeypatch, 3)
 
 
 class Training:

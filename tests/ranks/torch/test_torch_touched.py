@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.parameters import look_every
-from support.torch_pairs import batch, build, close, everyones_loss, loss_of, pair
+from support.parameter_warnings import check_every
+from support.torch_pairs import batch, build, close, loss_of, mean_loss, pair
 
 import ringjax.torch as hvd
 
@@ -54,7 +54,7 @@ def test_gradients_may_be_changed_after_backward(
         TOUCHES[touch](list(model.parameters()))
         optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         TOUCHES[touch](list(reference.parameters()))
         plain.step()
     tolerance = 1e-2 if options == "fp16" else 1e-5
@@ -100,7 +100,7 @@ def test_a_change_while_gradients_are_under_way_is_an_error(world, touch: str) -
 def test_a_change_of_a_group_that_lacks_gradients_is_an_error(
     world, touch: str, monkeypatch
 ) -> None:
-    look_every(monkeypatch, 0)
+    check_every(monkeypatch, 0)
     model = build()
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = hvd.DistributedOptimizer(
@@ -156,7 +156,7 @@ def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
         loss_of(model[head], world.rank, step).backward()
         optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference[head], world, step).backward()
+        mean_loss(reference[head], world, step).backward()
         plain.step()
         assert model[2].weight.grad is None
     close(model, reference)
@@ -228,7 +228,7 @@ def test_a_batch_that_failed_on_one_rank_is_dropped_on_all(world) -> None:
             optimizer.step()
         optimizer.zero_grad()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         plain.step()
         assert step != 1
     close(model, reference)

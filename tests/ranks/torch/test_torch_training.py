@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from support.torch_pairs import build, close, everyones_loss, loss_of, pair
+from support.torch_pairs import build, close, loss_of, mean_loss, pair
 
 import ringjax.torch as hvd
 from ringjax.errors import Mismatch
@@ -35,7 +35,7 @@ def test_clipping_between_synchronize_and_step(world) -> None:
             warnings.simplefilter("error")
             optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
         torch.testing.assert_close(norm, expected)
         plain.step()
@@ -79,7 +79,7 @@ def test_a_closure_is_reduced_every_time(world) -> None:
 
         def theirs(step: int = step):
             plain.zero_grad()
-            loss = everyones_loss(reference, world, step)
+            loss = mean_loss(reference, world, step)
             loss.backward()
             return loss
 
@@ -105,7 +105,7 @@ def test_lbfgs_takes_the_loss_of_all(world, search, reduced: bool) -> None:
 
     def theirs():
         plain.zero_grad()
-        loss = everyones_loss(reference, world, 0)
+        loss = mean_loss(reference, world, 0)
         loss.backward()
         return loss
 
@@ -121,7 +121,7 @@ def test_a_closure_without_backward(world) -> None:
     model, optimizer, reference, plain = pair(op=hvd.Sum)
     loss_of(model, world.rank, 0).backward()
     assert optimizer.step(lambda: 7.0) == 7.0
-    (world.size * everyones_loss(reference, world, 0)).backward()
+    (world.size * mean_loss(reference, world, 0)).backward()
     plain.step()
     close(model, reference)
 
@@ -171,7 +171,7 @@ def test_a_scaler_of_mixed_precision(world) -> None:
             scaler.step(optimizer)
         scaler.update()
         plain.zero_grad()
-        other.scale(everyones_loss(reference, world, step)).backward()
+        other.scale(mean_loss(reference, world, step)).backward()
         if step == 2:
             reference[0].weight.grad[0, 0] = torch.inf
         other.unscale_(plain)
@@ -193,7 +193,7 @@ def test_schedulers_and_edits_of_options(world) -> None:
         loss_of(model, world.rank, step).backward()
         optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         plain.step()
         ours.step()
         theirs.step()
@@ -211,7 +211,7 @@ def test_state_is_saved_loaded_and_sent(world) -> None:
         loss_of(model, world.rank, step).backward()
         optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         plain.step()
     # Rank 0 has a checkpoint; the other ranks begin with other values.
     again = build(seed=world.rank + 50)
@@ -229,7 +229,7 @@ def test_state_is_saved_loaded_and_sent(world) -> None:
         loss_of(again, world.rank, step).backward()
         other.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         plain.step()
     for one, two in zip(again.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -252,7 +252,7 @@ def test_a_mismatch_fails_on_all_ranks_and_training_goes_on(world) -> None:
     loss_of(model, world.rank, 0).backward()
     optimizer.step()
     plain.zero_grad()
-    everyones_loss(reference, world, 0).backward()
+    mean_loss(reference, world, 0).backward()
     plain.step()
     close(model, reference)
 
@@ -276,7 +276,7 @@ def test_two_optimizers_of_one_loss(world) -> None:
         for optimizer in optimizers:
             optimizer.step()
         plain.zero_grad()
-        sum(everyones_loss(m, world, step) for m in reference).backward()
+        sum(mean_loss(m, world, step) for m in reference).backward()
         plain.step()
     close(models, reference)
 
@@ -299,7 +299,7 @@ def test_backward_in_several_threads(world) -> None:
             thread.join()
         optimizer.step()
         plain.zero_grad()
-        sum(everyones_loss(m, world, step) for m in reference).backward()
+        sum(mean_loss(m, world, step) for m in reference).backward()
         plain.step()
     close(models, reference)
 
@@ -397,7 +397,7 @@ def test_copies_train_on(world) -> None:
         loss_of(model, world.rank, step).backward()
         optimizer.step()
         plain.zero_grad()
-        everyones_loss(reference, world, step).backward()
+        mean_loss(reference, world, step).backward()
         plain.step()
         close(model, reference)
     close(models[0], build())

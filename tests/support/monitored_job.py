@@ -1,4 +1,4 @@
-"""Jobs with monitoring: their metrics, and the messages to `ringjax top`."""
+"""Jobs with monitoring: reads their metrics, and connects as `ringjax top` does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import leaks
 from support.launch import Job, StartJob
 from support.waiting import LONG
 
-# Rank 1 is late for every step; ends when a file is there.
+# Rank 1 is late in every step. The job ends when the file $FOLDER/end exists.
 STEPS = """
 import os, signal, sys, time
 import numpy as np
@@ -59,8 +59,8 @@ train(state)
 )
 
 
-class Watched:
-    """A job, and a folder whose files control it."""
+class MonitoredJob:
+    """A job, and the folder whose files control the job."""
 
     def __init__(self, start_job: StartJob, folder: Path) -> None:
         self._start, self.folder = start_job, folder
@@ -72,7 +72,7 @@ class Watched:
         self.job = self._start(np, script, {**given, **env}, options)
         return self.job
 
-    def trains(self) -> None:
+    def wait_until_started(self) -> None:
         """Waits until all ranks of the job have started."""
         up = [self.folder / f"up.{rank}" for rank in range(self.job.np)]
         late = leaks.settle(lambda: [str(p) for p in up if not p.exists()], 40)
@@ -91,7 +91,7 @@ class Watched:
         return found[0]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Returns sums and gauges by name, then by the values of their labels."""
+        """Returns counters and gauges by name, then by the values of their labels."""
         with urllib.request.urlopen(self.url(), timeout=LONG) as answer:
             text = answer.read().decode()
         return {
@@ -106,7 +106,7 @@ class Watched:
         }
 
     def wait_for(self, done: Callable[[dict[str, dict[str, float]]], bool]) -> Any:
-        """Returns the metrics once they fulfil a condition."""
+        """Waits until the metrics fulfil a condition, and returns them."""
         found: list[dict[str, dict[str, float]]] = [{}]
 
         def look() -> list[str]:
@@ -126,7 +126,7 @@ class Watched:
         name = f"{self.job.pid}-0.sock"
 
         def look() -> list[str]:
-            """Connects repeatedly: the file exists a moment before ringrun listens."""
+            """Tries to connect. The file exists a moment before ringrun listens."""
             try:
                 sockets.connect(place / name).close()
             except sockets.JobSocketError as error:
@@ -143,5 +143,5 @@ class Watched:
         assert not self.path_is_left()
 
     def path_is_left(self) -> bool:
-        """Returns whether a socket of ringrun is left."""
+        """Returns whether a socket file of ringrun still exists."""
         return bool(list(self.temporary.rglob("*.sock")))

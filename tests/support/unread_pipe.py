@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from support.launch import environment
 
 
-def unread(words: Sequence[str]) -> tuple[int, str]:
-    """Runs a command and returns its exit code and its standard error."""
+def run_without_reader(words: Sequence[str]) -> tuple[int, str]:
+    """Runs a command. Returns its exit code and its standard error."""
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "wb") as nobody:

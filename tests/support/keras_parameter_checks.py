@@ -1,14 +1,14 @@
-"""Tests of the check that ranks have equal variables, the same on every backend.
+"""Tests of the check that all ranks have equal variables, for every backend of Keras.
 
-tests/ranks/keras/ collects them, as those of tests/support/keras_checks.py.
+tests/ranks/keras/ collects these tests; see tests/support/keras_checks.py.
 """
 
 from __future__ import annotations
 
 import os
 
-from support.keras_checks import build, fit, hvd, keras, rows_of, share
-from support.parameters import by_the_first, look_every, said
+from support.keras_checks import all_rows, build, fit, hvd, keras, local_part
+from support.parameter_warnings import check_every, read_warnings, warning_of_rank_0
 
 __all__ = [
     "hvd",
@@ -19,8 +19,8 @@ __all__ = [
     "test_who_forgets_the_broadcast_is_told_once",
 ]
 
-# PyTorch compiles nothing here; TensorFlow also has graphs without XLA.
-WAYS = {
+# With PyTorch, Keras compiles nothing. TensorFlow also has graphs without XLA.
+COMPILE_OPTIONS = {
     "jax": [{"jit_compile": True}, {"run_eagerly": True}],
     "tensorflow": [{"jit_compile": on} for on in (True, False)]
     + [{"run_eagerly": True}],
@@ -42,47 +42,50 @@ def broadcast(model) -> None:
 def test_who_forgets_the_broadcast_is_told_once(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:
-    look_every(monkeypatch, 2)
-    x, y = (share(world, rows, 2) for rows in rows_of(world.size))
-    for options in WAYS[os.environ["KERAS_BACKEND"]]:
+    check_every(monkeypatch, 2)
+    x, y = (local_part(world, rows, 2) for rows in all_rows(world.size))
+    for options in COMPILE_OPTIONS[os.environ["KERAS_BACKEND"]]:
         model = model_of(keras, hvd, **options)
         changed = model.trainable_variables[2]
         if world.rank == world.size - 1:
             changed.assign(changed + 1)
         fit(model, x, y, 2)  # six steps, three checks
-        expected = by_the_first(world, 1, changed.path, world.size - 1)
-        assert said(capfd) == expected, options
+        expected = warning_of_rank_0(world, 1, changed.path, world.size - 1)
+        assert read_warnings(capfd) == expected, options
         broadcast(model)
         fit(model, x, y, 2)
-        assert said(capfd) == [], options
+        assert read_warnings(capfd) == [], options
         model.trainable_variables[0].assign_add(
             keras.ops.full(model.trainable_variables[0].shape, float(world.rank == 0))
         )
         fit(model, x[:4], y[:4], 2)
-        expected = by_the_first(world, 13, model.trainable_variables[0].path, 0)
-        if world.size == 2:  # with one vote each, the first rank counts as right
-            expected = by_the_first(world, 13, model.trainable_variables[0].path, 1)
-        assert said(capfd) == expected, options
+        expected = warning_of_rank_0(world, 13, model.trainable_variables[0].path, 0)
+        # Of two ranks with different values, rank 0 counts as right.
+        if world.size == 2:
+            expected = warning_of_rank_0(
+                world, 13, model.trainable_variables[0].path, 1
+            )
+        assert read_warnings(capfd) == expected, options
 
 
 def test_the_broadcast_after_the_first_step_is_in_time(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:
-    look_every(monkeypatch, 2)
-    x, y = (share(world, rows, 2) for rows in rows_of(world.size))
-    for options in WAYS[os.environ["KERAS_BACKEND"]]:
+    check_every(monkeypatch, 2)
+    x, y = (local_part(world, rows, 2) for rows in all_rows(world.size))
+    for options in COMPILE_OPTIONS[os.environ["KERAS_BACKEND"]]:
         model = model_of(keras, hvd, seed=world.rank, **options)
         fit(model, x[:2], y[:2], 2)
         broadcast(model)
         fit(model, x, y, 2)
-        assert said(capfd) == [], options
+        assert read_warnings(capfd) == [], options
 
 
 def test_each_optimizer_counts_its_own_steps(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:
-    look_every(monkeypatch, 1)
-    x, y = (share(world, rows, 2) for rows in rows_of(world.size))
+    check_every(monkeypatch, 1)
+    x, y = (local_part(world, rows, 2) for rows in all_rows(world.size))
     models = [model_of(keras, hvd, seed=world.rank) for _ in range(2)]
     for model in models:  # the optimizers have the same name
         fit(model, x[:2], y[:2], 2)
@@ -90,12 +93,12 @@ def test_each_optimizer_counts_its_own_steps(
         broadcast(model)
     for model in models:
         fit(model, x[:4], y[:4], 2)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []
 
 
 def test_no_look_if_it_is_off(world, keras, hvd, capfd, monkeypatch) -> None:
-    look_every(monkeypatch, 0)
-    x, y = (share(world, rows, 2) for rows in rows_of(world.size))
-    for options in WAYS[os.environ["KERAS_BACKEND"]]:
+    check_every(monkeypatch, 0)
+    x, y = (local_part(world, rows, 2) for rows in all_rows(world.size))
+    for options in COMPILE_OPTIONS[os.environ["KERAS_BACKEND"]]:
         fit(model_of(keras, hvd, seed=world.rank, **options), x[:6], y[:6], 2)
-    assert said(capfd) == []
+    assert read_warnings(capfd) == []

@@ -1,4 +1,4 @@
-"""Reads the warnings of ranks whose parameters differ (`RINGJAX_CHECK_PARAMETERS`)."""
+"""Reads the warnings about different parameters (`RINGJAX_CHECK_PARAMETERS`)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import replace
 
 from ringjax import eager, runtime
 
-_SAID = re.compile(r"warning: the ranks' parameters differ at \D*(\d+)[^:]*: (.*?);")
+_WARNING = re.compile(r"warning: the ranks' parameters differ at \D*(\d+)[^:]*: (.*?);")
 
 
-def look_every(monkeypatch, steps: int) -> None:
+def check_every(monkeypatch, steps: int) -> None:
     """Sets RINGJAX_CHECK_PARAMETERS to `steps` for one test."""
     config = replace(runtime.config(), check_parameters=steps)
     monkeypatch.setattr(runtime, "config", lambda: config)
 
 
-def said(capfd) -> list[tuple[int, str]]:
-    """Waits for all ranks' checks; returns each warning's step and difference."""
-    return [(int(step), what) for step, what in _SAID.findall(errors(capfd))]
+def read_warnings(capfd) -> list[tuple[int, str]]:
+    """Waits for all ranks' checks. Returns step and difference of each warning."""
+    return [(int(step), what) for step, what in _WARNING.findall(errors(capfd))]
 
 
 def errors(capfd) -> str:
-    """Waits for all ranks' checks; returns all text on standard error."""
+    """Waits for all ranks' checks. Returns all text on standard error."""
     for thread in threading.enumerate():
         if thread.name == "ringjax-tensorflow-check":
             thread.join(30)
@@ -31,8 +31,8 @@ def errors(capfd) -> str:
     return capfd.readouterr().err
 
 
-def by_the_first(world, step: int, name: str, rank: int) -> list[tuple[int, str]]:
-    """The warning that rank 0 must print if `name` differs on `rank` only.
+def warning_of_rank_0(world, step: int, name: str, rank: int) -> list[tuple[int, str]]:
+    """Returns the warning that rank 0 must print if `name` differs only on `rank`.
 
     Returns:
         A list with the step and the text on rank 0; empty on other ranks.

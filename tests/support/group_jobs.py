@@ -1,7 +1,8 @@
-"""Jobs of groups, elastic or not, whose results show which groups contributed.
+"""Jobs of groups of ranks, whose results show which groups contributed.
 
-Each group contributes 2 ** its number, so the mean of a step shows the groups in it.
-All shards of a step must come from one membership, whichever call of them failed.
+Group g contributes 2**g, so the mean of a step shows which groups contributed. All
+shards of a step must be means over one set of groups, even if one of their calls
+failed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def lines(job: Job, worker: int, word: str) -> list[list[str]]:
     return [line[1:] for line in found if line[:1] == [word]]
 
 
-def reach(job: Job, workers: set[int], steps: int, limit: float = 60) -> None:
+def wait_for_steps(job: Job, workers: set[int], steps: int, limit: float = 60) -> None:
     """Waits until each worker has made `steps` steps."""
     late = leaks.settle(
         lambda: [f"{w}" for w in workers if len(lines(job, w, "step")) < steps], limit
@@ -69,12 +70,12 @@ def reach(job: Job, workers: set[int], steps: int, limit: float = 60) -> None:
     assert not late, f"workers {late} do not come to step {steps}\n{job.logs()}"
 
 
-def joined(job: Job, worker: int) -> None:
+def wait_until_joined(job: Job, worker: int) -> None:
     missing = leaks.settle(lambda: [] if lines(job, worker, "from") else ["it"], 60)
     assert not missing, f"worker {worker} does not come\n{job.logs()}"
 
 
-def finish(job: Job, workers: set[int]) -> None:
+def finish_and_check(job: Job, workers: set[int]) -> None:
     """Ends the job. Checks that its steps are equal on all workers."""
     (job._folder / "script.py.end").touch()
     assert job.wait(60) == 0, job.logs()

@@ -1,8 +1,8 @@
-"""Hides a rank's death from ringrun until the test has seen the other ranks' reaction.
+"""Kills a rank in a way that ringrun does not notice.
 
-A second after a death, ringrun ends the other ranks, which may be too soon on a busy
-machine. The rank calls `apart`. The test calls `kill` and at the end `Job.kill` for the
-rank's parent.
+ringrun ends all other ranks a second after a rank has ended. On a busy machine, this is
+too soon for a test of the other ranks' reaction. So the rank calls `run_in_child`, and
+the test calls `kill`. At the end the test calls `Job.kill` for the rank's parent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def apart() -> None:
-    """Forks: the rank becomes a child of the process that ringrun started.
+    """Continues the rank in a fork. Call this before `init`.
 
-    Call this before `init`.
+    The process that ringrun started waits for the child, and outlives a killed child.
     """
     child = os.fork()
     if child:
