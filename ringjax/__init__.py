@@ -1,7 +1,7 @@
-"""ringjax: data-parallel training with JAX, by one line in the script.
+"""ringjax: data-parallel training with JAX, added to a training script by one line.
 
-This module has the public names and loads each when a program first uses it: `import
-ringjax` imports no framework, and the launcher never imports one.
+This module loads the module of a public name when a program first uses the name, so
+`import ringjax` imports no framework. The launcher never imports a framework.
 """
 
 from __future__ import annotations

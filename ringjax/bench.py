@@ -85,7 +85,7 @@ def tensor(
 def expected(
     collective: str, op: str, rank: int, ranks: int, count: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Returns the correct result of `rank`."""
+    """Returns the result that the collective must have on `rank`."""
     if collective == "broadcast":
         return tensor(collective, 0, ranks, count, dtype)
     inputs = (tensor(collective, r, ranks, count, dtype) for r in range(ranks))
@@ -145,8 +145,8 @@ class Bench:
     def measure(self, size: int) -> dict[str, Any]:
         """Checks and times one size. Every rank must call this.
 
-        Returns a value for each of FIELDS in the unit of UNITS; None if the collective
-        has no such value.
+        Returns a value, in the unit of UNITS, for each of FIELDS. The value is None if
+        the collective has no such field.
         """
         # Some collectives divide the array evenly: round to a multiple of the ranks.
         count = self.ranks * max(1, size // self.dtype.itemsize // self.ranks)
@@ -249,7 +249,7 @@ class Bench:
 
 
 class CopyBenchmark:
-    """Copies memory, to compare the time with the time of a collective."""
+    """Times a plain memory copy, to compare it with the time of a collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size  # the number of bytes of a copy
@@ -266,13 +266,13 @@ class CopyBenchmark:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Returns the distance of the quartiles as a share of the median."""
+    """Returns the distance between the quartiles of `times`, divided by the median."""
     low, middle, high = np.quantile(times, (0.25, 0.5, 0.75))
     return float((high - low) / middle)
 
 
 def mark(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> str:
-    """Returns the MARKS of a row, given the rows before it."""
+    """Returns the signs of MARKS that apply to a row, given the rows above it."""
     faster = any(row["median"] < _FASTER * other["median"] for other in before)
     return ("*" if row["spread"] > NOISY else "") + ("^" if faster else "")
 

@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class HorovodVariable:
-    """A variable of Horovod that sets a field."""
+    """An environment variable of Horovod that sets a field of `Config`."""
 
     name: str  # the part after HOROVOD_
     parse: Parser  # may return None for a text that does not set the field
@@ -406,7 +406,7 @@ class Config:
 
 
 def variables(field: dataclasses.Field[object]) -> tuple[str, ...]:
-    """Returns the environment variables of a field. The first that is set counts."""
+    """Returns the environment variables of a field, in the order of precedence."""
     return tuple(name for name, _ in _readings(field))
 
 

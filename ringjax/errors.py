@@ -1,4 +1,4 @@
-"""The exceptions of ringjax, and the translation of other errors to them.
+"""The exceptions of ringjax, and functions that make them from a framework's errors.
 
 These exceptions are failures at run time, on this rank or on another rank. Wrong
 arguments raise ValueError or TypeError before anything is sent. A compiled program or
@@ -15,7 +15,7 @@ from typing import Protocol
 
 # The command that prints the section of docs/troubleshooting.md about a class.
 HELP = "ringjax explain"
-# The text of every Fenced contains this part, by which `from_code` recognizes it.
+# Every `Fenced` error contains this text, by which `from_code` recognizes the error.
 FENCED = "was declared lost and must not go on"
 
 # "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): <problem>"
@@ -25,7 +25,7 @@ _CALL = re.compile(
     r"(?: '(.*?)')?(?=[ :])"
 )
 _LEAF = re.compile(r"\brank \d+ sent '(.*?)' ")
-# ringjax's status codes for TensorFlow's codes; the remaining codes are ambiguous.
+# TensorFlow's status code -> ringjax's code. TensorFlow's other codes are ambiguous.
 _TENSORFLOW_CODES = {3: "INVALID_ARGUMENT", 4: "DEADLINE_EXCEEDED", 9: "MISMATCH"}
 
 
@@ -67,7 +67,7 @@ class RingjaxError(RuntimeError):
 
     @property
     def tensor(self) -> str:
-        """The name of the tensor, with the leaf about which ranks disagree; or ""."""
+        """The name of the tensor and of the mismatched leaf; "" if neither is known."""
         found = _CALL.search(str(self))
         leaf = _LEAF.search(str(self), found.end()) if found else None
         named = (found[2] if found else None, leaf[1] if leaf else None)
@@ -91,15 +91,15 @@ class PeerLost(RingjaxError):
 
 
 class Fenced(PeerLost):
-    """This rank was declared lost and must not continue. The other ranks continue."""
+    """This rank was declared lost and must stop. The other ranks continue."""
 
 
 class Mismatch(RingjaxError):
-    """Ranks disagree about an operation. All ranks raise it; the job stays usable."""
+    """Ranks disagree about an operation. All ranks raise this; the job stays usable."""
 
 
 class Stalled(RingjaxError):
-    """A live rank did not take part within the time allowed.
+    """A live rank did not take part in an operation within the time allowed.
 
     Attributes:
         rank: the first late rank, -1 if it is not known.
@@ -125,7 +125,7 @@ class NotInitialized(RingjaxError):
 
 
 class StartupError(RingjaxError):
-    """The ranks could not join the job; the text names the missing ranks and why."""
+    """The ranks could not join the job; the text names missing ranks and the cause."""
 
 
 class OutOfDescriptors(StartupError):
@@ -163,9 +163,10 @@ class LaunchError(RingjaxError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Ranks join or leave: the training function starts again with its current state.
+    """Ranks join or leave the job, so the training function must start again.
 
-    This is no failure, and therefore no RingjaxError. Elastic training catches it.
+    The function starts again with its current state. This is no failure, and therefore
+    no RingjaxError. Elastic training catches it.
 
     Attributes:
         skip_sync: whether ranks only leave, so that the remaining ranks have equal
@@ -181,14 +182,14 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod's error for a framework of another version than at its installation.
+    """Horovod's error for a framework of another version than Horovod was compiled for.
 
     ringjax is not compiled against frameworks, so it does not raise this error.
 
     Attributes:
         name: the framework.
         version: the version found now.
-        installed_version: the version at the installation.
+        installed_version: the version for which Horovod was compiled.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
@@ -223,7 +224,7 @@ def from_code(code: str, message: str, rank: int = -1) -> RingjaxError:
 
 
 def from_status(exc: StatusLike) -> RingjaxError:
-    """Returns the exception for an error of the native core. Raise it `from exc`."""
+    """Returns the exception for an error of the native core, to raise `from exc`."""
     return from_code(exc.code, str(exc), exc.rank)
 
 

@@ -21,7 +21,7 @@ _LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)", re.DOTALL)
 
 
 def _page() -> str:
-    """Returns the text of the page in the installation, or in a checkout."""
+    """Returns the text of docs/troubleshooting.md, installed or from a checkout."""
     installed = Path(__file__).with_name(_PAGE)
     checkout = Path(__file__).parents[1] / "docs" / _PAGE
     return (installed if installed.exists() else checkout).read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def _plain(text: str) -> str:
 
 
 def _points(body: str, line: str) -> Iterator[str]:
-    """Yields the list items of a section whose quoted words are all in `line`."""
+    """Yields the list items of a section of which `line` contains all quoted words."""
     for point in _POINT.findall(body):
         words = _WORDS.findall(point.partition(":")[0] or point)
         if words and all(word in line for word in words):
@@ -68,7 +68,7 @@ def explain(line: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry point of the command. Returns 1 if the page does not have the error."""
+    """Entry point of the command. Returns 1 if the page has no help for the error."""
     line = " ".join(argv)
     if line and line not in ("-h", "--help") and (text := explain(line)):
         with stdout.until_closed():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ringjax.errors import RingjaxError
 
-# name -> the state of the process at the point
+# name of a point -> state of the process when it passes the point
 POINTS = {
     "recovery.halted": "all calls of an epoch were stopped; progress is not reported",
     "recovery.reported": "the progress of all calls was sent to the coordinator",
@@ -54,7 +54,7 @@ NATIVE = (
 )
 
 
-# name -> default number
+# name of an action -> its argument if RINGJAX_FAILPOINTS states no argument
 ACTIONS = {"kill": 0, "exit": 1, "sleep": 1, "error": 0, "eof": 0, "enospc": 0}
 _ENTRY = re.compile(
     r"(?P<point>[a-z.]+)=(?P<action>[a-z]+)(\((?P<number>[0-9.]{1,9})\))?"

@@ -1,4 +1,4 @@
-"""Reductions: how the values of all ranks are combined. Horovod's names and numbers.
+"""Reductions, which combine the values of all ranks. Names and codes are Horovod's.
 
 This module imports no framework, so that launchers and other tools may use the names.
 """
@@ -11,7 +11,7 @@ __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
 
 class ReduceOp(enum.IntEnum):
-    """A reduction. The numbers are Horovod's."""
+    """A reduction. The values are the codes that Horovod uses."""
 
     Average = 0
     Sum = 1
@@ -30,7 +30,7 @@ Product = ReduceOp.Product
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Returns the least number of bytes on the busiest link for each byte of a tensor.
+    """Returns how many bytes the busiest link carries, at best, per byte of a tensor.
 
     Example:
         >>> bus_factor("allreduce", 4)

@@ -1,8 +1,8 @@
 """`allreduce_grads`: the optax transformation that makes an optimizer data-parallel.
 
 This module decides at trace time which gradients are sent together, in which order, and
-whether they overlap with the backward pass. `xla/gradient_allreduce.py` has the
-collective itself, and `xla/buckets.py` assigns gradients to buckets.
+whether communication overlaps with the backward pass. `xla/gradient_allreduce.py`
+implements the collective, and `xla/buckets.py` assigns gradients to buckets.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PyTree = Any
 """A tree of arrays: any nesting of containers that JAX knows."""
 
 _FUNCTION = "allreduce_grads"  # the name in error messages
-# Functions that optimizers call, as (name of the argument, values that the optimizers
-# pass after the parameters, a function that is correct on several ranks).
+# Functions that optimizers call: (name of the argument, values that the optimizer
+# passes after the parameters, an example that is correct on several ranks).
 _CALLBACKS: tuple[tuple[str, tuple[int, ...], str], ...] = (
     ("value_fn", (), "lambda p: ringjax.allreduce(loss(ringjax.allreduce(p)))"),
     ("grad_fn", (0,), "lambda p, _: ringjax.allreduce(jax.grad(loss)(p))"),
@@ -54,7 +54,7 @@ _warned = False  # True if this process has printed _USE_WEIGHTED_LOSS as a warn
 
 
 class AllreduceState(NamedTuple):
-    """State of `allreduce_grads`.
+    """State of the transformation `allreduce_grads`.
 
     Attributes:
         seq: uint32[1], the number of the next update. Consecutive updates depend on
@@ -236,7 +236,7 @@ def allreduce_grads(
                 _check_weighted_loss(arrays, communicator.rank)
             # One call sums the weights and the gradients, so that both sums are over
             # the same ranks even if a rank is lost. The weight is known before the
-            # backward pass, so it is the first in the order of readiness.
+            # backward pass, so put its index first into `order`.
             arrays, names = weights.weight_arrays(arrays, own), (*names, "weight")
             order = order and [len(order), *order]
         seq = _check_parameters(
@@ -249,7 +249,8 @@ def allreduce_grads(
             config=config,
             name=name,
         )
-        # A setting of 0 means one gradient per bucket. A limit of one byte does that.
+        # A setting of 0 means one gradient per bucket, which a limit of one byte
+        # achieves.
         setting = trials.active_setting() or config
         limit = bucket_bytes or setting.bucket_bytes or 1
         out, seq = gradient_allreduce.bucketed_allreduce(

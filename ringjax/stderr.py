@@ -1,7 +1,7 @@
-"""Writes lines to standard error from any thread, and drops lines on an error.
+"""Writes lines to standard error from any thread, and ignores errors.
 
-A full disk, a closed pipe, or a notebook that has replaced `sys.stderr`, must not end a
-thread.
+Writing to a full disk, to a closed pipe, or to the `sys.stderr` of a notebook must not
+end the thread with an exception.
 """
 
 from __future__ import annotations

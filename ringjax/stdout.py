@@ -1,4 +1,4 @@
-"""Output of commands to a pipe whose reader may end early, such as `| head`."""
+"""Commands print to pipes whose reader may close early, such as `| head`."""
 
 from __future__ import annotations
 

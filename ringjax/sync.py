@@ -38,7 +38,7 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., object]] = {
 
 
 def _allows_transfers(function: _Function) -> _Function:
-    """Disables JAX's transfer guard in a function that moves values on purpose."""
+    """Makes JAX's transfer guard allow the transfers that `function` needs."""
     guarded: _Function = jax.transfer_guard("allow")(function)
     return guarded
 
@@ -125,7 +125,7 @@ def _flatten(tree: object) -> tuple[dict[str, Any], Any]:
 def _between_groups(
     process_set: runtime.ProcessSet, root_rank: int
 ) -> tuple[runtime.ProcessSet, int]:
-    """Replaces the set of all ranks, and the root, in a job of groups.
+    """Replaces the default process set, and its root, in a job of process groups.
 
     The new set is this rank's replica set, and the new root is the rank of that set
     that is in the root's group.
@@ -304,7 +304,7 @@ def allreduce_metrics(
 
 
 class _SyncLeaf(NamedTuple):
-    """A leaf as an array that can be sent."""
+    """A leaf of a tree of parameters, converted to an array that can be sent."""
 
     array: _Array | None  # None: the leaf is not sent, and every rank keeps its own
     kind: str  # a text that must be equal on all ranks
@@ -341,7 +341,7 @@ def _pack(what: str, path: str, leaf: object, eager: bool) -> _SyncLeaf:
 
 
 def _can_stay(leaf: object) -> bool:
-    """Returns whether each rank may keep its leaf: it has a text, and no numbers."""
+    """Returns whether the leaf is not sent: a function, or an object without arrays."""
     if is_named_callable(leaf):
         return True
     holds = ("__array__", "__dlpack__", "dtype", "state_dict")
@@ -363,8 +363,9 @@ def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _SyncLeaf:
     as_before = _restorer(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         leaf = np.asarray(leaf, dtype.newbyteorder("="))
-    # Decide by the dtype alone, because one rank may have NumPy arrays and another rank
-    # JAX arrays. `dtype.kind` does not suffice: that of float8_e5m2 is "f", too.
+    # Decide by the dtype alone, because the leaf may be a NumPy array on one rank and a
+    # JAX array on another. `dtype.kind` is not enough: the kind of float8_e5m2 is "f",
+    # too.
     known = dtype.name in dtypes.NUMBERS
     if known and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype:
         return _SyncLeaf(leaf, kind, as_before)
@@ -372,7 +373,7 @@ def _pack_array(what: str, path: str, leaf: _Array, eager: bool) -> _SyncLeaf:
 
 
 def _pack_traced(array: jax.Array, kind: str) -> _SyncLeaf:
-    """Packs an array. Casts it to a larger type if its own type cannot be sent."""
+    """Packs a JAX array; casts it to a larger dtype if its own cannot be sent."""
     sent, restore = arguments.to_sendable(array) or (array, lambda out: out)
     return _SyncLeaf(sent, kind, restore)
 
@@ -452,7 +453,7 @@ def _reduce(
             weighted = weights.reshape(-1, *[1] * (stack.ndim - 1)) * stack
             out = np.asarray(weighted.sum(axis=0) / weights.sum())
         return out if out.ndim else out.item()
-    # As objects, integers are Python's, which do not overflow.
+    # In an object array, integers are Python's, which do not overflow.
     exact = stack.astype(object) if stack.dtype.kind in "iu" else stack
     out = np.asarray(_REDUCTIONS[op](exact, axis=0))
     return out.astype(stack.dtype) if out.ndim else out.item()

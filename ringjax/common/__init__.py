@@ -1,1 +1,1 @@
-"""Horovod's module paths of shared classes and functions; they only import them."""
+"""Modules at Horovod's paths; they import shared classes and functions of ringjax."""

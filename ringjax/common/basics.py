@@ -1,4 +1,4 @@
-"""Horovod's module path of `HorovodBasics`; it only imports the class."""
+"""Makes `HorovodBasics` importable from the module path that Horovod uses."""
 
 from ringjax.horovod.basics import HorovodBasics
 

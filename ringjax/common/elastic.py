@@ -1,4 +1,4 @@
-"""Horovod's module path of elastic states; it only imports them."""
+"""Makes the classes of elastic states importable from Horovod's module path."""
 
 from ringjax.elastic import ObjectState as ObjectState
 from ringjax.elastic import State as State

@@ -1,4 +1,4 @@
-"""Horovod's module path of its exceptions; it only imports them."""
+"""Makes the exceptions that Horovod names importable from Horovod's module path."""
 
 from ringjax.errors import HorovodInternalError as HorovodInternalError
 from ringjax.errors import HorovodVersionMismatchError as HorovodVersionMismatchError

@@ -1,4 +1,4 @@
-"""Horovod's module path of process sets; it only imports them."""
+"""Makes the functions of process sets importable from Horovod's module path."""
 
 from ringjax.runtime import ProcessSet as ProcessSet
 from ringjax.runtime import add_process_set as add_process_set

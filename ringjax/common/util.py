@@ -1,4 +1,4 @@
-"""Horovod's module path of its helper functions; it only imports them."""
+"""Makes the helper functions that Horovod has importable from Horovod's module path."""
 
 from ringjax.horovod.functions import ccl_built as ccl_built
 from ringjax.horovod.functions import check_extension as check_extension

@@ -1,4 +1,4 @@
-"""Data for each rank: shards of datasets, samplers of indices, loaders with a thread.
+"""Distributes data over ranks: shards of datasets, samplers, prefetching loaders.
 
 The package works with tf.data, grain, PyTorch and plain iterators, and imports no
 framework until a program uses `even_steps`, which needs JAX. When ranks join or leave

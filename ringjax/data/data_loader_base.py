@@ -1,4 +1,4 @@
-"""Horovod's loaders: a program defines the batches, and a thread reads them ahead.
+"""Horovod's data loaders, which can prepare batches ahead of time in a thread.
 
 The module has Horovod's path and names. A program defines `_iterate` of its loader.
 """
@@ -42,12 +42,12 @@ class BaseDataLoader(abc.ABC):
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Converts a batch that the loader then yields. Trainers may override this."""
+        """Converts a batch before the loader yields it. Trainers may override this."""
         return batch
 
 
 class _Epoch(Generic[_T]):
-    """Reads one epoch into a queue, in a daemon thread that does not delay the exit."""
+    """Reads the batches of one epoch into a queue, in a daemon thread."""
 
     def __init__(self, batches: Iterator[_T], size: int) -> None:
         self._batches = batches
@@ -85,8 +85,9 @@ class _Epoch(Generic[_T]):
         """Ends the thread, and drops the batches in the queue."""
         self._closed.set()
         while self._thread.is_alive():
-            # The thread may wait for space in the queue several times, until it checks
-            # the event.
+            # The thread checks the event only after it has put a batch into the queue.
+            # Empty the queue repeatedly, because the thread may be blocked by a full
+            # queue.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()

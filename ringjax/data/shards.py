@@ -82,10 +82,11 @@ def shard(
 
 
 def _shard_tf_data(dataset: Any, count: int, index: int, uneven: Uneven) -> Any:
-    """Shards a dataset of tf.data whose elements have equal shapes."""
+    """Returns a shard of a tf.data dataset whose elements have equal shapes."""
     nest = sys.modules["tensorflow"].nest
     if uneven == "repeat":
-        # `batch` below drops an incomplete last round: append elements to complete it.
+        # `batch` below drops an incomplete last round, so append elements that complete
+        # it.
         dataset = dataset.concatenate(dataset.repeat().take(count - 1))
 
     def own_element(*parts: Any) -> Any:
@@ -123,7 +124,7 @@ class _Selection:
 
 
 class _Shard(Generic[_T]):
-    """Elements of an iterable, which is read in rounds of one element per rank."""
+    """This rank's elements of an iterable: one element of each round of all ranks."""
 
     def __init__(
         self, dataset: Iterable[_T], count: int, index: int, uneven: Uneven
@@ -146,8 +147,8 @@ class _Shard(Generic[_T]):
             if len(first) < count:
                 first.append(element)
             round_.append(element)
-            # Yield only after a whole round: "drop" must not yield elements of an
-            # incomplete round, and whether a round is complete is not known earlier.
+            # Yield an element only when its round is complete: with "drop", the
+            # elements of an incomplete last round must not be yielded.
             if len(round_) == count:
                 yield round_[index]
                 round_ = []

@@ -68,10 +68,11 @@ def even_steps(
     has_any = batch is not _NOTHING
     length = _length(batches)
     members = process_set.ranks
-    # For a rank outside of the set, the allreduce below raises the error.
+    # A rank outside of `process_set` uses 0: the allreduce below raises the error for
+    # it.
     position = members.index(runtime.rank()) if runtime.rank() in members else 0
-    # In an elastic job, the rank with most batches may be lost, so the number of steps
-    # is unknown. The maximum of `first_here` belongs to the first rank with a batch.
+    # In an elastic job, the rank with the most batches may be lost, so the number of
+    # steps is unknown. `first_here` is largest on the first rank that has a batch.
     unknown_here = length < 0 or runtime.elastic()
     first_here = has_any and len(members) - position
     numbers = (length, unknown_here, first_here, not has_any)
@@ -101,7 +102,7 @@ def even_steps(
 
 
 def _maxima(*numbers: int, process_set: runtime.ProcessSet) -> list[int]:
-    """Returns the maximum of each number over all ranks."""
+    """Returns the maximum over all ranks for each of `numbers`."""
     maxima: list[int] = eager.allreduce(
         np.array(numbers, np.int64), ReduceOp.Max, name=_NAME, process_set=process_set
     ).tolist()
@@ -109,7 +110,7 @@ def _maxima(*numbers: int, process_set: runtime.ProcessSet) -> list[int]:
 
 
 def _length(batches: Iterable[Any]) -> int:
-    """Returns the length; -1 if it is unknown, or if `__len__` raises a TypeError."""
+    """Returns the length of `batches`, or -1 if the length is unknown."""
     try:
         return len(batches) if isinstance(batches, Sized) else -1
     except TypeError:
@@ -139,7 +140,7 @@ def _rows(batch: Any) -> int:
 
 
 def _filled(batch: Any, example: Any, rows: int) -> tuple[Any, Mask]:
-    """Fills a batch to `rows` rows. Returns it, and a mask of the rows that count."""
+    """Returns a batch filled to `rows` rows, and a mask of the rows that count."""
     count = 0 if batch is None else _rows(batch)
     if count > rows:
         raise ValueError(

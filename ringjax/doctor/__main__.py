@@ -1,4 +1,4 @@
-"""`python -m ringjax.doctor` is `ringjax doctor`."""
+"""Makes `python -m ringjax.doctor` run the command `ringjax doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of all checks, with the most frequent causes of problems first.
+"""The table of all checks, sorted by how often their problems occur.
 
 To add a check, write a function and a row of the table. There are two kinds:
 
@@ -25,7 +25,7 @@ OfJob = Callable[[JobContext], Iterator[tuple[str, Finding]]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table: a name, and functions of one or both kinds."""
+    """A row of the table: the name of a check, and its functions for hosts and jobs."""
 
     name: str
     of_host: OfHost | None = None
@@ -60,7 +60,7 @@ CHECKS = (
 
 
 def on_host(host: HostContext) -> dict[str, list[Finding]]:
-    """Runs the host checks on this host; returns the findings by check."""
+    """Runs all host checks on this host. Returns the findings by name of the check."""
     found = {}
     for check in CHECKS:
         if check.of_host is not None:

@@ -1,4 +1,4 @@
-"""`ringjax doctor`: the command line, and the order of the checks."""
+"""The command line of `ringjax doctor`, which also decides the order of the checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ seconds. The exit code is 1 if there is a FAIL, and 2 if no check could run.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the parser. Options with ringrun's names have ringrun's meanings."""
+    """Makes the parser. Options that ringrun has, too, have ringrun's meaning."""
     found = argparse.ArgumentParser(
         prog="ringjax doctor",
         description="Check whether a job would start and run well here.",
@@ -53,11 +53,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
-    """Returns the hosts with the numbers of ranks that a job would have there."""
+    """Returns the hosts of the job, each with the number of ranks it would run."""
     variables = environ.inherited()
     found = requested_hosts(args.hosts, args.hostfile, variables, args.np)
     if found is None:
-        # The first job of a user probably has two ranks, if there are two CPUs.
+        # A user's first job probably has two ranks, if this machine has two CPUs.
         usual = max(1, min(2, len(os.sched_getaffinity(0))))
         return [slots.HostSlots("localhost", args.np or usual)]
     if args.np is None:
@@ -69,7 +69,7 @@ def _places(args: argparse.Namespace) -> list[slots.HostSlots]:
 
 
 def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[str]:
-    """Returns the options with which ringrun starts the trial."""
+    """Returns the options of the ringrun command that starts the trial job."""
     words = ["-np", str(sum(host.slots for host in places))]
     if args.hosts or args.hostfile:
         each = (f"[{h.name}]" if ":" in h.name else h.name for h in places)
@@ -89,7 +89,7 @@ def _words(args: argparse.Namespace, places: Sequence[slots.HostSlots]) -> list[
 
 
 def examine(args: argparse.Namespace) -> tuple[list[Row], JobContext]:
-    """Runs the checks of all hosts and of the job; if none has failed, a trial."""
+    """Runs the checks of hosts and of the job, then a trial job if no check failed."""
     variables, places = environ.inherited(), _places(args)
     changes = {}
     if args.network_interfaces:

@@ -1,6 +1,6 @@
-"""Findings of checks, the inputs of checks, and the output for the user.
+"""Inputs and findings of the checks, and the formatting of findings for the user.
 
-Hosts exchange these records, without `HostContext.environ`, as JSON.
+Hosts exchange the inputs and findings, without `HostContext.environ`, as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """The command that prints the section `help`, if there is one."""
+        """The command that prints the section `help` of the documentation, or ""."""
         return f"{HELP} {self.help}" if self.help else ""
 
     def as_json(self) -> dict[str, str]:
@@ -51,17 +51,17 @@ def ok(text: str) -> Finding:
 
 
 def warn(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Returns a warning: a job runs, but is slow, or other libraries would fail."""
+    """Makes a warning: a job runs, but is slow, or other libraries would fail."""
     return Finding(WARN, text, mend, help_)
 
 
 def fail(text: str, mend: str, help_: str = "doctor") -> Finding:
-    """Returns a failure: a job would not start, or would run on the wrong hosts."""
+    """Makes a failure: a job would not start, or would run on the wrong hosts."""
     return Finding(FAIL, text, mend, help_)
 
 
 def count(number: int, what: str) -> str:
-    """Formats a number with a noun, in the plural if needed.
+    """Formats `number` with the noun `what`, in the plural if needed.
 
     Example:
         >>> count(1, "rank"), count(2, "rank")
@@ -71,7 +71,7 @@ def count(number: int, what: str) -> str:
 
 
 class InterfaceFacts(TypedDict):
-    """A network interface. An mtu of 0 means that the mtu is unknown."""
+    """A network interface of a host. An `mtu` of 0 means that the mtu is unknown."""
 
     addresses: list[str]
     mtu: int
@@ -96,12 +96,12 @@ class Facts(TypedDict, total=False):
 
 
 class Call(TypedDict, total=False):
-    """The result of a connection to one address of another host.
+    """The result of connecting to one address of another host.
 
-    After an error only the first two keys are set.
+    If the connection failed, only the first two keys are set.
 
     Attributes:
-        source: address of this host on the connection.
+        source: this host's address of the connection.
         large: whether many consecutive full packets arrive.
         offset: seconds by which the clock of the other host is ahead, with an error of
             at most half of `round_trip`, the duration of the shortest round trip.
@@ -117,7 +117,7 @@ class Call(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class HostContext:
-    """The input of a host check.
+    """The description of a host and its job, which a host check receives.
 
     Attributes:
         name: name of the host in -H.
@@ -141,7 +141,7 @@ class HostContext:
 
 @dataclass(kw_only=True)
 class HostReport:
-    """The report of one host.
+    """The report that one host has sent to the survey.
 
     Attributes:
         facts: facts about the host; empty if the survey did not reach the host.
@@ -162,7 +162,7 @@ class HostReport:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The input of a job check.
+    """The reports of all hosts, which a job check receives.
 
     Attributes:
         reports: the reports by host, in the order of -H.
@@ -174,7 +174,7 @@ class JobContext:
 
     @property
     def reached(self) -> list[HostReport]:
-        """The reports of hosts that the survey has reached."""
+        """The reports of the hosts that the survey has reached."""
         return [report for report in self.reports.values() if report.facts]
 
 
@@ -186,7 +186,7 @@ def worst(rows: Iterable[Row]) -> str:
 
 
 def _merge_hosts(rows: Iterable[Row], hosts: int) -> list[Row]:
-    """Merges rows with equal findings; the new row names their hosts."""
+    """Merges rows that differ only in their host; the new row names all their hosts."""
     found: dict[tuple[str, Finding], list[str]] = {}
     for check, host, finding in rows:
         found.setdefault((check, finding), []).append(host)
@@ -199,7 +199,7 @@ def _merge_hosts(rows: Iterable[Row], hosts: int) -> list[Row]:
 
 
 def table(rows: list[Row], job: JobContext, *, colour: bool) -> str:
-    """Returns the output: a line for each finding, and a table of versions."""
+    """Returns the printed output: a line for each finding, and a table of versions."""
     merged = _merge_hosts(rows, len(job.reports))
     width = max((len(check) for check, *_ in merged), default=0)
     place = max((len(host) for _, host, _ in merged), default=0)
@@ -220,14 +220,14 @@ def table(rows: list[Row], job: JobContext, *, colour: bool) -> str:
 
 
 def differing_versions(hosts: Sequence[HostReport]) -> list[str]:
-    """Returns the titles of versions that are not equal on all hosts."""
+    """Returns the titles of the software whose versions differ between hosts."""
     versions = [report.facts["versions"] for report in hosts]
     titles = dict.fromkeys(title for found in versions for title in found)
     return [t for t in titles if len({found.get(t) for found in versions}) > 1]
 
 
 def _version_lines(job: JobContext) -> list[str]:
-    """Returns a table of versions, with a star at versions unlike the first host's."""
+    """Returns a table of versions, with a star where a host differs from the first."""
     hosts = job.reached
     if len(hosts) < 2:
         return []
@@ -259,7 +259,7 @@ def _summary(rows: Iterable[Row]) -> str:
 
 
 def as_dict(rows: list[Row], job: JobContext) -> Mapping[str, object]:
-    """Returns the output of --json: `status`, `checks`, and `versions` by host."""
+    """Returns the JSON output: `status`, `checks`, and `versions` by host."""
     return {
         "status": worst(rows),
         "checks": [

@@ -1,9 +1,9 @@
-"""The probe of one host: `python -m ringjax.doctor.host_probe FD`, started by an agent.
+"""Probe of one host: `python -m ringjax.doctor.host_probe FD`, started by an agent.
 
-The probe reads an order from standard input, and writes a reply to descriptor FD, each
-as a line of JSON. After the order "look" the probe runs the checks of its host, and
-serves connections of other hosts until it is killed. After the order "call" the probe
-connects to all other hosts.
+The probe reads an order from standard input, and writes a reply to the file descriptor
+FD, each as a line of JSON. After the order "look" the probe runs the checks of its
+host, and serves connections of other hosts until the agent kills the probe. After the
+order "call" the probe connects to all other hosts.
 
 The server listens on a free port of every address, as ranks do, and replies only to
 peers that send the token of this survey. Probes exchange no data of the user.
@@ -44,7 +44,7 @@ _TUNNELS = ("tun", "wg", "tailscale", "ppp", "zt", "utun")
 
 
 class ProbeServer:
-    """A server that replies to probes of other hosts, in daemon threads."""
+    """A server that accepts connections from the probes of other hosts, in threads."""
 
     def __init__(self, token: str, interfaces: str = "") -> None:
         self._token = token.encode()
@@ -87,7 +87,7 @@ def _receive(sock: socket.socket, size: int) -> bytes:
 
 
 def probe(place: tuple[str, int], token: str) -> Call:
-    """Connects to the server of another host, and measures the connection."""
+    """Connects to the probe server of another host, and measures the connection."""
     found: Call = {"address": place[0], "error": ""}
     try:
         with addresses.connect(place, _CONNECT_TIMEOUT) as sock:
@@ -106,7 +106,7 @@ def probe(place: tuple[str, int], token: str) -> Call:
 
 
 def _compare_clocks(sock: socket.socket) -> tuple[float, float]:
-    """Returns the clock offset and the duration of the shortest round trip."""
+    """Returns the offset of the peer's clock, and the shortest round-trip time."""
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_ROUNDS):
         sent = time.time()
@@ -129,7 +129,7 @@ def _passes_large(sock: socket.socket) -> bool:
 def probe_all(
     others: Mapping[str, Sequence[tuple[str, int]]], token: str
 ) -> dict[str, list[Call]]:
-    """Probes every address of every other host, up to 32 addresses at a time."""
+    """Connects to every address of every other host, up to 32 addresses at a time."""
     with ThreadPoolExecutor(32) as pool:
         running = {
             name: [pool.submit(probe, (place[0], place[1]), token) for place in places]
@@ -139,7 +139,7 @@ def probe_all(
 
 
 def _machine() -> str:
-    """Returns an id of the running kernel and of its network namespace."""
+    """Returns an id of this machine: the boot id, and the network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -159,7 +159,7 @@ def _interfaces() -> dict[str, InterfaceFacts]:
 
 
 def _mtu(name: str) -> int:
-    """Returns the largest size of a packet in bytes, or 0 if it is unknown."""
+    """Returns the mtu of an interface, the largest packet in bytes; 0 if unknown."""
     try:
         return int((_NET / name / "mtu").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Checks of the limits of a host, and of memory that ranks of a host share."""
+"""Checks the resource limits of a host, and memory sharing between its ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHM = Path("/dev/shm")
 _LEAST_SHM = 256 << 20  # bytes that /dev/shm should have; in Docker it has 64 MiB
 _PAIR = 4 << 20  # bytes that two ranks share
 _SET_PTRACER = 0x59616D61  # PR_SET_PTRACER, see Documentation/admin-guide/LSM/Yama.rst
-# A program that reads the memory of its parent, as a rank reads that of another rank.
+# A program that reads its parent's memory, as a rank reads the memory of another rank.
 _READ = """
 import ctypes, os, sys
 fields = [("at", ctypes.c_void_p), ("size", ctypes.c_size_t)]
@@ -48,7 +48,7 @@ if libc.process_vm_readv(int(sys.argv[1]), *arguments) != 8:
 
 
 def descriptors(host: HostContext) -> Iterator[Finding]:
-    """Checks that a rank may open enough descriptors for all other ranks."""
+    """Checks that a rank may open enough file descriptors to connect to all ranks."""
     needed = 256 + _DESCRIPTORS * (host.size - 1)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if open_files.raise_limit(needed):
@@ -61,7 +61,7 @@ def descriptors(host: HostContext) -> Iterator[Finding]:
 
 
 def address_space(host: HostContext) -> Iterator[Finding]:
-    """Checks for a limit of the address space, of which XLA and CUDA map much."""
+    """Checks the limit of the address space, of which XLA and CUDA reserve much."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < _ADDRESSES:
         text = f"limited to {limit >> 20} MiB (ulimit -v), which XLA and CUDA exceed"
@@ -69,11 +69,11 @@ def address_space(host: HostContext) -> Iterator[Finding]:
 
 
 def processes(host: HostContext) -> Iterator[Finding]:
-    """Checks how many threads this user and this control group may still start."""
+    """Checks how many more threads this user and this control group may start."""
     needed = _THREADS * host.ranks
     user = os.geteuid()
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    # The limit does not apply to root.
+    # The kernel does not apply this limit to root.
     if limit != resource.RLIM_INFINITY and user != 0:
         rest = max(0, limit - _threads_of(user))
         if rest < needed:
@@ -87,7 +87,7 @@ def processes(host: HostContext) -> Iterator[Finding]:
 
 
 def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
-    """Returns how many threads the strictest control group still allows."""
+    """Returns the smallest number of threads that a control group still allows."""
 
     def left(folder: Path, version: int) -> float:
         most = int((folder / "pids.max").read_text())
@@ -97,7 +97,7 @@ def threads_left(root: Path = Path("/")) -> tuple[float, Path]:
 
 
 def quota(root: Path = Path("/")) -> tuple[float, Path]:
-    """Returns the number of CPUs that the strictest control group gives."""
+    """Returns the smallest number of CPUs that a control group allows."""
 
     def share(folder: Path, version: int) -> float:
         if version == 2:
@@ -113,10 +113,10 @@ def quota(root: Path = Path("/")) -> tuple[float, Path]:
 def _strictest(
     root: Path, controller: str, read: Callable[[Path, int], float]
 ) -> tuple[float, Path]:
-    """Returns the least value of the control groups of this process, and its folder.
+    """Returns the smallest value of this process's control groups, and its folder.
 
     The value is infinity if no control group has a limit. Tests replace `root`, the
-    folder with /proc and the control groups.
+    folder that contains /proc and the control groups.
     """
     least, where = float("inf"), root
     for folder, version in machine_memory.cgroups(root, controller):
@@ -136,7 +136,7 @@ def _threads_of(user: int) -> int:
 
 
 def cpus(host: HostContext) -> Iterator[Finding]:
-    """Checks that affinity and the control group's quota give each rank a CPU."""
+    """Checks that CPU affinity and control groups allow each rank one CPU."""
     here = len(os.sched_getaffinity(0))
     share, group = quota()
     ranks = count(host.ranks, "rank")
@@ -156,7 +156,7 @@ def cpus(host: HostContext) -> Iterator[Finding]:
 
 
 def memory(host: HostContext) -> Iterator[Finding]:
-    """Checks that the free memory suffices for all ranks, without their models."""
+    """Checks that all ranks fit into the free memory, not counting their models."""
     left = machine_memory.available()
     text = f"{left >> 20} MiB for {count(host.ranks, 'rank')}"
     mend = f"ringrun -np {left // _RANK}" if left >= _RANK else "free -m; ulimit -a"
@@ -174,7 +174,7 @@ _PLACES = ("/dev/shm", "$HOME")  # folders to suggest for temporary files
 
 
 def temporary_files(host: HostContext) -> Iterator[Finding]:
-    """Checks that programs can make temporary files, as XLA and Triton do."""
+    """Checks that programs can create temporary files, as XLA and Triton do."""
     try:
         with tempfile.NamedTemporaryFile() as file:
             free = shutil.disk_usage(file.name).free
@@ -196,7 +196,7 @@ def temporary_files(host: HostContext) -> Iterator[Finding]:
 
 
 def dev_shm(host: HostContext) -> Iterator[Finding]:
-    """Checks the room in /dev/shm, which NCCL and PyTorch's loaders need.
+    """Checks the free space in /dev/shm, which NCCL and PyTorch's data loaders need.
 
     ringjax itself uses memfds and not /dev/shm.
     """
@@ -221,7 +221,7 @@ def dev_shm(host: HostContext) -> Iterator[Finding]:
 
 
 def memfd(host: HostContext) -> Iterator[Finding]:
-    """Checks that ranks of a host can share memory. Otherwise they would use TCP."""
+    """Checks that the ranks of a host can share memory, and need not use TCP."""
     try:
         os.close(shared_memory.create(_PAIR))
     except OSError as error:
@@ -236,10 +236,10 @@ def memfd(host: HostContext) -> Iterator[Finding]:
 
 
 def reading(host: HostContext) -> Iterator[Finding]:
-    """Checks that ranks may read each other's memory, as in CMA of long messages."""
+    """Checks that ranks may read each other's memory, which long messages use."""
     number = ctypes.create_string_buffer(b"ringjax")
     # Allow descendants of this process to read its memory, as a rank allows its peers.
-    # A kernel without Yama ignores this option and does not need it.
+    # A kernel without Yama rejects this option, but does not restrict the reads either.
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
     words = [sys.executable, "-S", "-c", _READ, str(os.getpid())]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Checks of the network: names, loopback, interfaces, ports, packets, clocks.
+"""Checks the network: host names, loopback, interfaces, ports, packets, clocks.
 
 ringjax sends addresses to ranks, but other libraries of a job look up names. The job
 checks use the results of the connections between all hosts (`host_probe.probe_all`).
@@ -30,7 +30,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def _look_up(name: str) -> list[str]:
-    """Returns the addresses of a name; empty if the name has no address."""
+    """Returns the addresses of a host name, or [] if the name has no address."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -39,11 +39,12 @@ def _look_up(name: str) -> list[str]:
 
 
 def _edit_hosts(name: str, address: str = "") -> str:
-    """Returns a command that edits /etc/hosts, so that a name is not loopback.
+    """Returns a command that edits /etc/hosts, so that `name` is no loopback address.
 
-    The command removes only the name from a line, which may contain localhost, too. It
-    writes into the existing file, because a container cannot replace the file. If the
-    name gets a new `address`, the command removes the name from all other lines.
+    The command removes only the name from a line, because the line may also contain
+    localhost. The command writes into the existing file, because a container cannot
+    replace the file. If `address` is given, the name gets this address and leaves all
+    other lines.
     """
     lines = f' "{address} {name}"' if address else ""
     where = "" if address else "/^127\\./"
@@ -56,13 +57,13 @@ def _edit_hosts(name: str, address: str = "") -> str:
 
 
 def _hosts_line(name: str) -> str:
-    """Returns a command that gives the name of this host an address."""
+    """Returns a command that adds this host's name to /etc/hosts, with an address."""
     others = [a for a in addresses.of_interfaces() if not addresses.is_loopback(a)]
     return _edit_hosts(name, next(iter(others), "127.0.1.1"))
 
 
 def is_ours(address: str) -> bool:
-    """Returns whether an address belongs to this host, which can listen there."""
+    """Returns whether `address` belongs to this host, so that a socket can bind it."""
     try:
         addresses.listen(address).close()
     except OSError:
@@ -71,7 +72,7 @@ def is_ours(address: str) -> bool:
 
 
 def own_name(host: HostContext) -> Iterator[Finding]:
-    """Checks that the name of this host has an address that other hosts can reach."""
+    """Checks that this host's own name has an address that other hosts can reach."""
     name = socket.gethostname()
     start = time.monotonic()
     found = _look_up(name)
@@ -93,7 +94,7 @@ def own_name(host: HostContext) -> Iterator[Finding]:
 
 
 def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks for names of other hosts that mean this machine, or one machine twice."""
+    """Checks for host names that resolve to this machine, or to one machine twice."""
     machines: dict[str, str] = {}
     for report in job.reports.values():
         name = report.name.rpartition("@")[2]
@@ -113,7 +114,7 @@ def other_names(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def loopback(host: HostContext) -> Iterator[Finding]:
-    """Checks loopback, over which ringrun and the ranks of one host communicate."""
+    """Checks the loopback interface, which ringrun and ranks of one host use."""
     here = addresses.loopback()
     try:
         with addresses.listen(here) as sock:
@@ -139,7 +140,7 @@ def port_range(host: HostContext) -> Iterator[Finding]:
 
 
 def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
-    """Checks that chosen interfaces exist, and that there are more than loopback."""
+    """Checks that the chosen interfaces exist, and that one is not loopback."""
     asked = host.environ.get("RINGJAX_NETWORK_INTERFACES", "")
     asked = asked or host.environ.get("HOROVOD_GLOO_IFACE", "")
     known = addresses.by_interface()
@@ -156,7 +157,7 @@ def chosen_interfaces(host: HostContext) -> Iterator[Finding]:
 
 
 def _interface_of(report: HostReport, address: str) -> str:
-    """Returns the interface of a host with this address, or an empty text."""
+    """Returns the interface of a host that has `address`; "" if there is none."""
     for name, about in report.facts["interfaces"].items():
         if address in about["addresses"]:
             return str(name)
@@ -164,7 +165,7 @@ def _interface_of(report: HostReport, address: str) -> str:
 
 
 def _used(job: JobContext) -> dict[str, dict[str, str]]:
-    """Returns, by host and other host, the interface that connects the two."""
+    """Returns, for each pair of hosts, the interface that connects them."""
     return {
         report.name: {
             other: _interface_of(report, answered[0]["source"])
@@ -176,14 +177,14 @@ def _used(job: JobContext) -> dict[str, dict[str, str]]:
 
 
 def _best(job: JobContext) -> str:
-    """Returns the interfaces that connect hosts, for --network-interfaces."""
+    """Returns the interfaces between hosts, as a value of --network-interfaces."""
     names = (name for used in _used(job).values() for name in used.values())
     found = dict.fromkeys(n for n in names if n and not n.startswith(("docker", "br-")))
     return ",".join(found) or "eth0"
 
 
 def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks for tunnels, unequal packet sizes, and an address on several hosts."""
+    """Checks for tunnels, unequal packet sizes, and one address on several hosts."""
     owners: dict[tuple[str, str], list[str]] = {}
     for report in job.reached:
         for name, about in report.facts["interfaces"].items():
@@ -200,7 +201,7 @@ def interfaces(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def _in_use(report: HostReport) -> set[str]:
-    """Returns the interfaces whose addresses ranks on a host would publish."""
+    """Returns the interfaces whose addresses the ranks of a host would publish."""
     given = {address for address, _ in report.facts.get("places", ())}
     about = report.facts["interfaces"]
     return {n for n, found in about.items() if given & set(found["addresses"])}
@@ -227,7 +228,7 @@ def _ways(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that every host reaches every other host on an ephemeral port."""
+    """Checks that every host can connect to an ephemeral port of every other host."""
     pairs = 0
     for report in job.reached:
         if len(job.reached) > 1 and not report.calls:
@@ -247,7 +248,7 @@ def ports(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
-    """Returns a firewall command that lets a host connect to another host."""
+    """Returns a firewall command that lets the host of `report` connect to `other`."""
     if not any(call["error"] in ("timed out", "Connection refused") for call in calls):
         return f"on {report.name}: ip route get {calls[0]['address']}"
     mine = [
@@ -261,7 +262,7 @@ def _opened(report: HostReport, other: str, calls: Sequence[Call]) -> str:
 
 
 def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that full packets arrive at hosts where small packets arrive."""
+    """Checks that full-size packets arrive wherever small packets arrive."""
     for report in job.reached:
         for other, calls in report.calls.items():
             for call in calls:
@@ -276,7 +277,7 @@ def large_messages(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def clocks(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that the clocks of all hosts agree with the clock of the first host."""
+    """Checks that the clocks of all hosts agree with the first host's clock."""
     if len(job.reached) < 2:
         return
     first = job.reached[0]

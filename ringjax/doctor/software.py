@@ -1,4 +1,4 @@
-"""Checks of software: ssh, the native core, versions, settings, GPUs, NCCL.
+"""Checks the software: ssh, the native core, versions, settings, GPUs, NCCL.
 
 No check loads a framework.
 """
@@ -30,10 +30,10 @@ from ringjax.doctor.findings import (
 from ringjax.run.check_build import cuda_info, installed_version, library
 from ringjax.settings.unknown_variables import unknown_variable_warnings
 
-# Variables that make NCCL slower, and variables that contain names of interfaces.
+# Variables that make NCCL slower, and variables that list network interfaces.
 _OFF = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_P2P_LEVEL")
 _IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# Names of distributions by the title of their column.
+# Column title -> names of the Python distributions whose version the column shows.
 DISTRIBUTIONS = {
     "ringjax": ("ringjax",),
     "jax": ("jax",),
@@ -44,7 +44,8 @@ DISTRIBUTIONS = {
     "keras": ("keras",),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-# Patterns of messages of ssh, a shell or Python, with an explanation and a command.
+# Patterns of error messages of ssh, a shell or Python, each with its cause and a
+# remedy.
 _REASONS = (
     (
         r"Permission denied( \(|, please)",
@@ -91,7 +92,7 @@ _REASONS = (
 
 
 def reached(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that ringrun reaches each host, and finds Python and ringjax there."""
+    """Checks that ringrun can log in to each host, and finds Python and ringjax."""
     for report in job.reports.values():
         local = job.is_local.get(report.name)
         if local and not report.facts:
@@ -130,7 +131,7 @@ def versions() -> dict[str, str]:
 
 
 def core(host: HostContext) -> Iterator[Finding]:
-    """Checks that the native core loads with this Python, processor and C library."""
+    """Checks that the native core can be loaded by this Python on this processor."""
     try:
         from ringjax import _native
 
@@ -142,13 +143,13 @@ def core(host: HostContext) -> Iterator[Finding]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Returns the leading numbers of a version: (0, 10, 2) of 0.10.2rc1."""
+    """Returns the leading numbers of a version text: (0, 10, 2) for "0.10.2rc1"."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def fitting(host: HostContext) -> Iterator[Finding]:
-    """Checks that ringjax supports this jax, and that jax supports this jaxlib."""
+    """Checks that ringjax supports the installed jax, and jax the installed jaxlib."""
     jax, jaxlib = installed_version("jax"), installed_version("jaxlib")
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"
@@ -166,7 +167,7 @@ def fitting(host: HostContext) -> Iterator[Finding]:
 
 
 def _wanted() -> str:
-    """Returns the requirement of ringjax, such as "jax<0.13,>=0.10.2"."""
+    """Returns ringjax's requirement for jax, such as "jax<0.13,>=0.10.2"."""
     try:
         needs = metadata.requires("ringjax") or []
     except metadata.PackageNotFoundError:  # ringjax is a checkout that is not installed
@@ -175,7 +176,7 @@ def _wanted() -> str:
 
 
 def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
-    """Checks that all hosts have equal versions."""
+    """Checks that the software has equal versions on all hosts."""
     hosts = job.reached
     if len(hosts) < 2:
         return
@@ -197,7 +198,7 @@ def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:
 
 
 def settings(host: HostContext) -> Iterator[Finding]:
-    """Checks that all settings of ringjax are valid and spelt correctly."""
+    """Checks that the settings of ringjax are valid, and their names spelled right."""
     try:
         config.Config.from_env(host.environ)
     except ValueError as error:
@@ -212,12 +213,12 @@ def settings(host: HostContext) -> Iterator[Finding]:
 
 
 def _has_gpu() -> bool:
-    """Returns whether the kernel reports a GPU; needs no library of the driver."""
+    """Returns whether the kernel reports a GPU. Works without the driver's library."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _each(host: HostContext) -> int:
-    """Returns the number of GPUs of each rank; 0 means all GPUs."""
+    """Returns the number of GPUs that each rank uses; 0 means all GPUs."""
     try:
         return config.Config.from_env(host.environ).devices_per_rank
     except ValueError:  # another check reports the setting
@@ -260,7 +261,7 @@ def devices(host: HostContext) -> Iterator[Finding]:
 
 
 def nccl_variables(host: HostContext) -> Iterator[Finding]:
-    """Checks for variables that slow NCCL down, or that name missing interfaces."""
+    """Checks for variables that make NCCL slow, or that name missing interfaces."""
     for name in _OFF:
         value = host.environ.get(name, "").strip()
         if value not in ("", "0") and not (name.endswith("LEVEL") and value != "LOC"):
@@ -271,7 +272,7 @@ def nccl_variables(host: HostContext) -> Iterator[Finding]:
 
 
 def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
-    """Checks whether the interfaces in a variable exist."""
+    """Checks that the interfaces in the variable `name` exist."""
     value = host.environ.get(name, "").strip()
     known = addresses.by_interface()
     if not value:
@@ -290,8 +291,8 @@ def _interfaces(host: HostContext, name: str) -> Iterator[Finding]:
 def matching(value: str, known: Mapping[str, object]) -> list[str]:
     """Returns the interfaces that NCCL would use for a value of NCCL_SOCKET_IFNAME.
 
-    The value contains prefixes of names. After "=" it contains complete names, and
-    after "^" excluded prefixes.
+    The value lists prefixes of interface names. After "=" it lists complete names, and
+    after "^" it lists prefixes to exclude.
 
     Example:
         >>> known = dict.fromkeys(["lo", "eth0", "eth1", "docker0"])

@@ -1,4 +1,4 @@
-"""Survey of all hosts: ringrun's agents run host_probe.py on each host, twice.
+"""Surveys all hosts: ringrun's agents run host_probe.py twice on each host.
 
 In the first run every host checks itself and listens for connections. In the second run
 each host connects to all other hosts. The survey returns one report for each host, and
@@ -28,7 +28,7 @@ _MAX_ERROR = 2000  # most characters of error output of a host
 
 
 class HostSurvey:
-    """A survey of hosts, with the number of ranks on each. `run` ends its probes."""
+    """A survey of hosts, each with a number of ranks. `run` also ends the probes."""
 
     def __init__(self, places: Sequence[HostSlots], spec: JobSpec) -> None:
         self._places = places
@@ -42,7 +42,7 @@ class HostSurvey:
         self.reports = {h.name: HostReport(name=h.name, ranks=h.slots) for h in places}
 
     def run(self) -> Mapping[str, HostReport]:
-        """Runs the probe twice on each host; returns the reports by host."""
+        """Runs the probe twice on each host. Returns the reports by host name."""
         timeout = self._spec.config.start_timeout + _PROBE_TIMEOUT
         try:
             self._agents.start()
@@ -59,7 +59,7 @@ class HostSurvey:
         return self.reports
 
     def is_local(self) -> dict[str, bool]:
-        """Returns, for each host, whether ringrun would treat it as this machine."""
+        """Returns for each host whether ringrun treats the host as this machine."""
         return {host.name: self._agents.is_local(host.name) for host in self._places}
 
     # -- orders to the hosts -----------------------------------------------------------
@@ -115,7 +115,7 @@ class HostSurvey:
         )
 
     def _note_troubles(self) -> None:
-        """Sets `trouble` of unreached hosts: the last line of ssh or of a traceback."""
+        """Sets `trouble` of unreached hosts to the last line of ssh or a traceback."""
         for report in self.reports.values():
             output = self._errors.get(report.name, "").split("\n")
             last = [line.strip() for line in output if line.strip()][-1:]
@@ -128,7 +128,7 @@ class HostSurvey:
         pass
 
     def wrote(self, number: int, stream: str, data: bytes) -> None:
-        """Records results, and the error output of ssh or Python."""
+        """Records the results of a probe, or the error output of ssh or Python."""
         if number < 0 or stream == "stderr":
             host = self._console.labels.get(number) or self._report(number).name
             text = self._errors.get(host, "") + data.decode(errors="replace")
@@ -168,7 +168,7 @@ class HostSurvey:
 def _without_loopback(
     others: Mapping[str, Sequence[tuple[str, int]]],
 ) -> dict[str, list[tuple[str, int]]]:
-    """Drops loopback addresses, which another host cannot reach."""
+    """Removes loopback addresses, because other hosts cannot reach them."""
     return {
         name: [place for place in places if not addresses.is_loopback(place[0])]
         for name, places in others.items()

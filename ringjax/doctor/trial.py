@@ -1,9 +1,10 @@
-"""The trial: runs a real job for three seconds, and checks its speed.
+"""Runs a trial job for three seconds, and checks the speed of its collectives.
 
 `python -m ringjax.doctor.trial` is one rank of the job. On one host the trial compares
-the duration of an allreduce with that of a plain copy of as many bytes, which all ranks
-do at one time. On several hosts the trial compares the allreduce with the prediction of
-the cost model, whose constants an earlier job may have measured.
+the duration of an allreduce with the duration of a plain memory copy of as many bytes,
+which all ranks make at the same time. On several hosts the trial compares the allreduce
+with the prediction of the cost model, whose parameters an earlier job may have
+measured.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ _MARK = "ringjax doctor: "
 
 
 class TrialResult(TypedDict, total=False):
-    """The measurements of a job.
+    """The measurements of the ranks of the trial job.
 
     Attributes:
         allreduce, copy: seconds of an allreduce, and of a copy of as many bytes.
         hosts: number of hosts.
         predicted: seconds that the cost model predicts; not set on one host.
-        remembered: age in seconds of the constants of the cost model; 0 if this job has
-            measured the constants.
-        file: the file with the constants.
+        remembered: age in seconds of the cost model's measured parameters; 0 if this
+        job has
+            measured them.
+        file: the file that holds these parameters.
     """
 
     ranks: int
@@ -59,7 +61,7 @@ class TrialResult(TypedDict, total=False):
 
 
 def main() -> None:
-    """Runs one rank. Rank 0 prints the measurements of all ranks."""
+    """Runs one rank of the trial job. Rank 0 prints the measurements of all ranks."""
     born = time.time()
     runtime.init()
     found = _measure()
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def _measure() -> TrialResult:
-    """Measures an allreduce and a copy, in seconds of the slowest rank."""
+    """Measures the seconds of an allreduce and of a copy on the slowest rank."""
     tensor, source = np.ones(SIZE // 4, "f4"), np.ones(SIZE // 4, "f4")
     target = np.empty_like(source)
     times: list[tuple[float, float]] = []
@@ -96,10 +98,10 @@ def _measure() -> TrialResult:
 
 
 def _network(born: float) -> TrialResult:
-    """Returns the prediction of the cost model, and the age of its constants.
+    """Returns the cost model's prediction, and the age of its measured parameters.
 
-    This rank was started at `born`, in seconds since 1970. If the constants are newer,
-    this job has measured them.
+    This rank was started at `born`, in seconds since 1970. If the parameters are newer
+    than that, this job has measured them.
     """
     world = runtime.current("doctor")
     communicator = runtime.communicator(op="doctor")
@@ -132,7 +134,7 @@ def _network(born: float) -> TrialResult:
 
 
 def run(options: Sequence[str], variables: Mapping[str, str]) -> list[Finding]:
-    """Runs the trial with these options of ringrun; returns the findings."""
+    """Runs the trial job with these options of ringrun. Returns the findings."""
     python = [sys.executable, "-P", "-m"]
     words = [*python, "ringjax.run", *options, *python, "ringjax.doctor.trial"]
     env = {**variables, "PYTHONPATH": environ.agent_path()}

@@ -1,6 +1,6 @@
 """The names that Horovod's API has for every framework.
 
-The packages of the frameworks import all of them, so that a script needs one import.
+The framework packages import all of these names, so that a script needs one import.
 """
 
 from ringjax.errors import HorovodInternalError as HorovodInternalError

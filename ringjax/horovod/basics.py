@@ -1,4 +1,4 @@
-"""HorovodBasics: an object with Horovod's basic functions, for programs that make one.
+"""HorovodBasics: an object whose methods are Horovod's basic functions.
 
 The object has no state, so all objects are equal.
 """

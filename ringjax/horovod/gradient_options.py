@@ -1,6 +1,6 @@
-"""Checks of the arguments that tapes and optimizers of several frameworks have.
+"""Checks the arguments that gradient tapes and optimizers of all frameworks share.
 
-The texts of errors are Horovod's, if Horovod has a text.
+The errors have Horovod's text if Horovod checks the argument, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Groups: TypeAlias = Sequence[Sequence[Any]] | int | None
 
 
 def check_reduction(op: int, predivide: float, passes: int = 1) -> None:
-    """Raises a ValueError if an argument is wrong.
+    """Raises a ValueError if the operator, the predivide factor or `passes` is wrong.
 
     `passes` is the argument `backward_passes_per_step`.
     """
@@ -34,7 +34,7 @@ def check_reduction(op: int, predivide: float, passes: int = 1) -> None:
 def check_groups(
     groups: Groups, num_groups: int, members: str, stacklevel: int
 ) -> Groups:
-    """Returns the groups, which Horovod's former argument `num_groups` may replace.
+    """Checks and returns `groups`, or Horovod's former argument `num_groups`.
 
     The error names `members`, the class of the variables in the groups.
     """
@@ -61,10 +61,11 @@ def group_indices(
     index_of: Mapping[Hashable, int],
     key_of: Callable[[Any], Hashable],
 ) -> list[list[int]]:
-    """Returns the groups as indices of gradients.
+    """Returns the indices of the gradients in each group.
 
-    A number of groups divides the indices `present`. Lists of variables are found by
-    their keys in `index_of`. Variables that are not there are left out.
+    A number of groups divides the indices `present` evenly. Groups that list variables
+    find each variable by its key in `index_of`, and leave out variables without an
+    index.
 
     Example:
         >>> group_indices(2, [0, 2, 3], {}, id)

@@ -1,4 +1,4 @@
-"""Horovod's module path of `run`; it only imports the function."""
+"""Makes the function `run` importable from Horovod's module path `runner`."""
 
 from ringjax.run.horovod_arguments import run
 

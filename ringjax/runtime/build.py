@@ -1,4 +1,4 @@
-"""Horovod's functions about what was compiled in, and `build_info` for bug reports.
+"""Horovod's functions about the features of a build, and `build_info` for bug reports.
 
 ringjax has no MPI, DDL or oneCCL, and transports of its own in place of Gloo, which is
 Horovod's transport on CPUs. NCCL and the CUDA driver are loaded at run time, so the
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """Returns False, because ringjax does not use MPI. mpirun may start its jobs."""
+    """Returns False: ringjax does not use MPI, even in jobs that mpirun has started."""
     return False
 
 
@@ -68,7 +68,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Returns whether this build has code for CUDA devices, also without a GPU."""
+    """Returns whether this build contains code for CUDA devices, even without a GPU."""
     return bool(devices.information()["device_code"] != "none")
 
 

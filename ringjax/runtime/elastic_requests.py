@@ -1,8 +1,8 @@
-"""Requests of a program in an elastic job: join, pause, restart, leave.
+"""Requests that a program makes in an elastic job: join, pause, restart, leave.
 
-The thread that trains calls these functions between two steps. Some of them wait until
-the recovery thread has begun the next epoch. In a static job they raise an error or do
-nothing.
+The training thread calls these functions between two steps. Some of the functions wait
+until the recovery thread has begun the next epoch. In a static job the functions raise
+an error or do nothing.
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ def is_newcomer() -> bool:
 
 
 def has_run_solo() -> bool:
-    """Returns whether a newcomer has called collectives outside of `solo_mode`."""
+    """Returns whether this newcomer has called collectives outside of `solo_mode`."""
     return elastic() and bool(_world("has_run_solo").solo_mode.first_call)
 
 
 def solo_mode() -> contextlib.AbstractContextManager[None]:
-    """Makes a context in which a newcomer's collectives run alone, to compile programs.
+    """Makes a context in which a newcomer can compile, without other ranks.
 
-    Outside of the context a newcomer's collectives run alone, too, but then
-    `has_run_solo` is true. Entering the context raises RingjaxError on a member.
+    Outside of the context a newcomer's collectives also run on this rank alone, but
+    then `has_run_solo` is true. Entering the context raises RingjaxError on a member.
     """
     return _world("solo_mode").solo_mode.active()
 
 
 def request_admission() -> None:
-    """Requests admission, and waits until this newcomer is a member.
+    """Requests to become a member of the job, and waits until the job admits this rank.
 
-    Returns at once on a member. Raises RingjaxError if the job ends without this rank.
+    Returns immediately on a member. Raises RingjaxError if the job ends without this
+    rank.
     """
     if not is_newcomer():
         return
@@ -82,20 +83,21 @@ def request_admission() -> None:
 
 
 def confirm() -> None:
-    """Waits until all calls on devices have ended. Calls on CPUs have ended already.
+    """Waits until all collectives on devices have ended, and raises their errors.
 
-    Raises RingjaxError if a call has failed. All values that were computed from its
-    result are void.
+    Collectives on CPUs have ended already when they return. After a RingjaxError, no
+    value computed from the failed collective may be used.
     """
     if lifecycle.is_initialized():
         lifecycle.current("confirm").confirm()
 
 
 def check_updates() -> tuple[int, int]:
-    """Finds out whether ranks want to join or leave. All ranks call it between steps.
+    """Returns whether ranks want to join or leave. All ranks call it between steps.
 
-    Returns the number of the pending change, 0 for none, and the epoch in which the
-    ranks agreed on it. Both are equal on all ranks.
+    The result is the sequence number of the pending change of members, or 0 if there is
+    none, and the epoch in which the ranks agreed on the change. It is equal on all
+    ranks.
     """
     if not elastic():
         return 0, 0
@@ -113,10 +115,10 @@ def check_updates() -> tuple[int, int]:
 
 
 def pause(number: int) -> bool:
-    """Waits for the next epoch. All ranks call it between two steps.
+    """Pauses the job until its next epoch. All ranks call this between two steps.
 
-    `number` is the number of the pending change, from `check_updates`. Returns False if
-    this rank has left the job. After a RingjaxError, the ranks must `restart`.
+    `number` is the first result of `check_updates`. Returns False if this rank has left
+    the job. After a RingjaxError, the ranks must call `restart`.
     """
     world = _world("pause")
     failpoints.passing("pause.asked")
@@ -147,23 +149,23 @@ def pause(number: int) -> bool:
 def restart(text: str) -> None:
     """Makes all ranks return to their last commit, and waits for the next epoch.
 
-    A rank calls it after a failure; `text` describes the failure in the log. The
-    collectives of the other ranks fail, so that they call it, too. Raises Fenced or
-    RingjaxError if the job is over for this rank.
+    A rank calls this after a failure, which `text` describes in the log. Then the
+    collectives of the other ranks fail, and these ranks call `restart`, too. Raises
+    Fenced or RingjaxError if the job is over for this rank.
     """
     epoch_devices.restart_epoch(_member("restart"), text)
     lifecycle.run_fresh_start_callbacks()
 
 
 def leave_at_next_pause() -> None:
-    """Requests to leave in good order, and returns at once, also in signal handlers."""
+    """Requests that this rank leaves at the next pause. Signal handlers may call it."""
     world = _world("leave_at_next_pause")
     if world.recovery is not None:
         world.recovery.leave()
 
 
 def last_contributors() -> tuple[int, ...]:
-    """Returns the workers whose values are in the last finished world collective."""
+    """Returns the workers whose values are in the last finished collective of all."""
     if not elastic():
         return epoch_info().workers
     return _world("last_contributors").last_contributors()
@@ -171,7 +173,7 @@ def last_contributors() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]:
-    """Connects ranks of the world for the time of a `with` block.
+    """Connects some ranks of the world, and disconnects them after a `with` block.
 
     Exactly these ranks call it. Calls on the communicator are never repeated: if any
     rank of the job is lost, they fail. In a static job, `ranks` must be this rank's
@@ -187,7 +189,8 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
             f"ringjax.private_communicator: ranks are {list(chosen)}, without this "
             f"one, {world.rank}"
         )
-    # All of `ranks` compute one id from values that are equal on all of them.
+    # Every rank in `ranks` derives the same id from values that are equal on all of
+    # them.
     key = (epoch.number, *chosen)
     count = world.private_counts[key] = world.private_counts.get(key, 0) + 1
     digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
@@ -196,11 +199,12 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
         epoch.link(number, chosen, name, world.mesh_factory_of(epoch))
         with world.changed:
             world.check_epoch(epoch)
-            # The heartbeat must not watch this communicator: an exception inside of the
-            # `with` block closes it, and would count as a failure of this rank.
+            # The heartbeat must not watch this communicator: an exception within the
+            # `with` block closes the communicator, which would count as a failure of
+            # this rank.
             communicator = epoch.open(number, chosen, name, watched=False)
         yield communicator
-        # A rank that closes its links too early would fail the last call of a peer.
+        # If a rank closed its links too early, the last call of a peer would fail.
         communicator.execute(_BARRIER, _SUM, [], [], name="ringjax: the end")
     except _native.StatusError as error:
         world.check_end()

@@ -1,4 +1,4 @@
-"""Functions for programs about groups of processes, which world/groups.py describes."""
+"""Functions about groups of processes for programs. world/groups.py explains groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringjax.runtime.lifecycle import (
 
 
 def group_size() -> int:
-    """Returns how many processes JAX joins to a group; 1 without --group-size."""
+    """Returns how many processes form a group, which JAX connects; 1 without groups."""
     return current_or_forked("group_size").config.group_size
 
 
@@ -29,12 +29,12 @@ def group_rank() -> int:
 
 
 def replica_set() -> ProcessSet:
-    """Returns the processes with this process's index in their groups.
+    """Returns one process of each group: those with this process's index in the group.
 
-    This process is one of them. All of them hold the same shards of the model.
-    `allreduce_grads` and `broadcast_parameters` use this set by default. The size of
-    the set is the number of groups, and ``replica_set().rank()`` is the number of this
-    process's group.
+    This process is in the set. All processes of the set hold the same shards of the
+    model. `allreduce_grads` and `broadcast_parameters` use this set by default. The
+    size of the set is the number of groups, and ``replica_set().rank()`` is the index
+    of this process's group.
 
     Returns:
         The replica set; `global_process_set` in a job without groups.
@@ -50,12 +50,12 @@ def replica_set() -> ProcessSet:
 
 
 def between_groups(process_set: ProcessSet) -> ProcessSet:
-    """Returns the replica set for `global_process_set`, otherwise `process_set`."""
+    """Returns `process_set`, or the replica set in place of `global_process_set`."""
     return replica_set() if process_set is global_process_set else process_set
 
 
 def refuse_groups(what: str) -> None:
-    """Makes `init` raise StartupError in jobs of groups, in which `what` does not work.
+    """Makes `init` raise StartupError in jobs of groups, which `what` does not support.
 
     Raises the error at once if this process is in a job of groups already.
     """

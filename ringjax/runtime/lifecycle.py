@@ -1,8 +1,8 @@
 """init, shutdown, rank and size, process sets: the process-wide state of ringjax.
 
-The live state of a job is a `world.World`; this module has the world of this process.
-The module imports no framework: modules of higher layers register callbacks for `init`
-and `shutdown`. An uncaught exception and a normal exit are reported to the other ranks.
+The live state of a job is a `world.World`, of which this module holds one instance. The
+module imports no framework: modules of higher layers register callbacks for `init` and
+`shutdown`. Uncaught exceptions and normal exits are reported to the other ranks.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _register(process_sets: Sequence[ProcessSet]) -> None:
 def shutdown() -> None:
     """Leaves the job, within a bounded time. Afterwards `init` may be called again.
 
-    In an elastic job, this worker has finished then, and `init` fails afterwards.
+    After leaving an elastic job, this process cannot join again: `init` fails.
 
     Does not wait for the other ranks. If they are in a collective that needs this rank,
     the collective fails with an error that names this rank.
@@ -168,7 +168,7 @@ def shutdown() -> None:
         if world.failed:
             world.stop()  # pending calls would wait for peers that have dropped us
         for callback in reversed(_on_shutdown):
-            # Pending calls may fail here because a peer is gone. Leave nevertheless.
+            # Callbacks may fail because a peer is gone. Leave the job nevertheless.
             with contextlib.suppress(Exception):
                 callback()
         _world = None
@@ -176,7 +176,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` has been called, and `shutdown` not since then."""
+    """Returns whether `init` has been called, and no `shutdown` has followed."""
     return _world is not None
 
 
@@ -190,7 +190,7 @@ def current(what: str) -> World:
 
 
 def current_or_forked(what: str) -> World:
-    """Returns the world, also in a forked child, for functions that do not communicate.
+    """Returns the world, even in a forked child, for functions without communication.
 
     For example, a child that loads data may read the rank of its parent.
     """
@@ -203,12 +203,12 @@ process_set_module.rank_of_process = lambda what: current_or_forked(what).rank
 
 
 def config() -> Config:
-    """Returns the settings of `init`; before `init`, those of the environment."""
+    """Returns the settings that `init` has read, or the environment's before `init`."""
     return _world.config if _world is not None else Config.from_env()
 
 
 def rank() -> int:
-    """Returns the number of this process in the job, from 0 to size() - 1."""
+    """Returns the rank of this process in the job, from 0 to size() - 1."""
     return current_or_forked("rank").rank_info.rank
 
 
@@ -218,7 +218,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among the processes of its host."""
+    """Returns the rank of this process among the processes of its host."""
     return current_or_forked("local_rank").rank_info.local_rank
 
 
@@ -228,12 +228,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns this host's number among the hosts with a rank of this local rank."""
+    """Returns the index of this host among the hosts that have this local rank."""
     return current_or_forked("cross_rank").rank_info.cross_rank
 
 
 def cross_size() -> int:
-    """Returns how many hosts have a process with this local rank."""
+    """Returns how many hosts have a process with this process's local rank."""
     return current_or_forked("cross_size").rank_info.cross_size
 
 
@@ -245,9 +245,10 @@ def is_homogeneous() -> bool:
 def add_process_set(
     process_set: ProcessSet | Sequence[int], timeout: float | None = None
 ) -> ProcessSet:
-    """Registers a set of ranks. All ranks of the job call it, in the same order.
+    """Registers a set of ranks. All ranks call this function, in the same order.
 
-    If a set with the same ranks is registered already, the new set gets its id.
+    If a set with the same ranks is registered already, the new set gets the id of that
+    set.
 
     Args:
         process_set: the set, or its ranks.
@@ -286,7 +287,7 @@ def add_process_set(
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set and all equal sets. All ranks call it, in the same order.
+    """Removes a set and all sets with its ranks. All ranks call it, in the same order.
 
     Returns:
         False for the global set and for a set that is not registered.
@@ -346,7 +347,7 @@ def _world_and_id(process_set: ProcessSet, op: str) -> tuple[World, int]:
 
 
 def on_init(callback: Callable[[], None]) -> None:
-    """Calls `callback` at the end of every `init`; at once if `init` was called."""
+    """Calls `callback` at the end of each `init`, or now if `init` has been called."""
     with _lock:
         _on_init.append(callback)
         if _world is not None and not _forked:
@@ -354,7 +355,7 @@ def on_init(callback: Callable[[], None]) -> None:
 
 
 def on_shutdown(callback: Callable[[], None]) -> None:
-    """Calls `callback` at the beginning of every `shutdown`, in reverse order."""
+    """Calls `callback` at the start of each `shutdown`, the newest callback first."""
     with _lock:
         _on_shutdown.append(callback)
 
@@ -362,15 +363,15 @@ def on_shutdown(callback: Callable[[], None]) -> None:
 def on_fresh_start(callback: Callable[[], None]) -> None:
     """Calls `callback` whenever all ranks of an elastic job start again together.
 
-    They do so after a restart and after a pause, but not if calls simply continue on
-    fewer ranks after a loss.
+    All ranks start again after a restart and after a pause, but not if their
+    collectives continue on fewer ranks after a loss.
     """
     with _lock:
         _on_fresh_start.append(callback)
 
 
 def run_fresh_start_callbacks() -> None:
-    """Calls the callbacks of `on_fresh_start`. All ranks call it."""
+    """Calls the functions that `on_fresh_start` has registered. All ranks call this."""
     for callback in list(_on_fresh_start):
         callback()
 
@@ -395,7 +396,7 @@ def _install_hooks() -> None:
     def report_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # At an interactive prompt, an exception does not end the process.
+        # An exception at an interactive prompt does not end the process.
         if _world is not None and not _forked and not hasattr(sys, "ps1"):
             _world.fail(first_line(kind, error))
         previous(kind, error, trace)
@@ -404,7 +405,7 @@ def _install_hooks() -> None:
 
 
 def first_line(kind: type[BaseException], error: BaseException) -> str:
-    """Formats an exception as one line, which is sent to the other ranks."""
+    """Formats an exception as one line, to send it to the other ranks."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ must not hide the failure

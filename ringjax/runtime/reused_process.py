@@ -1,8 +1,8 @@
 """Runs a rank in a process that existed before the job, such as a Ray actor.
 
-In a process that ringrun starts, the environment contains the job's variables from the
-beginning, and the exit code of the process shows whether the rank failed. This module
-sets the variables, and reports failures, for one call of a function.
+ringrun starts a process with the job's variables in the environment, and its exit code
+shows whether the rank failed. For one function call in an existing process, this module
+sets the variables and reports the failure instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run_as_rank(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> _T | None:
-    """Calls `fn` as a rank of a job, and leaves the job.
+    """Calls `fn` as a rank of a job, and leaves the job afterwards.
 
     Args:
         ticket: environment variables of the rank, from `EngineJob.tickets`, which are
@@ -37,7 +37,8 @@ def run_as_rank(
 
     Raises:
         RuntimeError: `fn` called `sys.exit` with an error.
-        Exception: the exception that `fn` raised. The other ranks get its first line.
+        Exception: the exception that `fn` raised. The other ranks receive its first
+        line.
     """
     with environment(ticket):
         try:
@@ -51,9 +52,9 @@ def call_reporting_failure(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> _T | None:
-    """Calls `fn` like `run_as_rank`, with the variables that the environment contains.
+    """Calls `fn` as a rank of the job that the environment variables describe.
 
-    The rank stays in the job, unless `fn` fails.
+    The rank stays in the job unless `fn` fails.
     """
     try:
         return fn(*args, **(kwargs or {}))
@@ -69,7 +70,7 @@ def call_reporting_failure(
 
 
 def fail_job(error: BaseException) -> None:
-    """Leaves the job with an error, whose first line the other ranks receive."""
+    """Leaves the job with an error. The other ranks receive the error's first line."""
     if lifecycle.is_initialized():
         text = lifecycle.first_line(type(error), error)
         lifecycle.current("shutdown").fail(text)
@@ -86,7 +87,7 @@ def get_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables, or removes them (None), during a `with` block."""
+    """Sets environment variables, or removes those that are None, in a `with` block."""
     before = {name: os.environ.get(name) for name in changes}
 
     def update(values: Mapping[str, str | None]) -> None:

@@ -1,1 +1,1 @@
-"""Parsers, files and names of the settings, which are `ringjax.config`."""
+"""Helpers of `ringjax.config`: parsers of settings, and files that settings name."""

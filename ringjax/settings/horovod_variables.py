@@ -1,6 +1,7 @@
-"""Horovod's variables: the setting for each HOROVOD_* variable, or why there is none.
+"""Lists Horovod's environment variables, and the ringjax setting for each of them.
 
-The log, the tests and docs/reference/horovod.md use one table, which
+Variables without a setting have a reason instead. The log, the tests and
+docs/reference/horovod.md use this table, which
 `python -m ringjax.settings.horovod_variables` prints. The fields of `Config` name the
 variables that have an effect.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from ringjax import config
 
-# Variables without an effect, as (reason, names without HOROVOD_).
+# Horovod's variables without an effect here: (reason, names without HOROVOD_).
 _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     (
         "ringjax has one way of its own to meet, RINGJAX_RENDEZVOUS and "
@@ -76,7 +77,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
 WITHOUT_EFFECT = {
     f"HOROVOD_{name}": why for why, names in _WITHOUT_EFFECT for name in names.split()
 }
-# Variables whose values have another meaning than those of ringjax's variable.
+# Horovod's variables whose values mean something else than ringjax's values.
 _VALUE_FORMATS = {
     "HOROVOD_STALL_CHECK_DISABLE": "if 1: {}=0",
     "HOROVOD_DISABLE_GROUP_FUSION": "if 1: {}=0",
@@ -84,7 +85,7 @@ _VALUE_FORMATS = {
 
 
 def honoured() -> dict[str, list[str]]:
-    """Returns the variables that have an effect, and ringjax's variables for them.
+    """Maps each Horovod variable that has an effect to ringjax's variables for it.
 
     Example:
         >>> honoured()["HOROVOD_GLOO_IFACE"]
@@ -99,7 +100,7 @@ def honoured() -> dict[str, list[str]]:
 
 
 def notes(names: Iterable[str]) -> Iterator[str]:
-    """Yields a line for the log for each of these variables that has no effect."""
+    """Yields a line for the log for each variable in `names` that has no effect."""
     known = honoured()
     for name in names:
         if name not in known:
@@ -108,7 +109,7 @@ def notes(names: Iterable[str]) -> Iterator[str]:
 
 
 def table() -> str:
-    """Returns the table of all variables in Markdown."""
+    """Returns the table of all Horovod variables in Markdown."""
     rows = [("variable", "here"), ("---", "---")]
     for name, ours in honoured().items():
         text = _VALUE_FORMATS.get(name, "{}")

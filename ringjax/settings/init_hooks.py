@@ -1,4 +1,4 @@
-"""Hooks of `ringjax.init`: functions of higher layers, which `init` must not import.
+"""Hooks that `ringjax.init` calls: functions of layers that `init` must not import.
 
 `ringjax/__init__.py` registers the hooks, because only it may import every layer.
 """
@@ -7,5 +7,5 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# Functions that load the modules that choose JAX's devices and form groups in `init`.
+# Functions that load the modules with which `init` selects devices and forms groups.
 load_jax_support: list[Callable[[], object]] = []

@@ -37,7 +37,7 @@ def _digest(key: object) -> str:
 
 
 def read(folder: str, kind: str, key: object) -> Any:
-    """Returns the cached JSON value, or None. Arguments: see `path_of`."""
+    """Returns the cached JSON value, or None. `path_of` describes the arguments."""
     if not folder:
         return None
     try:
@@ -51,8 +51,9 @@ def read(folder: str, kind: str, key: object) -> Any:
 
 
 def _content(path: str) -> str:
-    # Other users may be able to write to the folder: follow no link, do not wait for a
-    # pipe (O_NONBLOCK), and trust only a regular file of this process's user.
+    # Other users may be able to write to the folder, so follow no symbolic link, do not
+    # block on a pipe (O_NONBLOCK), and accept only a regular file of this process's
+    # user.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     fd = os.open(path, flags)
     try:
@@ -68,7 +69,7 @@ def _content(path: str) -> str:
 
 
 def write(folder: str, kind: str, key: object, value: object) -> bool:
-    """Caches a JSON value. Returns False on an error. Arguments: see `path_of`."""
+    """Caches a JSON value; returns whether this succeeded. Arguments: see `path_of`."""
     if not folder:
         return False
     content = {"when": time.time(), "thing": _digest(key), "value": value}
@@ -83,7 +84,7 @@ def write(folder: str, kind: str, key: object, value: object) -> bool:
 
 
 def _replace(path: str, kind: str, text: str) -> None:
-    # A rename is atomic: other processes read the old file or the new one.
+    # A rename is atomic: other processes read either the old file or the new file.
     fd, temporary = tempfile.mkstemp(prefix=f".{kind}-", dir=os.path.dirname(path))
     try:
         with os.fdopen(fd, "w") as file:
@@ -96,7 +97,7 @@ def _replace(path: str, kind: str, text: str) -> None:
 
 
 def _delete_old(folder: str, kind: str) -> None:
-    # Hosts in a cloud often have new names, so files for old names would pile up.
+    # Cloud hosts often have new names, so files for old host names would accumulate.
     limit = time.time() - MAX_AGE_DAYS * 86400
     with os.scandir(folder) as entries:
         for entry in entries:

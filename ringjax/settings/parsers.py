@@ -14,7 +14,7 @@ Parser = Callable[[str], object]
 
 
 def integer(low: int, high: int | None = None) -> Parser:
-    """Returns a parser of integers from `low` to `high`, or without an upper limit."""
+    """Returns a parser of integers from `low` to `high`; None means no upper limit."""
     limits = f"at least {low}" if high is None else f"between {low} and {high}"
 
     def parse(text: str) -> int:
@@ -30,7 +30,7 @@ def integer(low: int, high: int | None = None) -> Parser:
 
 
 def or_all(parse: Parser) -> Parser:
-    """Returns a parser that accepts "all", which is 0, in addition to `parse`."""
+    """Returns a parser that reads "all" as 0, and passes other texts to `parse`."""
 
     def parse_or_all(text: str) -> object:
         if text.strip().lower() == "all":
@@ -44,7 +44,7 @@ def or_all(parse: Parser) -> Parser:
 
 
 def seconds(low: float = 0.0, unit: str = "seconds") -> Parser:
-    """Returns a parser of seconds, or of another unit, from `low` on."""
+    """Returns a parser of a number of seconds, or of another unit, that is >= `low`."""
     expected = f"a number of {unit}, at least {low:g}"
 
     def parse(text: str) -> float:
@@ -82,7 +82,7 @@ def power_of_two(low: int, high: int) -> Parser:
 
 
 def boolean(text: str) -> bool:
-    """Parses 1, true, on, yes, or 0, false, off, no."""
+    """Parses 1, true, on or yes as True, and 0, false, off or no as False."""
     values = {"1": True, "true": True, "on": True, "yes": True}
     values |= {"0": False, "false": False, "off": False, "no": False}
     if text.lower() not in values:
@@ -96,7 +96,7 @@ def if_true(value: object) -> Parser:
 
 
 def hexadecimal(digits: int, *, exactly: bool) -> Parser:
-    """Returns a parser of exactly, or at least, `digits` hexadecimal digits."""
+    """Returns a parser of texts with exactly, or at least, that many hex digits."""
     size = f"{digits}" if exactly else f"at least {digits}"
 
     def parse(text: str) -> str:
@@ -110,7 +110,7 @@ def hexadecimal(digits: int, *, exactly: bool) -> Parser:
 
 
 def choice(*names: str, **synonyms: str) -> Parser:
-    """Returns a parser of one of these words or synonyms, in upper or lower case."""
+    """Returns a parser of the words `names` and their synonyms, in any case."""
 
     def parse(text: str) -> str:
         name = synonyms.get(text.lower(), text.lower())

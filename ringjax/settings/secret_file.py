@@ -1,4 +1,4 @@
-"""Reads the job's secret and the token for metrics from files.
+"""Reads the secret of the job, and the access token of its metrics, from files.
 
 The functions raise ValueError if the file cannot be read, if users other than its owner
 may use it, or if its text has the wrong format.
@@ -42,7 +42,7 @@ def read_token(path: str) -> str:
 
 
 def _read_private(variable: str, path: str) -> str:
-    """Reads the text of a file, if only its owner may use it."""
+    """Returns the text of a file. Raises ValueError if other users may use the file."""
     what = f"{variable} is {path!r}:"
     try:
         # Without O_NONBLOCK, opening a pipe waits until a process opens it for writing.

@@ -18,7 +18,7 @@ _R = TypeVar("_R")
 
 
 def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
-    """Compiles a training step as `jax.jit` does, and tunes how its gradients travel.
+    """Compiles a step as `jax.jit` does, and tunes how its gradients are sent.
 
     The first calls are normal steps, which try settings of `allreduce_grads` one after
     the other: bucket sizes, bytes in flight, with overlap and without. Each setting is
@@ -61,7 +61,7 @@ def autotune(fun: Callable[_P, _R], **options: Any) -> Callable[_P, _R]:
 
 
 class _AutotunedStep(Generic[_P, _R]):
-    """A step with one compiled program for each setting, until a setting is chosen."""
+    """A training step that has one compiled program for each setting under trial."""
 
     def __init__(self, fun: Callable[_P, _R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
@@ -81,14 +81,15 @@ class _AutotunedStep(Generic[_P, _R]):
         return self._tuning.setting if self._tuning else None
 
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Lowered:
-        """Lowers the step with the setting of the next call, see `jax.jit`."""
+        """Lowers the step with the setting of the next call, as `jax.jit` does."""
         lowered: jax.stages.Lowered
         lowered = self._program(self.setting).lower(*args, **kwargs)
         return lowered
 
     def _program(self, setting: trials.Setting | None) -> Any:
         if setting not in self._programs:
-            # JAX caches traces by function, so each setting needs its own function.
+            # JAX caches traces by function, so each setting needs a function object of
+            # its own.
             @functools.wraps(self._fun)
             def step(*args: _P.args, **kwargs: _P.kwargs) -> _R:
                 with trials.use_setting(setting):

@@ -1,4 +1,4 @@
-"""Tries settings in turns, and chooses the fastest setting.
+"""Tries settings of gradient communication in turns, and chooses the fastest one.
 
 Every trial is a real step of the job: settings change the order and the time of
 messages, but not the results. Each round tries all settings once, so that a slow phase
@@ -22,7 +22,7 @@ Times = list[list[float]]  # seconds of a step by round, then by setting
 
 @dataclass(frozen=True)
 class Setting:
-    """The way in which gradients travel."""
+    """How gradients are sent: sizes of messages, bytes in flight, and overlap."""
 
     bucket_bytes: int  # the size of one message
     overlap_memory: int  # the largest number of bytes in flight at one time
@@ -50,7 +50,7 @@ def active_setting() -> Setting | None:
 
 @contextlib.contextmanager
 def use_setting(setting: Setting | None) -> Iterator[None]:
-    """Makes `setting` the setting under trial."""
+    """Makes `setting` the result of `active_setting` within a `with` block."""
     token = _active.set(setting)
     try:
         yield
@@ -59,11 +59,11 @@ def use_setting(setting: Setting | None) -> Iterator[None]:
 
 
 def candidate_settings(default: Setting, overlapped: bool | None) -> list[Setting]:
-    """Returns the settings to try, the default first.
+    """Returns the settings to try. The first is the default.
 
     `overlapped` says whether the default overlaps; None if overlap is not a choice.
     """
-    # The default may have no buckets (0). Then the other settings start from 25 MiB.
+    # A default of 0 means no buckets. The other settings then start from 25 MiB.
     bucket, memory = default.bucket_bytes or 25 << 20, default.overlap_memory
     overlap = None if overlapped is None or overlapped else True
     others = [
@@ -103,11 +103,11 @@ class Trials:
 
     @property
     def setting(self) -> Setting:
-        """The setting of the next step."""
+        """The setting that the next step must use."""
         return self.settings[self._steps % len(self.settings)]
 
     def record_step(self, seconds: float) -> None:
-        """Records the duration of the step that had `setting`."""
+        """Records the duration of the step that used the current `setting`."""
         turn, index = divmod(self._steps, len(self.settings))
         self._steps += 1
         if turn < self._warmup:
@@ -137,12 +137,12 @@ def medians(times: Times) -> list[float]:
 
 
 def to_json(setting: Setting) -> list[int | bool | None]:
-    """Converts a setting to a value for a file or another rank."""
+    """Converts a setting to a JSON value, for a file or another rank."""
     return [setting.bucket_bytes, setting.overlap_memory, setting.overlap]
 
 
 def from_json(value: object) -> Setting | None:
-    """Reads the result of `to_json`. Returns None if a file is damaged."""
+    """Converts a result of `to_json` to a setting, or returns None if it is invalid."""
     if not isinstance(value, list) or len(value) != 3:
         return None
     bucket, memory, overlap = value

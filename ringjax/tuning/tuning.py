@@ -1,4 +1,4 @@
-"""Tunes a step: all ranks try the same settings, choose a setting, and store it."""
+"""Tunes a step: all ranks try settings, choose one setting together, and store it."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Tuning:
 
     @property
     def settled(self) -> bool:
-        """Whether `setting` is final."""
+        """Whether `setting` is final, so that no trial follows."""
         return self._trials is None
 
     def record_step(self, seconds: float) -> None:
-        """Records the duration of the step that had `setting`.
+        """Records the duration of the step that used the current `setting`.
 
         After the last trial, all ranks choose a setting together.
         """
@@ -79,9 +79,10 @@ class Tuning:
             self.setting = self._trials.setting
 
     def _remembered(self) -> Setting | None:
-        """Returns the setting in the cache of the first rank; None if there is none.
+        """Returns the setting in the first rank's cache, or None if the cache has none.
 
-        Other hosts may have other settings in their caches, but all ranks must use one.
+        Caches of different hosts may hold different settings, but all ranks must use
+        one.
         """
         found = None
         if self._set.rank() == 0:
@@ -94,7 +95,7 @@ class Tuning:
         return trials.from_json(value)
 
     def _slowest_times(self, tried: Trials) -> Times:
-        """Returns the times of the slowest rank in each step."""
+        """Returns the time of the slowest rank for each step in `tried`."""
         own = np.array(tried.times)
         name = f"autotune.{self._name}.times"
         slowest = eager.allreduce(own, op=ops.Max, name=name, process_set=self._set)
@@ -114,7 +115,7 @@ class Tuning:
             _write_log(log, self._name, tried.settings, seconds, chosen)
 
     def _report(self, result: str) -> None:
-        """Adds the result to the samples of this rank, for ringrun and its summary."""
+        """Adds the result to this rank's telemetry, for ringrun and its summary."""
         world = runtime.current("autotune")
         world.tuned = "; ".join(filter(None, (world.tuned, f"{self._name}: {result}")))
 
@@ -122,7 +123,7 @@ class Tuning:
 def _write_log(
     path: str, name: str, settings: list[Setting], seconds: list[float], chosen: int
 ) -> None:
-    """Appends a line for each setting. If writing fails, prints why, and continues."""
+    """Appends a line for each setting to a file. If writing fails, prints the error."""
     try:
         with open(path, "a", newline="") as file:
             rows = csv.writer(file)

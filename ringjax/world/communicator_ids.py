@@ -1,4 +1,4 @@
-"""Communicator ids: the numbers by which all ranks name one communicator of an epoch.
+"""Communicator ids, by which all ranks identify one communicator of an epoch.
 
 The world has the id 0, and other process sets have the ids from 1 on. Every other
 communicator belongs to a process set or a replica set, and its id is the id of that set
@@ -21,15 +21,15 @@ EAGER_LANE = 1 << 29
 DEVICE_CONTROL = 1 << 30
 # In an elastic job, a call of a replica set ends only when the calls of all replica
 # sets have ended, so that all shards of a training step belong to one epoch. The ranks
-# agree on that over this communicator. Its number is free, because replica sets have no
+# agree on the end over this communicator. Its id is free, because replica sets have no
 # eager lane.
 CALL_END = REPLICA_SET | EAGER_LANE
-# The device index has the bits above the ids of process sets, below REPLICA_SET.
+# The device index uses the bits between the ids of process sets and REPLICA_SET.
 _DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7
 
 
 def control_id(set_id: int, device_index: int) -> int:
-    """Returns the id of the control mesh for the devices with one index on all ranks.
+    """Returns the id of the control mesh of the devices with this index on all ranks.
 
     Example:
         >>> number = control_id(3, device_index=2)
@@ -40,10 +40,10 @@ def control_id(set_id: int, device_index: int) -> int:
 
 
 def device_index_of(number: int) -> int:
-    """Returns the device index of a control mesh; 0 for other communicators."""
+    """Returns the device index of a control mesh, or 0 for another communicator."""
     return number // _DEVICE % _MAX_DEVICES if number & DEVICE_CONTROL else 0
 
 
 def process_set_of(number: int) -> int:
-    """Returns the id of the process set or replica set of a communicator."""
+    """Returns the id of the process set or replica set that a communicator serves."""
     return number % EAGER_LANE - device_index_of(number) * _DEVICE

@@ -1,4 +1,4 @@
-"""Communicator table: the communicators that serve the program's calls, by id.
+"""Communicator table: the communicators on which the program's calls run, by id.
 
 In an elastic job a communicator lives for one epoch. A resilient communicator lives for
 as long as its id exists: every epoch installs a new communicator into it. The native
@@ -21,7 +21,7 @@ from ringjax.world.lanes import Lanes
 
 @dataclass
 class CommunicatorTable:
-    """The communicators of one world, by id."""
+    """The communicators on which this rank's program makes calls, by id."""
 
     _lanes: Lanes
     # The resilient communicators; none in a static job.
@@ -30,7 +30,7 @@ class CommunicatorTable:
     active: dict[int, _native.Communicator] = field(default_factory=dict)
 
     def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
-        """Keeps these resilient communicators. Returns the rest, which must end."""
+        """Keeps these resilient communicators. Returns all others, which must end."""
         kept, before = set(numbers), self.resilient
         self.resilient = {n: r for n, r in before.items() if n in kept}
         return {n: r for n, r in before.items() if n not in kept}
@@ -38,7 +38,7 @@ class CommunicatorTable:
     def install_all(
         self, epoch: Epoch, transitions: Mapping[int, Sequence[Transition]]
     ) -> None:
-        """Lets the program's calls use the communicators of a new epoch.
+        """Makes the program's calls run on the communicators of a new epoch.
 
         Communicators with `transitions` survive; a communicator without transitions
         begins with this epoch. If a surviving communicator is not connected yet, its
@@ -54,7 +54,7 @@ class CommunicatorTable:
     def install(
         self, epoch: Epoch, number: int, transitions: Sequence[Transition]
     ) -> None:
-        """Makes communicator `number` serve calls if the epoch has connected it."""
+        """Makes calls run on communicator `number`, if the epoch has connected it."""
         communicator = epoch.communicators.get(number)
         resilient = self.resilient.get(number)
         is_new = resilient is None
@@ -81,7 +81,7 @@ class CommunicatorTable:
         *,
         drop_lanes: bool = False,
     ) -> None:
-        """Fails all calls of resilient communicators. May close their eager lanes."""
+        """Fails all calls of resilient communicators. May drop their eager lanes."""
         for number, resilient in resilient_comms.items():
             resilient.end(text, -1)
             if drop_lanes and number & EAGER_LANE:

@@ -33,16 +33,16 @@ class DeviceReport(TypedDict):
 
 
 def version_text(version: int) -> str:
-    """Formats a version of NCCL: "2.28.9" for 22809."""
+    """Formats NCCL's version code, such as 22809, as a text: "2.28.9"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def check_compatible(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
-    """Raises StartupError if the devices of all ranks do not fit together.
+    """Raises StartupError if the devices of some ranks are not compatible.
 
-    The `rank` of the error is the first rank that differs from rank 0. In an elastic
-    job that rank is a newcomer, and the other ranks continue without it. `hosts` has
-    the host number of each rank.
+    The error's `rank` is the first rank that differs from rank 0. In an elastic job
+    that rank is a newcomer, and the other ranks continue without it. `hosts` has the
+    index of each rank's host.
     """
     _check_versions(reports)
     _check_settings(reports)

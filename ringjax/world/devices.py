@@ -32,12 +32,12 @@ _NO_DEVICE_CODE = "none"  # `device_code` of a core that was built without devic
 
 
 def information() -> dict[str, Any]:
-    """Describes driver, devices and device code. Never raises; keys: `build_info`."""
+    """Describes driver, devices and device code; see `build_info`. Never raises."""
     return _native.cuda_info()
 
 
 def wheel_library() -> str | None:
-    """Returns the path of libnccl.so.2 in NVIDIA's wheel, None if it is missing."""
+    """Returns the path of libnccl.so.2 in NVIDIA's wheel, or None if it is missing."""
     try:
         # nvidia.nccl is a namespace package, which has folders but no module to import.
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -51,7 +51,7 @@ def wheel_library() -> str | None:
 
 
 def open_library(setting: str) -> tuple[int, str]:
-    """Loads NCCL: the copy in this process, `setting`, the wheel's or the system's.
+    """Loads NCCL: the copy in this process, or from `setting`, the wheel or the system.
 
     Returns the version, 22809 for 2.28.9, and the path of the file. Raises RingjaxError
     if no library was found, or if its version is too old.
@@ -63,13 +63,13 @@ def open_library(setting: str) -> tuple[int, str]:
             return int(version), str(loaded_path)
         except _native.StatusError as error:
             errors.append(from_status(error))
-    # The first error is about a file that exists, if one does: the last candidate is
-    # the system's library, which may be missing.
+    # If a library exists, the first error is about it: only the last candidate, the
+    # system's library, may be missing.
     raise errors[0]
 
 
 def _candidates(setting: str) -> list[str]:
-    """Returns paths of NCCL, to be tried after a copy that is loaded already."""
+    """Returns paths of NCCL to try if this process has not loaded a copy."""
     # Without a common order, kernels of two communicators on one device may wait for
     # each other. Before CUDA 12.3, ordered kernels run one after the other, in the
     # order of the host's calls. The host calls of compiled programs and of the eager
@@ -77,8 +77,8 @@ def _candidates(setting: str) -> list[str]:
     has_old_driver = 0 < information().get("driver", 0) < _LAUNCH_ORDER_DRIVER
     implicit = "0" if has_old_driver else "1"
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", implicit)
-    # With NCCL's default, the first operation of each communicator allocates memory and
-    # waits for its peers, in an order that may differ from rank to rank.
+    # By default, NCCL makes the first operation of each communicator allocate memory
+    # and wait for peers, in an order that may differ between ranks.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     return [setting] if setting else [*filter(None, [wheel_library()]), ""]
 
@@ -90,7 +90,7 @@ def shares_gpu() -> bool:
 
 
 def large_memory_fraction() -> str:
-    """Returns the fraction of memory that JAX preallocates, "" if it is below 0.9."""
+    """Returns the fraction of GPU memory that JAX preallocates, or "" below 0.9."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
         return ""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
@@ -110,10 +110,10 @@ def _gpu_uuids(devices: Sequence[int]) -> list[str]:
 
 
 def lane_options(config: Config, device: int) -> dict[str, Any]:
-    """Returns options for an eager lane, which loads NCCL at the first CUDA tensor.
+    """Returns the options of an eager lane, which loads NCCL at the first CUDA tensor.
 
-    A rank that calls `ringjax.eager.join` before it has submitted a tensor uses
-    `device`; -1 for no device.
+    `device` is for a rank that calls `ringjax.eager.join` before it has submitted a
+    tensor; -1 means no device.
     """
     return {
         **_communicator_options(config),
@@ -141,7 +141,7 @@ ALL = 0  # devices per rank: all devices that the rank sees
 def share(
     local_rank: int, local_size: int, devices: int, per_rank: int = 1
 ) -> tuple[int, ...] | None:
-    """Returns the devices of this rank if the ranks of a host divide the devices.
+    """Returns this rank's devices if the ranks of a host divide the host's devices.
 
     `devices` is how many devices the rank sees, and `per_rank` how many of them a rank
     computes on. Returns None if there is nothing to divide.
@@ -162,7 +162,7 @@ def share(
 
 
 class ControlPlane(Protocol):
-    """The host communication with which device communicators are connected."""
+    """The host communication that is needed to connect device communicators."""
 
     rank_info: RankInfo
 
@@ -172,25 +172,26 @@ class ControlPlane(Protocol):
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """Connects a control mesh between `ranks`, watched by the heartbeat."""
+        """Connects a control mesh of `ranks`, which the heartbeat watches."""
 
     def disconnect(self, number: int) -> None:
-        """Closes a control mesh, if it exists."""
+        """Closes a control mesh; does nothing if the mesh does not exist."""
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns the ranks that are known to be gone, and why."""
+        """Returns the ranks that are known to be gone, each with the cause."""
 
     def log(self, level: str, text: str) -> None:
-        """Prints a line, if its level is enabled."""
+        """Prints `text` if RINGJAX_LOG_LEVEL enables `level`."""
 
 
 class Devices:
     """The device communicators of one world: of all its process sets, or of none.
 
     Attributes:
-        counts: how many devices the driver of each rank shows.
+        counts: for each rank, the number of devices that its driver shows.
         communicators: for each process set, one communicator for each of `numbers`.
-        numbers: this rank's device numbers. The i-th devices of all ranks are in one
+        numbers: the indices of this rank's devices. The i-th devices of all ranks are
+        in one
             communicator.
     """
 
@@ -213,17 +214,17 @@ class Devices:
 
     @property
     def possible(self) -> bool:
-        """Whether any rank has a device, so that all ranks must exchange reports."""
+        """Whether any rank has a device. Then all ranks must exchange reports."""
         return any(self.counts)
 
     def open(
         self, numbers: Sequence[int], why_not: str, sets: Mapping[int, Sequence[int]]
     ) -> None:
-        """Connects the communicators of all `sets`, once. All ranks must call it.
+        """Connects the communicators of all process sets, once. All ranks must call it.
 
-        If any rank has no devices (`numbers`), no rank gets communicators. `why_not` is
-        the reason on this rank. `sets` has the ranks of each process set. Raises
-        StartupError if the ranks do not fit together, or if NCCL failed.
+        If `numbers` is empty on any rank, no rank gets device communicators. `why_not`
+        is the reason on this rank. `sets` has the ranks of each process set. Raises
+        StartupError if the devices of the ranks are not compatible, or if NCCL failed.
         """
         if self._opened:
             return
@@ -246,8 +247,8 @@ class Devices:
     def _check_ranks(self, numbers: tuple[int, ...], why_not: str) -> str:
         """Loads NCCL and compares the device reports of all ranks.
 
-        Returns the reason if there can be no device communicators, and otherwise "".
-        All ranks return equal texts.
+        Returns the reason, equal on all ranks, if device communicators are impossible,
+        and otherwise "".
         """
         config, plane, version, path = self._config, self._control_plane, 0, ""
         if numbers:
@@ -302,9 +303,9 @@ class Devices:
         return ""
 
     def add(self, number: int, ranks: Sequence[int]) -> None:
-        """Connects the communicators of a process set. All ranks of the world call it.
+        """Connects the device communicators of a process set. All ranks must call it.
 
-        Raises StartupError if NCCL or a rank failed.
+        Raises StartupError if NCCL fails or if another rank fails.
         """
         if not self.numbers:
             return
@@ -376,7 +377,7 @@ class Devices:
         return received
 
     def problem(self, number: int) -> str:
-        """Returns why a process set has no device communicator; "" if it has one."""
+        """Returns why a process set has no device communicator, or "" if it has one."""
         if number in self.communicators:
             return ""
         if number == communicator_ids.REPLICA_SET:
@@ -386,7 +387,7 @@ class Devices:
         return self._reason or "it was not built"
 
     def remove(self, number: int) -> None:
-        """Closes the communicators of a process set, if it has any."""
+        """Closes the device communicators of a process set, if it has any."""
         communicators = self.communicators.pop(number, [])
         for communicator in communicators:
             communicator.close()
@@ -394,7 +395,7 @@ class Devices:
             self._disconnect_controls(number)
 
     def stop(self, text: str, rank: int) -> None:
-        """Fails all pending calls. Any thread may call it."""
+        """Fails all pending calls on devices. Any thread may call this method."""
         for communicator in self.all_communicators():
             communicator.abort(text, rank)
 
@@ -405,7 +406,7 @@ class Devices:
         return [one for each in list(self.communicators.values()) for one in each]
 
     def close(self) -> None:
-        """Closes all communicators, the newest first, but not their control meshes."""
+        """Closes all device communicators, newest first, but not the control meshes."""
         for number in sorted(self.communicators, reverse=True):
             for communicator in self.communicators[number]:
                 try:
@@ -418,7 +419,7 @@ class Devices:
 
 
 def absence(config: Config) -> str:
-    """Returns why this rank's driver shows no device; "" if it shows devices."""
+    """Returns why this rank's driver shows no device, or "" if it shows devices."""
     if not config.gpu:
         return "RINGJAX_GPU is 0"
     found = information()
@@ -428,7 +429,7 @@ def absence(config: Config) -> str:
 
 
 def count(config: Config) -> int:
-    """Returns how many devices this rank's driver shows; 0 if RINGJAX_GPU is 0."""
+    """Returns how many devices this rank's driver shows, or 0 if RINGJAX_GPU is 0."""
     return len(information()["devices"]) if config.gpu else 0
 
 

@@ -1,6 +1,6 @@
 """Epoch: the links, the heartbeat and the communicators of one set of members.
 
-An epoch is made from a `MeshFactory`, which connects its members, and ends as a whole.
+An epoch is built with a `MeshFactory`, which connects its members, and ends as a whole.
 epoch_sequence.py decides when an epoch begins and which epoch follows.
 """
 
@@ -28,9 +28,9 @@ _CONTROL_RING_BYTES = 1 << 14  # the minimum of RINGJAX_RING_BYTES
 class Epoch:
     """The native objects of one epoch. Its dictionaries have communicator ids as keys.
 
-    `notify` is an eventfd that the heartbeat writes to when a peer is lost; -1 in a
-    static job. Communicators that are opened later use `cost`, the constants of the
-    cost model, and `recorder`.
+    `notify` is an eventfd that the heartbeat writes to when a peer is lost, or -1 in a
+    static job. `cost` has the measured parameters of the cost model. Communicators that
+    are opened later use `cost` and `recorder`.
     """
 
     config: Config
@@ -41,13 +41,13 @@ class Epoch:
     cost: dict[str, float] = field(default_factory=dict)
     recorder: _native.Recorder | None = None
     communicators: dict[int, _native.Communicator] = field(default_factory=dict)
-    # The communicators that serve calls of the program, each with its resilient
-    # communicator; None in a static job.
+    # The communicators on which the program's calls run, each with its resilient
+    # communicator, or with None in a static job.
     served: dict[int, _native.ResilientComm | None] = field(default_factory=dict)
     heartbeat: _native.Heartbeat | None = None  # None without peers, and after `close`
     # Sockets that the core owns, as (descriptor, inode).
     _sockets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # The links of communicators that were not opened yet.
+    # The links of communicators that are connected but not opened yet.
     _meshes: dict[int, LinkDescriptors] = field(default_factory=dict)
 
     @property
@@ -77,8 +77,9 @@ class Epoch:
         self._meshes[number] = mesh
         self._sockets[number] = mesh.sockets()
         if mesh.control:
-            # Start the heartbeat before the other communicators are connected: peers
-            # that receive no heartbeat in the meantime would declare this rank lost.
+            # Start the heartbeat before the other communicators are connected.
+            # Otherwise peers, which would receive no heartbeat meanwhile, would declare
+            # this rank lost.
             control, mesh.control = mesh.control, []
             self.heartbeat = self._make_heartbeat(control, mesh.control_keys)
 
@@ -114,7 +115,7 @@ class Epoch:
         ending: _native.Communicator | None = None,
         served: bool = False,
     ) -> _native.Communicator:
-        """Makes communicator `number` from the links that `link` has connected.
+        """Makes communicator `number` from links that the method `link` has connected.
 
         Args:
             ranks: ranks of the world, in the order of the communicator.
@@ -165,7 +166,7 @@ class Epoch:
     def connect(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """Links and opens a communicator. All of `ranks` must call it."""
+        """Links and opens a communicator. Every rank in `ranks` must call it."""
         self.link(number, ranks, name)
         return self.open(number, ranks, name)
 
@@ -176,7 +177,7 @@ class Epoch:
         name: str,
         mesh_factory: MeshFactory | None = None,
     ) -> Config:
-        """Like `link`, with small buffers. Returns the settings for `open`."""
+        """Connects ranks as `link` does, with small buffers. Returns these settings."""
         mesh_factory = mesh_factory or self.mesh_factory
         if mesh_factory is None:
             self.link(number, ranks, name)
@@ -192,7 +193,7 @@ class Epoch:
         return small
 
     def disconnect(self, number: int) -> None:
-        """Closes a communicator, or its links if it was not opened, if it exists."""
+        """Closes a communicator, or its links if the communicator was never opened."""
         if (mesh := self._meshes.pop(number, None)) is not None:
             mesh.close()
         communicator = self.communicators.pop(number, None)
@@ -204,28 +205,28 @@ class Epoch:
         self._sockets.pop(number, None)
 
     def completed_calls(self, number: int) -> int:
-        """Returns how many calls a communicator has completed."""
+        """Returns how many calls of a communicator are complete."""
         communicator = self.communicators.get(number)
         every = communicator.stats().values() if communicator is not None else ()
         return sum(int(stats.get("calls", 0)) for stats in every)
 
     @property
     def members(self) -> Sequence[Member]:
-        """The members of the epoch, by rank; empty if this rank is the only one."""
+        """The members of the epoch, by rank; empty in a job of one process."""
         return [] if self.mesh_factory is None else self.mesh_factory.members
 
     def hostname_of(self, rank: int) -> str:
-        """Returns the host name that a rank has sent; "" if it sent none."""
+        """Returns the host name that a rank has sent; "" if the rank sent none."""
         if rank >= len(self.members):
             return ""
         return str(self.members[rank].hello.get("hostname") or "")
 
     def lost(self) -> list[tuple[int, str]]:
-        """Returns the lost ranks, in the order of the losses, each with the reason."""
+        """Returns the lost ranks with the causes, in the order of the losses."""
         return [] if self.heartbeat is None else self.heartbeat.lost()
 
     def fail(self, text: str) -> None:
-        """Sends all peers a message that this rank fails, with the reason."""
+        """Sends all peers a message that this rank fails, with the cause `text`."""
         if self.heartbeat is not None:
             self.heartbeat.fail(text)
 
@@ -240,10 +241,10 @@ class Epoch:
             communicator.abort(text, rank)
 
     def close(self) -> None:
-        """Closes all objects of the epoch, also if it is only partly connected."""
+        """Closes all objects of the epoch, even if some are not connected yet."""
         heartbeat, self.heartbeat = self.heartbeat, None
-        # Iterate over copies: the program's thread may be adding links at the same
-        # time. They fail, because the epoch is over.
+        # Iterate over copies, because the program's thread may be adding links at the
+        # same time. These links fail, because the epoch is over.
         for communicator in list(self.communicators.values()):
             if heartbeat is not None:
                 heartbeat.forget(communicator)
@@ -261,11 +262,11 @@ class Epoch:
         self._sockets.clear()
 
     def close_in_child(self) -> None:
-        """Closes a forked child's copies of the sockets, and nothing else."""
+        """Closes a forked child's copies of the sockets, and no other object."""
         for sockets in self._sockets.values():
             for fd, inode in sockets:
                 with contextlib.suppress(OSError):
-                    # The core may have closed the socket before the fork, and another
-                    # file may have got the socket's number, but not its inode.
+                    # The core may have closed the socket before the fork. Then another
+                    # file may have the same descriptor, but not the same inode.
                     if os.fstat(fd).st_ino == inode:
                         os.close(fd)

@@ -1,6 +1,6 @@
-"""Builds an epoch on this rank: connects the members of a directive.
+"""Builds an epoch on this rank: connects the members that a directive lists.
 
-epoch_sequence.py puts the epoch in force and closes the previous one.
+epoch_sequence.py puts the new epoch in force and closes the previous epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.world.stack_probe import StackProbe
 
 @dataclass(frozen=True, kw_only=True)
 class EpochBuilder:
-    """Builds the epochs of one rank."""
+    """Builds the epochs of one rank from the coordinator's directives."""
 
     config: Config
     joined_job: JoinedJob | None  # None in a job of one process
@@ -40,12 +40,12 @@ class EpochBuilder:
     ) -> Epoch:
         """Returns an epoch without communicators. `before` is the previous epoch.
 
-        `watch` raises an error if the epoch is over before it is connected. It is None
-        in a job of one process.
+        `watch` raises an error if the new epoch ends before it is connected. `watch` is
+        None in a job of one process.
         """
         config = self.config
-        # The launcher's local rank is correct in the first epoch only, so an elastic
-        # job does not use it.
+        # The launcher's local rank is valid in the first epoch only, so an elastic job
+        # computes local ranks from the hosts of the members.
         overrides = None if config.elastic else config
         hosts = host_keys(members.members)
         rank_info = RankInfo.from_hosts(members.rank, hosts, overrides)
@@ -83,10 +83,11 @@ class EpochBuilder:
         wanted: Sequence[CommunicatorSpec],
         known: Mapping[int, _native.ResilientComm],
     ) -> None:
-        """Connects the `wanted` communicators, which serve no calls yet.
+        """Connects the `wanted` communicators, on which the program makes no calls yet.
 
-        A communicator whose id is in `known` belongs to that resilient communicator;
-        any other gets a new one. Raises as `MeshFactory.build` does.
+        A communicator whose id is in `known` belongs to the resilient communicator
+        there, and any other communicator gets a new one. Raises as `MeshFactory.build`
+        does.
         """
         everybody, small = range(len(members.members)), self.config
         elastic = self.config.elastic
@@ -104,7 +105,7 @@ class EpochBuilder:
                 self._calibrate(epoch, members)
 
     def new_resilient_comm(self) -> _native.ResilientComm | None:
-        """Returns a new resilient communicator; None in a static job."""
+        """Returns a new resilient communicator, or None in a static job."""
         config = self.config
         if not config.elastic:
             return None
@@ -113,8 +114,9 @@ class EpochBuilder:
         return _native.ResilientComm(config.elastic_timeout + config.start_timeout)
 
     def _with_short_timeout(self, kind: str) -> Config:
-        # Only at the start of a job do processes appear late. In later epochs all
-        # members run already, and a member that does not connect soon delays the rest.
+        # Processes appear late only at the start of a job. In later epochs all members
+        # run already, and a member that does not connect soon would delay the other
+        # members.
         config = self.config
         if kind == "start":
             return config
@@ -122,8 +124,8 @@ class EpochBuilder:
         return replace(config, start_timeout=limit)
 
     def _calibrate(self, epoch: Epoch, members: EpochDirective) -> None:
-        # All ranks must use equal constants, and newcomers have none. So calibrate
-        # again in epochs with newcomers only.
+        # All ranks must use equal parameters of the cost model, and newcomers have
+        # none. So measure the parameters again only in epochs with newcomers.
         has_newcomers = -1 in members.previous
         if (
             self.config.calibrate == "off"

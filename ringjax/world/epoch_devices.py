@@ -1,9 +1,9 @@
-"""Device communicators of an elastic job: connected again whenever all ranks restart.
+"""Connects the devices of an elastic job again whenever all ranks restart.
 
 The program's thread connects the devices, while the recovery thread may end the epoch
 at any time. So each `Devices` has an `EpochControlPlane`, which belongs to one epoch:
-an operation that begins after the end of that epoch fails, and does not become a part
-of the next epoch.
+after the end of that epoch its operations fail, instead of becoming part of the next
+epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Value = TypeVar("_Value")
 
 
 class EpochControlPlane:
-    """The control plane of one epoch, with which device communicators are connected."""
+    """The host communication of one epoch that connects device communicators."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self.log = world.log
@@ -38,8 +38,8 @@ class EpochControlPlane:
         try:
             return client.exchange(value, seconds, what, number)
         except Stalled as error:
-            # If the program of one rank hangs, the job must not end: suspect that rank,
-            # so that the other ranks continue without it.
+            # If the program of one rank hangs, the job must continue: report that rank
+            # as suspect, so that the other ranks continue without it.
             for rank in error.ranks:
                 client.suspect(number, rank, f"did not take part within {seconds:g} s")
             raise
@@ -50,8 +50,8 @@ class EpochControlPlane:
         world, epoch = self._world, self._epoch
         try:
             small = epoch.link_small(number, ranks, name, world.mesh_factory_of(epoch))
-            # Hold the lock, so that the recovery cannot stop the epoch between
-            # `check_epoch` and `open`, and miss this communicator.
+            # The lock keeps the recovery from stopping the epoch between `check_epoch`
+            # and `open`, because the recovery would miss the new communicator.
             with world.changed:
                 world.check_epoch(epoch)
                 return epoch.open(number, ranks, name, config=small)
@@ -79,7 +79,7 @@ class SoloControlPlane(EpochControlPlane):
 
 
 def reconnect_devices(world: EpochSequence) -> bool:
-    """Connects the devices of all ranks in the current epoch. All ranks call it.
+    """Connects the devices of all ranks in the current epoch. All ranks call this.
 
     Returns False if nothing was connected, because the epoch is over or a restart is
     pending. If `Devices.open` raises a StartupError, the epoch continues.
@@ -90,7 +90,7 @@ def reconnect_devices(world: EpochSequence) -> bool:
     with world.changed:
         if world.restart_pending:
             return False
-        # Omit process sets that have lost all their ranks.
+        # Omit process sets all of whose ranks are lost.
         sets = {n: list(ranks) for n, ranks in world.sets.items() if ranks}
         epoch = world.epoch
         control_plane = EpochControlPlane(world, epoch)
@@ -107,10 +107,10 @@ def reconnect_devices(world: EpochSequence) -> bool:
 
 
 def restart_epoch(world: EpochSequence, text: str) -> None:
-    """Waits for an epoch in which all ranks restart, and connects devices in it.
+    """Waits for an epoch in which all ranks restart, and connects devices there.
 
-    `text` says why this rank requests a restart, for the log. Raises RingjaxError if
-    the job is over for this rank, or StartupError if its devices cannot be connected.
+    `text` is the cause of this rank's request, for the log. Raises RingjaxError if the
+    job is over for this rank, or StartupError if its devices cannot be connected.
     """
     assert world.client is not None
     while True:
@@ -133,9 +133,9 @@ def _seconds_until_over(
 ) -> float:
     """Returns how long to wait for the end of an epoch in which NCCL has failed.
 
-    A rank whose device fails, or does not fit the devices of the other ranks, ends with
-    that error, and the other ranks must detect the loss before they fail themselves. If
-    another rank caused the error, the detection takes up to the failure timeout.
+    A rank whose device fails, or is not compatible, ends with that error, and the other
+    ranks must detect the loss before they fail themselves. If another rank caused the
+    error, the detection takes up to the failure timeout.
     """
     cause = error.rank if error.rank >= 0 else getattr(error.__cause__, "rank", -1)
     is_other = cause not in (-1, epoch.rank_info.rank)

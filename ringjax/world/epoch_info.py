@@ -1,4 +1,4 @@
-"""Epoch information: the effects of a new epoch on the program and on its calls.
+"""Epoch information: how a new epoch affects the program and its pending calls.
 
 Pure functions compute these effects from the coordinator's directives, without I/O.
 """
@@ -18,12 +18,12 @@ class EpochInfo:
     """An epoch of an elastic job, as a program sees it.
 
     Attributes:
-        epoch: the number of the epoch, larger than those of earlier epochs.
+        epoch: the number of the epoch, which grows with every epoch.
         kind: "start", "repair" (ranks were lost, calls continued), "restart" (all ranks
             return to the last commit) or "resize" (ranks joined or left at a pause).
         newcomers: the ranks that had no rank in the previous epoch.
         previous: for each rank, its rank in the previous epoch; -1 for a newcomer.
-        workers: for each rank, the number of its process, which is never used again.
+        workers: for each rank, the id of its process. The job never uses an id again.
     """
 
     epoch: int
@@ -48,17 +48,17 @@ class EpochInfo:
 
     @staticmethod
     def of_static_job(rank: int, size: int) -> EpochInfo:
-        """Returns the only epoch of a job that is not elastic."""
+        """Returns the only epoch of a static job, in which no rank joins or leaves."""
         ranks = tuple(range(size))
         return EpochInfo(0, "start", size, rank, (), ranks, ranks)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The outcome of one communicator's calls at the transition to a new epoch.
+    """The outcome of one communicator's pending calls when a new epoch begins.
 
     Attributes:
-        finished: how many calls are complete on all ranks.
+        finished: how many calls all ranks have completed.
         repeats: whether the next call runs again; if not, it fails.
         ranks: for each rank of the communicator in the previous epoch, its rank in the
             new epoch; -1 if it was lost.
@@ -71,12 +71,12 @@ class Transition:
     reason: str = ""
 
 
-# The id, ranks and name of a communicator that is to be connected.
+# (id, ranks, name) of a communicator that this rank must connect.
 CommunicatorSpec = tuple[int, Sequence[int], str]
 
 
 def communicators_of(members: EpochDirective) -> Iterator[CommunicatorSpec]:
-    """Yields the communicators of this rank, the world's first.
+    """Yields the communicators that this rank must connect, the world's first.
 
     All ranks of a communicator yield equal ids, ranks and names for it.
     """
@@ -96,10 +96,10 @@ def surviving_transitions(
     before: Mapping[int, Sequence[int]],
     known: Set[int],
 ) -> dict[int, list[Transition]]:
-    """Returns the transitions of all communicators that survive, by id.
+    """Returns the transitions of all communicators that survive, by communicator id.
 
-    The arguments are those of `transitions`, and `known`, the ids of the resilient
-    communicators that this rank has.
+    `before` and `directives` are those of `transitions`. `known` has the ids of this
+    rank's resilient communicators.
     """
     wanted = {number for number, _, _ in communicators_of(directives[-1])}
     return {
@@ -112,11 +112,11 @@ def transitions(
     before: Mapping[int, Sequence[int]],
     directives: Sequence[EpochDirective],
 ) -> list[Transition]:
-    """Returns a transition of communicator `number` for each directive.
+    """Returns one transition of communicator `number` for each directive.
 
-    `before` are the process sets of the current epoch. `directives` are those that have
-    arrived since its beginning, the oldest first: an epoch that has ended before it was
-    in force is a transition, too.
+    `before` has the process sets of the current epoch. `directives` has the directives
+    that have arrived since this epoch began, the oldest first. An epoch that ended
+    before it was in force counts as a transition, too.
     """
     found = []
     ranks = list(before.get(number & ~EAGER_LANE, ()))
@@ -151,7 +151,7 @@ def _at(ranks: Sequence[int], rank: int) -> int:
 
 
 def end_reason(members: EpochDirective) -> str:
-    """Returns why the epoch before `members` has ended, as a clause."""
+    """Returns a clause that says why the epoch before `members` has ended."""
     if members.lost:
         return "; ".join(f"rank {r} {why}" for r, why in members.lost.items())
     return {"restart": "all ranks start again"}.get(members.kind, "the ranks change")

@@ -1,4 +1,4 @@
-"""The sequence of epochs of one job on this rank.
+"""The sequence of epochs of one job, as this rank takes part in them.
 
 A static job has one epoch. In an elastic job, each new epoch installs a communicator
 into each resilient communicator (see communicator_table.py). recovery.py decides when
@@ -41,10 +41,10 @@ CLOSED = "ringjax.shutdown() was called on this rank"
 
 
 class EpochSequence:
-    """The epochs of one job, as this rank takes part in them.
+    """The epochs of one job on this rank.
 
-    The recovery thread changes the state from one epoch to the next, and the program's
-    threads read it. `changed` is the lock of this state.
+    The recovery thread changes the attributes when a new epoch begins, and the
+    program's threads read them. The lock `changed` guards the attributes.
     """
 
     rank_info: RankInfo
@@ -60,15 +60,15 @@ class EpochSequence:
         self.pending_update = 0  # the number of the next change of members, or 0
         self.resizes = 0  # how many pauses have ended
         self.dismissed = False  # whether this rank has left in good order
-        # Whether all ranks restart in the current epoch, and the program has not
-        # called `accept_restart` yet.
+        # Whether all ranks restart in the current epoch, and the program has not called
+        # `accept_restart` yet.
         self.restart_pending = False
         self.contributors: tuple[int, ...] = ()  # see `last_contributors`
         self.sets: dict[int, list[int]] = {}  # the ranks of all process sets, by id
         self.members: Sequence[Member] = ()  # the current members, by rank
         self.group = Group(config.group_size)
-        # The numbers of this rank's CUDA devices, and why it has none; None until
-        # `World.open_devices`.
+        # The indices of this rank's CUDA devices, and why it has none. None until
+        # `World.open_devices` is called.
         self.local_devices: tuple[Sequence[int], str] | None = None
         self._registry = registry
         self._joined_job: JoinedJob | None = None
@@ -87,37 +87,37 @@ class EpochSequence:
 
     @property
     def client(self) -> CoordinatorClient | None:
-        """The connection to the coordinator; None in a job of one process."""
+        """The connection to the coordinator, or None in a job of one process."""
         return None if self._joined_job is None else self._joined_job.client
 
     @property
     def communicators(self) -> dict[int, _native.Communicator]:
-        """The communicators that serve calls of the program, by id."""
+        """The communicators on which the program's calls run, by id."""
         return self.comm_table.active
 
     @property
     def epoch(self) -> Epoch:
-        """The current epoch. Fails if there is none; see `current_epoch`."""
+        """The current epoch. Fails if there is no epoch; see `current_epoch`."""
         assert self._epoch is not None
         return self._epoch
 
     @property
     def current_epoch(self) -> Epoch | None:
-        """The epoch that was installed last; None for a newcomer and after `close`."""
+        """The epoch that was installed last. None for a newcomer, and after `close`."""
         return self._epoch
 
     @property
     def epoch_number(self) -> int:
-        """The number of the current epoch; -1 if there is none."""
+        """The number of the current epoch, or -1 if there is no epoch."""
         return -1 if self.epoch_info is None else self.epoch_info.epoch
 
     def log(self, level: str, text: str) -> None:
-        """Prints a line on standard error if RINGJAX_LOG_LEVEL enables its level."""
+        """Prints a line on standard error if RINGJAX_LOG_LEVEL enables `level`."""
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.config.log_level):
             stderr.line(f"[{self._prefix}] {level}: {text}")
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns the ranks that are known to be gone, and why."""
+        """Returns the ranks that are known to be gone, each with the cause."""
         return {} if self.client is None else self.client.departed_ranks()
 
     # -- waiting -----------------------------------------------------------------------
@@ -130,19 +130,19 @@ class EpochSequence:
                 self.changed.wait()
 
     def wait_for_next_epoch(self, before: int) -> None:
-        """Waits for an epoch after `before`, a pending restart, or a dismissal."""
+        """Waits until a later epoch begins, a restart is pending, or this rank left."""
         self.wait(
             lambda: self.dismissed or self.restart_pending or self.epoch_number > before
         )
 
     def check_end(self) -> None:
-        """Raises the error with which the job has ended for this rank, if it has."""
+        """Raises an error if the job has ended for this rank."""
         if self._end is not None:
             kind, text = self._end
             raise kind(f"ringjax: {text}")
 
     def is_over(self, epoch: Epoch, seconds: float = 0.0) -> bool:
-        """Returns whether an epoch has ended, or ends within `seconds`."""
+        """Returns whether an epoch is over, waiting up to `seconds` for its end."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: self._last_ended >= epoch.number or self._epoch is not epoch,
@@ -150,7 +150,7 @@ class EpochSequence:
             )
 
     def check_epoch(self, epoch: Epoch) -> None:
-        """Raises PeerLost if an epoch has ended."""
+        """Raises PeerLost if `epoch` is over."""
         self.check_end()
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
@@ -165,7 +165,7 @@ class EpochSequence:
     # -- the end of the job on this rank -----------------------------------------------
 
     def fail(self, text: str) -> None:
-        """Reports to the coordinator and to all peers that this rank fails, and why."""
+        """Reports to the coordinator and all peers that this rank fails, and why."""
         if self.failed:
             return
         self.failed = text
@@ -175,13 +175,13 @@ class EpochSequence:
             self._epoch.fail(text)
 
     def on_thread_failure(self, text: str) -> None:
-        """Fails this rank, because a thread that it needs has ended with an error."""
+        """Fails this rank after an error has ended one of ringjax's threads."""
         self.log("error", text)
         self.fail(text)
         self.end(RingjaxError, text)
 
     def stop(self) -> None:
-        """Fails all pending and all later calls."""
+        """Fails all pending and all later calls of the program."""
         text = self.failed or (self._end[1] if self._end else CLOSED)
         self.devices.stop(text, self.rank)
         if self._epoch is not None:
@@ -189,14 +189,14 @@ class EpochSequence:
         self.comm_table.end(dict(self.comm_table.resilient), text)
 
     def dismiss(self, text: str) -> None:
-        """Ends the job for this rank in good order."""
+        """Ends the job for this rank in good order, without an error."""
         self.log("info", f"leaves the job: {text}")
         with self.changed:
             self.dismissed = True
         self.end(RingjaxError, f"this rank has left the job: {text}")
 
     def end(self, kind: type[RingjaxError], text: str) -> None:
-        """Ends the job for this rank: all calls and waits fail with this error."""
+        """Ends the job for this rank: all its calls and waits fail with this error."""
         with self.changed:
             if self._end is None:
                 self._end = kind, text
@@ -225,13 +225,13 @@ class EpochSequence:
         }
 
     def epoch_report(self) -> tuple[dict[int, Sequence[int]], int, bool]:
-        """Returns process sets, the next id, and whether all ranks must restart."""
+        """Returns process sets, the next free id, and whether all ranks restart."""
         with self.changed:
             if self.epoch_info is None:
                 return {}, 0, False
             sets = {n: r for n, r in self.sets.items() if n and n not in self._removed}
-            # The results of calls that NCCL had begun are void on some ranks or on all
-            # of them. So these calls cannot be repeated, and all ranks must restart.
+            # The results of calls that NCCL had begun are invalid on some ranks or on
+            # all ranks. So these calls cannot be repeated, and all ranks must restart.
             lanes = list(self.lanes.lanes.values())
             restart = bool(self.devices.communicators) or any(x.joined for x in lanes)
             return dict(sets), self._registry.next_id, restart
@@ -241,12 +241,12 @@ class EpochSequence:
     def link(
         self, directives: Sequence[EpochDirective], watch: LossMonitor | None
     ) -> Epoch:
-        """Connects the members of the newest of the `directives`, the oldest first.
+        """Connects the members of the last directive. Directives are in order of time.
 
         After a loss, connects the communicators of the world and the replica set only,
-        because most parked calls wait for these; `complete` connects the rest. A
-        newcomer has no parked calls, so it connects all communicators. Raises as
-        `MeshFactory.build` does.
+        because most parked calls wait for these; `complete` connects the other
+        communicators. A newcomer has no parked calls, so it connects all communicators.
+        Raises as `MeshFactory.build` does. `MeshFactory.build` does.
         """
         assert self._epoch_builder is not None
         members = directives[-1]
@@ -260,14 +260,14 @@ class EpochSequence:
             self._epoch_builder.connect(epoch, members, wanted, known)
         except BaseException:
             # Another member may have connected the whole epoch. Without this message,
-            # it would take the closed sockets for the death of this rank.
+            # that member would interpret the closed sockets as the death of this rank.
             epoch.leave()
             epoch.close()
             raise
         return epoch
 
     def install(self, epoch: Epoch, directives: Sequence[EpochDirective]) -> None:
-        """Puts an epoch that `link` has connected in force."""
+        """Puts an epoch in force that `link` has connected."""
         members, before = directives[-1], self._epoch
         restart = any(m.kind == "restart" for m in directives)
         with self.changed:
@@ -279,8 +279,8 @@ class EpochSequence:
             reason = end_reason(members)
             ended = self.comm_table.retain(surviving)
             self._set_current(epoch, members)
-            # Count the resizes among all directives: a loss may follow a resize before
-            # the program wakes up, and the pause has ended nevertheless.
+            # Count the resizes in all directives: if a loss follows a resize before the
+            # program wakes up, the pause has ended nevertheless.
             self.resizes += sum(each.kind == "resize" for each in directives)
             self.restart_pending = pending
             if not pending:
@@ -325,7 +325,7 @@ class EpochSequence:
         self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
 
     def accept_restart(self) -> None:
-        """Lets the program's calls use an epoch in which all ranks restart."""
+        """Makes the program's calls run in an epoch in which all ranks restart."""
         with self.changed:
             if self.restart_pending:
                 self.restart_pending = False
@@ -335,7 +335,7 @@ class EpochSequence:
     def install_process_set(
         self, epoch: Epoch, number: int, ranks: Sequence[int]
     ) -> None:
-        """Lets calls use a process set that was connected in `epoch`.
+        """Makes calls run on a process set that was connected in `epoch`.
 
         Raises PeerLost if the epoch has ended.
         """
@@ -354,8 +354,8 @@ class EpochSequence:
     ) -> tuple[int, ...]:
         """Returns the workers whose values are in the last collective of all ranks.
 
-        If the current epoch has ended, `following` is the directive for the next epoch.
-        The directive contains how many calls of the current epoch count as finished.
+        If the current epoch has ended, `following` is the next epoch's directive, which
+        says how many calls of the current epoch count as finished.
         """
         if self._epoch is None or self.epoch_info is None:
             return self.contributors
@@ -368,7 +368,7 @@ class EpochSequence:
 
 
 class _EpochWatch:
-    """The `LossMonitor` of one epoch: makes `MeshFactory.build` fail when it ends."""
+    """Makes `MeshFactory.build` fail when the epoch ends. A `LossMonitor`."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch

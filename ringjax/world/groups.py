@@ -1,11 +1,11 @@
-"""Groups of processes: JAX joins the processes of a group, ringjax averages between.
+"""Groups of processes: JAX connects a group's processes, ringjax averages over groups.
 
 Worker w belongs to group w // k, where k is the size of a group, and its index in that
-group is w % k. In a static job, worker numbers are ranks. The processes with one index
-form a *replica set*, with one process of each group. All replica sets share one
+group is w % k. In a static job, a worker's id is its rank. The processes with one index
+form a *replica set*, which has one process of each group. All replica sets share one
 communicator id, so that the compiled programs of a group are equal.
-`xla/jax_distributed.py` makes JAX join a group. `membership/` decides which ranks are
-lost together.
+`xla/jax_distributed.py` makes JAX connect a group. `membership/` decides which ranks
+are lost together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.errors import StartupError
 
 
 def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
-    """Returns the ranks with the index of `worker` in their groups; [] without groups.
+    """Returns the ranks that have `worker`'s index in their groups; [] without groups.
 
     Example:
         >>> replicas([0, 1, 4, 5], 5, 2)
@@ -32,9 +32,9 @@ def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
 
 
 def _bind_free_port() -> socket.socket:
-    """Reserves a TCP port for JAX's coordinator, whose port must be known beforehand.
+    """Reserves a TCP port for JAX's coordinator, before the coordinator starts.
 
-    A bound socket that does not listen keeps the port from other programs, and
+    A bound socket that does not listen prevents other programs from using the port, and
     SO_REUSEPORT lets the coordinator bind the port, too.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -63,7 +63,7 @@ class Group:
         self._port: socket.socket | None = None
 
     def check_job_size(self, size: int) -> None:
-        """Raises StartupError if `size` processes do not fill whole groups."""
+        """Raises StartupError if `size` is not a multiple of the group size."""
         if size % self.size:
             raise StartupError(
                 f"RINGJAX_GROUP_SIZE is {self.size}, but the job has {size} processes: "
@@ -71,17 +71,16 @@ class Group:
             )
 
     def reserve_port(self, worker: int) -> dict[str, int]:
-        """Reserves a port in the first process of a group. Returns it for the hello."""
+        """Reserves a port if this process is the first of its group, for its hello."""
         if self.size == 1 or worker % self.size:
             return {}
         self._port = _bind_free_port()
         return {"group_port": int(self._port.getsockname()[1])}
 
     def join(self, members: Sequence[Member], job_group_size: int) -> None:
-        """Sets the members of this group, by index.
+        """Sets the members of this process's group, by index.
 
-        Raises StartupError if ranks of the job are lost and join in groups of another
-        size.
+        Raises StartupError if the job uses groups of another size than this process.
         """
         if job_group_size != self.size:
             raise StartupError(
@@ -92,12 +91,12 @@ class Group:
         self.members = members if self.size > 1 else ()
 
     def update(self, workers: Sequence[int], worker: int) -> list[int]:
-        """Sets and returns `replicas`. `workers` are those of a new epoch, by rank."""
+        """Sets and returns `replicas`. `workers` has the worker id of each rank."""
         self.replicas = replicas(workers, worker, self.size)
         return self.replicas
 
     def close(self) -> None:
-        """Releases the port of JAX's coordinator. Further calls do nothing."""
+        """Releases the port that JAX's coordinator uses. Further calls do nothing."""
         if self._port is not None:
             self._port.close()
 
@@ -111,5 +110,5 @@ def coordinator_address(members: Sequence[Member]) -> str:
         return address.show(address.loopback(), port)
     hosts = [host for host, _ in address.parse(str(first.hello["addresses"]))]
     hosts = [host for host in hosts if not address.is_loopback(host)] or hosts
-    # Prefer the address from which the coordinator of the job has seen this process.
+    # Prefer the address by which the job's coordinator knows the group's first process.
     return address.show(min(hosts, key=lambda host: host != first.seen), port)

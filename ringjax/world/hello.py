@@ -1,6 +1,6 @@
-"""Hello: the description of a rank that all ranks receive when it joins the job.
+"""Hello: a rank's description of itself, which all ranks receive when it joins.
 
-Every rank compares the hellos of all ranks. So all ranks raise equal errors if settings
+Every rank compares the hellos of all ranks, so all ranks raise equal errors if settings
 or versions differ.
 """
 
@@ -27,7 +27,7 @@ _COMMON_SETTINGS = (
 
 
 def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
-    """Returns the hello of this rank, except its listening addresses."""
+    """Returns the hello of this rank, without the addresses on which it listens."""
     return {
         "rank": rank,
         "size": size,
@@ -41,7 +41,7 @@ def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
 
 
 def _machine_id() -> str:
-    """Identifies the host: ranks with equal ids share memory and unix sockets.
+    """Returns an id of the host: ranks with equal ids share memory and unix sockets.
 
     Ranks of different users, user namespaces or network namespaces have different ids,
     so that TCP connects them.
@@ -66,7 +66,7 @@ def listening_hosts(config: Config, *, single_host: bool) -> list[str]:
 
 
 def host_keys(members: Sequence[Member]) -> list[str]:
-    """Returns a text for each rank; ranks with equal texts are on one host."""
+    """Returns a text for each rank. Ranks on one host have equal texts."""
     return [f"{m.hello.get('machine')} {m.hello.get('hostname')}" for m in members]
 
 

@@ -1,7 +1,7 @@
 """The eager lanes of a world: each has its own communicator and its own native thread.
 
-All ranks of a process set make its lane together with the set: any rank may submit a
-named operation at any time, and then all other ranks must take part in the round of
+All ranks of a process set make the set's lane when they add the set, because any rank
+may submit a named operation at any time, and then all other ranks must take part in the
 negotiation. The native core negotiates and runs the operations that eager/ submits.
 """
 
@@ -15,21 +15,21 @@ from ringjax.errors import StartupError
 
 
 class LaneOwner(Protocol):
-    """The attributes of `World` from which lanes are made."""
+    """The attributes of `World` that are needed to make lanes."""
 
     config: Config
     recorder: _native.Recorder
 
     @property
     def cuda_for_lanes(self) -> dict[str, Any] | None:
-        """Options for lanes that accept CUDA tensors; None if no rank has a device."""
+        """The options for lanes of CUDA tensors, or None if no rank has a device."""
 
     @property
     def rank(self) -> int: ...
 
 
 class Lanes:
-    """The eager lanes of one world."""
+    """The eager lanes of one world, one for each process set."""
 
     def __init__(self, owner: LaneOwner) -> None:
         self.lanes: dict[int, _native.EagerLane] = {}  # keys: ids of process sets
@@ -55,7 +55,7 @@ class Lanes:
         self.lanes[number].set_timeline(self._timeline)
 
     def open_timeline(self) -> None:
-        """Starts the timeline of RINGJAX_TIMELINE, on rank 0 of the world only."""
+        """Starts the timeline that RINGJAX_TIMELINE names, on rank 0 of the world."""
         config = self.owner.config
         if self.owner.rank != 0 or config.timeline in ("", "DYNAMIC"):
             return
@@ -66,7 +66,7 @@ class Lanes:
         self.set_timeline(timeline)
 
     def set_timeline(self, timeline: _native.Timeline | None) -> None:
-        """Writes all later events to `timeline`, and closes the previous timeline."""
+        """Makes all lanes write events to `timeline`; closes the previous timeline."""
         before, self._timeline = self._timeline, timeline
         for lane in self.lanes.values():
             lane.set_timeline(timeline)
@@ -76,7 +76,7 @@ class Lanes:
             before.close()
 
     def drop(self, number: int) -> None:
-        """Closes the lane of a process set, if it has one; pending operations fail.
+        """Closes the lane of a process set, if it has one. Pending operations fail.
 
         The caller closes the communicator of the lane.
         """

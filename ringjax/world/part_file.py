@@ -1,4 +1,4 @@
-"""Part file: the lines of JSON that one process adds to a profile, bounded in size.
+"""Part file: the lines of JSON that one process writes for a profile, limited in size.
 
 Two files keep the newest lines: a full file is renamed to NAME.1, and a new file begins
 with the header lines of the full file. An error ends the recording, but never the
@@ -18,7 +18,7 @@ _MAX_BYTES = 64 << 20  # both files together; room for about 300,000 calls
 
 
 class PartFile:
-    r"""A part file that is open for writing. An existing file is replaced.
+    r"""A part file that is open for writing. Replaces an existing file.
 
     `on_error` is called once with a text when writing fails, for example because the
     disk is full. `max_bytes` is the largest size of both files together.
@@ -47,7 +47,7 @@ class PartFile:
         self._file: io.FileIO | None = _create(path)
 
     def write_header(self, **values: object) -> None:
-        """Writes a line that also begins each later file."""
+        """Writes a line, which also begins each file that follows this one."""
         line = json.dumps(values).encode() + b"\n"
         with self._lock:
             self._header += line
@@ -57,7 +57,7 @@ class PartFile:
         self.write_lines(json.dumps(values).encode())
 
     def write_lines(self, *lines: bytes) -> None:
-        """Writes lines, adds missing line ends and skips empty arguments."""
+        """Writes lines. Appends missing newlines, and skips empty arguments."""
         data = b"".join(
             line if line.endswith(b"\n") else line + b"\n" for line in lines if line
         )
@@ -102,5 +102,5 @@ class PartFile:
 
 
 def _create(path: Path) -> io.FileIO:
-    # Without a buffer, because a forked child would write the buffer a second time.
+    # Use no buffer, because a forked child would write the buffer a second time.
     return io.FileIO(path, "w")

@@ -1,7 +1,7 @@
-"""ProcessSet: some ranks of the job that run collectives of their own. Horovod's class.
+"""ProcessSet: a subset of the ranks with its own collectives, as in Horovod.
 
-A `ProcessSet` only lists ranks. world.py has the communicators of a set, and runtime/
-registers sets.
+A `ProcessSet` only lists ranks. world.py creates the communicators of a set, and
+runtime/ registers sets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def _not_set(what: str) -> int:
     raise AssertionError(f"{what}: ringjax.runtime has not been imported")
 
 
-# A function that returns the rank of this process; its argument names the caller, for
-# errors. `runtime.lifecycle` sets it, because this module must not import runtime/.
+# Returns the rank of this process. The argument names the caller in errors.
+# `runtime.lifecycle` sets this function, because this module must not import runtime/.
 rank_of_process: Callable[[str], int] = _not_set
 
 
@@ -60,7 +60,7 @@ class ProcessSet:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that calls on this set may wait for other ranks; see the class."""
+        """Seconds that calls on this set may wait for other ranks; see `ProcessSet`."""
         return self._timeout
 
     @timeout.setter
@@ -71,7 +71,7 @@ class ProcessSet:
         )
 
     def limit(self) -> float:
-        """Returns the limit in seconds of a call that is made now.
+        """Returns the limit in seconds that applies to a call now.
 
         Returns:
             0 for no limit, -1 for the job's limit.
@@ -106,7 +106,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def __str__(self) -> str:
-        """Returns the text that Horovod prints; Horovod's tests compare it."""
+        """Returns the same text as Horovod, because Horovod's tests compare it."""
         return f"{repr(self)[:-1]}, mpi_comm={self.mpi_comm})"
 
 

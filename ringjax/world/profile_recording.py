@@ -1,8 +1,8 @@
 """Records a profile on one rank: a thread writes the recorder's calls to a part file.
 
 The file also contains readings of the clock of rank 0, which put all ranks on one time
-base, and the bytes that the links have carried. profile/ merges and reads the files of
-all ranks.
+base, and the number of bytes that each link has carried. profile/ merges and reads the
+files of all ranks.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _T = TypeVar("_T")
 
 
 class ProfileSource(Protocol):
-    """The attributes of `World` from which a profile is recorded."""
+    """The attributes of `World` that the recording of a profile needs."""
 
     recorder: _native.Recorder
 
     @property
     def current_epoch(self) -> Epoch | None:
-        """The epoch in force; None while this rank has none."""
+        """The epoch in force, or None while this rank is in no epoch."""
 
     @property
     def communicators(self) -> dict[int, _native.Communicator]:
-        """The communicators that serve calls of the program, by id."""
+        """The communicators on which the program's calls run, by id."""
 
     def log(self, level: str, text: str) -> None: ...
 
 
 def clock_id() -> str:
-    """Identifies the clock of `time.monotonic`. Processes with equal ids share it."""
+    """Returns an id of the clock of `time.monotonic`, equal if the clock is shared."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -63,11 +63,11 @@ def clock_id() -> str:
 
 
 class ProfileRecording:
-    """A recording, which begins at once and ends by `end` or after `steps` steps.
+    """A recording that begins at once and ends by `end` or after `steps` steps.
 
     `run` is the id of the profile, equal on all ranks, and `name` the name of this
     process, such as "rank 3". With `steps=0` there is no limit. `jax_trace` says
-    whether JAX records a trace, too; with None, JAX's trace begins when a compiled
+    whether JAX records a trace, too. If it is None, JAX's trace begins when a compiled
     program calls a collective. Raises OSError if the folder cannot be written.
     """
 
@@ -141,7 +141,7 @@ class ProfileRecording:
             self._source.log("warning", f"the profile ends here: {why}")
         self._end_jax_trace()
         self._source.recorder.keep(RECORDER_CAPACITY)
-        # The membership at the end shows rank 0 how many parts to wait for.
+        # The job size in this last record tells rank 0 how many part files to wait for.
         self._part.write_record(
             end=time.monotonic(), why=why, epoch=self._epoch, size=self._size
         )
@@ -199,7 +199,7 @@ class ProfileRecording:
             return
         readings = self._heartbeat.take_clocks()
         if readings:
-            # The shorter the round trip, the smaller the error of the offset.
+            # The shorter the round trip, the smaller the error of the clock offset.
             rank, when, ahead, trip = min(readings, key=lambda reading: reading[3])
             self._part.write_record(
                 clock=rank, epoch=self._epoch, when=when, ahead=ahead, trip=trip
@@ -239,7 +239,7 @@ class ProfileRecording:
 
 
 class JaxTrace:
-    """A trace by jax.profiler, which starts at once. JAX must be loaded.
+    """A trace by jax.profiler, which starts at once. JAX must be imported already.
 
     JAX allows one trace in a process at a time, and the program's trace has precedence.
     If the program is tracing already, the constructor raises RuntimeError. If the
@@ -255,8 +255,8 @@ class JaxTrace:
         options = self._profiler.ProfileOptions()
         options.python_tracer_level = 0  # no event for each call of a Python function
         start(str(folder), profiler_options=options)
-        # Replace the functions with which the program may start a trace, in the public
-        # module and in the private module of jax.profiler. From jax 0.12 on, the method
+        # Replace the functions with which the program can start a trace, in the public
+        # module and in the private module of jax.profiler. Since jax 0.12, the method
         # `ProfileSession.start` starts traces, too.
         private = sys.modules[start.__module__]
         self._originals: list[tuple[Any, str, Any]] = [
@@ -268,7 +268,7 @@ class JaxTrace:
             setattr(owner, name, self._end_before(original))
 
     def _end_before(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wraps a function that starts a trace, so that this trace ends first."""
+        """Wraps a function that starts a trace, so that this trace ends before."""
 
         @functools.wraps(function)
         def start(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -280,15 +280,16 @@ class JaxTrace:
         return start
 
     def end(self) -> tuple[str, int]:
-        """Ends the trace and writes its files, once.
+        """Ends the trace and writes its files. Further calls only return the result.
 
-        Returns the path of the JSON file below the folder, and the zero point of its
-        times, in nanoseconds since 1970. Raises RuntimeError or OSError if the trace
-        could not be written, or if the program has ended it.
+        Returns the path of the JSON file in the folder, and the zero point of the
+        trace's times in nanoseconds since 1970. Raises RuntimeError or OSError if the
+        trace could not be written, or if the program has ended the trace.
         """
         with self._lock:
             if not self._over:
-                # Set this first: after an error, a running trace is not this one.
+                # Set this first: if `stop_trace` fails, a trace that runs later is the
+                # program's.
                 self._over = True
                 for owner, name, original in self._originals:
                     setattr(owner, name, original)
@@ -305,8 +306,8 @@ class JaxTrace:
             raise RuntimeError("jax.profiler has written nothing")
         began = 0
         with warnings.catch_warnings():
-            # From Python 3.12 on the first access to `stats` warns about the type of
-            # the object. Where warnings are errors, that would abort the process.
+            # Since Python 3.12 the first access to `stats` warns about the type of the
+            # object. If warnings are errors, that warning would abort the process.
             warnings.simplefilter("ignore")
             space = self._profiler.ProfileData.from_file(str(spaces[-1]))
             for plane in space.planes:

@@ -1,7 +1,7 @@
-"""Rank information: a rank's numbers in the job, on its host and across hosts.
+"""Rank information: rank and size in the job, on the host and across hosts.
 
-The numbers are computed from the host names of all ranks.
-control/launch_environment.py reads the rank of this process from its launcher.
+These values are computed from the host names of all ranks.
+control/launch_environment.py reads this process's rank from the launcher's variables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ringjax.config import Config
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The numbers of one rank, as Horovod defines them."""
+    """The ranks and sizes of one process, as Horovod defines them."""
 
     rank: int
     size: int
@@ -33,15 +33,15 @@ class RankInfo:
     def from_hosts(
         rank: int, names: Sequence[str], config: Config | None = None
     ) -> RankInfo:
-        """Computes the numbers of `rank` from the host name of each rank.
+        """Computes the ranks and sizes of `rank` from the host name of each rank.
 
-        Numbers that are set in `config` override computed numbers.
+        Values that are set in `config` replace the computed values.
         """
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         hosts = tuple(numbers[name] for name in names)
         own_host = hosts[rank]
         local_rank = hosts[:rank].count(own_host)
-        # The hosts that have a rank with this local rank, in the order of the ranks.
+        # The hosts that have a rank with this local rank, ordered by rank.
         cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
         computed = {
             "local_rank": local_rank,
@@ -55,7 +55,7 @@ class RankInfo:
 
     @staticmethod
     def provisional(rank: int, size: int, config: Config) -> RankInfo:
-        """Returns numbers for a rank that has not met the other ranks yet."""
+        """Returns the values for a process that is not connected to other ranks yet."""
         return RankInfo(
             rank=rank,
             size=size,

@@ -1,4 +1,4 @@
-"""Flight recorder of this process: its last calls, and sums over all calls.
+"""Flight recorder of this process: its last calls, and totals over all calls.
 
 The native core records every call. observe/ shows the records to users.
 """
@@ -15,9 +15,9 @@ RECORDER_CAPACITY = 1024  # calls; each takes about 200 bytes in the file
 
 
 def create_recorder(config: Config, name: str, job: str) -> _native.Recorder:
-    """Creates a recorder that writes its calls to a file if the job fails.
+    """Makes a recorder that writes its calls to a file if the job fails.
 
-    A job of one process has no id (`job` is ""), and writes no file.
+    If `job` is "", this is a job of one process, and the recorder writes no file.
     """
     folder = config.record_dir or temporary.folder()
     path = ""

@@ -1,4 +1,4 @@
-"""Recovery: the thread that takes this rank of an elastic job from epoch to epoch.
+"""Recovery: the thread that moves this rank of an elastic job from epoch to epoch.
 
 The thread waits for losses, which the heartbeat detects, and for directives of the
 coordinator. It stops an epoch that is over, reports the progress of this rank to the
@@ -43,24 +43,25 @@ _SUSPECT_DELAY = 0.5  # seconds to wait for a revocation before this rank suspec
 
 
 class EpochRevoked(PeerLost):
-    """The epoch that is being connected is over already."""
+    """The epoch that this rank is connecting is over already."""
 
 
 class Recovery:
-    """Runs the recovery in its own thread. Only this thread polls `client`."""
+    """Runs the recovery in its own thread, the only thread that polls `client`."""
 
     def __init__(self, world: EpochSequence, client: CoordinatorClient) -> None:
         self._world, self._client = world, client
-        # The eventfds to which heartbeats write when a peer is lost, and other threads
-        # when they call `leave` or `close`.
+        # `notify_fd` is the eventfd to which heartbeats write when a peer is lost.
+        # Other threads write to `_wakeup_fd` in `leave` and `close`.
         self.notify_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = self._leaving = False
         self._reported = -1  # the newest epoch that was reported
         self._connecting = -1  # the epoch that is being connected
-        # The epoch directives that have arrived since the current epoch began.
+        # The epoch directives that the coordinator has sent since the current epoch
+        # began.
         self._directives: list[EpochDirective] = []
-        # The directive to connect next; None if there is none, or it was revoked.
+        # The directive to connect next. None if there is none, or if it was revoked.
         self._next: EpochDirective | None = None
         self._timer = _PhaseTimer()
         self._thread = threading.Thread(
@@ -68,18 +69,18 @@ class Recovery:
         )
 
     def start(self, first: Directive | None) -> None:
-        """Starts the thread with the first directive, if that has arrived already."""
+        """Starts the thread with the first directive, or None if none has arrived."""
         if first is not None:
             self._handle(first)
         self._thread.start()
 
     def leave(self) -> None:
-        """Requests to leave at the next pause. Takes no lock, for signal handlers."""
+        """Requests to leave at the next pause. Uses no lock, for signal handlers."""
         self._leaving = True
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self) -> None:
-        """Ends the thread and waits for it. Further calls do nothing."""
+        """Ends the thread and waits for its end. Further calls do nothing."""
         if self._closing:
             return
         self._closing = True
@@ -89,7 +90,7 @@ class Recovery:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Closes the eventfds only: a forked child has copies of them but no thread."""
+        """Closes a forked child's copies of the eventfds. The child has no thread."""
         for fd in (self.notify_fd, self._wakeup_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -157,8 +158,8 @@ class Recovery:
         rank, text = -1, "another rank asked to start again"
         epoch = self._world.current_epoch
         if epoch is not None and epoch.number == revoke.epoch:
-            # Another rank may have asked for a restart because of a loss that it has
-            # not reported yet. Report the losses that this rank knows of.
+            # Another rank may have requested a restart because of a loss that it has
+            # not reported yet. Report the losses that this rank has detected.
             self._suspect_lost(epoch, revoke.lost)
         if revoke.lost:
             rank, why = next(iter(revoke.lost.items()))
@@ -166,7 +167,7 @@ class Recovery:
         self._stop(revoke.epoch, text, rank)
 
     def _check_heartbeat(self) -> None:
-        """Reports ranks that the heartbeat has lost, and stops the epoch."""
+        """Reports ranks that the heartbeat has lost, and stops the current epoch."""
         epoch = self._world.current_epoch
         if epoch is None or epoch.number <= self._reported:
             return
@@ -179,9 +180,9 @@ class Recovery:
         self._stop(epoch.number, f"rank {lost[0][0]} {lost[0][1]}", lost[0][0])
 
     def _suspect_lost(self, epoch: Epoch, known: Collection[int] = ()) -> None:
-        """Reports the ranks that the heartbeat has lost, except the `known` ones."""
+        """Reports the ranks that the heartbeat has lost, except those in `known`."""
         for rank, why in epoch.lost():
-            # The list may contain this rank itself, which the other ranks report.
+            # The heartbeat may list this rank itself, which the other ranks report.
             if rank != epoch.rank_info.rank and rank not in known:
                 self._client.suspect(epoch.number, rank, why)
 
@@ -228,15 +229,15 @@ class Recovery:
             self._suspect_unreachable(members, error)
         finally:
             self._connecting = -1
-        # Check the heartbeat once more: it may have lost ranks while this epoch was
-        # not the current one.
+        # Check the heartbeat once more, because it may have lost ranks while this epoch
+        # was not the current epoch.
         os.eventfd_write(self.notify_fd, 1)
 
     def departed_ranks(self) -> dict[int, str]:
         """Raises EpochRevoked if the epoch that is being connected is over.
 
-        `MeshFactory.build` polls this method of its `LossMonitor`. The result is empty,
-        because the loss of a rank revokes the whole epoch.
+        This is the method of `LossMonitor` that `MeshFactory.build` polls. The result
+        is empty, because the loss of a rank revokes the whole epoch.
         """
         self._check_connecting()
         return {}
@@ -254,10 +255,10 @@ class Recovery:
     def _suspect_unreachable(
         self, members: EpochDirective, error: PeerLost | StartupError
     ) -> None:
-        """Suspects members that cannot be reached, unless the coordinator reacts first.
+        """Reports unreachable members, unless the coordinator revokes the epoch first.
 
-        From a broken link, this rank cannot conclude which rank is lost. The other
-        ranks may report the loss to the coordinator, which then revokes the epoch.
+        A broken link does not show which of its two ranks is lost. The other ranks may
+        report the loss to the coordinator, which then revokes the epoch.
         """
         ranks = error.ranks if isinstance(error, Unreachable) else []
         ranks = [error.rank] if isinstance(error, PeerLost) else ranks
@@ -275,7 +276,7 @@ class Recovery:
 
 
 class _PhaseTimer:
-    """The durations of the phases of a recovery, for the log."""
+    """Measures how long each phase of a recovery takes, for the log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -284,20 +285,20 @@ class _PhaseTimer:
         self._running = False
 
     def start(self) -> None:
-        """Starts the time of a recovery, unless it is running already."""
+        """Starts measuring a recovery, unless a measurement is running already."""
         if not self._running:
             self._began = self._last = self._clock()
             self._phases, self._running = {}, True
 
     def mark(self, phase: str) -> None:
-        """Adds the time since the last mark to a phase."""
+        """Adds the time since the last mark to the phase `phase`."""
         self.start()
         now = self._clock()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
 
     def end(self) -> str:
-        """Stops the time. Returns the total time and the time of each phase."""
+        """Ends the measurement. Returns its total time and the time of each phase."""
         self._running = False
         phases = ", ".join(f"{k} {1000 * v:.0f}" for k, v in self._phases.items())
         return f"in {1000 * (self._last - self._began):.0f} ms: {phases}"

@@ -1,13 +1,13 @@
 """Registry of the process sets that a program has added: `ProcessSet` objects by id.
 
-Equal sets share an id; Horovod refuses the second set. The objects belong to the
-program and must always show the current ranks and id; the communicators of a set belong
-to the world.
+Sets with the same ranks share an id, while Horovod refuses the second set. The objects
+belong to the program and must always show the current ranks and id; the communicators
+of a set belong to the world.
 
-In an elastic job, a newcomer runs the program of the members, so it adds the sets that
-they have added, in their order. A set that the job has and that the newcomer has not
-added yet is *unclaimed*: the next `add_process_set` claims the unclaimed set with the
-lowest id.
+In an elastic job, a newcomer runs the same program as the members, so it adds the sets
+that the members have added, in the same order. A set of the job that the newcomer has
+not added yet is *unclaimed*: the next `add_process_set` claims the unclaimed set with
+the lowest id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 class ProcessSetBackend(Protocol):
-    """The part of `World` that connects and closes process sets."""
+    """The methods of `World` that connect and close process sets."""
 
     sets: dict[int, list[int]]
 
@@ -33,9 +33,9 @@ class ProcessSetBackend(Protocol):
 
 
 class Registry:
-    """The process sets of one process.
+    """The process sets of this process.
 
-    Two of them always exist: `everybody`, the set of all ranks, and `replicas`, the
+    Two sets always exist: `everybody`, the set of all ranks, and `replicas`, the
     replica set of this process, which has an id only in a job of groups.
     """
 
@@ -53,11 +53,11 @@ class Registry:
 
     @property
     def next_id(self) -> int:
-        """The lowest id that no set of this job has ever had."""
+        """The lowest id that no process set of this job has ever had."""
         return self._next_id
 
     def reset(self, size: int) -> None:
-        """Starts a new world with the set of all ranks only."""
+        """Keeps only the set of all ranks, for a new world of `size` ranks."""
         with self._lock:
             self._everybody.ranks = list(range(size))
             self._by_id = {0: [self._everybody]}
@@ -69,7 +69,7 @@ class Registry:
         self._replicas.process_set_id = REPLICA_SET if ranks else None
 
     def clear(self) -> None:
-        """Removes all sets at the end of a world."""
+        """Removes all process sets when a world ends."""
         with self._lock:
             for equal_sets in self._by_id.values():
                 for process_set in equal_sets:
@@ -86,9 +86,9 @@ class Registry:
         next_id: int,
         replicas: Sequence[int] = (),
     ) -> None:
-        """Sets the ranks of all sets, whose numbers change in a new epoch.
+        """Updates the ranks of all sets, because a new epoch renumbers the ranks.
 
-        `sets` has the ranks of all sets of the job except the world, by id, `next_id`
+        `sets` has the ranks of all sets of the job except the world, by id. `next_id`
         is the lowest id that no set has ever had, and `replicas` has the ranks of this
         process's replica set.
         """
@@ -108,7 +108,7 @@ class Registry:
             self._next_id = max(self._next_id, next_id, *(n + 1 for n in sets), 1)
 
     def add(self, process_set: ProcessSet, world: ProcessSetBackend) -> ProcessSet:
-        """Registers a set of existing ranks. All ranks of the world must call it."""
+        """Registers a set of existing ranks. All ranks of the world must call this."""
         with self._lock:
             for number, equal_sets in self._by_id.items():
                 if equal_sets[0].ranks == process_set.ranks:

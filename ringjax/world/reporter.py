@@ -1,9 +1,9 @@
-"""Reporter: prints a report of the job every few seconds in jobs without ringrun.
+"""Reporter: prints a report about the job every few seconds, in jobs without ringrun.
 
-Every rank samples the stack of its main thread. Its heartbeat sends the samples and the
-wait records of its calls to rank 0, where a thread combines and prints them. In a job
-that ringrun started, telemetry_client.py sends samples to ringrun, which prints these
-reports.
+Every rank samples the stack of its main thread. The heartbeat of the rank sends the
+samples and the wait records of its calls to rank 0, where a thread combines and prints
+them. In a job that ringrun started, telemetry_client.py sends the samples to ringrun,
+which prints these reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringjax.world.telemetry_client import TelemetrySource
 
 
 class Reporter:
-    """Samples this rank on a thread; on rank 0 the thread writes reports, too."""
+    """Samples this rank in a thread, which prints the job's reports on rank 0."""
 
     def __init__(
         self, source: TelemetrySource, interval: float, write: Callable[[str], None]
@@ -44,7 +44,7 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; rank 0 prints a summary. Further calls do nothing."""
+        """Ends the thread. Rank 0 also prints a summary. Further calls do nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -98,7 +98,7 @@ class Reporter:
                 self._aggregator.remove_worker(worker)
 
     def _worker(self, rank: int) -> int:
-        # In an elastic job, a new epoch changes ranks, but no worker numbers.
+        # In an elastic job, a new epoch may change ranks but never changes worker ids.
         members = [] if self._epoch is None else self._epoch.members
         worker = members[rank].worker if rank < len(members) else -1
         return worker if worker >= 0 else rank
@@ -139,6 +139,6 @@ class Reporter:
 
 
 def write_to_stderr(text: str) -> None:
-    """Writes a report in one piece, so that lines of other ranks do not interleave."""
+    """Writes a report by one call, so that lines of other ranks do not interleave."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

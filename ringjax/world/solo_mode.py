@@ -1,6 +1,6 @@
 """Solo mode: a newcomer's collectives run on this rank alone until it is a member.
 
-The members are in the middle of their training and admit newcomers at a pause only.
+The members are in the middle of their training and admit newcomers only at a pause.
 Until then, a newcomer compiles its programs. All its process sets have one rank.
 """
 
@@ -21,10 +21,10 @@ from ringjax.world.rank_info import RankInfo
 
 
 class SoloMode:
-    """The solo mode of one world."""
+    """Lets a newcomer call collectives on its own, until it becomes a member."""
 
     def __init__(self, world: EpochSequence) -> None:
-        # The first collective that the program has called outside of `active`; or "".
+        # The first collective that the program called outside of `active`; "" for none.
         self.first_call = ""
         self._world = world
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class SoloMode:
         )
 
     def end(self) -> None:
-        """Ends solo mode, before this rank becomes a member or leaves."""
+        """Ends solo mode, before this rank becomes a member or leaves the job."""
         with self._lock:
             self._until_end.close()
 

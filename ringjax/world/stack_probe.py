@@ -1,10 +1,10 @@
-"""Stack probe and stack sampler: the line of code that the main thread is executing.
+"""Stack probe and stack sampler: find the line of code that the main thread executes.
 
-The sampler takes periodic samples, for profiles and reports. The probe answers single
+The sampler takes periodic samples, for profiles and reports. The probe replies to
 requests of ranks that wait for this rank:
 
-A rank that waits long in a collective asks the late ranks, over the heartbeat's
-sockets, where they are. Two threads of the late rank work on the reply:
+A rank that waits long in a collective sends a request to the late ranks, over the
+heartbeat's sockets. Two threads of the late rank work on the reply:
 
 1. The heartbeat, a native thread that never takes the GIL, receives the request. If
    this rank has already made the call, that is the whole reply. If not, the heartbeat
@@ -43,7 +43,7 @@ _WINDOW = 10.0  # seconds of samples after which all weights are halved
 _MAX_WEIGHT = 2.0  # seconds; a sample stands for no more, for example after a pause
 _JAX_COMPILER_FILES = ("jax/_src/compiler.py", "jax/_src/compilation_cache.py")
 _MAX_FRAMES, _MAX_STACK_CHARS = 40, 8 << 10
-# Code that is not the user's: ringjax, the standard library, installed packages.
+# Directories of code that is not the user's: ringjax, standard library, packages.
 _RINGJAX_DIR = os.path.dirname(os.path.abspath(config.__file__)) + os.sep
 _LIBRARY_DIRS = tuple(
     path + os.sep
@@ -58,23 +58,24 @@ class ProbeRequests(Protocol):
     def asked(self) -> tuple[int, list[str]]:
         """Returns the requests that wait for a reply.
 
-        Returns the number of the newest request, 0 if there is none, and one sentence
-        for each call that other ranks have begun to wait for since the last `asked`.
+        Returns the sequence number of the newest request, or 0 if there is none, and
+        one sentence for each call that other ranks have begun to wait for since the
+        last `asked`.
         """
 
     def answer(self, newest: int, location: str) -> None:
-        """Replies to every request up to number `newest`."""
+        """Replies to every request whose sequence number is at most `newest`."""
 
 
 class StackProbe:
-    """A thread that replies to stack requests which this process's heartbeats received.
+    """A thread that replies to the stack requests that heartbeats receive.
 
     An elastic job replaces its heartbeat in every epoch, so heartbeats are registered
     and unregistered while the probe runs.
     """
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
-        # The eventfd to which heartbeats write; -1 after `close`.
+        # The eventfd to which heartbeats write, or -1 after `close`.
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._log = log  # receives a level and a text
         self._heartbeats: list[ProbeRequests] = []
@@ -91,7 +92,7 @@ class StackProbe:
             self._heartbeats.append(heartbeat)
 
     def unregister(self, heartbeat: ProbeRequests) -> None:
-        """Stops replying. Does nothing if `heartbeat` is not registered."""
+        """Stops replying to requests of `heartbeat`, if it is registered."""
         with self._lock, contextlib.suppress(ValueError):
             self._heartbeats.remove(heartbeat)
 
@@ -105,7 +106,7 @@ class StackProbe:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Closes the eventfd only: a forked child has a copy of it but no thread."""
+        """Closes a forked child's copy of the eventfd. The child has no thread."""
         with contextlib.suppress(OSError):
             os.close(self.wakeup_fd)
         self.wakeup_fd = -1
@@ -134,8 +135,8 @@ class StackProbe:
             if newest:
                 heartbeat.answer(newest, describe_location(frame))
             stalled_calls += new
-        # Print only after all replies: formatting a stack reads source files, which may
-        # take longer than the half second that a heartbeat waits.
+        # Print only after all replies. Formatting a stack reads source files, which may
+        # take longer than the half second for which a heartbeat waits.
         for call in stalled_calls:
             stack = format_stack(frame)
             self._log("warning", f"{call}; the main thread is at\n{stack}")
@@ -149,9 +150,10 @@ def _main_frame() -> FrameType | None:
 def describe_location(frame: FrameType | None) -> str:
     """Describes the line of user code that the main thread is executing, as a clause.
 
-    The clause is, for example, ``"it is at train.py:41 in load_batch"``. It is about
+    The clause is, for example, ``"it is at train.py:41 in load_batch"``. It describes
     the innermost frame outside ringjax, the standard library and installed packages. If
-    the stack has no such frame, it is about the innermost frame, which is `frame`.
+    the stack has no such frame, the clause describes the innermost frame, which is
+    `frame`.
 
     Examples:
         >>> import sys
@@ -169,7 +171,7 @@ def describe_location(frame: FrameType | None) -> str:
 
 
 def main_thread_activity() -> str:
-    """Returns file, line and function of the innermost user code of the main thread.
+    """Returns file, line and function of the main thread's innermost user code.
 
     Adds ``" (compiling)"`` if JAX is compiling, or ``" (exchanging)"`` if the innermost
     frame is in ringjax.
@@ -177,7 +179,8 @@ def main_thread_activity() -> str:
     frame = _main_frame()
     if frame is not None and not any(map(_is_user_code, _outwards(frame))):
         # The main thread keeps running. If the frame returned before its callers were
-        # read, its f_back is None and the user's frames are missing. So read again.
+        # read, its f_back is None and the frames of the user are missing, so read the
+        # stack again.
         frame = _main_frame()
     location = describe_location(frame).removeprefix("it is at ")
     if frame is None:
@@ -191,7 +194,7 @@ def main_thread_activity() -> str:
 
 
 def format_stack(frame: FrameType | None) -> str:
-    """Formats the innermost 40 frames as a traceback, cut to 8 Ki characters."""
+    """Formats the innermost 40 frames as a traceback of at most 8 Ki characters."""
     if frame is None:
         return "(it has ended)"
     lines = traceback.format_list(traceback.extract_stack(frame, limit=_MAX_FRAMES))
@@ -211,18 +214,18 @@ def _is_user_code(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith("<frozen "):
         return False
-    # "<stdin>", "<string>" and "<ipython-input-1>" are the user's, and are no paths.
+    # "<stdin>", "<string>" and "<ipython-input-1>" are user code, and are not paths.
     path = os.path.abspath(path) if not path.startswith("<") else path
     return not path.startswith((_RINGJAX_DIR, *_LIBRARY_DIRS))
 
 
 class StackSampler:
-    """Attributes the time between samples to the line where the main thread is.
+    """Measures at which lines of code the main thread spends its time.
 
-    Each sample stands for the time since the previous sample: while the program holds
-    the interpreter's lock, no thread can take samples. All times are halved now and
-    then, so that recent samples count for more. Time in the garbage collector is
-    counted separately.
+    Each sample stands for the time since the previous sample, because no thread can
+    take samples while the program holds the interpreter's lock. All times are halved
+    now and then, so that recent samples have more weight. Time in the garbage collector
+    is counted separately.
     """
 
     def __init__(self) -> None:
@@ -232,7 +235,7 @@ class StackSampler:
         self._has_callback = False
 
     def sample(self) -> None:
-        """Adds the time since the last sample to the line where the program is now."""
+        """Adds the time since the last sample to the line that is executed now."""
         if not self._has_callback:
             self._has_callback = True
             gc.callbacks.append(_gc_callback(weakref.WeakMethod(self._on_collection)))
@@ -250,7 +253,7 @@ class StackSampler:
 
     @property
     def shares(self) -> str:
-        """The lines with the largest shares, in the format of `monitor.locations`."""
+        """Returns the lines with the largest times, packed by `monitor.locations`."""
         return locations.pack_shares(self._seconds)
 
     def _on_collection(self, phase: str) -> None:
@@ -265,7 +268,7 @@ class StackSampler:
 def _gc_callback(
     method: weakref.WeakMethod[Callable[[str], None]],
 ) -> Callable[[str, dict[str, int]], None]:
-    """Returns a callback for `gc` that unregisters itself when its sampler is gone."""
+    """Returns a callback for `gc` that unregisters itself without its sampler."""
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
         del info

@@ -1,4 +1,4 @@
-"""Counts training steps by the calls that repeat once in each step."""
+"""Counts training steps: finds the call that occurs once in each step."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-# The lane, operation, name, bytes and process set of a call.
+# The lane, operation, name, size in bytes and process set id of a call.
 CallKind = tuple[str, str, str, int, int]
 MAX_KINDS = 4096  # a program may put numbers into its names, so kinds are unbounded
 
 
 def find_step_marker(counts: Counter[CallKind]) -> CallKind | None:
-    """Returns the kind of call that ends a training step; None if there are no calls.
+    """Returns the kind of call that ends a training step, or None without any calls.
 
-    A step ends with the kind that has moved most bytes among all ranks of the world,
-    as a rule the gradients. `counts` has the number of calls of each kind.
+    A step ends with that kind of call which has moved most bytes among all ranks of the
+    world, usually the gradients. `counts` has the number of calls of each kind.
     """
     total = {kind: n * (kind[3] + 1) for kind, n in counts.items() if kind[4] == 0}
     return max(total, key=lambda kind: total[kind], default=None)
 
 
 class StepCounter:
-    """Cuts the lines of a recorder after a number of training steps.
+    """Cuts off the lines of a recorder after a given number of training steps.
 
-    The attribute `over` is true if that many steps have ended.
+    The attribute `over` is True if that many steps have ended.
 
     Example:
         >>> call = b'{"lane": "named", "op": "allreduce", "name": "x", "bytes": 4,'
@@ -43,7 +43,7 @@ class StepCounter:
         self.over = False
 
     def cut(self, lines: bytes) -> bytes:
-        """Returns the part of new recorder lines that belongs to the steps to keep."""
+        """Returns the new recorder lines that belong to the first `steps` steps."""
         split = lines.splitlines(keepends=True)
         kinds = list(map(_kind, map(json.loads, split)))
         before = self._counts.copy()
@@ -55,8 +55,8 @@ class StepCounter:
         self.over = True
         missing = self._steps + 1 - before[marker]  # N + 1 markers enclose N steps
         ends = [end for end, kind in enumerate(kinds, 1) if kind == marker]
-        # `missing` is not positive if these lines have changed which kind is the
-        # marker, and earlier lines contain enough calls of the new marker.
+        # `missing` is not positive if these lines have made another kind the marker,
+        # and earlier lines contain enough calls of this new marker.
         return b"".join(split[: ends[missing - 1] if missing > 0 else 0])
 
     def _drop_rare_kinds(self) -> None:

@@ -1,10 +1,10 @@
 """Telemetry client: sends samples of this rank to ringrun while somebody is watching.
 
-A thread connects to the agent of ringrun on this host and waits until the agent asks
-for samples, so a job that nobody watches pays nothing. While the agent asks, the thread
-samples the main thread's stack every 50 ms and sends one `Sample` per interval. The
-training never depends on the connection: if the connection breaks, the thread ends and
-the rank trains on.
+A thread connects to the agent of ringrun on this host and waits until the agent
+requests samples, so a job that nobody watches has no costs. While the agent requests
+samples, the thread samples the main thread's stack every 50 ms and sends one `Sample`
+per interval. The training never depends on the connection: if the connection breaks,
+the thread ends and the rank continues to train.
 
 Protocol, one line per message, over an abstract unix socket of the agent:
 
@@ -43,22 +43,22 @@ _STEP_ESTIMATE_INTERVAL = 5.0  # seconds; an estimate reads the whole recorder
 
 
 class TelemetrySource(Protocol):
-    """The attributes of `World` from which samples and reports are made."""
+    """The attributes of `World` that samples and reports need."""
 
     recorder: _native.Recorder
     tuned: str
 
     @property
     def current_epoch(self) -> Epoch | None:
-        """The epoch in force; None while this rank has none."""
+        """The epoch in force, or None while this rank is in no epoch."""
 
 
 class TelemetryClient:
     """Sends samples of this rank to the ringrun agent of its host, on a daemon thread.
 
     `agent_socket` is the name of the agent's abstract unix socket, without the NUL.
-    `client_id` is the number by which ringrun identifies this process: the worker
-    number in an elastic job, otherwise the rank.
+    `client_id` is the id by which ringrun identifies this process: the worker id in an
+    elastic job, otherwise the rank.
     """
 
     def __init__(
@@ -81,32 +81,34 @@ class TelemetryClient:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends a last sample if somebody is watching, and ends the thread.
+        """Sends a last sample if anybody is watching, and ends the thread.
 
         Waits at most one second. Further calls do nothing.
         """
         if self._closing:
             return
         self._closing = True
-        # Closing only the reading side wakes the thread and lets it send once more.
+        # Closing only the reading side wakes the thread, which can then send a last
+        # sample.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
         self._thread.join(1.0)
 
     def close_in_child(self) -> None:
-        """Closes the copy of the socket in a forked child, which has no such thread."""
+        """Closes a forked child's copy of the socket. The child has no such thread."""
         self._socket.close()
 
     def _run(self) -> None:
         with self._socket, contextlib.suppress(OSError):
             sockets.connect_within(self._socket, f"\0{self._agent_socket}", _IO_TIMEOUT)
-            # Any local user may bind an abstract name: trust only an agent of our own
-            # user.
+            # Any local user may bind an abstract name, so trust only an agent of this
+            # process's own user.
             if peer_uid(self._socket) != os.geteuid():
                 return
             self._socket.sendall(f'{{"id":{self._client_id}}}\n'.encode())
             # `close` cannot shut down a socket that is not connected yet (ENOTCONN).
-            # It sets `_closing` first, so one of the two threads shuts the socket down.
+            # `close` sets `_closing` first, so one of the two threads shuts the socket
+            # down.
             if self._closing:
                 self._socket.shutdown(socket.SHUT_RD)
             self._serve()
@@ -118,17 +120,17 @@ class TelemetryClient:
             if now >= self._due:
                 if self._due:
                     self._send_sample()
-                # The next whole multiple of the interval on the wall clock. All ranks
-                # send at the same moments, so their samples cover the same calls and
+                # The next multiple of the interval on the wall clock. All ranks send
+                # samples at the same times, so their samples cover the same calls, and
                 # ringrun can compare how long each rank waited in one call.
                 self._due = (now // self._interval + 1) * self._interval
         if self._interval:
             self._send_sample()
 
     def _wait_until_due(self) -> bool:
-        """Waits until a stack sample is due, and receives new intervals meanwhile.
+        """Waits until a sample is due. Receives new intervals meanwhile.
 
-        Blocks without a timeout while nobody is watching. Returns False when the
+        Waits without a timeout while nobody is watching. Returns False when the
         connection has ended.
         """
         while True:
@@ -147,8 +149,9 @@ class TelemetryClient:
 
     def _set_interval(self, seconds: float) -> None:
         if not self._interval:
-            # Nobody was watching. Begin as at the start of the job: wait for the next
-            # multiple of the interval, and do not send the calls of the pause.
+            # Nobody was watching until now. Start as at the beginning of a job: wait
+            # for the next multiple of the interval, and skip the calls made while
+            # nobody was watching.
             self._due, self._epoch = 0.0, None
         self._interval = 0.0
         if seconds > 0:
@@ -168,12 +171,14 @@ class TelemetryClient:
             return None
         if epoch is not self._epoch:
             # Sequence numbers restart in every epoch. Skip the waits of the previous
-            # epoch: they would be compared with other ranks' calls in this epoch.
+            # epoch, because ringrun would compare them with calls of other ranks in
+            # this epoch.
             self._epoch, self._seen_calls = epoch, recorder.count
         before = self._seen_calls
         self._seen_calls, waits = _native.waits_since(recorder, before)
         sent = thin_waits(waits)
-        # The recorder overwrites its oldest calls: this share of the new ones is left.
+        # The recorder overwrites its oldest calls. Compute the share of new calls that
+        # is left.
         recorded = min(1.0, RECORDER_CAPACITY / max(1, self._seen_calls - before))
         rank_info = epoch.rank_info
         if rank_info.rank == 0:
@@ -207,14 +212,14 @@ class TelemetryClient:
 def thin_waits(
     waits: list[WaitRecord], max_waits: int = _MAX_WAITS
 ) -> list[WaitRecord]:
-    """Keeps at most `max_waits` wait records, about the same calls on all ranks.
+    """Keeps at most `max_waits` wait records, of nearly the same calls on all ranks.
 
-    Ringrun finds stragglers by comparing one call across all ranks. Ranks may hold
+    ringrun finds stragglers by comparing one call across all ranks. Ranks may have
     different numbers of records, so "every n-th record" would keep different calls on
     each rank. This function keeps the calls whose sequence number is a multiple of 1,
-    2, 4, 8, ...: if two ranks end at different powers of two, the calls that the rank
-    with the larger power keeps are among the calls that the other rank keeps. A record
-    is ``(named, sequence number, microseconds waited)``.
+    2, 4, 8, ...: if two ranks end at different powers of two, the rank with the larger
+    power keeps only calls that the other rank keeps, too. A record is ``(named,
+    sequence number, microseconds waited)``.
 
     Examples:
         >>> thin_waits([(False, number, 0) for number in range(10)], 3)
@@ -252,8 +257,8 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
         for entered in times.values()
         if len(entered) > 1
     )
-    # Every repetition has one vote. A checkpoint or an evaluation repeats once in a
-    # hundred steps, and so has fewer votes than the gradients.
+    # Each repetition has one vote. A checkpoint or an evaluation is repeated about once
+    # in a hundred steps, so it has fewer votes than the gradients.
     votes = [seconds for seconds, count in intervals for _ in range(count)]
     return votes[len(votes) // 2] if votes else 0.0
 
@@ -261,7 +266,8 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
 def _exposed_seconds(epoch: Epoch) -> float:
     """Returns how long compiled programs waited for overlapped calls in this epoch."""
     exposed = 0.0
-    # Iterate over a copy: the main thread may add a process set at the same time.
+    # Iterate over a copy, because the main thread may add a process set at the same
+    # time.
     for number, communicator in list(epoch.communicators.items()):
         if number < EAGER_LANE:
             overlap: Mapping[str, float] = communicator.stats().get("overlap", {})

@@ -1,4 +1,4 @@
-"""Limits of how long a collective waits for other ranks.
+"""Limits the time that a collective waits for other ranks.
 
 A call uses the first of these limits that is set: the limit of `collective_timeout`
 around the call, the limit of its process set, RINGJAX_COLLECTIVE_TIMEOUT. A limit
@@ -21,11 +21,11 @@ _context_limit: ContextVar[float | None] = ContextVar(
 
 @contextlib.contextmanager
 def collective_timeout(seconds: float) -> Iterator[None]:
-    """Limits how long the collectives called inside may wait for other ranks.
+    """Limits how long collectives in a `with` block may wait for other ranks.
 
-    At the limit the call fails as it does at RINGJAX_COLLECTIVE_TIMEOUT: with an error
-    that names the ranks that have not made the call. In an elastic job those ranks
-    count as lost. The limit overrides the limit of a process set.
+    At the limit the call fails as at RINGJAX_COLLECTIVE_TIMEOUT: its error names the
+    ranks that have not made the call. In an elastic job these ranks count as lost. The
+    limit overrides the limit of a process set.
 
     The limit applies to collectives of JAX arrays, `ringjax.eager` and `ringjax.torch`
     that are called by this thread or asyncio task. Operations that are submitted inside
@@ -58,7 +58,7 @@ def collective_timeout(seconds: float) -> Iterator[None]:
 
 
 def checked_limit(seconds: object, what: str) -> float:
-    """Returns `seconds` as a valid limit; infinity becomes 0, which is no limit.
+    """Returns `seconds` as a valid limit. Infinity becomes 0, which means no limit.
 
     Raises ValueError if `seconds` is negative, NaN or not a number. `what` names the
     value in the error.
@@ -76,10 +76,10 @@ def checked_limit(seconds: object, what: str) -> float:
 
 
 def current_limit(set_limit: float | None) -> float:
-    """Returns the limit in seconds of a call that is made now.
+    """Returns the limit in seconds that applies to a call now.
 
-    `set_limit` is the limit of the call's process set; None if the set has no limit.
-    Returns 0 for no limit, and `JOB_LIMIT` for RINGJAX_COLLECTIVE_TIMEOUT.
+    `set_limit` is the limit of the call's process set, or None if the set has no limit.
+    A result of 0 means no limit, and `JOB_LIMIT` means RINGJAX_COLLECTIVE_TIMEOUT.
     """
     context_limit = _context_limit.get()
     limit = set_limit if context_limit is None else context_limit

@@ -1,8 +1,8 @@
-"""World: the live state of one `init` on this rank.
+"""World: the live state on this rank from `init` to `shutdown`.
 
-A world joins the job with the settings and the environment, adds and removes process
-sets, and ends in good order, with a failure, or in a forked child. Users call runtime/.
-membership/rendezvous_discovery.py finds the other ranks of the job, and
+A world joins the job that the settings and the environment describe, adds and removes
+process sets, and ends in good order, with a failure, or in a forked child. Users call
+runtime/. membership/rendezvous_discovery.py finds the other ranks of the job, and
 epoch_sequence.py changes from one epoch to the next.
 """
 
@@ -46,13 +46,13 @@ from ringjax.world.stack_probe import StackProbe
 from ringjax.world.telemetry_client import TelemetryClient
 
 _logged_warnings: set[str] = set()  # a second `init` does not log them again
-# The elastic jobs that have ended in this process, as (job, worker).
+# The (job, worker) of each elastic job that has ended in this process.
 _left_jobs: set[tuple[str, int]] = set()
 _Value = TypeVar("_Value")
 
 
 class World(EpochSequence):
-    """The connection of this rank with all ranks of the job.
+    """The connection of this rank with all other ranks of the job.
 
     The constructor raises StartupError or PeerLost if this rank could not join the job.
     """
@@ -66,7 +66,7 @@ class World(EpochSequence):
         self.comm_table = CommunicatorTable(self.lanes)
         self.solo_mode = SoloMode(self)
         self.recovery: Recovery | None = None  # None in a static job
-        # How many private communicators have existed, by epoch and ranks; see
+        # (epoch, ranks) -> how many private communicators these ranks have had; see
         # `runtime.private_communicator`.
         self.private_counts: dict[tuple[int, ...], int] = {}
         self.tuned = ""  # the result of autotune, for reports of rank 0
@@ -95,7 +95,7 @@ class World(EpochSequence):
                 _logged_warnings.add(warning)
 
     def _join(self, launch: launch_environment.LaunchInfo) -> None:
-        """Joins the job, and its first epoch unless this rank is a newcomer."""
+        """Joins the job. Joins its first epoch, too, unless this rank is a newcomer."""
         config, size = self.config, launch.size
         if self.elastic:
             _check_can_join(config)
@@ -130,7 +130,8 @@ class World(EpochSequence):
             first = self.client.first
         if isinstance(first, EpochDirective):
             if not self.elastic:
-                # The directives of a static job's coordinator contain no group size.
+                # The directives of a static job's coordinator do not contain the group
+                # size.
                 first = replace(first, group=config.group_size)
             check_hellos(first.members)
             self.group.join(first.group_members, first.group)
@@ -146,7 +147,7 @@ class World(EpochSequence):
             self.recovery.start(None)
 
     def _become_newcomer(self, welcome: Welcome) -> None:
-        # Rank and size are provisional until this rank is a member.
+        # Rank and size are provisional until this newcomer becomes a member.
         rank, size = welcome.rank, welcome.size
         self.rank_info = RankInfo.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
@@ -157,16 +158,17 @@ class World(EpochSequence):
         self.devices.counts = [devices.count(self.config)] * size
 
     def wait_for_admission(self) -> None:
-        """Waits until this rank is a member. Exits if the job ends without it."""
+        """Waits until this rank is a member. Exits if the job ends before that."""
         self.wait(lambda: self.epoch_info is not None or self.dismissed)
         if self.epoch_info is None:
             raise SystemExit(0)
         self._open_records()
 
     def _open_records(self) -> None:
-        """Starts the timeline, which only rank 0 writes, and the profile.
+        """Starts the timeline, on rank 0 only, and the profile, if they are configured.
 
-        The rank must be final, so a newcomer calls this when it becomes a member.
+        The rank must be final, so a newcomer calls this method when it becomes a
+        member.
         """
         self.lanes.open_timeline()
         if self.config.profile and self._recording is None:
@@ -197,14 +199,14 @@ class World(EpochSequence):
         self._process_name, self._profile_run = name, job[:8] or "alone"
 
     def _end_telemetry(self) -> None:
-        """Sends or prints the last sample of this rank. Further calls do nothing."""
+        """Sends or prints the last telemetry sample. Further calls do nothing."""
         if self._telemetry is not None:
             self._telemetry.close()
 
     def begin_profile(
         self, directory: str, *, steps: int = 0, jax_trace: bool | None = None
     ) -> ProfileRecording:
-        """Ends a running profile, and starts this rank's part of a new profile.
+        """Ends a running profile, and begins to record this rank for a new profile.
 
         Raises OSError if the folder cannot be written.
         """
@@ -220,7 +222,7 @@ class World(EpochSequence):
         return self._recording
 
     def end_profile(self) -> None:
-        """Writes the rest of a running profile. Further calls do nothing."""
+        """Writes the rest of a running profile, if there is one."""
         if self._recording is not None:
             self._recording.end()
 
@@ -230,8 +232,8 @@ class World(EpochSequence):
         self, launch: launch_environment.LaunchInfo, hello: dict[str, Any]
     ) -> None:
         def open_listener(secret: bytes, job: str) -> dict[str, str]:
-            # Listen before the hello is sent: the other ranks may connect as soon as
-            # they have received the hello.
+            # Start to listen before the hello is sent, because other ranks may connect
+            # as soon as they have received the hello.
             if self._listener is not None:
                 self._listener.close()
             self._listener = self._listen(launch, secret, job)
@@ -247,8 +249,8 @@ class World(EpochSequence):
         config = self.config
         rank, size, single_host = launch.rank, launch.size, launch.single_host
         if config.elastic:
-            # Ranks and hosts may change in the next epoch. So accept any rank, and
-            # listen on loopback only if the coordinator listens on loopback, too.
+            # Ranks and hosts may change in the next epoch, so accept any rank, and
+            # listen on loopback only if the coordinator does.
             coordinator = address.parse(config.rendezvous)
             single_host = all(address.is_loopback(host) for host, _ in coordinator)
             rank, size = -1, 0
@@ -267,12 +269,12 @@ class World(EpochSequence):
 
     @property
     def cuda_absence(self) -> str:
-        """Why this rank has no CUDA device; "" if its driver shows one."""
+        """Why this rank has no CUDA device, or "" if its driver shows a device."""
         return "" if self.devices.counts[self.rank] else devices.absence(self.config)
 
     @property
     def cuda_for_lanes(self) -> dict[str, Any] | None:
-        """Options for lanes that accept CUDA tensors; None if no rank has a device."""
+        """The options for lanes of CUDA tensors, or None if no rank has a device."""
         if not self.devices.possible:
             return None
         has_device = self.devices.counts[self.rank] > 0
@@ -281,9 +283,9 @@ class World(EpochSequence):
 
     @property
     def device_share(self) -> tuple[int, ...] | None:
-        """This rank's devices if the ranks of its host divide them, otherwise None.
+        """The devices of this rank, or None if the ranks of its host divide no devices.
 
-        The value is computed once, and stays when the rank changes.
+        The value is computed once, and does not change when the rank changes.
         """
         if self._device_share is None:
             self._device_share = devices.share(
@@ -324,13 +326,14 @@ class World(EpochSequence):
 
         If ranks are lost meanwhile, the remaining ranks try again in the next epoch.
         But if a rank had already finished, it has reported the set to the coordinator,
-        and the recovery connects the set on all ranks. Raises Mismatch, and connects
-        nothing, if ranks disagree about the set.
+        and the recovery connects the set on all ranks. If ranks disagree about the set,
+        raises Mismatch and connects nothing.
         """
         while number not in self.sets:
             epoch_info, epoch = self.epoch_info, self.current_epoch
             if epoch_info is None or epoch is None:
-                # A newcomer receives the ranks of the set when it becomes a member.
+                # A newcomer receives the ranks of the set when the newcomer becomes a
+                # member.
                 self.sets[number] = list(ranks)
                 return
             try:
@@ -347,7 +350,7 @@ class World(EpochSequence):
             kept = {epoch_info.workers[rank] for rank in ranks}
             ranks = [r for r, w in enumerate(self.epoch_info.workers) if w in kept]
         included = self.rank in self.sets[number]
-        # Wait for the recovery, which connects the set if another rank has reported it.
+        # The recovery connects the set if another rank has reported it. Wait for that.
         self.wait(lambda: number in self.comm_table.active or not included)
 
     def _add(self, epoch: Epoch, number: int, ranks: Sequence[int], what: str) -> None:
@@ -393,14 +396,14 @@ class World(EpochSequence):
             self.epoch.disconnect(each)
 
     def exchange(self, value: _Value, what: str) -> list[_Value]:
-        """Returns the values of all ranks; `what` names the exchange in errors."""
+        """Returns the values of all ranks. `what` names the exchange in errors."""
         if self.client is None:
             return [value]
         seconds = self.config.start_timeout
         return self.client.exchange(value, seconds, what, self.epoch.number)
 
     def check_same_call(self, what: str, ranks: Sequence[int]) -> None:
-        """Raises Mismatch on all ranks if they make different calls."""
+        """Raises Mismatch on all ranks if the ranks make different calls."""
         text = str(list(ranks[:32])) + ("..." if len(ranks) > 32 else "")
         digest = hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:16]
         own = f"{what} {text} {digest}"
@@ -412,7 +415,7 @@ class World(EpochSequence):
                 )
 
     def prepare_call(self, what: str) -> None:
-        """Starts solo mode if a newcomer calls collective `what`."""
+        """Starts solo mode if this rank is a newcomer. `what` is a collective."""
         if self.epoch_info is None and not self.comm_table.active:
             self.solo_mode.begin(what)
 
@@ -424,11 +427,11 @@ class World(EpochSequence):
         self.end_profile()
 
     def close(self) -> None:
-        """Leaves the job within a bounded time, also if `_join` has failed halfway.
+        """Leaves the job within a bounded time, even if `_join` has failed halfway.
 
-        The order matters. Telemetry and profile read the communicators, so they end
-        first. Device communicators close before this rank leaves, because calls that
-        still run on devices need all ranks.
+        Telemetry and profile end first, because they read the communicators. Device
+        communicators close before this rank leaves, because calls that still run on
+        devices need all ranks.
         """
         self._end_telemetry()
         self.end_profile()
@@ -463,7 +466,7 @@ class World(EpochSequence):
         self._epoch = self._listener = self._joined_job = self.recovery = None
 
     def _final_progress(self) -> dict[int, CallProgress]:
-        """Returns the progress of this rank. Others may still be in the last call."""
+        """Returns the progress of this rank, for ranks that are still in a call."""
         if self.restart_pending or not self.elastic:
             return {}
         try:
@@ -475,7 +478,7 @@ class World(EpochSequence):
     def close_in_child(self) -> None:
         """Closes a forked child's copies of the sockets, and nothing else.
 
-        The copies would keep the connections open after the death of the parent, and
+        These copies would keep the connections open after the death of the parent, and
         its peers would not detect the death. The threads of the core do not exist in
         the child, so the objects of the core must never be closed or destroyed there.
         """

@@ -1,1 +1,1 @@
-"""Horovod's module paths of functions for its launcher and its workers."""
+"""Modules at the paths of Horovod's package `horovod.runner.common`."""

@@ -1,1 +1,1 @@
-"""Horovod's module paths of elastic jobs; they only import names."""
+"""Modules at the paths of Horovod's package `horovod.runner.elastic`."""

@@ -1,4 +1,4 @@
-"""Horovod's module path of `HostDiscovery`; it only imports the class."""
+"""Makes the class `HostDiscovery` importable from Horovod's module path."""
 
 from ringjax.ray.discovery import HostDiscovery
 

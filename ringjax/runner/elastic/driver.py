@@ -1,4 +1,4 @@
-"""Horovod's module path of the interval of discoveries; it only imports it."""
+"""Makes the interval of host discovery importable from Horovod's module path."""
 
 from ringjax.ray.discovery import DISCOVER_HOSTS_FREQUENCY_SECS
 

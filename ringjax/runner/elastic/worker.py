@@ -1,4 +1,4 @@
-"""Horovod's module path of `WorkerNotificationManager`; it only imports names."""
+"""Makes `WorkerNotificationManager` importable from Horovod's module path."""
 
 from ringjax.elastic import HostUpdateResult, WorkerNotificationManager
 

@@ -1,1 +1,1 @@
-"""Horovod's module paths of functions of the launcher; they only import names."""
+"""Modules at the paths of Horovod's package `horovod.runner.util`."""

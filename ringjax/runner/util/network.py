@@ -1,4 +1,4 @@
-"""Horovod's module path of `get_driver_ip`; it only imports the function."""
+"""Makes the function `get_driver_ip` importable from Horovod's module path."""
 
 from ringjax.run.horovod_arguments import get_driver_ip
 

@@ -1,1 +1,1 @@
-"""Horovod's module paths of helper functions of its launcher."""
+"""Modules at the paths of Horovod's package `horovod.runner.common.util`."""

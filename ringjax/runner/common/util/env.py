@@ -1,4 +1,4 @@
-"""Horovod's module path of `get_env_rank_and_size`; it only imports the function."""
+"""Makes `get_env_rank_and_size` importable from Horovod's module path."""
 
 from ringjax.horovod.functions import get_env_rank_and_size
 
