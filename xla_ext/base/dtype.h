@@ -1,4 +1,4 @@
-// Element types and reduce operations: their numbers, names and widths in bytes.
+// Element types and reduce operations: their codes, names and widths in bytes.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace ringjax {
 
-// The numbers are sent between ranks and through FFI attributes: append new types, and
+// The codes are sent between ranks and through FFI attributes: append new types, and
 // never change the order.
 enum class DType : uint8_t {
   kBool = 0,
@@ -28,7 +28,7 @@ enum class DType : uint8_t {
 };
 inline constexpr int kDTypeCount = 15;
 
-// The numbers are Horovod's.
+// The codes are those of Horovod.
 enum class ReduceOp : uint8_t {
   kAverage = 0,
   kSum = 1,

@@ -1,4 +1,4 @@
-// The armed failpoints and their actions. See failpoint.h.
+// Implements failpoint.h: stores the armed failpoints and performs their actions.
 #include "base/failpoint.h"
 
 #include <signal.h>

@@ -7,9 +7,9 @@
 // functions of base/reduce.h and base/moments.h that compute hold a FloatMode.
 //
 // If the thread has the right mode already, a FloatMode only reads a register. So a
-// caller of many short functions holds one FloatMode around all of them, and those in
-// the functions change nothing. No thread holds a FloatMode while it waits, because a
-// wait may run callbacks, such as Python's signal handlers.
+// caller of many short functions holds one FloatMode around all of them, and the
+// FloatModes in the functions change nothing. No thread holds a FloatMode while it
+// waits, because a wait may run callbacks, such as Python's signal handlers.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Quotes text for JSON.
+// Quotes and escapes text as a JSON string.
 #pragma once
 
 #include <cstdio>

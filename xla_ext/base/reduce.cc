@@ -193,7 +193,7 @@ void ScaleIntegers(void* out, const void* in, size_t n, DType dtype, double fact
     CombineBools({out, out, out, n}, ReduceOp::kMax);  // makes 0 or 1
 }
 
-// Returns arithmetic that scales, adds and copies complex numbers as pairs of reals.
+// Returns the arithmetic of `a` for complex numbers that are treated as pairs of reals.
 Arithmetic AsReal(const Arithmetic& a) {
   Arithmetic real = a;
   real.dtype = real.wire = a.dtype == DType::kC64 ? DType::kF32 : DType::kF64;
@@ -241,8 +241,8 @@ Arithmetic AsFloats(const Arithmetic& a) {
   return floats;
 }
 
-// Returns whether CombineHalves can do `a`: the CPU has F16C, and the values are f16,
-// or f32 that is sent as f16.
+// Returns whether CombineHalves can do the arithmetic `a`: the CPU has F16C, and the
+// values are f16, or f32 that is sent as f16.
 bool UsesF16C(const Arithmetic& a) {
   return a.wire == DType::kF16 && a.dtype != DType::kF64 && ConvertsHalves();
 }

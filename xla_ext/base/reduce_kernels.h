@@ -13,8 +13,8 @@
 #include "base/convert.h"
 #include "base/dtype.h"
 
-// Forces inlining of a lambda, as RINGJAX_INLINE does for functions. It stands behind
-// the parameters of the lambda.
+// Forces inlining of a lambda, as RINGJAX_INLINE does for functions. Write it after the
+// parameter list of the lambda.
 #define RINGJAX_INLINE_LAMBDA __attribute__((always_inline))
 
 // Promises the compiler that no iteration depends on another one. out == own is an

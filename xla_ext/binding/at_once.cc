@@ -1,5 +1,5 @@
-// Operations on one tensor that return when they have ended. Python gets no Work: to
-// make that object and its arguments would take longer than a short operation.
+// Binds blocking operations on one tensor. Python gets no Work object, because making
+// it and its arguments would take longer than a short operation.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -18,8 +18,8 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-// The memory of an array, for as long as this object lives. Look returns false if the
-// array is not C-contiguous or has no element type of the core.
+// Keeps the memory of an array accessible while this object lives. Look returns false
+// if the array is not C-contiguous or if the core does not have its element type.
 class Plain {
  public:
   Plain() = default;
@@ -59,7 +59,7 @@ class Plain {
   Submission::Piece piece;
 
  private:
-  // The element type for a format of Python's struct module, in native byte order.
+  // Returns the element type of a native format of Python's struct module, or nullopt.
   static std::optional<DType> Named(const char* format, Py_ssize_t width) {
     constexpr std::pair<std::string_view, std::array<DType, 4>> kKinds[] = {
         {"bhilq", {DType::kI8, DType::kI16, DType::kI32, DType::kI64}},
@@ -99,7 +99,7 @@ struct Kind {
   }
 };
 
-// Whether `result` has as many rows as this rank gets of `in` in a reducescatter.
+// Whether `result` has the rows that this rank receives of `in` in a reducescatter.
 bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
   if (in.piece.dims.empty()) return false;
   const auto present = lane.lane.communicator();
@@ -107,8 +107,8 @@ bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
          ShareOf(in.piece.dims[0], present->rank(), present->size());
 }
 
-// Submits an operation and waits until it has ended. The lane keeps `held` until then,
-// also if an interrupt ends the wait earlier.
+// Submits an operation and waits until it has ended. The lane keeps `held` until the
+// operation has ended, even if an interrupt ends the wait earlier.
 BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
                  nb::object held) {
   request.keep = held.ptr();
@@ -153,7 +153,7 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
       return RunNow(self, std::move(request), held);
     } catch (...) {
       // After an interrupt the operation continues, so `out` must not be resized, as a
-      // bytearray could be. A memoryview of `out` prevents that until the end.
+      // bytearray could be. A memoryview prevents the resizing until the end.
       if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
         held.append(nb::steal(view));
       else

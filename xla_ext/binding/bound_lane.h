@@ -1,4 +1,4 @@
-// The eager lane and its works as Python objects.
+// The Python objects for the eager lane and for its operations (works).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -58,7 +58,7 @@ struct BoundWork {
   }
 };
 
-// The items of a sequence. operator[] returns a reference that the sequence owns.
+// The items of a Python sequence. operator[] returns a borrowed reference.
 class Items {
  public:
   explicit Items(nanobind::handle sequence) {
@@ -87,9 +87,9 @@ class Items {
 
 int64_t AsNumber(PyObject* o);
 void* AsAddress(PyObject* o);
-// Adds an input to the request. `item`: (address, number of the element type, shape).
+// Adds an input to the request. `item`: (address, code of the element type, shape).
 void ReadInput(PyObject* item, EagerRequest* request);
-// Submits the request; without the GIL if Submit may run operations (`waits`).
+// Submits the request. Releases the GIL if Submit may run operations (`waits`).
 Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request);
 // Waits until the operation has ended and raises its error. If the results are on a
 // device, makes `stream`, or else the stream of the submission, wait for them.

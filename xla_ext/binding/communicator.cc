@@ -1,5 +1,5 @@
-// The binding of communicators: links and options that Python passes, calls on arrays,
-// and worlds of threads for tests.
+// Binds communicators: reads the links and options that Python passes, runs calls on
+// arrays, and makes worlds of threads for tests.
 #include "engine/communicator/communicator.h"
 
 #include <nanobind/nanobind.h>
@@ -180,7 +180,7 @@ LinkEnds ReadLink(const nb::tuple& link) {
 // A shared segment as Python describes it: memfd, bytes of a tile, doorbells by rank.
 using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
-// Registers the communicator. Its entry replaces `previous`, the entry of the same id.
+// Registers the communicator in place of `previous`, the entry with the same id.
 void RegisterAfter(const std::shared_ptr<Communicator>& c, Registered previous) {
   // A training step that is under way continues with the Overlap that began it.
   if (previous.communicator && previous.communicator->resilient() == c->resilient())
@@ -265,7 +265,8 @@ void Install(ResilientComm& self, const std::shared_ptr<Communicator>& next,
   Raise(WithoutGil([&]() -> Status {
     RJ_TRY(self.Install(next, {finished, repeats, ranks, reason}));
     if (!next) return OkStatus();
-    // Keep CUDA communicators that `next` has already; drop those of a failed epoch.
+    // Keep the CUDA communicators that `next` already has; drop those of a failed
+    // epoch.
     Registered previous = Find(next->id());
     if (std::any_of(previous.devices.begin(), previous.devices.end(),
                     [](const auto& one) { return !one->epoch().Check().ok(); }))

@@ -1,4 +1,4 @@
-// The binding of the CUDA side. Memory and streams are integers; callers own them.
+// Binds the CUDA code. Python passes memory and streams as integers, and owns them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -47,7 +47,7 @@ std::vector<Tensor> AsTensors(const std::vector<DeviceInput>& ins,
   return tensors;
 }
 
-// A call and the texts that it refers to.
+// A call together with the strings to which it refers.
 struct OwnedCall {
   Call call;
   std::string name, names;
@@ -200,7 +200,7 @@ uint64_t Pack(const std::vector<DeviceInput>& ins, uint64_t fused, int wire,
       *new std::map<int, std::unique_ptr<cuda::Kernels>>;  // guarded by the GIL
   const auto driver = cuda::OpenDriver();
   Raise(driver.status());
-  // Uses the current context, or else the device's primary one, as all libraries do.
+  // Uses the current context, or else the device's primary context, as libraries do.
   cuda::Context context = nullptr;
   if (driver.value()->CtxGetCurrent(&context) == cuda::kSuccess && context == nullptr) {
     Raise(

@@ -1,5 +1,6 @@
-// The binding of the eager lane. Memory is passed as integers. The Python objects that
-// keep it alive are released here, where the GIL is held, once the operation has ended.
+// Binds the eager lane. Python passes memory as integers. This file, which holds the
+// GIL, releases the Python objects that keep the memory alive after the operation has
+// ended.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -122,7 +123,7 @@ nb::dlpack::dtype TypeOf(DType dtype) {
 nb::ndarray<nb::array_api> OutputOf(const BoundWork& self, size_t i) {
   const Output& output = self.At(i);
   std::vector<size_t> shape(output.dims.begin(), output.dims.end());
-  // The array keeps the memory alive, but not the work.
+  // The array keeps the memory alive, but does not keep the work alive.
   auto* memory = new std::shared_ptr<void>(output.memory);
   nb::capsule owner(
       memory, [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });

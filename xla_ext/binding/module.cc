@@ -35,7 +35,7 @@ constexpr std::string_view kCodeNames[] = {
     "CANCELLED", "INTERNAL"};
 
 PyObject* status_error = nullptr;  // ringjax._native.StatusError, immortal
-// The GIL guards the next two.
+// The GIL guards the next two variables.
 PyObject* failure_callback = nullptr;
 nb::python_error* deferred = nullptr;  // raised by a signal handler that the core ran
 
@@ -59,7 +59,7 @@ nb::object ToText(const std::string& s) {
 
 void Raise(const Status& status) {
   if (status.ok()) return;
-  // If a signal handler has raised, its exception says more than this status.
+  // Prefer the exception of a signal handler, which says more than this status.
   if (status.code() == Code::kCancelled && RaiseDeferred(nullptr) != 0)
     throw nb::python_error();
   nb::object error = nb::handle(status_error)(ToText(status.message()));
@@ -148,7 +148,7 @@ std::vector<uint64_t> HashMemory(
   return hashes;
 }
 
-// `greatest` takes numbers, returns their maxima over all ranks, and may raise.
+// `greatest` takes integers, returns their maxima over all ranks, and may raise.
 nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& names,
                         const std::vector<int>& members, int rank,
                         const nb::callable& greatest) {

@@ -55,7 +55,7 @@ auto WithoutGil(const F& f) {
   return f();
 }
 
-// Raises ValueError if there is no element type of this number.
+// Returns the element type with this code. Raises ValueError if there is none.
 DType AsDType(int64_t number);
 // Joins the names of tensors with newlines, as Call::names needs them.
 std::string Joined(const std::vector<std::string>& names);
@@ -66,13 +66,13 @@ nanobind::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handl
 nanobind::object ToText(const std::string& s);
 // Raises ringjax._native.StatusError unless `status` is ok.
 void Raise(const Status& status);
-// Returns the number `key` in Python's options, or `otherwise` if the key is missing.
+// Returns the numeric option `key`, or `otherwise` if the options lack this key.
 double Number(const nanobind::dict& options, const char* key, double otherwise);
-// Reads constants of the cost model by name. Missing ones keep their defaults; raises
-// ValueError for an unknown name or a value that is not positive.
+// Reads the constants of the cost model by name. Missing constants keep their defaults.
+// Raises ValueError for an unknown name or a value that is not positive.
 CostModel ReadCost(const nanobind::dict& cost);
 nanobind::dict WriteCost(const CostModel& model);
-// Reads the options of a device communicator, except its id and device.
+// Reads all options of a device communicator except `id` and `device`.
 CudaOptions ReadCudaOptions(const nanobind::dict& options);
 nanobind::dict WriteStats(const std::map<std::string, CudaStats>& stats);
 

@@ -1,4 +1,4 @@
-// The binding of the recorder: events and totals as plain Python objects.
+// Binds the recorder: returns its events and totals as plain Python objects.
 #include "engine/recorder/recorder.h"
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace ringjax {
 namespace {
 
-// `when` in seconds of CLOCK_MONOTONIC, as time.monotonic(); none if not set.
+// Returns `when` in seconds, as time.monotonic() does, or nullopt if it is not set.
 std::optional<double> Seconds(Event::Clock::time_point when) {
   if (when == Event::Clock::time_point()) return std::nullopt;
   return std::chrono::duration<double>(when.time_since_epoch()).count();

@@ -1,4 +1,4 @@
-// The binding of collective/: algorithms, schedules as dicts, the verifier.
+// Binds the code of collective/: the algorithms, schedules as dicts, and the verifier.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -75,7 +75,7 @@ nb::list ToList(const Schedule& schedule) {
   return steps;
 }
 
-// Reads the steps of a schedule; the scratch region becomes as large as they need.
+// Reads the steps of a schedule. The scratch region becomes as large as the steps need.
 Schedule FromList(const std::vector<nb::dict>& steps) {
   Schedule schedule;
   for (const nb::dict& d : steps) {

@@ -42,7 +42,7 @@ class TensorInterface {
     Read(functions, "TF_TensorData", &data_of_);
   }
 
-  // Returns the first `count` inputs of a node. The caller deletes them.
+  // Returns the first `count` inputs of a node. The caller deletes these tensors.
   std::vector<Address> Inputs(Address context, int count) const {
     std::vector<Address> found;
     void* status = new_status_();
@@ -85,7 +85,7 @@ class TensorInterface {
     return made;
   }
 
-  // Makes the tensors outputs of a node, from output `first` on; always deletes them.
+  // Makes the tensors outputs of a node, from output `first` on. Deletes the tensors.
   void Put(Address context, int first, std::vector<Address> tensors) const {
     void* status = new_status_();
     for (size_t i = 0; i < tensors.size() && get_code_(status) == 0; ++i)
@@ -105,7 +105,8 @@ class TensorInterface {
     *to = reinterpret_cast<Function>(nb::cast<Address>(functions[name]));
   }
 
-  // Deletes `status`. If it was an error, also deletes `tensors` and throws its text.
+  // Deletes `status`. If `status` was an error, also deletes `tensors` and throws the
+  // error text.
   void Finish(void* status, std::vector<Address>* tensors) const {
     const bool ok = get_code_(status) == 0;
     const std::string text = ok ? "" : get_message_(status);

@@ -1,6 +1,6 @@
-// Declarations of the algorithm files: generators and costs for the table, and phases
-// that several algorithms are composed of. Steps, bytes and papers are in the .cc
-// files.
+// Declares the functions of the algorithm files: generators and cost functions for the
+// table of algorithms, and phases that several algorithms share. The .cc files give the
+// steps, the bytes and the papers of each algorithm.
 //
 // An `Add...` function appends the steps of this rank in one phase of a group of ranks.
 // The function appends no step for a group of one rank, so a phase that finishes a
@@ -44,7 +44,7 @@ void AddBinomialReduce(ScheduleBuilder* builder, const Group& group, int root,
 void AddBinomialBroadcast(ScheduleBuilder* builder, const Group& group, int root,
                           Range range);
 
-// A generator and a cost function for each row of the table.
+// Declares the generator and the cost function of one row of the table of algorithms.
 #define RJ_ALGORITHM(name)                        \
   Schedule name(const Problem&, const Topology&); \
   double name##Cost(uint64_t bytes, const Network&)

@@ -1,4 +1,4 @@
-// Bookkeeping of ranges and their homes. See builder.h.
+// Records which slice holds the value of each range (its home). See builder.h.
 #include "collective/builder.h"
 
 #include <algorithm>
@@ -89,7 +89,7 @@ void ScheduleBuilder::CutAt(uint64_t offset) {
   slice.count = head;
 }
 
-// Joins a home with the one before if the two are adjacent in the vector and in memory.
+// Merges a home with the previous home if they are adjacent in vector and memory.
 void ScheduleBuilder::JoinWithPrevious(Homes::iterator home) {
   if (home == homes_.begin() || home == homes_.end()) return;
   auto& [offset, slice] = *std::prev(home);

@@ -1,8 +1,8 @@
 // The tools of the generators: ranges, blocks, groups of ranks, and a builder of
 // schedules that records where the value of every range is at each moment.
 //
-// Nothing here does I/O or decides about an algorithm. The builder only keeps records,
-// so that a generator reads like the paper that it implements.
+// Nothing here does I/O or chooses an algorithm. The builder only keeps records, so
+// that a generator reads like the paper that it implements.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@ struct Range {
 
 inline Slice OutAt(Range r) { return {Region::kOut, r.offset, r.count}; }
 
-// i modulo n, never negative.
+// Returns i modulo n, which is never negative.
 inline int Wrap(int i, int n) { return (i % n + n) % n; }
 
 // The blocks of a vector: one range for each member of a group.
 class Blocks {
  public:
   Blocks(std::vector<Range> ranges) : ranges_(std::move(ranges)) {}  // NOLINT: implicit
-  // `parts` consecutive ranges. Sizes differ by at most one, the larger ones come
+  // Cuts `whole` into `parts` ranges whose sizes differ by at most one, larger ones
   // first.
   static Blocks Even(Range whole, int parts);
   // Returns consecutive ranges of the sizes `counts`, from offset 0.
@@ -46,7 +46,7 @@ class Blocks {
   std::vector<Range> ranges_;
 };
 
-// Some ranks, in an order that is equal on all of them, and the index of this rank.
+// A list of ranks, equal on all of them, and the index of this rank in the list.
 struct Group {
   std::vector<int> ranks;
   int index = 0;
@@ -97,7 +97,7 @@ class ScheduleBuilder {
   Schedule schedule_;
 };
 
-// Returns the schedule of a reduction if there is only one rank: kOut = kIn, with
+// Returns the schedule of a reduction on a single rank: it copies kIn to kOut with
 // prescale and postscale.
 Schedule Alone(uint64_t count);
 

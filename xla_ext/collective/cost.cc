@@ -1,4 +1,4 @@
-// The cost model. See cost.h.
+// Implements the cost model of cost.h.
 #include "collective/cost.h"
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace {
 // Factor on the bytes between hosts if many ranks send to one receiver at once and fill
 // the queue of a switch in front of it.
 constexpr double kIncast = 1.15;
-// Factor on the time between hosts if each round waits for the round before and goes to
-// another peer: wires are idle in between, and TCP has to find the rate of each wire
-// again. Measured at 1 Gbit/s: 1.05 to 1.5.
+// Factor on the time between hosts if each round waits for the previous round and uses
+// another peer: wires are idle between rounds, and TCP has to find the rate of each
+// wire again. Measured at 1 Gbit/s: 1.05 to 1.5.
 constexpr double kTurns = 1.3;
 
 double Largest(const std::vector<double>& values) {

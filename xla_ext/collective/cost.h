@@ -2,8 +2,9 @@
 //
 // It adds the latency of the longest chain of dependent messages, the work for each
 // message, and the bytes over the bandwidth; the ranks of a host share its link to
-// other hosts. The numbers only serve to compare algorithms. All ranks must compute the
-// same numbers to choose the same algorithm, so nothing here depends on topology.rank.
+// other hosts. The predictions only serve to compare algorithms. All ranks must predict
+// the same times to choose the same algorithm, so nothing here depends on
+// topology.rank.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +46,7 @@ class Traffic {
   size_t HostOf(int rank) const { return host_[static_cast<size_t>(rank)]; }
 
   const CostModel& model_;
-  std::vector<size_t> host_;                // number of the host, by rank
+  std::vector<size_t> host_;                // index of the host, by rank
   std::vector<int> host_size_;              // number of ranks, by host
   std::vector<double> messages_;            // messages sent, by rank
   std::vector<double> local_;               // bytes received inside the host, by rank

@@ -39,7 +39,7 @@ struct Fold {
   int Rank(int number) const {
     return number < pairs ? 2 * number + 1 : number + pairs;
   }
-  // Returns the lowest rank that member `number` represents.
+  // Returns the lowest rank that the member with index `number` represents.
   int FirstRank(int number) const { return number < pairs ? 2 * number : Rank(number); }
 
   int power, pairs;

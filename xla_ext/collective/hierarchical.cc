@@ -73,8 +73,8 @@ void AllreduceOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
   const Group rail = position.Rail(hosts);
   const Blocks parts = Blocks::Even(whole, position.local.size());
   const auto split = [&](int i) { return Blocks::Even(parts.At(i), rail.size()); };
-  // The ring sends blocks in the order in which they are reduced here, so it need not
-  // wait for the whole part.
+  // The ring sends blocks in the order in which they are reduced here, so the ring need
+  // not wait for the whole part.
   for (int s = 1; s <= rail.size(); ++s) {
     std::vector<Range> next;
     for (int i = 0; i < position.local.size(); ++i)
@@ -92,7 +92,8 @@ void AllreduceOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
   }
 }
 
-// Each phase works on a whole part: with few bytes, overlapping gains nothing.
+// Each phase waits until the previous phase has finished the whole part, because with
+// few bytes overlapping gains nothing.
 void HalveOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
                   const Position& position, Range whole) {
   const Blocks parts = Blocks::Even(whole, position.local.size());
@@ -208,7 +209,7 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   return builder.Take();
 }
 
-// The leader of a host is its first rank, on the root's host the root itself.
+// The leader of the root's host is the root; on other hosts it is the first rank.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
   const Position position(hosts, topology.rank), root(hosts, problem.root);

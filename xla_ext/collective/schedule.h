@@ -13,7 +13,7 @@
 
 namespace ringjax {
 
-// The numbers are FFI attributes: append new ones, never reorder them.
+// The values are FFI attributes: append new collectives, and never reorder them.
 enum class Collective : uint8_t {
   kAllreduce = 0,
   kAllgather,
@@ -62,7 +62,7 @@ struct Schedule {
 struct Topology {
   int rank = 0;
   int size = 1;
-  std::vector<int> host;  // host[r]: the number of the host of rank r
+  std::vector<int> host;  // host[r]: the index of the host of rank r
   bool segment = false;   // whether all ranks have mapped a shared segment
 };
 
@@ -71,8 +71,8 @@ inline bool OnOneHost(const std::vector<int>& host) {
   return std::all_of(host.begin(), host.end(), [&](int h) { return h == host[0]; });
 }
 
-// A collective to be done by P ranks. `root` is for a broadcast only. `counts` are in
-// elements and depend on `op`:
+// The input of a generator: one collective of P ranks. Only a broadcast has a `root`.
+// `counts` are in elements and depend on `op`:
 //   allreduce, broadcast  {n}
 //   allgather             P entries: the elements that each rank contributes
 //   reducescatter         P entries: the elements that each rank receives

@@ -1,6 +1,6 @@
-// Symbolic memory for the verifier. In place of numbers it holds intervals of elements,
-// each with the set of ranks that contributed to them. Only verify.cc uses this memory,
-// and says there what is proved.
+// Symbolic memory for the verifier. In place of numbers, the memory holds intervals of
+// elements, each with the set of ranks that contributed to it. Only verify.cc uses this
+// memory; its header says what is proved.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The table of algorithms: one row each, and the choice of the cheapest.
+// The table of algorithms, with one row for each, and the choice of the cheapest one.
 //
 // A new algorithm is its own file, a line in algorithms.h, and a row here. kBarrier has
 // no rows, because the agreement of a call is already a barrier.

@@ -12,10 +12,11 @@
 
 namespace ringjax {
 
-// Seconds inside a host (local) and between hosts (remote). Latency counts for each
-// message in a chain of messages that wait for one another, `message` for each message
-// that a rank sends (the work of both ends), `byte` for each byte. The defaults suit
-// shared memory and 10 Gbit/s Ethernet. The links of a job are measured when it starts.
+// Times in seconds, inside a host (local) and between hosts (remote). Latency counts
+// for each message in a chain of messages that wait for one another, `message` for each
+// message that a rank sends (the work of both ends), `byte` for each byte. The defaults
+// suit shared memory and 10 Gbit/s Ethernet. The links of a job are measured when it
+// starts.
 struct CostModel {
   double local_latency = 1e-6;
   double remote_latency = 40e-6;
@@ -53,7 +54,7 @@ std::span<const Algorithm> Algorithms();
 Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t bytes,
                                 const Topology& topology, const CostModel& model);
 
-// The algorithm of that name, whether or not it applies; null if there is none.
+// Returns the algorithm `name`, even if it does not apply, or null if there is none.
 const Algorithm* Find(Collective op, std::string_view name);
 
 // Returns kInvalidArgument unless generators and the executor can work with `problem`.

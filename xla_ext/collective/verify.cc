@@ -360,7 +360,8 @@ Status Run::RunOne(Place p, Report* report) {
   return Store(to, std::move(result.value()));
 }
 
-// Reads src. Fails unless `first` is set exactly if src is an untouched contribution.
+// Reads the src of a step. `first` must be set if, and only if, src is an untouched
+// contribution; otherwise fails.
 Result<Pieces> Run::Take(Place p) {
   const Step& step = *At(p).step;
   std::optional<Pieces> pieces =

@@ -31,8 +31,8 @@ SOURCE = Path(__file__).with_name("pack.cu")
 HEADERS = tuple(Path(__file__).with_name(n) for n in ("pack_abi.h", "pack_ptx.h"))
 NVRTC_SCRIPT = Path(__file__).with_name("compile_nvrtc.py")
 
-# The architectures that get a binary. A device of the same major and a higher minor
-# number runs that binary, too. For all later devices the driver compiles the PTX.
+# The architectures that get a binary. Devices of the same major and a higher minor
+# version run that binary, too. For all later devices the driver compiles the PTX.
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 LEAST_PTX = 80
 
@@ -44,12 +44,12 @@ SECONDS = 600
 
 
 class Failed(Exception):
-    """This compiler cannot be used; the text says why."""
+    """Raised if a compiler cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One thing that the driver can load: a "fatbin", "cubin" or "ptx"."""
+    """Device code that the driver can load: one "fatbin", "cubin" or "ptx"."""
 
     kind: str
     sm: int
@@ -89,12 +89,12 @@ def run(command: Sequence[str | Path], cwd: Path | None = None) -> str:
 
 
 def numbers(text: str, prefix: str) -> list[int]:
-    """Returns the 75 of each compute_75 or sm_75. Skips variants such as sm_90a."""
+    """Returns 75 for each compute_75 or sm_75. Skips variants such as sm_90a."""
     return sorted({int(n) for n in re.findall(rf"\b{prefix}_(\d+)\b", text)})
 
 
 def ptx_of(supported: Sequence[int]) -> int | None:
-    """Returns the oldest PTX version from sm_80 on, which most devices accept.
+    """Returns the lowest architecture from sm_80 on: most devices accept its PTX.
 
     pack.cu uses instructions of sm_80.
     """
@@ -120,7 +120,7 @@ def wheel_nvccs() -> Iterator[Path]:
 
 
 def toolkit_nvccs(named: str) -> Iterator[Path]:
-    """Yields each place where a toolkit may be, places that the user named first."""
+    """Yields where a toolkit's nvcc may be, the places that the user named first."""
     for text in (named, os.environ.get("CUDACXX", "")):
         if text:
             yield Path(shutil.which(text) or text)
@@ -234,7 +234,10 @@ def attempts(mode: str, nvcc: str) -> Iterator[tuple[Compiler, Path]]:
 
 
 def device_code(mode: str, nvcc: str) -> DeviceCode:
-    """Compiles pack.cu with the first compiler that works; Failed unless `auto`."""
+    """Compiles pack.cu with the first compiler that works.
+
+    If none works, returns no code for `auto` and `off`, otherwise raises Failed.
+    """
     reasons = []
     for compiler, file in dict.fromkeys(attempts(mode, nvcc)):
         try:
@@ -250,7 +253,7 @@ def device_code(mode: str, nvcc: str) -> DeviceCode:
 
 
 def without_zeros(data: bytes) -> tuple[list[int], bytes]:
-    """Returns lengths, alternately of zeros and of other bytes, and the other bytes.
+    """Returns the lengths of the runs of zeros and other bytes, and the other bytes.
 
     Half of a cubin is zeros: it has a bank of parameters for each kernel.
     """
@@ -341,7 +344,7 @@ std::string_view DeviceCodeOrigin() {{ return "{code.origin}"; }}
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Compiles pack.cu and writes the C++ source, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--mode", default="auto")

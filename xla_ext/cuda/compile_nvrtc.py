@@ -46,7 +46,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def architectures(self) -> list[int]:
-        """Returns numbers such as 90."""
+        """Returns the architectures that NVRTC supports, such as 90 for sm_90."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()
@@ -89,7 +89,7 @@ class Nvrtc:
 
 
 def main(library: str, *arguments: str) -> None:
-    """Runs the command line."""
+    """Compiles a source, or prints the architectures, as the command line says."""
     nvrtc = Nvrtc(library)
     if not arguments:
         print(nvrtc.version(), *nvrtc.architectures())

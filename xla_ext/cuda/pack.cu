@@ -113,8 +113,8 @@ struct Change {
 
 template <typename V, V kLowest, V kHighest>
 struct Change<Integer<V, kLowest, kHighest>> {
-  // Integer tensors are rare, and bound by arithmetic when scaled: small code matters
-  // more than hidden latency.
+  // Integer tensors are rare, and scaling them is bound by arithmetic: small code
+  // matters more than hiding the latency of the memory.
   static constexpr unsigned int kInFlight = 1;
   double scale;
 

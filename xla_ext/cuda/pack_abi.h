@@ -10,7 +10,7 @@ namespace ringjax {
 struct PackEntry {
   unsigned long long tensor;    // device address, any alignment
   unsigned long long elements;  // number of elements, or of bytes for a copying kernel
-  unsigned int first_chunk;     // number of the tensor's first chunk in the launch
+  unsigned int first_chunk;     // index of the tensor's first chunk in the launch
   unsigned int offset16;        // position in the fused buffer, in units of 16 bytes
 };
 

@@ -4,7 +4,7 @@
 // wait for each other forever, without an error. An agreement before each call would
 // make every host wait for the slowest one. So the calls are compared while the devices
 // work: over the control communicator, in the order of the calls, some microseconds
-// after they were enqueued. The comparison also finds late ranks, as on the CPU.
+// after they were enqueued. The comparison also detects ranks that make a call late.
 #pragma once
 
 #include <condition_variable>
@@ -19,8 +19,9 @@
 
 namespace ringjax {
 
-// A call without its buffers, for comparison. Owns the texts that `call` refers to. The
-// communicator keeps the record as long as the call may recur.
+// The properties of a call that the ranks compare: all but its buffers. Owns the
+// strings that `call` refers to. The communicator keeps the record for repetitions of
+// the call.
 struct CallRecord {
   explicit CallRecord(const Call& from)
       : call(from), name(from.name), names(from.names), partition(from.partition) {
@@ -48,10 +49,10 @@ class ConsistencyChecker {
   // otherwise the comparison may wait for a late rank.
   ~ConsistencyChecker();
 
-  // Queues a call; ignores it after a failure.
+  // Queues a call for comparison. Does nothing after a comparison has failed.
   void Add(std::shared_ptr<const CallRecord> call);
-  // Waits at most `seconds` until all calls so far are compared. Returns whether they
-  // are and no comparison has failed.
+  // Waits up to `seconds` seconds until all queued calls are compared. Returns true if
+  // all calls are compared and no comparison has failed.
   bool Drain(double seconds);
 
  private:

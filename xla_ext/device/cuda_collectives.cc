@@ -161,8 +161,8 @@ Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) 
   const bool reduces = call.op == Collective::kAllreduce;
   std::vector<Sealed> pieces;
   auto seal = [&](size_t i) { pieces.push_back({i, 0, call.tensors[i].bytes()}); };
-  // A broadcast must keep all bits. Kernels that can poison do arithmetic, which may
-  // change the bits of a NaN; without a poison word Unpack only copies.
+  // A broadcast must keep all bits. The kernels that can write NaN do arithmetic, which
+  // may change the bits of a NaN; without a poison word Unpack only copies.
   auto into = target;
   if (!reduces) into.poison = 0;
   for (const Segment& s : plan.segments) {
@@ -178,9 +178,9 @@ Status CudaCollectives::Unfuse(Work* work, const cuda::Kernels::Target& target) 
   return Seal(work, pieces);
 }
 
-// Returns whether a call may skip NCCL: there is only one rank, and the fusion is
-// hybrid. The other modes use NCCL with one rank, too, so that their speed can be
-// measured there.
+// Returns whether a call may skip NCCL: there is only one rank, and the fusion mode is
+// hybrid. The other fusion modes use NCCL even with one rank, so that benchmarks can
+// measure those modes on one GPU.
 bool CudaCollectives::Alone() const { return size() == 1 && mode_ == Fusion::kHybrid; }
 
 Status CudaCollectives::CopyThrough(Work* work) {
@@ -223,8 +223,8 @@ Status CudaCollectives::Allgather(Work* work) {
   return SealBlocks(work, 0, p);
 }
 
-// Seals the rows of each rank in each result. The row counts of result i are the
-// entries of call.rows from `first` + i * `stride` on, one for each rank.
+// Calls Seal for the rows of each rank in each result. The row counts of result i are
+// the entries of call.rows from `first` + i * `stride` on, one for each rank.
 Status CudaCollectives::SealBlocks(Work* work, size_t first, size_t stride) {
   std::vector<Sealed> pieces;
   for (size_t i = 0; i < work->call.tensors.size(); ++i) {

@@ -26,12 +26,12 @@ struct CudaStats {
   double seconds = 0;
 };
 
-// Owned by a CudaCommunicator. The caller holds turn_mutex_ of the CudaCommunicator,
-// and the context of the device is current.
+// Enqueues the collectives of the CudaCommunicator that owns this object. The caller
+// holds turn_mutex_ of the CudaCommunicator and has made the device's context current.
 class CudaCollectives {
  public:
-  // Allocates device memory for the fused buffer. The memory may be reused once the
-  // stream of the call has passed all work of the call.
+  // Allocates device memory for the fused buffer. The memory may be reused after the
+  // stream has executed all work of the call.
   using Workspace = std::function<Result<cuda::Pointer>(size_t bytes)>;
 
   // The arguments and the statistics of one call.
@@ -41,7 +41,7 @@ class CudaCollectives {
     cuda::Stream stream;
     const Workspace& workspace;
     CudaStats used;
-    // The group of NCCL operations has failed: NCCL may still launch it later.
+    // Whether the group of NCCL operations has failed; NCCL may still launch the group.
     bool unsettled = false;
   };
 
@@ -54,7 +54,7 @@ class CudaCollectives {
   Status Fused(Work* work);
   // Fills patches_ with the tensors of `segment`. `address` is &Tensor::in or ::out.
   void Gather(const Call& call, const Segment& segment, void* Tensor::* address);
-  // Unpacks the segments and seals the other results.
+  // Unpacks the segments, and calls Seal for the results that were not packed.
   Status Unfuse(Work* work, const cuda::Kernels::Target& target);
   bool Alone() const;
   Status CopyThrough(Work* work);
@@ -65,7 +65,7 @@ class CudaCollectives {
   Status Alltoall(Work* work);
   Status Barrier(Work* work);
   Status Group(Work* work, const std::function<Status()>& body);  // NcclComm::Group
-  // A piece of a result whose beginning Seal poisons.
+  // A piece of a result. If the poison word is set, Seal writes NaN to its beginning.
   struct Sealed {
     size_t tensor;
     uint64_t offset, bytes;

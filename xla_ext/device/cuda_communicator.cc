@@ -1,5 +1,5 @@
-// The path of a call, from the caller to the stream. cuda_connect.cc connects and
-// closes.
+// Takes a call from its caller to the stream. The functions that connect and close a
+// CudaCommunicator are in cuda_connect.cc.
 #include "device/cuda_communicator.h"
 
 #include <chrono>
@@ -42,8 +42,8 @@ class Pool {
 constexpr size_t kMaxKnownCalls = 512;
 
 // Returns the key of a call in known_calls_, whose entries keep the result of Validate.
-// So the key also covers properties that Validate checks but that the fingerprint does
-// not have.
+// So the key also covers the properties that Validate checks and that the fingerprint
+// does not contain.
 uint64_t KeyOf(const Call& call) {
   uint64_t key = Fingerprint(call);
   auto add = [&key](uint64_t word) { key = (key ^ word) * 0x100000001b3ull; };
@@ -237,7 +237,7 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     cuda::Outcome outcome = cuda::kNotReady;
     while (true) {
       {
-        // Close sets closing_, and then takes the turn to release the streams.
+        // Close sets closing_, and then locks turn_mutex_ to release the streams.
         std::lock_guard turn(turn_mutex_);
         if (closing_.load(std::memory_order_acquire)) return epoch_.Check();
         outcome = driver_.StreamQuery(communication ? device_.comm_stream() : stream);
@@ -251,7 +251,7 @@ Status CudaCommunicator::Synchronize(cuda::Stream stream) {
     RJ_TRY(driver_.Check(outcome, "cuStreamQuery"));
   }
   // Idle streams do not prove that the calls succeeded: NCCL may have an error that the
-  // watchdog has not seen yet. The turn keeps Close from releasing objects that
+  // watchdog has not seen yet. The lock keeps Close from releasing objects that
   // LookAround uses.
   std::lock_guard turn(turn_mutex_);
   if (device_.in_flight() && !epoch_.aborted()) watchdog_.LookAround(checker_.get());

@@ -4,7 +4,7 @@
 // communicator for each device, which connects it with the devices of the same index in
 // the other processes. The communicators of a process have no common order of calls and
 // compare their calls separately, because a program over some of the devices is not
-// ordered with a program over others. They abort together.
+// ordered with a program over others. If one of these communicators aborts, all abort.
 //
 // A call consists of addresses, types, shapes and a stream, from XLA or from any other
 // framework. A call is enqueued, and its caller never waits for the device. Three
@@ -42,18 +42,18 @@
 namespace ringjax {
 
 struct CudaOptions {
-  int id = 0;                  // number of the process set
+  int id = 0;                  // id of the process set
   int device = 0;              // CUDA ordinal
   double start_timeout = 120;  // seconds for NCCL to connect all ranks
   FusionOptions fusion;
   bool comm_stream = true;  // false: Start uses the stream of the caller
-  // false: the caller compares each call between the ranks before it makes the call.
+  // If false, the caller itself compares each call between the ranks before the call.
   bool checks_consistency = true;
   bool shares = false;  // NCCL is set up to allow several ranks on one GPU
   bool timed = true;    // the recorder receives the times of operations on the device
 };
 
-// Safe from any thread; calls are served one at a time.
+// Runs the collectives of one device, one call at a time. Safe from any thread.
 class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
  public:
   using Workspace = CudaCollectives::Workspace;
@@ -71,10 +71,10 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // communicators call it with the same NCCL ids in the same order, and each waits for
   // all ranks. If one device fails, aborts the control communicators of all `places`.
   static Result<All> Connect(const CudaOptions& options, std::span<const Place> places);
-  // Connect for one device in two halves, for a caller that exchanges between them
-  // whether the first half succeeded on all ranks (EagerCuda). Prepare uses only the
-  // device of this rank; Join waits for all ranks. A failure of either half aborts no
-  // other communicator.
+  // Connect one device in two steps. Between the steps, the caller (EagerCuda) finds
+  // out whether Prepare has succeeded on all ranks. Prepare uses only the device of
+  // this rank; Join waits for all ranks. A failure of either step aborts no other
+  // communicator.
   static Result<std::shared_ptr<CudaCommunicator>> Prepare(
       CudaOptions options, std::shared_ptr<Communicator> control);
   Status Join(const nccl::UniqueId& unique_id);
@@ -82,12 +82,12 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
 
   const CudaOptions& options() const { return options_; }
   const Communicator& control() const { return *control_; }
-  // The state of the epoch: whether it is aborted and why. Also aborts it.
+  // Returns the record of whether and why this epoch is aborted.
   DeviceEpoch& epoch() { return epoch_; }
   const DeviceEpoch& epoch() const { return epoch_; }
   // Returns the communicator of `all` whose device has the CUDA context that is current
-  // on this thread. If no context is current, the only communicator of `all`: the
-  // driver then refuses streams of another device. Otherwise null.
+  // on this thread. If no context is current, returns the only communicator of `all`;
+  // the driver then refuses streams of another device. Returns null in all other cases.
   static CudaCommunicator* Here(const All& all);
 
   // Enqueues one call on `stream`. Without a workspace, the fused buffer comes from the
@@ -98,22 +98,23 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   // `after`, and `done` is recorded behind its results.
   Status RunAfter(const Call& call, std::span<const cuda::Event> after,
                   cuda::Event done);
-  // Runs `enqueue` with the communication stream, between two calls.
-  // kFailedPrecondition after Close.
+  // Runs `enqueue` with the communication stream, while no call is being enqueued.
+  // Fails with kFailedPrecondition after Close.
   Status OnCommStream(const std::function<Status(cuda::Stream)>& enqueue);
 
   // Starts an allreduce that overlaps the later work of `stream` and begins after the
   // work that is enqueued there now. Between Start and Done only the allreduce may use
-  // the tensors' `out`. `site` is chain and bucket, as in overlap.h; `first` marks the
-  // first bucket of a training step. Done makes `stream` wait for the results.
+  // the tensors' `out`. `site` identifies the chain and the bucket (overlap.h); `first`
+  // marks the first bucket of a training step. Done makes `stream` wait for the
+  // results.
   Status Start(Call call, int64_t site, bool first, cuda::Stream stream);
   Status Done(const Call& call, int64_t site, cuda::Stream stream);
 
-  // Waits until `stream` and the communication stream are idle. Fails if results are
-  // void.
+  // Waits until `stream` and the communication stream are idle. Fails if a failure has
+  // made results invalid.
   Status Synchronize(cuda::Stream stream);
-  // Waits until all calls so far, on any stream, have ended. Ok if all of them have
-  // valid results and all ranks have made the same calls.
+  // Waits until all calls so far, on any stream, have ended. Returns ok if all calls
+  // have valid results and all ranks have made the same calls.
   Status Confirm();
 
   // Waits for the enqueued calls unless the communicator is aborted, then ends NCCL and
@@ -136,7 +137,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status JoinNccl(const nccl::UniqueId& unique_id,
                   const std::atomic<bool>& interrupted);
   void Begin();
-  // Waits until no operation is in flight and all calls are compared.
+  // Waits up to `seconds` until no operation is in flight and all calls are compared.
   Status Settled(double seconds);
   bool Finish();  // ends NCCL without an abort; false if that failed or took too long
 
@@ -152,7 +153,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   const KnownCall& Recall(const Call& call);
   // Refuses calls of an aborted epoch, and all calls after Close has begun.
   Status Admit(const Call& call) const;
-  // Has the call compared by the other ranks, enqueues it and counts it.
+  // Queues the call for comparison between the ranks, enqueues its work on `stream` and
+  // adds the call to the statistics.
   Status Serve(const Call& call, cuda::Stream stream, const Workspace& workspace);
   Status ServeOnCommStream(const Call& call);
   Status StartOn(Call* call, int64_t site, bool first, cuda::Stream stream);

@@ -164,7 +164,7 @@ Status CudaCommunicator::Settled(double seconds) {
                 control_->Prefix() + "what is enqueued on the device does not end");
 }
 
-// Needs no time limit of its own: if the control communicator has a collective timeout,
+// Confirm needs no time limit: if the control communicator has a collective timeout,
 // the watchdog aborts an operation that does not end.
 Status CudaCommunicator::Confirm() {
   const CurrentContext current(driver_, device_.context());
@@ -175,8 +175,8 @@ Status CudaCommunicator::Confirm() {
   return epoch_.Health();
 }
 
-// First waits for all enqueued operations. Peers may be late, so the limit of that wait
-// is the collective timeout.
+// Before it ends NCCL, Finish waits for all enqueued operations, at most for the
+// collective timeout, because peers may be late.
 bool CudaCommunicator::Finish() {
   const double limit = control_->options().collective_timeout;
   if (!Settled(limit > 0 ? limit : kForever).ok() || epoch_.aborted()) return false;
@@ -192,7 +192,7 @@ void CudaCommunicator::Close() {
   if (device_.context() == nullptr) return;
   const CurrentContext current(driver_, device_.context());
   closing_.store(true, std::memory_order_release);
-  // Wait until the call that is being served returns. Later calls find closing_ set.
+  // Wait until the running call returns. Later calls find closing_ set and are refused.
   {
     std::lock_guard turn(turn_mutex_);
   }

@@ -67,9 +67,10 @@ Status CudaOverlap::Join(const Site& here, const Call& call, cuda::Stream stream
   return OkStatus();
 }
 
-// Fails if a bucket of an earlier training step was started and never collected: that
-// step failed on this rank only, so the parameters of the ranks would diverge. Looks at
-// all buckets of the chain if `first` (a new step begins), otherwise only at `site`.
+// Fails if a bucket of an earlier training step was started and never collected. In
+// that case the step failed on this rank only, so the parameters of the ranks would
+// diverge. Looks at all buckets of the chain if `first` (a new step begins), otherwise
+// only at `site`.
 Status CudaOverlap::CheckNoneStale(bool first, int64_t site) {
   bool stale = false;
   for (auto& [number, s] : sites_) {

@@ -77,7 +77,7 @@ bool DeviceEpoch::AwaitAbort(std::chrono::milliseconds tick) {
 void DeviceEpoch::Stop(bool finished) {
   finished_.store(finished, std::memory_order_release);
   std::lock_guard lock(mutex_);
-  // If `finished`, mark the teardown as done: its poison would spoil valid results.
+  // If `finished`, mark the teardown as done: poison would make valid results NaN.
   teardown_begun_ |= finished;
   poisoned_ = poisoned_ || finished;
   stopping_ = true;

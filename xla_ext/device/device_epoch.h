@@ -31,11 +31,11 @@ class DeviceEpoch {
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
   // Returns the reason of the abort; ok if the epoch is not aborted.
   Status Check() const;
-  // Ok if the results of all calls that were enqueued are valid or will be.
+  // Returns ok if the results of all enqueued calls are valid or will be valid.
   Status Health() const;
   Status Refused(const Call& call) const;  // the reason as the error of `call`
 
-  // Aborts the epoch on all devices of this process. The first reason counts.
+  // Aborts the epoch on all devices of this process, unless it is aborted already.
   void Abort(const Status& status);
   void AbortThis(const Status& status);  // aborts the epoch on this device only
   // Aborts the epoch on all ranks, because this rank cannot do its part of `call`.
@@ -52,8 +52,8 @@ class DeviceEpoch {
   // calls, so their results are valid and there is nothing to tear down.
   void Stop(bool finished);
 
-  // Record the steps of the teardown: it has begun (BeginTeardown returns false if it
-  // had begun before), the device is poisoned, NCCL is aborted.
+  // Record the steps of the teardown: its beginning, the poison on the device, the
+  // abort of NCCL. BeginTeardown returns false if the teardown had begun before.
   bool BeginTeardown();
   void SetPoisoned() { poisoned_ = true; }
   void SetNcclAborted();

@@ -1,7 +1,7 @@
 // Device events: points in the work of a stream that other streams can wait for and the
 // host can query. The primary context of a device creates the events, and keeps CUDA's
-// events for reuse. It must be the primary context, because the memory and the streams
-// of frameworks belong to that context.
+// events for reuse. Other contexts cannot serve, because the memory and the streams of
+// frameworks belong to the primary context.
 //
 // Safe from any thread. In a forked child the destructors and Free do nothing.
 #pragma once
@@ -64,7 +64,7 @@ class DeviceEvent {
 
   const std::shared_ptr<PrimaryContext>& context() const { return primary_context_; }
   Event event() const { return event_; }
-  // Returns whether the stream has reached the event or has a final error (MayRun).
+  // Returns whether the stream has reached the event or has failed for good (MayRun).
   bool Passed() const;
   // Makes later work of `stream` wait for the event.
   Status Delay(Stream stream) const;

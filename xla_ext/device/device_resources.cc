@@ -48,9 +48,9 @@ Status DeviceResources::OpenDevice() {
   return OkStatus();
 }
 
-// Returns the workspace of the communication stream. One is enough for all calls,
-// because a stream runs in order. The memory comes from the driver's pool, so that
-// growing it does not wait for the device.
+// Returns the workspace of the communication stream. All calls share one workspace,
+// because a stream runs in order. The memory comes from the driver's pool, so that the
+// workspace can grow without a wait for the device.
 Result<cuda::Pointer> DeviceResources::Scratch(size_t bytes) {
   if (bytes > scratch_bytes_) {
     if (scratch_ != 0) RJ_CUDA(driver_, MemFreeAsync, scratch_, comm_stream_);
@@ -67,9 +67,10 @@ void DeviceResources::Delay(cuda::Stream stream) const {
     driver_.StreamWaitEvent(stream, fence_, 0);
 }
 
-// Work behind an aborted operation, on any stream, may still use the events, memory
-// and kernels of the communicator. If that work does not end in time, they are leaked:
-// releasing them would wait for the device without a limit.
+// Work behind an aborted operation, on any stream, may still use the events, memory and
+// kernels of the communicator. If that work does not end in time, the communicator
+// leaks these resources, because releasing them would wait for the device without a
+// limit.
 bool DeviceResources::AwaitIdle() const {
   return Eventually(kLastWork, [&] {
     for (cuda::Stream s : {comm_stream_, side_stream_})
@@ -81,8 +82,8 @@ bool DeviceResources::AwaitIdle() const {
 void DeviceResources::Release(bool idle) {
   if (idle) {
     if (fence_ != nullptr) driver_.EventDestroy(fence_);
-    // Free in the order of the streams: cuMemFree would wait for the whole device, also
-    // for NCCL kernels of another communicator that wait for a late rank.
+    // Free in stream order: cuMemFree would wait for the whole device, even for NCCL
+    // kernels of another communicator that wait for a late rank.
     if (scratch_ != 0) driver_.MemFreeAsync(scratch_, comm_stream_);
     if (words_ != 0) driver_.MemFreeAsync(words_, side_stream_);
     kernels_.reset();

@@ -23,7 +23,7 @@ class DeviceResources {
   DeviceResources(const DeviceResources&) = delete;
   DeviceResources& operator=(const DeviceResources&) = delete;
 
-  // Uses only the device of this rank. `report_time` receives the times of operations.
+  // Makes the resources, without other ranks. `report_time` receives operation times.
   Status Open(InFlight::ReportTime report_time);
   // Waits, for a limited time, until the device has ended all work of the communicator.
   // Returns whether all work has ended.
@@ -55,7 +55,7 @@ class DeviceResources {
   std::unique_ptr<cuda::Kernels> kernels_;
   cuda::Stream comm_stream_ = nullptr, side_stream_ = nullptr;
   cuda::Event fence_ = nullptr;
-  // From the driver's memory pool. Word 0 is the poison word; barriers use word 1.
+  // A few words of device memory. Word 0 is the poison word; barriers use word 1.
   cuda::Pointer words_ = 0;
   std::unique_ptr<InFlight> in_flight_;
   cuda::Pointer scratch_ = 0;

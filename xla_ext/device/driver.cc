@@ -1,4 +1,4 @@
-// Opens libcuda.so.1 with dlopen, and describes the devices.
+// Opens libcuda.so.1 with dlopen, and reads the properties of the devices.
 #include "device/driver.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@ namespace ringjax::cuda {
 namespace {
 
 Result<const Driver*> Load() {
-  // Never closed: other libraries use the driver until the process ends.
+  // The library stays open: other libraries use the driver until the process ends.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     const char* why = dlerror();

@@ -74,7 +74,7 @@ inline constexpr int kAttributeMajor = 75, kAttributeMinor = 76;
   X(MemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, (Pointer, const void*, size_t, Stream))   \
   X(MemsetD32Async, cuMemsetD32Async, (Pointer, unsigned, size_t, Stream))
 
-// Functions that a driver may lack; their members are null then.
+// Functions that a driver may lack; the member of a missing function is null.
 #define RINGJAX_CUDA_OPTIONAL(X)                                          \
   X(GetErrorName, cuGetErrorName, (Outcome, const char**))                \
   X(GetErrorString, cuGetErrorString, (Outcome, const char**))            \
@@ -93,7 +93,7 @@ struct Driver {
   Status Check(Outcome outcome, std::string_view what) const;
 };
 
-// Opens and initialises the driver at the first call; later calls return that result.
+// The first call opens and initialises the driver. Later calls return its result.
 Result<const Driver*> OpenDriver();
 
 struct DeviceInfo {

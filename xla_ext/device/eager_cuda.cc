@@ -48,7 +48,7 @@ class EagerCuda::StreamPoint : public DevicePoint {
  private:
   const std::shared_ptr<cuda::DeviceEvent> device_event_;
   const std::shared_ptr<CudaCommunicator> communicator_;  // null on a caller's stream
-  // The stream that last waited; 0 is the default stream.
+  // The stream that last waited for this point; 0 is the default stream.
   std::atomic<uint64_t> last_{0};
 };
 
@@ -64,8 +64,8 @@ struct EagerCuda::Block {
   const cuda::Pointer memory;
 };
 
-// The message of a rank to all ranks before they connect. If the rank cannot take part,
-// the text of the reason follows the struct.
+// The message that each rank sends to all ranks before they connect NCCL. If a rank
+// cannot take part, the reason follows the struct as text.
 struct EagerCuda::Hello {
   int32_t nccl = 0;  // version
   uint32_t fusion = 0, packs = 0, shares = 0;
@@ -318,7 +318,8 @@ Result<std::shared_ptr<void>> EagerCuda::Allocate(uint64_t bytes,
       return OkStatus();
     }
     // The driver has no memset for patterns of eight bytes; only ranks that have joined
-    // need this slower copy. It has read `filled`, pageable memory, when it returns.
+    // need this slower copy. The copy returns after it has read `filled`, because that
+    // memory is pageable.
     std::vector<std::byte> filled(words * 4);
     for (size_t i = 0; i < filled.size(); ++i) filled[i] = pattern[i % pattern.size()];
     RJ_CUDA(driver, MemcpyHtoDAsync, memory, filled.data(), filled.size(), stream);
@@ -363,14 +364,15 @@ void EagerCuda::Finish() {
 void EagerCuda::Close() {
   Finish();
   next_.reset();
-  // Drop this reference after the lock is released. Works and results may hold others.
+  // Release the primary context after the lock. Works and results may still refer to
+  // it.
   std::shared_ptr<cuda::PrimaryContext> released;
   std::lock_guard lock(mutex_);
   released.swap(primary_context_);
   closed_ = true;
 }
 
-// -- state ---------------------------------------------------------------------------
+// -- queries -------------------------------------------------------------------------
 
 std::shared_ptr<CudaCommunicator> EagerCuda::communicator() const {
   std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// CUDA tensors in the eager lane: runs the calls that the lane has decided with NCCL.
+// CUDA tensors in the eager lane: with NCCL, runs the calls that the ranks negotiated.
 //
 // A submission records a device event on the stream of its caller (Mark). The
 // communication stream waits for the events of all submissions of a call, does the work
@@ -33,10 +33,11 @@ struct EagerCudaOptions {
   std::vector<std::string> nccl;  // paths to try; "" is the loader's own search
 };
 
-// The backend for one epoch of a lane. EagerBackend says which threads may call.
+// The CUDA backend of a lane in one epoch. EagerBackend says which thread may call
+// what.
 class EagerCuda : public EagerBackend {
  public:
-  // `host` is the lane's communicator.
+  // `host` is the host communicator of the lane.
   EagerCuda(EagerCudaOptions options, std::shared_ptr<Communicator> host);
   ~EagerCuda() override;
 
@@ -54,7 +55,7 @@ class EagerCuda : public EagerBackend {
   // Returns whether NCCL has connected the ranks, so that the device may compute
   // results.
   bool joined() const { return open_.load(std::memory_order_acquire); }
-  // See CudaCommunicator::Confirm. Ok before NCCL has connected the ranks.
+  // Like CudaCommunicator::Confirm. Returns ok before NCCL has connected the ranks.
   Status Confirm() const;
   std::map<std::string, CudaStats> stats() const;
 

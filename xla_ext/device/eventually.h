@@ -1,4 +1,4 @@
-// Polling, for conditions of CUDA and NCCL for which no function waits with a limit.
+// Polls for conditions of CUDA and NCCL that no function can await with a timeout.
 #pragma once
 
 #include <chrono>

@@ -119,7 +119,7 @@ Result<FusionPlan> PlanFusion(const Call& call, int size,
     const bool alone = s.pieces.size() == 1 && options.mode == Fusion::kHybrid;
     const Tensor& first = call.tensors[s.pieces[0].tensor];
     if (alone && !Converts(call, first) && !Averages(call, first, size)) {
-      // A segment of one tensor fuses nothing.
+      // A single tensor has nothing to be fused with.
       plan.in_place.push_back(s.pieces[0].tensor);
       continue;
     }

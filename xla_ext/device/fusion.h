@@ -66,8 +66,7 @@ Result<FusionPlan> PlanFusion(const Call& call, int size, const FusionOptions& o
 // Returns the dtype in which NCCL moves the elements of a tensor.
 DType WireType(const Call& call, const Tensor& tensor);
 
-// Returns whether a reduction must convert the elements: a wire dtype or a factor
-// applies.
+// Returns whether a reduction must convert the elements, for a wire dtype or a factor.
 bool Converts(const Call& call, const Tensor& tensor);
 
 // Return the dtype of the arithmetic, and the number of elements in this dtype: a

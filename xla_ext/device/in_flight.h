@@ -35,18 +35,18 @@ class InFlight {
   // time may be between Begin and End.
   Status Begin(cuda::Stream stream, Collective op, std::string title);
   Status End(cuda::Stream stream);
-  // Removes the operation that has begun, if End has failed.
+  // Removes the operation that Begin has added. Call Drop if End has failed.
   void Drop();
 
   struct Oldest {
     std::string title;
     double seconds;  // time since PollOldest first found that it had begun
   };
-  // Removes operations that have ended. Returns the oldest of the others if the device
-  // has begun it.
+  // Removes operations that have ended. Returns the oldest remaining operation if the
+  // device has begun it, and nullopt otherwise.
   std::optional<Oldest> PollOldest();
   bool empty();
-  // Restarts the time of the oldest operation, `Oldest::seconds`.
+  // Sets `Oldest::seconds` of the oldest operation back to zero.
   void Restart();
 
  private:

@@ -118,7 +118,7 @@ Status Kernels::Pack(std::span<const Patch> patches, DType dtype, DType wire,
 
 Status Kernels::Unpack(std::span<const Patch> patches, DType dtype, DType wire,
                        double scale, const Target& target) {
-  // The copying kernel cannot write NaN: poison needs the kernel of the dtype.
+  // The copying kernel cannot write NaN, so poison needs the kernel of the dtype.
   if (dtype == wire && scale == 1.0 && !(IsFloat(dtype) && target.poison != 0))
     return Launch({"rj_unpack_bytes_bytes", kPackChunkBytes, Width(dtype)}, patches,
                   scale, target);

@@ -21,7 +21,7 @@ inline bool HasArithmetic(DType t) {
   return t != DType::kBool && t != DType::kI16 && t != DType::kU16 && !IsComplex(t);
 }
 
-// One tensor of a launch.
+// One of the tensors that a launch copies.
 struct Patch {
   Pointer tensor;
   uint64_t elements;
@@ -47,11 +47,11 @@ class Kernels {
     uint64_t* launches;  // incremented for each kernel; may be null
   };
 
-  // Writes scale * tensors to the fused buffer, as `wire`.
+  // Writes the tensors, times `scale` and in the dtype `wire`, to the fused buffer.
   Status Pack(std::span<const Patch> patches, DType dtype, DType wire, double scale,
               const Target& target);
-  // Writes scale * fused buffer to the tensors; NaN if the poison word is set and dtype
-  // is a floating-point type.
+  // Writes the fused buffer, times `scale`, to the tensors. Writes NaN instead if the
+  // poison word is set and `dtype` is a floating-point type.
   Status Unpack(std::span<const Patch> patches, DType dtype, DType wire, double scale,
                 const Target& target);
   // Writes NaN to the beginning of floating-point tensors if the poison word is set.

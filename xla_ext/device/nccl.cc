@@ -26,7 +26,7 @@ std::string LoaderError() {
 
 Result<void*> Open(const std::string& path) {
   // Two copies of NCCL could not order their kernels against each other, so a copy that
-  // is mapped already comes before any path.
+  // is already mapped is preferred to any path.
   if (void* mapped = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return mapped;
   const char* file = path.empty() ? kSoname : path.c_str();
   if (void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL)) return library;

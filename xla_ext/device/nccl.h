@@ -92,15 +92,15 @@ struct Nccl {
   int version = 0;   // 22809 for 2.28.9
   std::string path;  // the file that is mapped
 
-  // Returns ok, also for kInProgress; otherwise kUnavailable with "ncclAllReduce:
-  // explanation (NCCL's last error text)".
+  // Returns ok for kSuccess and kInProgress, otherwise kUnavailable with
+  // "ncclAllReduce: explanation (NCCL's last error text)".
   Status Check(Outcome outcome, std::string_view what, Comm comm = nullptr) const;
 };
 
 // Opens NCCL; `path` may be empty. After the first success, later calls return the same
 // table, whatever their path.
 Result<const Nccl*> OpenNccl(const std::string& path);
-// The table that OpenNccl has opened, or null.
+// Returns the table that OpenNccl has opened, or null if there is none.
 const Nccl* OpenedNccl();
 
 }  // namespace ringjax::nccl

@@ -76,7 +76,8 @@ Status NcclComm::Group(const Call& call, const std::function<Status()>& body) {
     if (status.ok()) status = nccl_.Check(nccl_.GroupStart(), "ncclGroupStart");
     if (status.ok()) {
       status = body();
-      // End the group even if `body` failed: otherwise this thread would stay in it.
+      // End the group even if `body` failed: otherwise this thread would stay in the
+      // group.
       const nccl::Outcome ended = nccl_.GroupEnd();
       if (status.ok()) status = nccl_.Check(ended, "ncclGroupEnd", comm_);
     }

@@ -1,7 +1,7 @@
 // An ncclComm_t: one NCCL communicator of one device, from its connection to its end.
 //
-// The handle has a lock, which is held inside NCCL, because no thread may be in NCCL
-// when another thread aborts the handle. A thread that waits does not hold the lock.
+// A thread holds the lock of the handle during each NCCL call, because no thread may be
+// in NCCL when another thread aborts the handle. No thread waits with the lock held.
 #pragma once
 
 #include <atomic>
@@ -26,13 +26,14 @@ class NcclComm {
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  // Waits for all ranks, at most `start_timeout` seconds and until `interrupted`.
+  // Connects all ranks. Fails after `start_timeout` seconds or once `interrupted` is
+  // set.
   Status Connect(const nccl::UniqueId& unique_id, double start_timeout,
                  const std::atomic<bool>& interrupted);
 
   const nccl::Nccl& nccl() const { return nccl_; }
-  // Null before Connect and after the end. Takes no lock: the body of Group may use the
-  // handle, because Group holds the lock.
+  // Returns null before Connect and after Finish or Abort. Takes no lock: the body of
+  // Group may use the handle, because Group holds the lock.
   nccl::Comm handle() const { return comm_; }
   bool joined();
 

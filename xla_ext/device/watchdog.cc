@@ -15,14 +15,15 @@ namespace ringjax {
 namespace {
 
 constexpr auto kTick = std::chrono::milliseconds(50);
-// The most seconds that an abort of NCCL waits for its own device and for other ranks.
+// The longest time, in seconds, for which an abort of NCCL waits for its own device,
+// and then for other ranks.
 constexpr double kTeardownWait = 2;
 
 // The epochs of the communicators of this process that are connected and not closed.
 std::mutex& living_mutex = *new std::mutex;
 auto& living = *new std::set<const DeviceEpoch*>;
 
-// Adds `epoch` to or removes it from `living`.
+// Adds `epoch` to `living` if `alive`, otherwise removes it.
 void SetLiving(const DeviceEpoch* epoch, bool alive) {
   std::lock_guard lock(living_mutex);
   if (alive)

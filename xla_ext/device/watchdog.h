@@ -23,13 +23,13 @@ class Watchdog {
   Watchdog(std::shared_ptr<Communicator> control, const DeviceResources& device,
            DeviceEpoch& epoch, NcclComm& comm);
 
-  // `checker` compares the calls of all ranks, and must live until Stop. With null, the
-  // watchdog waits for no comparison: there is only one rank, or the caller compares
-  // each call before it makes the call (CudaOptions::checks_consistency).
+  // `checker` compares the calls of all ranks, and must live until Stop. Pass null if
+  // there is only one rank, or if the caller compares each call before it makes the
+  // call (CudaOptions::checks_consistency).
   void Start(ConsistencyChecker* checker);
   void LookAround(ConsistencyChecker* checker);
-  // Ends the thread, after DeviceEpoch::Stop, and aborts NCCL if nothing else has ended
-  // it. Start need not have been called.
+  // Ends the thread, and aborts NCCL if NCCL has not ended. DeviceEpoch::Stop must have
+  // been called before; Start need not have been called.
   void Stop();
 
  private:

@@ -3,11 +3,11 @@
 //
 // Operands of Check: the order value seq, the parameters, and perhaps a tie, an operand
 // that only orders the call. The result is a copy of seq. Most invocations compare
-// nothing: they end after reading seq or, if seq is not the number of the step (Keras,
-// TensorFlow), after counting the invocation. A program over several devices invokes
-// CheckShards on each of them, with seq after the parameters. A DeviceRendezvous then
-// collects the hashes of all shards, and the ranks first compare how their tensors are
-// cut into shards.
+// nothing: they end after reading seq or, if seq is not the index of the training step
+// (Keras, TensorFlow), after counting the invocation. A program over several devices
+// invokes CheckShards on each of them, with seq after the parameters. A
+// DeviceRendezvous then collects the hashes of all shards, and the ranks first compare
+// how their tensors are cut into shards.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -28,7 +28,7 @@ struct Terms {
   std::string_view name, names;
   double timeout;
 
-  // Returns whether invocations are counted, because seq is not the number of the step.
+  // Returns whether invocations are counted, because seq is not the index of the step.
   bool counts() const { return first >= 0; }
 };
 
@@ -49,14 +49,14 @@ struct Check {
   ConsistencyChecks::Check* comparison;
   // Invocations on this device so far if counts(); else nonzero after a comparison.
   std::atomic<uint32_t>* counter;
-  std::optional<uint64_t> ticket = {};  // a ticket for the first call, or none
+  std::optional<uint64_t> ticket = {};  // passed to RunInTurn with the first call
 
-  // Returns whether to compare now; equal on all ranks. If seq is the number of the
-  // step, the ranks compare at the steps of ComparesAt, and in a static job also at the
-  // first step of this process. If invocations are counted, the ranks compare at the
-  // invocations of ComparesAt, counted from `first`, but never in an elastic job, where
-  // the counts of the ranks differ: a newcomer has missed invocations, and some run
-  // again.
+  // Returns whether to compare now. All ranks return the same. If seq is the index of
+  // the step, the ranks compare at the steps of ComparesAt, and in a static job also at
+  // the first step of this process. If invocations are counted, the ranks compare at
+  // the invocations of ComparesAt, counted from `first`, but never in an elastic job,
+  // where the counts of the ranks differ: a newcomer has missed invocations, and some
+  // run again.
   bool IsDue() {
     const bool elastic = communicator->resilient()->repairs(), counts = terms.counts();
     if (communicator->size() == 1 || (counts && elastic)) return false;
@@ -101,7 +101,7 @@ struct Check {
     return OkStatus();
   }
 
-  // Prints the warning on rank 0, but only once until a comparison finds no difference.
+  // Prints the warning on rank 0, unless the last comparison has printed one, too.
   void Warn(const std::string& found) {
     const Communicator& c = *communicator;
     const bool differs = !found.empty();

@@ -49,8 +49,8 @@ ffi::Error OnDevice(cuda::Stream stream, const ffi::RemainingArgs& args,
 ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
                        ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
-  // This memory is XLA's, and XLA may reuse it once the stream has passed this call.
-  // XLA guarantees at most 16 bytes of alignment; the kernels need 16.
+  // XLA owns this memory, and may reuse it once the stream has passed this call. XLA
+  // guarantees at most 16 bytes of alignment; the kernels need 16.
   const auto workspace = [&](size_t bytes) -> Result<cuda::Pointer> {
     const auto memory = scratch.Allocate(bytes, 16);
     if (memory.has_value()) return cuda::ToPointer(*memory);
@@ -76,7 +76,7 @@ ffi::Error DoneOnDevice(cuda::Stream stream, ffi::RemainingArgs args,
   });
 }
 
-// Converts a token to a number (0), or a number to a token. Both only order calls.
+// Converts a token to the order value 0, or an order value to a token.
 ffi::Error OrderOnDevice(cuda::Stream stream, ffi::RemainingArgs,
                          ffi::RemainingRets rets) {
   auto number = rets.get<ffi::AnyBuffer>(0);

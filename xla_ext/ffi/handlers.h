@@ -10,7 +10,7 @@ namespace ringjax {
 // Returns the name and the XLA_FFI_Handler* of each handler for the CPU, as
 // jax.ffi.register_ffi_target needs them.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// Returns the two handlers of check.cc, which HostHandlers includes.
+// Returns the two handlers of check.cc. HostHandlers returns them, too.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
 // Returns all handlers for CUDA; their names are also the names of handlers for the
 // CPU.

@@ -111,7 +111,7 @@ ffi::Future Meet(int32_t device, ffi::RunId run, ffi::RemainingArgs args,
   return future;
 }
 
-// Converts a token to a number (0), or a number to a token. Both only order calls.
+// Converts a token to the order value 0, or an order value to a token.
 ffi::Error Order(ffi::RemainingArgs, ffi::RemainingRets rets) {
   auto number = rets.get<ffi::AnyBuffer>(0);
   if (number.has_value() && (*number)->element_type() == ffi::DataType::U32)

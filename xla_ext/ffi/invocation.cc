@@ -24,7 +24,7 @@ Status BadCall(const std::string& what) {
   return Status(Code::kInvalidArgument, "RINGJAX[?]: " + what);
 }
 
-// XLA's type for each DType, and XLA's code for each Code.
+// XLA's element type for each DType, and XLA's error code for each Code.
 constexpr ffi::DataType kXlaTypes[kDTypeCount] = {
     ffi::DataType::PRED, ffi::DataType::S8,  ffi::DataType::S16,  ffi::DataType::S32,
     ffi::DataType::S64,  ffi::DataType::U8,  ffi::DataType::U16,  ffi::DataType::U32,

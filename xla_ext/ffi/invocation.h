@@ -19,7 +19,7 @@ namespace ffi = ::xla::ffi;
 
 enum class Where { kHost, kDevice };  // the memory of the buffers
 
-// Converts a status, and calls the failure hook if the status is not ok.
+// Returns `status` as XLA's type; calls the failure hook if `status` is not ok.
 ffi::Error ToError(const Status& status);
 
 // One invocation of a handler: its buffers, its attributes and its communicator. Keeps

@@ -1,6 +1,6 @@
-// The communicators of this process by id, for compiled programs. A program has the id
-// in its attributes and finds here the communicator that has this id now. All functions
-// are safe from any thread.
+// The communicators of this process by id, for compiled programs. A program carries the
+// id in its attributes, and looks up the communicator that has this id now. All
+// functions are safe from any thread.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ Registered Find(int64_t id);
 // Sets the device communicators of an entry, if it exists; an empty list removes them.
 void SetDevices(int64_t id, CudaCommunicator::All devices);
 
-// Called on the thread that reports the failure of a handler to XLA; may be null.
+// A function, or null, that runs on the thread that reports a handler's failure to XLA.
 using FailureHook = void (*)();
 void SetFailureHook(FailureHook hook);
 

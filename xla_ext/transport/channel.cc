@@ -23,7 +23,7 @@ constexpr std::byte kData{0x17};  // the record type "application data"
 class Cursor {
  public:
   explicit Cursor(std::span<const iovec> pieces) : pieces_(pieces) {}
-  // Returns the next contiguous bytes, at most `limit`; empty at the end.
+  // Returns the next contiguous bytes, at most `limit`, or nothing at the end.
   std::span<std::byte> Next(size_t limit) {
     while (!pieces_.empty() && done_ == pieces_.front().iov_len) {
       pieces_ = pieces_.subspan(1);

@@ -26,15 +26,15 @@
 
 namespace ringjax {
 
-// Bytes of a key: the secret for sending, then the secret for receiving. An empty key
-// means no encryption.
+// The size of a key in bytes: a secret for sending, then a secret for receiving. An
+// empty key means no encryption.
 inline constexpr size_t kChannelKeyBytes = 2 * Cipher::kSecretBytes;
 
 inline std::span<const std::byte> KeyOf(const std::string& key) {
   return std::as_bytes(std::span(key));
 }
 // Checks that there is a key for each connection or none at all, that each key is empty
-// or has kChannelKeyBytes, and that this process can encrypt if it must.
+// or has kChannelKeyBytes, and that this process can encrypt if there are keys.
 Status CheckKeys(std::span<const std::string> keys, size_t connections);
 
 class Channel {
@@ -50,15 +50,15 @@ class Channel {
 
   // Send and receive like sendmsg and recvmsg on a non-blocking socket: return -1 and
   // set errno on failure, EBADMSG if received bytes were altered on their way. Send
-  // takes nothing while bytes are pending.
+  // accepts no bytes while earlier bytes are pending.
   ssize_t Send(std::span<const iovec> pieces);
   ssize_t Receive(std::span<const iovec> pieces);
 
   bool pending() const { return sent_ < sealed_; }
   // Sends the pending bytes. Returns 1 if none are left, otherwise -1 with errno.
   int Flush();
-  // Returns whether Receive would return bytes, or report a bad record, without a
-  // socket read.
+  // Returns whether Receive would return bytes, or report a bad record, without reading
+  // from the socket.
   bool readable() const;
 
  private:

@@ -11,8 +11,8 @@
 namespace ringjax {
 namespace {
 
-// From openssl/evp.h. These numbers, and the names that Load looks up, belong to the
-// ABI and are equal in OpenSSL 1.1.1 and 3.x.
+// From openssl/evp.h. These values, and the function names that Load looks up, belong
+// to the ABI and are equal in OpenSSL 1.1.1 and 3.x.
 constexpr int kSetTag = 0x11, kGetTag = 0x10;
 
 struct Crypto {
@@ -108,7 +108,8 @@ Cipher::Iv Cipher::Nonce(uint64_t number) const {
 }
 
 // Derives the next secret by encrypting zeros with the old key and with the nonce of a
-// number that no record has. The old secret cannot be computed from the next one.
+// record number that is never used. The old secret cannot be computed from the next
+// one.
 bool Cipher::NextKey() {
   const Crypto& c = Loaded();
   std::array<std::byte, kSecretBytes> next{};

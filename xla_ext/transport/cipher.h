@@ -14,8 +14,8 @@
 
 namespace ringjax {
 
-// The reason why this process cannot encrypt links; empty if it can. The first call
-// loads libcrypto, and its result is final.
+// Returns why this process cannot encrypt links, or an empty string if it can. The
+// first call loads libcrypto; later calls return the same result.
 const std::string& WhyNoCipher();
 
 // Encrypts or decrypts the records of one direction of one connection. Both ends number
@@ -29,7 +29,7 @@ class Cipher {
   // records for one key.
   static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 24;
 
-  // Requires that WhyNoCipher() is empty.
+  // Requires that WhyNoCipher() returns an empty string.
   Cipher(std::span<const std::byte, kSecretBytes> secret, bool encrypts,
          uint64_t records_per_key = kRecordsPerKey);
   ~Cipher();

@@ -40,7 +40,7 @@ CmaEndpoint::CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed,
 
 void CmaEndpoint::Probe() {
   probed_ = true;
-  // A plain load: the first byte from the ring has acquired the proof.
+  // A plain load is enough: reading the ring's first byte has acquired the proof.
   peer_memory_ = ProcessMemory(peer_pid_, peer_->proof);
   can_read_ = peer_memory_.CanRead();
   StoreShared(own_->can_read, can_read_ ? kCanRead : kCannotRead);

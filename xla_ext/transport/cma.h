@@ -53,7 +53,7 @@ inline constexpr uint32_t kCannotRead = 2;
 // Wakes the peer of a link through its doorbell. RingLink implements it.
 class Waker {
  public:
-  // Rings if the peer sleeps until one of these events: kWantsBytes, kWantsRoom.
+  // Rings if the peer sleeps until one of `events` (kWantsBytes, kWantsRoom).
   virtual void WakeIf(uint32_t events) = 0;
 
  protected:
@@ -73,8 +73,8 @@ class CmaEndpoint {
   CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed, pid_t peer_pid,
               Waker* waker);
 
-  // Finds out, once, whether this process can read the peer's memory, and publishes the
-  // answer. Call it after the first byte has come from the peer.
+  // The first call tests whether this process can read the peer's memory, and publishes
+  // the result. Must not run before the first byte from the peer has arrived.
   void ProbeOnce() {
     if (!probed_) Probe();
   }
@@ -83,7 +83,7 @@ class CmaEndpoint {
 
   // Whether the peer has published that it can read this process's memory. False until
   // the peer has run ProbeOnce, so the first message to a peer always goes through the
-  // ring. For new messages; for a message that is under way see fell_back().
+  // ring. Use it for new messages, and fell_back() for a message that is under way.
   bool PeerCanRead() const { return LoadPeer().can_read; }
 
   // Lets the peer read the next `bytes` bytes of the announced message. They must be
@@ -115,8 +115,8 @@ class CmaEndpoint {
   // Whether ProbeOnce has found that this process can read the peer's memory.
   bool can_read() const { return can_read_; }
 
-  // Bytes that are exposed and not acknowledged yet. Fails with kUnavailable if the
-  // sender has invalidated them.
+  // Returns how many bytes are exposed and not acknowledged yet. Fails with
+  // kUnavailable if the sender has invalidated them.
   Result<uint64_t> PollExposed();
 
   // Copies from the peer's pieces `remote` to `local`, as process_vm_readv does, and
@@ -128,8 +128,8 @@ class CmaEndpoint {
   // Lets the sender reuse the next `bytes` bytes, which have been copied out.
   void Acknowledge(uint64_t bytes);
 
-  // Declares, for good, that this side cannot read. The sender sends the bytes that are
-  // not acknowledged through the ring, and exposes nothing more.
+  // Declares, for good, that this side cannot read the peer's memory. The sender then
+  // sends the unacknowledged bytes through the ring, and exposes nothing more.
   void FallBack();
 
   // Whether the sender's call failed while some of its bytes were exposed.
@@ -143,7 +143,8 @@ class CmaEndpoint {
   bool awaits_exposed() const { return awaits_exposed_; }
   void AwaitsRing() { awaits_exposed_ = false; }
 
-  // Whether a receiver, or a sender, that is about to sleep has something to do.
+  // Whether a receiver has new bytes to read, or a sender new acknowledgements. If so,
+  // the caller must not go to sleep.
   bool HasExposed() const {
     return LoadShared(peer_->exposed) != peer_exposed_ || invalidated();
   }

@@ -26,9 +26,9 @@ constexpr size_t kStride = 128;
 
 using Vector [[gnu::vector_size(32), gnu::aligned(1), gnu::may_alias]] = char;
 
-// Copies all but a rest that is shorter than kStride, and returns the number of bytes
-// copied. The four loads come before the four stores, so that compilers do not
-// recognise the loop as memcpy and replace it by a call.
+// Copies whole strides, and returns the number of bytes copied. The remainder is
+// shorter than kStride. The four loads come before the four stores, so that compilers
+// do not recognise the loop as memcpy and replace it by a call.
 RINGJAX_INLINE size_t CopyStrides(char* to, const char* from, size_t bytes) {
   size_t done = 0;
   for (; done + kStride <= bytes; done += kStride) {

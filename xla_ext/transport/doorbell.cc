@@ -1,4 +1,5 @@
-// The eventfd that wakes a sleeping rank. Links and shared segments choose the moment.
+// Implements the eventfd that wakes a sleeping rank. Links and shared segments decide
+// when to ring it.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -22,7 +22,7 @@ namespace ringjax {
 
 class CmaEndpoint;
 
-// An object whose progress a rank can await while it sleeps.
+// An object that can wake a sleeping rank: a link or a shared segment.
 class Waitable {
  public:
   virtual ~Waitable() = default;
@@ -63,8 +63,8 @@ class Link : public Waitable {
   virtual Result<bool> Flush() = 0;
 };
 
-// An eventfd by which peers that share memory with the owner, a rank, wake the owner.
-// The owner polls `fd`, and drains the doorbell after it has woken up.
+// The eventfd of a rank (the owner), by which peers that share memory with the owner
+// wake it. The owner polls `fd`, and drains the doorbell after it has woken up.
 class Doorbell {
  public:
   explicit Doorbell(int fd);  // takes ownership; makes it non-blocking
@@ -79,10 +79,10 @@ class Doorbell {
 
 // Makes a link over shared memory. `memfd` holds both directions of the link, `side` is
 // 0 on the lower rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes
-// both descriptors, also on failure. The creator of the memfd must have given it
-// ShmBytes(ring_bytes) bytes and sealed it; otherwise fails with kInvalidArgument.
-// `peer` is the peer's process id from SO_PEERCRED; 0 means that the process id is
-// unknown, so this side does not read the peer's memory.
+// ownership of both descriptors, even on failure. The creator of the memfd must have
+// given it ShmBytes(ring_bytes) bytes and sealed it; otherwise fails with
+// kInvalidArgument. `peer` is the peer's process id from SO_PEERCRED; 0 means that the
+// process id is unknown, so this side does not read the peer's memory.
 size_t ShmBytes(size_t ring_bytes);
 Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
                                           int peer_doorbell, pid_t peer);
@@ -93,8 +93,9 @@ std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
     size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
 
 // Makes a link over TCP. `sockets` are connected and authenticated, and both ends pass
-// the same number in the same order; long messages are striped over them. Takes the
-// descriptors, also on failure. `keys` has a key for each socket (channel.h), or none.
+// the same number in the same order; long messages are striped over them. Takes
+// ownership of the descriptors, even on failure. `keys` has a key for each socket
+// (channel.h), or is empty.
 Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
                                           std::span<const std::string> keys = {});
 

@@ -25,9 +25,10 @@ struct ProofNumber {
 Proof OwnProof() {
   const std::lock_guard lock(own.mutex);
   if (own.pid != getpid()) {
-    // Process 1 must not get the permission: all processes descend from process 1, also
-    // those of other jobs. getppid returns 0 if the parent is in another PID namespace;
-    // PR_SET_PTRACER with 0 would take back a permission set by a crash handler.
+    // Process 1 must not get the permission to read this process: all processes descend
+    // from process 1, even those of other jobs. getppid returns 0 if the parent is in
+    // another PID namespace; PR_SET_PTRACER with 0 would take back a permission set by
+    // a crash handler.
     if (const pid_t parent = getppid(); parent > 1)
       prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;

@@ -20,7 +20,7 @@
 
 namespace ringjax {
 
-// Two cache lines, because processors prefetch lines in pairs.
+// The alignment of shared words: two cache lines, because processors prefetch in pairs.
 inline constexpr size_t kLineBytes = 128;
 inline constexpr size_t kMaxGranularity = 16;
 

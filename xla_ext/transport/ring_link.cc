@@ -11,7 +11,7 @@ constexpr size_t kPublishEvery = 32 << 10;
 
 // Moves bytes between `pieces` and a ring, and calls `publish` after each part. Ends
 // early if `move(at, left, limit)`, which moves at most `limit` of the `left` bytes of
-// a piece and returns how many bytes moved, returns 0. Returns the sum.
+// a piece and returns how many bytes moved, returns 0. Returns the total.
 template <typename Move, typename Publish>
 size_t MovePieces(std::span<const iovec> pieces, const Move& move,
                   const Publish& publish) {
@@ -87,7 +87,7 @@ Status RingLink::WriteState() const {
 
 Status RingLink::ReadState() {
   // Bytes that the peer wrote before it closed must still be delivered. So `closed` is
-  // loaded before the position: if it is set, the position is final.
+  // loaded before the position: if `closed` is set, the position is final.
   const bool closed = LoadShared(peer_->closed) != 0;
   const size_t seen = in_.Available(0);
   const size_t available = in_.Available(seen + 1);

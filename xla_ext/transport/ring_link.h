@@ -76,7 +76,7 @@ class RingLink : public Link, private Waker {
   RingReader in_;
   CmaEndpoint cma_;
   // The bytes that Peek found, and the room that Reserve found, if they were less than
-  // one element. They are no reason for Arm to keep the caller awake.
+  // one element. Arm ignores these bytes, so that the caller may sleep.
   size_t scant_bytes_ = 0;
   size_t scant_room_ = 0;
 };

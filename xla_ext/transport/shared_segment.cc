@@ -1,4 +1,4 @@
-// The layout and the counters of a shared segment.
+// Implements the memory layout and the counters of a shared segment.
 #include "transport/shared_segment.h"
 
 #include <algorithm>

@@ -110,14 +110,14 @@ class SharedSegment : public Waitable {
   friend size_t SharedSegmentBytes(int size, size_t tile_bytes);
 };
 
-// Returns the bytes of a shared segment for `size` ranks. Requires
+// Returns the size in bytes of a shared segment for `size` ranks. Requires
 // IsTileSize(tile_bytes): a positive multiple of 4096, at most 256 MiB.
 size_t SharedSegmentBytes(int size, size_t tile_bytes);
 bool IsTileSize(size_t tile_bytes);
 
 // Makes this rank's end of a shared segment between processes. `memfd` must have
 // SharedSegmentBytes bytes and be sealed. doorbells[r] is the eventfd of rank r
-// (ignored for this rank). Takes all descriptors, also on failure.
+// (ignored for this rank). Takes ownership of all descriptors, even on failure.
 Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
     int memfd, int rank, size_t tile_bytes, const std::vector<int>& doorbells);
 

@@ -285,8 +285,8 @@ bool TcpLink::Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) {
   return false;
 }
 
-// Returns whether the peer is on this host. If so, both ends of the socket have one
-// address.
+// Returns whether the peer is on this host. In that case both ends of the socket have
+// the same IP address.
 bool IsOnThisHost(int fd) {
   sockaddr_storage own{}, peer{};
   socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
@@ -316,7 +316,7 @@ Status Prepare(int fd) {
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0 ||
       fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
     return SocketError("fcntl", errno);
-  // Unix sockets refuse this option; they do not delay data anyway.
+  // Unix sockets refuse TCP_NODELAY, but they never delay data.
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   if (IsOnThisHost(fd))
