@@ -109,7 +109,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Replaces the values in `logs`, whose names must be equal on all ranks."""
+        """Averages the metrics in `logs`, which must have equal names on all ranks."""
         logs = {} if logs is None else logs
         handles = {
             name: eager.allreduce_async(
@@ -190,7 +190,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.steps_per_epoch = self._autodetect_steps_per_epoch()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Stores the number of the epoch."""
+        """Stores the index of the epoch."""
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: Logs = None) -> None:

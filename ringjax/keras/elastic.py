@@ -25,7 +25,7 @@ __all__ = [
 
 
 class VariablesHandler(StateHandler):
-    """Handles an object with variables of Keras; keeps copies of their values."""
+    """Saves and restores an object with variables of Keras, by copies of the values."""
 
     def variables(self) -> list[Variable]:
         """Returns all variables, in the same order on all ranks."""
@@ -42,7 +42,7 @@ class VariablesHandler(StateHandler):
 
 
 class ModelHandler(VariablesHandler):
-    """Handles a model: its weights."""
+    """Saves and restores the weights of a model."""
 
     def variables(self) -> list[Variable]:
         """Returns all weights, also those that are not trainable."""
@@ -51,14 +51,14 @@ class ModelHandler(VariablesHandler):
 
 
 class OptimizerHandler(VariablesHandler):
-    """Handles an optimizer, distributed or not, and the model that it trains."""
+    """Saves and restores an optimizer, distributed or not, of a given model."""
 
     def __init__(self, value: Optimizer, model: Model) -> None:
         self._model = model
         super().__init__(value)
 
     def variables(self) -> list[Variable]:
-        """Returns the optimizer's variables; builds it for its model first."""
+        """Returns the optimizer's variables; builds the optimizer first if needed."""
         if not self.value.built and self._model.built:
             self.value.build(self._model.trainable_variables)
         _sync_variables(self._model)
@@ -66,7 +66,7 @@ class OptimizerHandler(VariablesHandler):
 
 
 class KerasState(State):
-    """The state of a training of a Keras model, which a reset or a new rank restores.
+    """The training state of a Keras model, restored after a reset.
 
     Args:
         model: a built model, with an `Input` or after `build`. A new rank then has all
@@ -188,11 +188,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             self.params["steps"] = self.steps_per_epoch - self.state.batch
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Stores the number of the batch."""
+        """Sets `state.batch` to the index of the batch that has ended."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Resets the number of the batch for the next epoch."""
+        """Sets `state.batch` to 0 for the next epoch."""
         self.state.batch = 0
 
 
@@ -209,9 +209,9 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Stores the finished epochs, because `fit` counts from 0 again."""
+        """Stores the number of finished epochs, because `fit` counts from 0 again."""
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Counts this epoch."""
+        """Sets `state.epoch` to the number of finished epochs."""
         self.state.epoch = self.initial_epoch + epoch + 1

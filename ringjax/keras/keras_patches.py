@@ -33,7 +33,7 @@ def apply_patches() -> None:
 
 
 def reducer_of(optimizer: Optimizer | None) -> OptimizerReducer | None:
-    """Returns the reducer of a distributed optimizer; None for other optimizers."""
+    """Returns the reducer of a distributed optimizer, or None for other optimizers."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return getattr(inner, "_reducer", None)
 

@@ -96,7 +96,7 @@ def _class_for(function: Callable[..., Optimizer]) -> type:
 
 
 def _optimizer_class(filepath: object) -> str | None:
-    """Returns the name of the optimizer's class in a file; None without optimizer."""
+    """Returns the class name of a file's optimizer, or None if it has no optimizer."""
     if (file := _as_hdf5(filepath)) is not None:
         with file:
             training = json.loads(file.attrs.get("training_config") or "{}")
@@ -114,7 +114,7 @@ def _optimizer_class(filepath: object) -> str | None:
 
 
 def _optimizer_values(filepath: object) -> list[Any] | None:
-    """Returns the optimizer's variables in an HDF5 file; None if the file has none."""
+    """Returns the optimizer's variables in an HDF5 file, or None if it has none."""
     if (file := _as_hdf5(filepath)) is None:
         return None
     with file:
@@ -134,7 +134,7 @@ def _optimizer_values(filepath: object) -> list[Any] | None:
 
 
 def _as_hdf5(filepath: object) -> Any:
-    """Returns the opened HDF5 file; None if it does not exist or has another format."""
+    """Opens an HDF5 file; returns None if it does not exist or has another format."""
     if not isinstance(filepath, str | Path) or not Path(filepath).is_file():
         return None
     import h5py

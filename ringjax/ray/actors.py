@@ -36,7 +36,7 @@ def start_actor(
         num_cpus=resources.get("CPU", 0),
         num_gpus=resources.get("GPU", 0),
         resources=custom,
-        max_restarts=0,  # a worker that starts again must have a new number
+        max_restarts=0,  # a worker that starts again must have a new id
         scheduling_strategy=strategy,
     ).remote()
 
@@ -49,7 +49,7 @@ def kill_actors(handles: Sequence[ActorHandle]) -> None:
 
 
 def count_free_slots(resources: Mapping[str, float]) -> int:
-    """Returns how many actors with these resources fit into the cluster at most.
+    """Returns the largest number of actors with these resources that may fit.
 
     Ray may place fewer actors, because the free resources may be on different nodes.
     """
@@ -61,7 +61,7 @@ def count_free_slots(resources: Mapping[str, float]) -> int:
 def describe_shortage(
     resources: Mapping[str, float], count: int, seconds: float
 ) -> str:
-    """Returns the end of a sentence: why `count` times the resources were not free."""
+    """Returns the end of an error message: which resources `count` actors lack."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     able = sum(all(has.get(k, 0) >= v for k, v in resources.items()) for has in nodes)
     total, free = (

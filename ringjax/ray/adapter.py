@@ -27,7 +27,7 @@ def get_setting(settings: object, name: str) -> Any:
 
 
 def settings_environment(settings: object) -> dict[str, str]:
-    """Returns the variables of ringjax that carry Horovod's settings to workers."""
+    """Returns the environment variables that carry Horovod's settings to workers."""
     found = {"RINGJAX_START_TIMEOUT": f"{get_setting(settings, 'timeout_s'):g}"}
     if nics := get_setting(settings, "nics"):
         found["RINGJAX_NETWORK_INTERFACES"] = ",".join(sorted(nics))
@@ -54,7 +54,7 @@ class BaseParams:
             raise ValueError(f"gpus_per_worker={gpus}: expected more than 0")
 
     def resources(self) -> dict[str, float]:
-        """Returns the resources in the form of Ray."""
+        """Returns the resources in Ray's format."""
         found = {"CPU": float(self.cpus_per_worker)}
         gpus = float(self.gpus_per_worker or 1)
         return found | ({"GPU": gpus} if self.use_gpu else {})
@@ -81,7 +81,7 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, executable: Executable, env: Mapping[str, str]) -> None:
-        """Starts the workers with these variables; each makes its executable."""
+        """Starts workers with these environment variables, and their executables."""
 
     @abc.abstractmethod
     def execute(
@@ -98,4 +98,4 @@ class Adapter(abc.ABC):
         """Calls `fn(executable)` on rank 0, and returns the result."""
 
     def shutdown(self) -> None:  # noqa: B027  (not all adapters keep workers)
-        """Ends the workers that stay between two calls."""
+        """Ends the workers that have stayed after the last call."""

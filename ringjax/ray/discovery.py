@@ -11,7 +11,7 @@ DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # seconds between two calls of a discovery
 
 
 class HostDiscovery(abc.ABC):
-    """Base class of discoveries; Horovod's class."""
+    """Base class of objects that find hosts for an elastic job; Horovod's class."""
 
     @abc.abstractmethod
     def find_available_hosts_and_slots(self) -> Mapping[str, int]:
@@ -57,7 +57,7 @@ class RayHostDiscovery(HostDiscovery):
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Hides some nodes, and hides other nodes after an interval; for experiments.
+    """Hides some nodes for an interval, and then others; for experiments.
 
     Args:
         min_hosts, max_hosts: the smallest and the greatest number of visible nodes.

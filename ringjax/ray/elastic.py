@@ -29,7 +29,7 @@ class ElasticRayExecutor:
     Args:
         settings: the result of `create_settings`.
         use_gpu, cpus_per_slot, gpus_per_slot: the resources of a worker.
-        env_vars: variables for the workers.
+        env_vars: environment variables for the workers.
         override_discovery: whether Ray decides where workers start; otherwise the
             `discovery` of the settings does.
 

@@ -36,7 +36,7 @@ class _Actor:
             function of the job.
         host: the host on which the actor must start; "" for any host.
         node: the node on which the actor has started; "" before the start.
-        number: the number of its worker; -1 before the actor has a ticket.
+        number: the id of its worker; -1 before the actor has joined the job.
         deadline: the time at which the job kills the actor; 0 without a deadline.
     """
 
@@ -50,7 +50,7 @@ class _Actor:
 
 @dataclass(eq=False)
 class ElasticJob:
-    """An elastic job of actors.
+    """Runs a function in an elastic job of actors, and replaces lost actors.
 
     Args:
         fn: the function; each actor calls `fn(None)`.
@@ -179,7 +179,8 @@ class ElasticJob:
         """Waits for a short time, and returns the actors whose calls have ended."""
         by_ref = {actor.pending: actor for actor in self._actors if actor.pending}
         if not by_ref:
-            # No call is pending; the caller polls the job next.
+            # No call is pending, so there is nothing to wait for. The caller polls the
+            # job next.
             time.sleep(POLL_INTERVAL)
             return []
         done, _ = ray.wait(list(by_ref), timeout=POLL_INTERVAL)
@@ -247,7 +248,7 @@ class ElasticJob:
         self._remove(actor, early=failed and member_for < _EARLY)
 
     def _remove(self, actor: _Actor, *, early: bool) -> None:
-        """Kills an actor. After two early failures in a row, delays its successor."""
+        """Kills an actor. After two early failures in a row, delays its replacement."""
         actors.kill_actors([actor.handle])
         self._actors.remove(actor)
         self._early_failures = self._early_failures + 1 if early else 0

@@ -1,4 +1,4 @@
-"""ElasticAdapter runs the elastic jobs of `RayExecutor`; Horovod's module path."""
+"""ElasticAdapter: runs the elastic jobs of `RayExecutor`. Horovod's module path."""
 
 from __future__ import annotations
 

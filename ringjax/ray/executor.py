@@ -150,7 +150,7 @@ class RayExecutor:
         Args:
             executable_cls: the class. `execute` calls its function with the object.
             executable_args, executable_kwargs: the arguments of the class.
-            extra_env_vars: variables for the workers.
+            extra_env_vars: environment variables for the workers.
 
         Raises:
             TimeoutError: the cluster has no room for the workers.

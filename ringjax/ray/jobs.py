@@ -46,8 +46,8 @@ def run(
         num_workers: the number of ranks, or their smallest and greatest number.
         resources_per_worker: the resources of an actor, such as `{"GPU": 1}`; None
             means one CPU.
-        env: variables for the ranks. The ranks also receive the RINGJAX_* variables of
-            this process.
+        env: environment variables for the ranks. The ranks also receive the RINGJAX_*
+            variables of this process.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray. An
             elastic job has no placement group and only distinguishes SPREAD.
         start_timeout: seconds until the cluster must have room.

@@ -41,10 +41,10 @@ def log(info_dict: object, chief_only: bool = False) -> None:
 
 
 class DriverLogger:
-    """Receives the messages in the driver, and calls functions with them.
+    """Receives the workers' messages in the driver, and passes them to callbacks.
 
     Attributes:
-        queue: the queue of the messages; None if there are no functions.
+        queue: the queue of the messages; None if there are no callbacks.
     """
 
     def __init__(self, callbacks: Callbacks | None) -> None:
@@ -60,7 +60,7 @@ class DriverLogger:
             self.queue.shutdown()
 
     def dispatch(self) -> None:
-        """Calls the functions with the messages that have arrived."""
+        """Calls the callbacks with the messages that have arrived."""
         while self.queue is not None:
             try:
                 message = self.queue.get_nowait()

@@ -1,4 +1,4 @@
-"""Horovod's module path of `RayExecutor` and its parts, with `Coordinator` itself."""
+"""Defines `Coordinator`, and provides `RayExecutor` under Horovod's module path."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Coordinator:
         }
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Starts the rendezvous server, and returns the variables of all workers."""
+        """Starts the rendezvous server; returns the workers' environment variables."""
         self._job = EngineJob(self.world_size, env=settings_environment(self.settings))
         return self._job.common_ticket()
 

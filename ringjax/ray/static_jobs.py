@@ -65,7 +65,7 @@ class StaticJob:
     def gather(
         self, calls: Sequence[ObjectRef], on_poll: Callable[[], None] = no_callback
     ) -> list[Result]:
-        """Waits for a call of each worker, and returns the results in their order."""
+        """Waits for one call on each worker; returns the results by worker."""
         job = self._job
         assert job is not None
         job.again()

@@ -1,4 +1,4 @@
-"""Strategies: start workers in the bundles of a placement group. Horovod's path."""
+"""Strategies that start workers in a placement group; Horovod's module path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend for Ray Train: a trainer starts the workers, and ringjax makes them a job.
+"""A backend for Ray Train: a trainer starts workers, and ringjax joins them to a job.
 
 In an elastic job, each worker is a replica group of Ray. If a worker is lost, Ray
 starts a replacement, and the other workers keep their processes and their state. The
@@ -40,7 +40,7 @@ class RingConfig(BackendConfig):
             training function on all workers, and Ray starts it again.
         min_workers: the number of workers below which the remaining workers wait for a
             replacement.
-        env: variables for the workers.
+        env: environment variables for the workers.
 
     Example:
         >>> DataParallelTrainer(
@@ -61,7 +61,7 @@ class RingConfig(BackendConfig):
 
 
 class _StaticTrainBackend(Backend):
-    """Forms a static job. Ray Train's controller has the object of the backend."""
+    """Forms a static job. The backend object lives in Ray Train's controller."""
 
     # All workers of a node see all GPUs of the node, and each worker selects a GPU by
     # its local rank.
@@ -102,7 +102,7 @@ class _ElasticTrainBackend(_StaticTrainBackend):
     def __init__(self) -> None:
         super().__init__()
         self._numbers: Iterator[int] = itertools.count()
-        # The numbers of workers, by Ray's ids of their actors.
+        # The worker ids in the job, by Ray's ids of the actors.
         self._workers: dict[str, int] = {}
 
     def on_start(self, worker_group: WorkerGroup, backend_config: RingConfig) -> None:

@@ -18,7 +18,7 @@ def detect_nics(
     all_host_names: Sequence[str] = (),
     node_workers: Sequence[ActorHandle] | None = None,
 ) -> list[str]:
-    """Returns the network interfaces of the settings.
+    """Returns the network interfaces that the settings allow.
 
     Without interfaces, ringjax tries all addresses of a host in turn.
     """
@@ -26,7 +26,7 @@ def detect_nics(
 
 
 def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:
-    """Returns the variables that restrict workers to these network interfaces."""
+    """Returns the environment variables that restrict workers to these interfaces."""
     named = ",".join(nics)
     return {"RINGJAX_NETWORK_INTERFACES": named} if named else {}
 

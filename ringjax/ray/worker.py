@@ -68,7 +68,7 @@ class BaseHorovodWorker:
         executable_args: Sequence[object] | None = None,
         executable_kwargs: Mapping[str, object] | None = None,
     ) -> None:
-        """Makes the object with which `execute` calls its function."""
+        """Makes `executable`, the object that `execute` passes to its function."""
         self.executable = None
         if executable_cls is not None:
             args, kwargs = executable_args or (), executable_kwargs or {}

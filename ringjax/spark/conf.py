@@ -1,4 +1,4 @@
-"""Horovod's names for settings of Spark that suit elastic jobs, as pairs.
+"""Horovod's names for settings of Spark in elastic jobs, as (name, value) pairs.
 
 In today's Spark, excludeOnFailure has replaced the blacklist of executors and nodes.
 
@@ -39,7 +39,8 @@ SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK = (
 SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK = (_NODE_FOR_TASK, "2")
 SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK = (_NODE_FOR_TASK, "1")
 
-# These settings decide whether the whole application may use them again.
+# These settings decide whether the whole application may use the executor or node
+# again.
 _IN_APP = f"{_EXCLUDE}.application.maxFailedTasksPerExecutor"
 SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP = (_IN_APP, "1")
@@ -47,7 +48,7 @@ _NODE_IN_APP = f"{_EXCLUDE}.application.maxFailedExecutorsPerNode"
 SPARK_CONF_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, SPARK_CONF_MAX_INT)
 SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP = (_NODE_IN_APP, "1")
 
-# Spark's own values of these settings.
+# Spark's default values of these settings.
 SPARK_CONF_DEFAULT_VALUES = {
     "spark.task.maxFailures": "4",
     f"{_EXCLUDE}.enabled": "false",

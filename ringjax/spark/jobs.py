@@ -1,4 +1,4 @@
-"""`ringjax.spark.run` and `run_elastic`: a function as the ranks of a job on Spark."""
+"""`ringjax.spark.run` and `run_elastic`, which run a function as a job on Spark."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def run_elastic(
 
 
 def active_session() -> SparkSession:
-    """Returns the session of this thread, or of another thread."""
+    """Returns the Spark session of this thread, or else that of another thread."""
     try:
         return SparkSession.active()
     except PySparkException as error:

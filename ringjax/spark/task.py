@@ -54,7 +54,7 @@ class RankTask:
     use_gpu: bool = True
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Runs the rank of a partition; Spark calls it. The batches are not used."""
+        """Runs the rank of a partition. Spark calls this method; ignores `batches`."""
         for _ in batches:
             pass
         context = BarrierTaskContext.get() if not self.elastic else TaskContext.get()
@@ -62,8 +62,8 @@ class RankTask:
         partition, node = context.partitionId(), socket.gethostname()
         if self.elastic:
             rank, number = -1, partition + self.size * context.attemptNumber()
-            # The coordinator assigns the rank. `likely` is the probable rank: the
-            # number of the partition, or the last rank for a repeated task.
+            # The coordinator assigns the rank. `likely` is the probable rank: the index
+            # of the partition, or the last rank for a repeated task.
             likely = self.size - 1 if context.attemptNumber() else partition
             own = {"RINGJAX_WORKER": str(number), "HOROVOD_HOSTNAME": node}
             own |= {"HOROVOD_RANK": str(likely), "HOROVOD_SIZE": str(self.size)}
@@ -113,7 +113,7 @@ def host_hash(salt: str | None = None) -> str:
 
 
 def _assign_rank(context: BarrierTaskContext, node: str) -> tuple[int, dict[str, str]]:
-    """Returns the rank of this task and its variables.
+    """Returns the rank of this task and the environment variables of the rank.
 
     The tasks of one host have consecutive ranks.
     """

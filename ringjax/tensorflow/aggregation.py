@@ -1,4 +1,4 @@
-"""Adds up the gradients of several backward passes on this rank, to reduce the sums.
+"""Adds up the gradients of several backward passes before they are reduced.
 
 The optimizers of TensorFlow 1 use this module, in eager mode and in graphs.
 gradients.py reduces the sums.
@@ -109,7 +109,7 @@ class LocalAggregation:
         otherwise: Callable[[], Any],
         gradients: Sequence[Gradient],
     ) -> Any:
-        """Calls `apply` if the last call reduced the sums, and else `otherwise`.
+        """Calls `apply` if `compute_gradients` reduced the sums, otherwise `otherwise`.
 
         `gradients` is the result of `compute_gradients`. In a graph the result of this
         method is an operation.

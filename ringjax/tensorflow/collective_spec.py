@@ -27,7 +27,7 @@ class CollectiveSpec:
         op: the name of the collective.
         name: the name of the operation on all ranks; if it is empty, the operation
             gets a number.
-        reduce_op: a number of `ringjax.ops.ReduceOp`.
+        reduce_op: the code of a `ringjax.ops.ReduceOp`.
         root: the sender's rank in the world.
         timeout: the time limit that `ringjax.collective_timeout` sets at this place of
             the program, in seconds; -1 without a limit.
@@ -81,7 +81,7 @@ class CollectiveSpec:
 
 
 def process_set_id_of(process_set: ProcessSet, op: str) -> int:
-    """Returns the number under which `CollectiveSpec` finds a process set again."""
+    """Returns the id by which `CollectiveSpec.process_set` finds the process set."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"ringjax.{op}: process_set must be a ProcessSet, not {process_set!r}"
@@ -103,5 +103,5 @@ def process_set_id_of(process_set: ProcessSet, op: str) -> int:
 
 
 def finish_with_work(work: W) -> W:
-    """Finishes a handle of the eager lane with the native work itself as its result."""
+    """Makes the native work itself the result of a handle of the eager lane."""
     return work

@@ -122,7 +122,7 @@ def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
 
 
 def _rows_from_memory(memory: memoryview, rows: int, like: Array) -> Array:
-    """Returns an array of `rows` rows in memory of the core, which it keeps alive."""
+    """Returns an array of `rows` rows that keeps the core's `memory` alive."""
     shape = (rows, *like.shape[1:])
     if not math.prod(shape):
         return np.empty(shape, like.dtype)

@@ -110,7 +110,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: tf.Operation | None = None
 
     def begin(self) -> None:
-        """Adds the operation to the graph, unless it is there already."""
+        """Adds the broadcast to the graph, unless the graph has it already."""
         graph = tf.compat.v1.get_default_graph()
         if self.bcast_op is None or self.bcast_op.graph is not graph:
             with tf.device(self.device):
@@ -119,7 +119,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     def after_create_session(
         self, session: tf.compat.v1.Session, coord: tf.train.Coordinator
     ) -> None:
-        """Runs the operation."""
+        """Runs the broadcast."""
         session.run(self.bcast_op)
 
 

@@ -48,7 +48,7 @@ class _GraphNames:
     )
 
     def enter(self, inner: Sequence[tf.Graph]) -> None:
-        """Prepares for names in the last of the nested functions `inner`."""
+        """Prepares for names in the innermost of the nested functions `inner`."""
         path = []
         for graph in inner:
             if graph not in self.positions:

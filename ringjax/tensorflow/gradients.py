@@ -86,7 +86,7 @@ class GradientBucketReducer:
         variables: Sequence[Variable] | None = None,
         use_generic_names: bool = True,
     ) -> list[Gradient]:
-        """Reduces gradients; with `scale_local_gradients`, divides local ones by size.
+        """Reduces gradients. `scale_local_gradients` divides local ones by the size.
 
         On a rank outside of the process set all gradients stay as they are.
 
@@ -133,7 +133,7 @@ def _make_allreduce_grads_fn(
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
 ) -> GradientBucketReducer:
-    """Makes a reducer; Horovod's name, for programs that have tapes of their own."""
+    """Makes a reducer for programs with their own tapes; the name is Horovod's."""
     del device_dense, device_sparse
     settings = GradientSettings(
         name=name,

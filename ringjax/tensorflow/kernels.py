@@ -29,7 +29,7 @@ from ringjax.tensorflow.kernel_registration import (
 )
 from ringjax.tensorflow.pending_operations import CompletionThreads, PendingOperation
 
-# After these seconds a result is dropped. No graph takes it if the graph has failed.
+# A result is dropped if no graph takes it within these seconds: its graph has failed.
 _RESULT_TIMEOUT = 120.0
 # Up to ten iterations of a loop overlap by default, and each needs its own names.
 _ITERATION_NAMES = 16

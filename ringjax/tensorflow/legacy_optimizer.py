@@ -158,7 +158,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
     ) -> tf.Operation:
         """Makes a step of this rank, and in some steps combines the steps of all ranks.
 
-        A graph orders reads and writes of variables only by control dependencies.
+        Control dependencies order the reads and writes of variables in a graph.
         """
         pairs = list(grads_and_vars)
         moved = [v for gradient, v in pairs if gradient is not None]
@@ -201,7 +201,7 @@ class _DistributedAdasumOptimizer(_WrappedOptimizer):
     def _combine_deltas(
         self, moved: list[tf.Variable], starts: list[tf.Variable], ends: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the new values of all ranks' variables, and stores them as starts."""
+        """Returns the variables' new values; stores these values as the next starts."""
         deltas = [
             end - start.read_value() for end, start in zip(ends, starts, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Horovod's module of operations, with every name that it has. No MPI is used.
+"""Provides every name of Horovod's module of operations. No operation uses MPI.
 
 The public operations are in reductions.py and movement.py. This file has the reductions
 that Horovod's own modules call and that programs import from this path. These
@@ -51,7 +51,7 @@ check_num_rank_power_of_2 = num_rank_is_power_2
 def handle_average_backwards_compatibility(
     op: int | None, average: bool | None
 ) -> ReduceOp:
-    """Returns the reduction that Horovod's new or old argument names.
+    """Returns the reduction that `op`, or the older argument `average`, names.
 
     Example:
         >>> handle_average_backwards_compatibility(None, None).name

@@ -191,9 +191,9 @@ def run_compressed(
     ]
 
 
-# A derivative keeps the process set itself, not its number, because `CollectiveSpec`
-# would find the process set that was used last under this number. That process set may
-# have another time limit.
+# A derivative keeps the process set itself, not its id, because `CollectiveSpec` would
+# find the process set that was used last under this id. That process set may have
+# another time limit.
 
 
 def average_gradients(
@@ -253,7 +253,7 @@ def run_allgather(call: CollectiveSpec, tensors: Sequence[TensorLike]) -> Tensor
 
 
 def _in_xla_function() -> bool:
-    """Returns whether XLA compiles the current graph, so that numbers are constants."""
+    """Returns whether XLA compiles the current graph, so that ranks are constants."""
     return tf_private.is_compiled(tf.compat.v1.get_default_graph())
 
 
@@ -267,7 +267,7 @@ def _own_set_rank(process_set: ProcessSet) -> int | tf.Tensor:
 def read_rank_info(
     quantity: str, process_set_id: int = 0, name: str | None = None
 ) -> tf.Tensor:
-    """Returns rank, size or another number of `rank_queries.query` as an int32 tensor.
+    """Returns rank, size or another result of `rank_queries.query` as int32.
 
     A graph has a node `name` that reads the number whenever the graph runs.
     """

@@ -111,7 +111,7 @@ class PendingOperation:
             on_end()
 
     def note_end(self) -> None:
-        """Records the end of a session's operation that RingjaxWait has not taken."""
+        """Records when a session's operation ended, if RingjaxWait has not taken it."""
         if self.queue is None and self.ended == math.inf and self.done():
             self.ended = time.monotonic()
 
@@ -128,7 +128,7 @@ class PendingOperation:
                 self._error = error
 
     def results(self) -> list[int]:
-        """Returns the results, once; the caller deletes them.
+        """Returns the results. Call this method once, and delete the results.
 
         Raises the error with which the operation has failed.
         """

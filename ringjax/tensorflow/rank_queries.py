@@ -1,10 +1,10 @@
-"""Rank, size and similar numbers at the time at which a graph or program reads them."""
+"""Returns rank, size and similar values at the time at which a graph reads them."""
 
 from __future__ import annotations
 
 from ringjax import runtime
 
-# Results of process_set_included besides 0 and 1; the numbers are Horovod's.
+# Results of process_set_included besides 0 and 1; the values are Horovod's.
 NOT_INITIALIZED, UNKNOWN_SET = -1, -2
 
 _OF_WORLD = {

@@ -88,7 +88,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if mask is None:
             axes = self._reduction_axes
             return tf.reduce_prod(tf.gather(tf.shape(inputs), axes))
-        # The mask lacks the last dimension, because one value is for all channels.
+        # The mask lacks the last dimension, because each value is for all channels.
         wide = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
         weights = tf.reduce_sum(tf.cast(wide, inputs.dtype), self._reduction_axes)
         return tf.reshape(weights, [-1])[0]

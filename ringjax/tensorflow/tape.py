@@ -76,7 +76,7 @@ class _DistributedGradientTape(tf.GradientTape):
         output_gradients: Structure = None,
         use_generic_names: bool = False,
     ) -> tuple[Pairs, Pairs]:
-        """Returns pairs of local sources and gradients, and pairs of other sources."""
+        """Returns (source, gradient) pairs: those of local sources, then all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(
             zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True)

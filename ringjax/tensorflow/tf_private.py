@@ -32,7 +32,7 @@ executing_eagerly = context.executing_eagerly
 def execute_eagerly(
     op: str, inputs: Sequence[tf.Tensor], **attributes: object
 ) -> list[tf.Tensor]:
-    """Runs an operation; raises its error if it fails."""
+    """Runs an operation in eager mode; raises an exception if the operation fails."""
     words = [word for pair in attributes.items() for word in pair]
     current = context.context()
     current.ensure_initialized()
@@ -77,7 +77,7 @@ def wrap_array(array: np.ndarray[Any, Any], device: str, dtype: int) -> tf.Tenso
 
 
 def is_compiled(graph: tf.Graph) -> bool:
-    """Returns whether XLA compiles a graph, because of itself or an outer function."""
+    """Returns whether XLA compiles a graph or an outer function of the graph."""
     found: bool = control_flow_util.GraphOrParentsInXlaContext(graph)
     return found
 

@@ -41,7 +41,7 @@ def as_variable_list(variables: Iterable[Variable] | Variable) -> list[tf.Variab
 
 
 def shape_and_dtype(tensor: tf.Tensor) -> tuple[tuple[int, ...], type[np.generic]]:
-    """Returns NumPy's dtype of a tensor, and its shape, or () for an unknown shape."""
+    """Returns the shape of a tensor, or () if it is unknown, and NumPy's dtype."""
     shape = tensor.shape
     known = tuple(shape.as_list()) if shape.is_fully_defined() else ()
     return known, tensor.dtype.as_numpy_dtype

@@ -160,7 +160,7 @@ def _attributes(
     process_set: ProcessSet,
     rows: list[list[int]],
 ) -> dict[str, Attribute]:
-    """Returns the attributes of the handler."""
+    """Returns the attributes that a call passes to its XLA handler."""
     limit = timeouts.current_limit(process_set.timeout)
     is_broadcast = call.op == "broadcast"
     found: dict[str, Attribute] = {

@@ -29,7 +29,7 @@ def needs_graph(tensors: Sequence[Tensor]) -> bool:
 
 
 def apply_function(run: Forward, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Runs a collective, as a node of the autograd graph if an input needs a graph."""
+    """Runs a collective, and records it for autograd if an input needs gradients."""
     if needs_graph(tensors):
         outputs = _AutogradFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return tuple(outputs)

@@ -1,4 +1,4 @@
-"""The texts of the errors that reducer.py raises; each text names the remedy."""
+"""The error messages of reducer.py. Each message says what the user can do."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def submit_gradients(
         tensor, context = options.compression.compress(dense)
         packed.append(tensor)
         sent.append(InFlightGradient(p, gradient, gradient._version, context))
-    # Here only the factor; for Average the core divides the sum by the size.
+    # Apply only `gradient_predivide_factor`: the core divides by the size.
     if options.op == Average:
         call["prescale_factor"] = 1.0 / options.gradient_predivide_factor
         call["postscale_factor"] = options.gradient_predivide_factor

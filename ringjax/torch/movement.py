@@ -62,7 +62,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Submits `allgather` of several tensors as one operation; makes a tuple."""
+    """Submits one `allgather` of several tensors; its handle returns a tuple."""
     return submit_ragged(
         "allgather",
         tensors,

@@ -1,4 +1,4 @@
-"""Imports all operations under Horovod's module path. No operation uses MPI."""
+"""Provides all operations under Horovod's module path. No operation uses MPI."""
 
 from __future__ import annotations
 

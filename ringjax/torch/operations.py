@@ -45,7 +45,7 @@ def submit(
     pick: Callable[[Sequence[Tensor]], object],
     in_place: bool = False,
 ) -> Handle:
-    """Submits an operation whose results have known shapes, in memory of PyTorch.
+    """Submits an operation with results of known shapes, which PyTorch allocates.
 
     `pick` makes the result of the handle from the output tensors.
     """

@@ -49,7 +49,7 @@ _TWICE = (
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """Base class of distributed optimizers, in front of the plain optimizer's class.
+    """The first base class of distributed optimizers, before the plain optimizer's.
 
     `_distributed` makes the object from an existing optimizer, so no `__init__` runs.
 

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer: their names, and which are reduced together.
+"""Finds the names of an optimizer's parameters, and the groups to reduce together.
 
 The checks and their error texts are Horovod's.
 """

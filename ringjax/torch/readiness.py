@@ -19,7 +19,7 @@ from ringjax.world.process_set import ProcessSet
 
 
 class Readiness(NamedTuple):
-    """The result of a round, equal on all ranks.
+    """The combined flags of all ranks after a round; equal on all ranks.
 
     Attributes:
         everywhere: for each parameter, whether all ranks have sent its gradient.
@@ -43,14 +43,14 @@ def submit_round(
     stepped: bool | None,
     process_set: ProcessSet,
 ) -> Callable[[], Readiness]:
-    """Submits a round, and returns a function that waits for its result.
+    """Submits the allreduce of the flags; returns a function that awaits the result.
 
     All ranks list the parameters in the same order. `sent` says for each parameter
     whether this rank has sent its gradient, and `present` whether this rank has one.
     `stepped` is None if no gradients were reduced before.
     """
-    # An element counts the ranks that contribute flags. The size of the process set may
-    # be larger, because a rank that has called `join` contributes zeros.
+    # The first element counts the ranks that contribute flags. The size of the process
+    # set may be larger, because a rank that has called `join` contributes zeros.
     state = (1, final, stepped is True, stepped is False)
     counts = torch.tensor([*sent, *present, *state], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(

@@ -45,11 +45,11 @@ from ringjax.torch.readiness import Readiness, submit_round
 from ringjax.tuning.tuning import Tuning
 
 T = TypeVar("T")
-# A function that waits for a round. It returns the parameters in the order of their
-# flags, and the result of the round.
+# A function that waits for a round of readiness.py. It returns the parameters in the
+# order of their flags, and the combined flags of all ranks.
 Round = Callable[[], tuple[list[Tensor], Readiness]]
 
-# The most bytes of the first bucket of a step, few so that communication begins early.
+# The first bucket of a step is limited to these bytes, so that it is sent early.
 _FIRST_BUCKET = 1 << 20
 
 # All reducers, and the reducers that are between a backward pass and their step.
@@ -146,7 +146,7 @@ class Reducer:
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def reset(self) -> None:
-        """Begins a step. Operations in flight continue, but nothing waits for them."""
+        """Begins a new step. Operations in flight continue, but nobody awaits them."""
         with self._lock:
             self._in_flight: dict[Unit, InFlightReduction] = {}
             self._bucket: list[Unit] = []
@@ -218,7 +218,7 @@ class Reducer:
         self._attempt(partial(reduction.receive, self.options.compression))
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Runs `action`. Keeps a failure for `synchronize`, and then returns None."""
+        """Runs `action`. If it fails, stores the error for `synchronize`."""
         try:
             return action()
         except RingjaxError as error:
@@ -226,7 +226,7 @@ class Reducer:
             return None
 
     def _submit_round(self, final: bool) -> Round:
-        """Sends the bucket and submits a round; returns a function that waits for it.
+        """Sends the bucket, submits a round of flags, and returns a wait function.
 
         All ranks must submit equally many rounds, but may make different numbers of
         backward passes. So a rank that is about to step submits further rounds until
@@ -282,8 +282,9 @@ class Reducer:
     def _on_end_of_backward(self, task: int) -> None:
         with self._lock:
             self._tasks.discard(task)
-            # A current node means that this pass runs within a node of another pass, as
-            # reentrant checkpointing does. The outer pass has a callback of its own.
+            # If autograd has a current node, this pass runs within a node of another
+            # pass, as in reentrant checkpointing. The outer pass has a callback of its
+            # own.
             if not self.begun or torch._C._current_autograd_node() is not None:
                 return
             self._backwards += 1
@@ -360,7 +361,7 @@ class Reducer:
         return order
 
     def on_gradient_ready(self, p: Tensor) -> None:
-        """Processes the gradient of `p` after backward has added to it; a hook."""
+        """A hook: processes the gradient of `p` after backward has accumulated it."""
         with self._lock:
             if not self.begun and (not mpi_ops.is_initialized() or self.is_alone()):
                 return
@@ -400,7 +401,7 @@ class Reducer:
     def _launch(self, unit: Unit) -> None:
         """Puts the gradients of a unit into the bucket; sends the bucket if it is full.
 
-        Operations have names, so other ranks may put them into other buckets.
+        Operations are matched by name, so the buckets of other ranks may differ.
         """
         first = not self._launched
         self._launched.add(unit)
@@ -431,7 +432,7 @@ class Reducer:
             return failed_reduction(error)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        """Returns the gradient, or zeros if only other ranks may have a gradient."""
+        """Returns the gradient of `p`, or zeros if `p` has no gradient on this rank."""
         if p.grad is not None:
             if p.grad.is_sparse:
                 self._sparse_dims[p] = p.grad.sparse_dim()

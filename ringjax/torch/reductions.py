@@ -125,7 +125,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Submits `allreduce` of several tensors as one operation; makes a tuple."""
+    """Submits one `allreduce` of several tensors; its handle returns a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit("allreduce", tensors, name, process_set, options, pick=tuple)
 
@@ -139,7 +139,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Submits `allreduce_` of several tensors as one operation; makes a tuple."""
+    """Submits one `allreduce_` of several tensors; its handle returns a tuple."""
     options = reduction_options(average, op, prescale_factor, postscale_factor)
     return submit(
         "allreduce", tensors, name, process_set, options, pick=tuple, in_place=True
@@ -275,7 +275,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Submits `reducescatter` of several tensors as one operation; makes a tuple."""
+    """Submits one `reducescatter` of several tensors; its handle returns a tuple."""
     options = reduction_options(None, op, prescale_factor, postscale_factor)
     return submit("reducescatter", tensors, name, process_set, options, pick=tuple)
 

@@ -156,7 +156,7 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(channels: Tensor, x: Tensor) -> Tensor:
-    """Returns one number for each channel in a shape that broadcasts against `x`."""
+    """Reshapes one value per channel, so that the values broadcast against `x`."""
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 

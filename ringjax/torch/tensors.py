@@ -1,4 +1,4 @@
-"""Passes memory of PyTorch tensors to the eager lane, and makes tensors of results."""
+"""Describes PyTorch tensors for the eager lane, and makes tensors from its results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils.dlpack import from_dlpack
 from ringjax import _native, errors
 from ringjax.eager import dtypes, lane
 
-# The lane's numbers of dtypes. Old versions of PyTorch lack some dtypes.
+# The lane's dtype codes. Old versions of PyTorch lack some dtypes.
 _NUMBERS = {
     getattr(torch, name): number
     for name, number in dtypes.NUMBERS.items()
     if hasattr(torch, name)
 }
-_COMPLEX = dtypes.NUMBERS["complex64"]  # the complex dtypes have the greatest numbers
+_COMPLEX = dtypes.NUMBERS["complex64"]  # the complex dtypes have the greatest codes
 _strided = torch.strided
 
 
-# 1. Address, dtype and shape of each tensor. 2. The tensors that own this memory: the
-# tensors themselves or contiguous copies. 3. The CUDA stream, or {} for host memory.
+# The result of `prepare`: address, dtype and shape of each tensor; the tensors that own
+# this memory, which may be contiguous copies; the CUDA stream, or {} for host memory.
 Prepared = tuple[list[lane.TensorRef], list[Tensor], lane.LaneOptions]
 
 

@@ -1,4 +1,4 @@
-"""The backends of Keras: TensorFlow, JAX and PyTorch.
+"""Selects the module for the backend of Keras: TensorFlow, JAX or PyTorch.
 
 Keras chooses its backend once, when it is imported (KERAS_BACKEND). Only the modules in
 this folder differ between backends, and only the module of the chosen one is imported.

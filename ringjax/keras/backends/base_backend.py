@@ -44,7 +44,7 @@ class ReductionOptions:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """The factors before and after the sum; for Average the core also divides."""
+        """The factors before and after the sum, which the core divides for Average."""
         if self.op != Average:
             return 1.0, 1.0
         return 1.0 / self.predivide, self.predivide
@@ -63,7 +63,7 @@ class Backend(abc.ABC):
 
     @property
     def xla_obstacle(self) -> str:
-        """The place in which XLA cannot compile the reduction, or an empty text."""
+        """The place in which XLA cannot compile the reduction, or an empty string."""
         return ""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class Backend(abc.ABC):
 
         Args:
             gradients: tensors of the backend, without None.
-            indices: a number for each gradient, which is the same on all ranks.
+            indices: an index for each gradient, which is the same on all ranks.
             variables: the variables to which the gradients belong.
             groups: lists of positions in `gradients`; one operation reduces a list. The
                 backend groups all other gradients as it chooses.
@@ -100,7 +100,7 @@ class Backend(abc.ABC):
         false_fn: Callable[[], None],
         variables: Sequence[Variable],
     ) -> None:
-        """Calls one of two functions, which use only the given variables."""
+        """Calls `true_fn` or `false_fn`, which use only the given variables."""
         keras.ops.cond(condition, true_fn, false_fn)
 
     def change_on_update(
@@ -150,7 +150,7 @@ class Backend(abc.ABC):
         return keras.ops.convert_to_tensor(out)
 
     def broadcast(self, value: Tensor, root_rank: int, name: str | None) -> Tensor:
-        """Returns the value of the root."""
+        """Returns the root's value on every rank."""
         out = eager.broadcast(self._to_host(value), root_rank, name=name)
         return keras.ops.convert_to_tensor(out)
 

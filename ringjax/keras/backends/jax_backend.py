@@ -38,7 +38,7 @@ class _JaxBackend(Backend):
         groups: Sequence[Sequence[int]],
         options: ReductionOptions,
     ) -> list[Tensor]:
-        """Reduces in one call or in buckets. The groups have no effect."""
+        """Reduces gradients in one call or in buckets. The groups have no effect."""
         del groups
         wire = wire_dtype(options.compression)
         packed, contexts = list(gradients), [None] * len(gradients)
@@ -112,9 +112,9 @@ def _initial_state() -> AllreduceState:
 def _check_parameters(
     variables: Sequence[Variable], options: ReductionOptions
 ) -> AllreduceState:
-    """Returns the state for a reduction, after a comparison of the variables.
+    """In some steps compares the variables. Returns the order value for the reduction.
 
-    Train steps of Keras have no numbers, so the comparison counts its own calls.
+    Keras does not number its train steps, so the comparison counts its own calls.
     """
     state, every = _initial_state(), runtime.config().check_parameters
     kept = [variable for variable in variables if isinstance(variable, keras.Variable)]

@@ -53,7 +53,7 @@ class _TensorFlowBackend(Backend):
         return reductions.allreduce(votes, op=Min, process_set=process_set) > 0
 
     def size(self, process_set: ProcessSet) -> Tensor:
-        """Returns an operation, because a graph outlives changes of the ranks."""
+        """Returns a graph operation, because the size may change after the tracing."""
         return size_op(process_set.process_set_id or 0)
 
     def is_sparse(self, gradient: Tensor) -> bool:

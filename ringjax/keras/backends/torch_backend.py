@@ -95,7 +95,7 @@ def _memory(variables: Sequence[Variable]) -> Iterator[tuple[str, int, int]]:
 def _units(
     tensors: Sequence[Tensor], groups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Returns the operations: the program's groups, and buckets of other tensors."""
+    """Returns the indices of each operation's tensors: groups first, then buckets."""
     grouped = {i for group in groups for i in group}
     rest = [i for i in range(len(tensors)) if i not in grouped]
     units = [list(group) for group in groups if group]

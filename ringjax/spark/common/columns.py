@@ -22,7 +22,7 @@ Sizes: TypeAlias = tuple[set[type], set[int], set[int]]
 
 
 def to_list(var: list[T] | tuple[T, ...] | T | None, length: int) -> list[T] | None:
-    """Returns a list of `length` from one value for all elements, or a value for each.
+    """Returns a list of `length` values from one common value, or from one for each.
 
     Raises:
         ValueError: the number of values is neither 1 nor `length`.
@@ -48,10 +48,10 @@ def check_shape_compatibility(
     output_shapes: Shapes | None = None,
     label_shapes: Shapes | None = None,
 ) -> None:
-    """Checks that columns have as many values as inputs, outputs and labels.
+    """Checks that the rows of each column have the size of the input, output or label.
 
     Raises:
-        ValueError: a column has another number of values in a row.
+        ValueError: the rows of a column have another size.
     """
     for columns, shapes, what in (
         (feature_columns, input_shapes, "the model's input"),
@@ -80,7 +80,7 @@ def get_spark_df_output_schema(
     metadata: Metadata,
     vectors: Sequence[bool] | None = None,
 ) -> StructType:
-    """Returns the schema of a DataFrame with predictions of the types of their labels.
+    """Adds prediction columns, with the types of the labels, to a DataFrame's schema.
 
     Args:
         input_df_schema: the schema without predictions.

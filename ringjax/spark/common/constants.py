@@ -1,4 +1,4 @@
-"""Horovod's names for the format of a column in a file; no format changes here."""
+"""Horovod's names for a column's format in a file; ringjax changes no format."""
 
 ARRAY = "array"
 CUSTOM_SPARSE = "custom_sparse_format"

@@ -1,4 +1,4 @@
-"""The estimators of all frameworks: from a DataFrame to a model, and to predictions."""
+"""Base classes for all frameworks: estimators train models, and models predict."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ class HorovodModel(Model, ModelParams, PersistentParams):
 
 @dataclass(frozen=True)
 class _PartitionPredictor:
-    """Adds predictions to each partition of a DataFrame; Spark calls it.
+    """Adds predictions to a partition of a DataFrame; Spark calls this object.
 
     Attributes:
         make: makes the function that predicts, once in a partition.

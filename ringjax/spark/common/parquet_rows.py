@@ -89,9 +89,9 @@ class ParquetRows:
         return max(sum(group.size for group in self.groups) / max(self.count, 1), 1.0)
 
     def row_range(self, rank: int, size: int) -> tuple[int, int]:
-        """Returns the numbers of a rank's first row and of the row after its last row.
+        """Returns the indices of a rank's first row and of the row after its last row.
 
-        The numbers of rows of two ranks differ by at most one.
+        The row counts of two ranks differ by at most one.
         """
         return self.count * rank // size, self.count * (rank + 1) // size
 
@@ -116,7 +116,7 @@ class ParquetRows:
             rank, size: the rank that reads, and the number of ranks.
             batch_size: rows of a batch; the last batch may have fewer.
             seed: the seed of the shuffling; None keeps the order of the files.
-            epoch: the number of the epoch; each epoch has another order.
+            epoch: the index of the epoch; each epoch has another order.
             buffer: the number of rows that are shuffled together, besides the shuffling
                 of row groups; 0 keeps the order of the files.
         """
@@ -263,7 +263,7 @@ def decode_column(array: pa.Array, name: str = "a column") -> Array:
 
 
 def _decode_vectors(array: pa.StructArray, name: str) -> Array:
-    """Converts Spark's vectors; a sparse vector has the indices of its values."""
+    """Converts Spark's dense and sparse vectors to an array of [rows, values]."""
     dense = array.field("type").to_numpy(zero_copy_only=False) == 1
     lists = array.field("values")
     counts = lists.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
@@ -272,8 +272,8 @@ def _decode_vectors(array: pa.StructArray, name: str) -> Array:
     width = _common_length(np.where(dense, counts, sizes), name)
     if dense.all():
         return values.reshape(len(array), width)
-    # The column of each value is its position in a dense vector, and is stored in a
-    # sparse vector.
+    # The column of a value in the result is its position in a dense vector, and its
+    # stored index in a sparse vector.
     starts = np.cumsum(counts) - counts
     positions = np.arange(len(values)) - np.repeat(starts, counts)
     indices = array.field("indices").flatten().to_numpy(zero_copy_only=False)

@@ -97,15 +97,15 @@ class FilesystemStore(Store):
         return path.split("://", 1)[-1]
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Returns the folder of the training data number `idx`."""
+        """Returns the folder of the training data with index `idx`."""
         return self._train_path if idx is None else f"{self._train_path}.{idx}"
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Returns the folder of the validation data number `idx`."""
+        """Returns the folder of the validation data with index `idx`."""
         return self._val_path if idx is None else f"{self._val_path}.{idx}"
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Returns the folder of the test data number `idx`."""
+        """Returns the folder of the test data with index `idx`."""
         return self._test_path if idx is None else f"{self._test_path}.{idx}"
 
     def saving_runs(self) -> bool:
@@ -121,7 +121,7 @@ class FilesystemStore(Store):
         return f"{self._runs_path}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Returns the folder of a run's checkpoint; None if the store keeps no runs."""
+        """Returns the folder of a run's checkpoint, or None if no runs are kept."""
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
@@ -139,7 +139,7 @@ class FilesystemStore(Store):
         return "logs"
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Returns the folder for the logs of a run; None if the store keeps no runs."""
+        """Returns the folder for the logs of a run, or None if no runs are kept."""
         path = self.get_checkpoint_path(run_id)
         return path and f"{path}/{self.get_logs_subdir()}"
 
@@ -185,7 +185,7 @@ class FilesystemStore(Store):
             return bytes(file.read())
 
     def write(self, path: str, data: bytes) -> None:
-        """Replaces a file at once: a reader receives either the old or the new file."""
+        """Replaces a file atomically: a reader receives the old or the new file."""
         target = self.get_localized_path(path)
         self.fs.create_dir(target.rpartition("/")[0], recursive=True)
         with self.fs.open_output_stream(f"{target}.part") as file:

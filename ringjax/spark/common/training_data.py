@@ -26,10 +26,10 @@ Properties: TypeAlias = tuple[int, int, Metadata, float]
 
 @dataclass
 class _CachedDataset:
-    """The files of a DataFrame.
+    """The Parquet files of a DataFrame in a store.
 
     Attributes:
-        index: the number of the files in the store.
+        index: the index of the files in the store.
         frame: the DataFrame. The cache finds a DataFrame by its id, and this reference
             ensures that no other DataFrame has the same id.
         users: the number of calls of `fit` that use the files now.
@@ -60,9 +60,9 @@ class TrainingDataCache:
         seed: int | None,
         write: Callable[[int], Properties],
     ) -> Iterator[int]:
-        """Yields the number of a DataFrame's files; writes them first if necessary.
+        """Yields the index of a DataFrame's files; writes the files first if necessary.
 
-        `write` writes the files under a number, and returns their properties. All other
+        `write` writes the files under an index, and returns their properties. All other
         arguments identify the files.
         """
         # The lock is held while files are written, so that two threads that fit on one
@@ -75,7 +75,7 @@ class TrainingDataCache:
                 or not columns <= found.columns
                 or not store.exists(store.get_train_data_path(found.index))
             ):
-                # Reuse the number of old files that no `fit` uses now, so that the new
+                # Reuse the index of old files that no `fit` uses now, so that the new
                 # files replace the old files in the store.
                 used = {d.index for d in self._datasets.values() if d.users}
                 index = next(i for i in range(len(used) + 1) if i not in used)
@@ -92,7 +92,7 @@ class TrainingDataCache:
                 found.users -= 1
 
     def properties(self, index: int) -> Properties:
-        """Returns the properties of the files with this number."""
+        """Returns the properties of the files with this index."""
         for dataset in self._datasets.values():
             if dataset.index == index:
                 return dataset.properties
@@ -113,7 +113,7 @@ def clear_training_cache() -> None:
 
 
 def get_dataset_properties(dataset_idx: int) -> Properties:
-    """Returns the number of training and validation rows, metadata, bytes of a row."""
+    """Returns the training and validation row counts, metadata, and bytes per row."""
     return _training_cache.properties(dataset_idx)
 
 
@@ -147,7 +147,7 @@ def prepare_data(
         seed: the seed of the random split.
 
     Yields:
-        The number of the files in the store, see `get_dataset_properties`.
+        The index of the files in the store, see `get_dataset_properties`.
 
     Raises:
         ValueError: a column does not exist, or there are no rows.
@@ -208,8 +208,7 @@ def get_simple_meta_from_parquet(
     Args:
         store: has the files.
         label_columns, feature_columns, sample_weight_col: the columns of interest.
-        dataset_idx: the number of the files; None means files that the user has
-            written.
+        dataset_idx: the index of the files; None means files that the user has written.
         schema: the schema of the DataFrame. If it is None, it is derived from the
             files.
         validates: whether there is a validation.

@@ -23,7 +23,7 @@ History: TypeAlias = list[dict[str, Any]]
 
 @dataclass
 class TrainingJob:
-    """The arguments of a training on a rank, without the model.
+    """The arguments with which a rank trains, without the model.
 
     Attributes:
         features, labels, weight: the names of the columns.
@@ -98,7 +98,7 @@ class TrainingJob:
 
 
 class ModelTrainer(Protocol):
-    """A model in training, of any framework.
+    """The interface through which `train` trains a model of any framework.
 
     Attributes:
         metrics: groups of metrics. A group has one function for all labels, or one for
@@ -123,7 +123,7 @@ class ModelTrainer(Protocol):
 def train(
     make: Callable[..., ModelTrainer], job: TrainingJob, *args: Any
 ) -> tuple[History, bytes] | None:
-    """Trains with the trainer `make(job, *args)`.
+    """Trains a model with the ModelTrainer that `make(job, *args)` returns.
 
     A run with a checkpoint continues until it has `job.epochs` epochs. A run that has
     as many epochs already continues for `job.epochs` more epochs. Rank 0 returns the

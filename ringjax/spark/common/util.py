@@ -1,4 +1,4 @@
-"""Functions at the path where Horovod has them."""
+"""Provides functions under Horovod's module path."""
 
 from ringjax.spark.common.columns import _get_col_info as _get_col_info
 from ringjax.spark.common.columns import _get_metadata as _get_metadata

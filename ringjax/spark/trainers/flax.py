@@ -27,7 +27,7 @@ RowFunction: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class FlaxModelTrainer:
-    """A Flax module in training; see `ModelTrainer`. A step is one compiled program.
+    """Trains a Flax module (see `ModelTrainer`). A step is one compiled program.
 
     `spec` is the pickled module, optimizer, losses and other Params.
     """
@@ -119,7 +119,7 @@ class FlaxModelTrainer:
     def _forward(
         self, graph: nnx.GraphDef[nnx.Module], params: State, rest: State, *arrays: Any
     ) -> tuple[list[jax.Array], State]:
-        """Returns the means over the real rows, and the state beside the parameters."""
+        """Returns losses and metrics as means over the real rows, and further state."""
         inputs, labels, weights, rows = arrays
         model = nnx.merge(graph, params, rest, copy=True)
         outputs = model(*inputs)

@@ -21,7 +21,7 @@ Shapes: TypeAlias = Sequence[Sequence[int]] | None
 
 
 class TorchModelTrainer:
-    """A PyTorch model in training; see `ModelTrainer`.
+    """Trains a PyTorch model; see `ModelTrainer`.
 
     `spec` is the pickled model, optimizer, losses and other Params.
     """

@@ -28,7 +28,7 @@ ServiceAddresses: TypeAlias = Mapping[str, Sequence[tuple[str, int]]]
 class ComputeService(JobServer):
     """Registers dispatchers and workers, and replies to questions about them.
 
-    The reply to a question about a dispatcher is delayed until it is registered.
+    The reply to a question about a dispatcher waits until the dispatcher is registered.
 
     Args:
         dispatchers: the number of dispatchers.
@@ -83,7 +83,7 @@ class ComputeService(JobServer):
         return ""
 
     def on_message(self, session: ServerSession, message: dict[str, Any]) -> None:
-        """Registers a client's report, and replies to the questions that it answers."""
+        """Stores a client's report, and replies to the clients that wait for it."""
         ask, number = str(message.get("ask")), message.get("dispatcher", 0)
         if not isinstance(number, int) or not 0 <= number < self._dispatchers:
             text = f"there is no dispatcher {number!r}, there are {self._dispatchers}"
@@ -151,7 +151,7 @@ class ComputeClient:
         """Waits until a dispatcher is registered, and returns its address.
 
         Raises:
-            TimeoutError: it was not registered within `timeout` seconds.
+            TimeoutError: the dispatcher was not registered within `timeout` seconds.
             StartupError: there is no such dispatcher, or no such service.
         """
         return str(self._ask("dispatcher", dispatcher_id, timeout)["where"])

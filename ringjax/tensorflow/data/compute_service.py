@@ -86,9 +86,10 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "addresses": places, "key": key})
 
     def write(self, filename: str) -> None:
-        """Writes the file; a reader sees no file, or the complete one."""
+        """Writes the file at once: a reader finds no file or the complete file."""
         path = Path(filename)
-        # The file has the key. A NamedTemporaryFile is readable for its owner only.
+        # The file contains the secret key. Only the owner can read a
+        # NamedTemporaryFile.
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False
         ) as file:
@@ -249,13 +250,13 @@ def _host() -> str:
 
 
 def _stop(server: Server) -> None:
-    """Stops a server; if trainers still read from it, it ends with the process.
+    """Stops a server, or leaves it to the end of the process while trainers read.
 
     TensorFlow's method `_stop` waits for every request, and holds Python's lock while
     it waits. With `round_robin`, a request never ends if another consumer of its round
     has ended. This function therefore waits for a limited time until no task is left.
     """
-    # Dispatchers have no tasks, so `int()` returns 0.
+    # A dispatcher has no `_num_tasks`; `int()` returns 0 in its place.
     tasks = getattr(server, "_num_tasks", int)
     end = time.monotonic() + _STOP_TIMEOUT
     while tasks() and time.monotonic() < end:

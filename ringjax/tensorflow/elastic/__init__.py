@@ -88,7 +88,7 @@ def _variables_of(value: Any) -> list[Variable]:
 
 
 def make_handler(value: Any) -> StateHandler | None:
-    """Makes a handler for variables, a model or an optimizer; None for other values."""
+    """Makes a handler for variables, models and optimizers; returns None otherwise."""
     if isinstance(unwrap_variable(value), tf.Variable):
         return VariablesHandler(value, lambda variable: [variable])
     if isinstance(value, list | tuple) and value:
@@ -102,7 +102,7 @@ def make_handler(value: Any) -> StateHandler | None:
 
 
 def _is_keras(value: Any) -> bool:
-    """Returns whether a value is Keras' layer, model or optimizer; imports no Keras."""
+    """Returns whether a value is a layer, model or optimizer of Keras."""
     return any(
         kind.__module__.split(".")[0] in ("keras", "tf_keras")
         and kind.__name__ in ("Layer", "BaseOptimizer", "Optimizer", "OptimizerV2")
@@ -122,7 +122,7 @@ class _State(State):
 
 
 class TensorFlowState(_State):
-    """The state of training with a list of variables.
+    """The training state of a program that lists its variables.
 
     In a TensorFlow 1 graph, which TensorFlow 2.21 runs in a session, the state reads
     and writes the variables through that session.
@@ -175,7 +175,7 @@ class TensorFlowState(_State):
 
 
 class TensorFlowKerasState(_State):
-    """The state of training a model of Keras on TensorFlow.
+    """The training state of a model of Keras on TensorFlow.
 
     Args:
         model: a model that is built.

@@ -41,15 +41,15 @@ class TorchStateHandler(StateHandler):
 
 
 class ModelStateHandler(TorchStateHandler):
-    """Handles a module: its parameters and buffers stay the same tensors."""
+    """Saves a module, and restores it in place: its tensors stay the same objects."""
 
 
 class OptimizerStateHandler(TorchStateHandler):
-    """Handles an optimizer, distributed or not."""
+    """Saves and restores an optimizer, distributed or not."""
 
 
 class SchedulerStateHandler(TorchStateHandler):
-    """Handles a scheduler of the learning rate."""
+    """Saves and restores a learning-rate scheduler."""
 
 
 # The pairs of a type and the class of its handler.
@@ -64,7 +64,7 @@ _handler_registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Returns the pairs of a type and its handler. The first matching pair counts."""
+    """Returns the pairs of a type and its handler. The first matching pair is used."""
     return _handler_registry
 
 
@@ -75,7 +75,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 class TorchState(elastic.State):
-    """The state of a training in PyTorch, which a reset or a new rank restores.
+    """The training state of a PyTorch program, restored after a reset.
 
     Args:
         model: a module.
@@ -117,14 +117,14 @@ class TorchState(elastic.State):
 
 
 class TorchFiles:
-    """Writes and reads a TorchState: one file of `torch.save`, a dict of attributes.
+    """Writes and reads a TorchState as one file of `torch.save`: a dict of attributes.
 
     `torch.save` pickles objects, and loading a pickle runs code that its writer has
     chosen. So load only files that you trust.
     """
 
     def prepare(self, committed: dict[str, Any]) -> dict[str, Any]:
-        """Returns the attributes as they are, because a commit has copied them."""
+        """Returns the committed attributes as they are: the commit has copied them."""
         return committed
 
     def write(self, folder: Path, prepared: dict[str, Any]) -> None:
