@@ -66,13 +66,16 @@ class Config:
     rank: int | None = _setting(None, _RANK, "Rank of this process.", "RANK")
     size: int | None = _setting(None, _COUNT, "Number of processes.", "SIZE")
     local_rank: int | None = _setting(
-        None, _RANK, "Number of this process on its host.", "LOCAL_RANK"
+        None, _RANK, "Index of this process on its host.", "LOCAL_RANK"
     )
     local_size: int | None = _setting(
         None, _COUNT, "Number of processes on this host.", "LOCAL_SIZE"
     )
     cross_rank: int | None = _setting(
-        None, _RANK, "Host number among hosts with this local rank.", "CROSS_RANK"
+        None,
+        _RANK,
+        "Index of this host among hosts with this local rank.",
+        "CROSS_RANK",
     )
     cross_size: int | None = _setting(
         None, _COUNT, "Number of hosts with this local rank.", "CROSS_SIZE"
@@ -99,7 +102,7 @@ class Config:
         "Whether an elastic job began on several hosts. ringrun sets it.",
     )
     worker: int | None = _setting(
-        None, _RANK, "Number of this process in an elastic job, never used again."
+        None, _RANK, "Id of this process in an elastic job; no later process gets it."
     )
     group_size: int = _setting(
         1,
@@ -111,7 +114,7 @@ class Config:
         "auto",
         parsers.choice("auto", "required", "off"),
         "Encryption of control connections. auto: if both ends have Python 3.13. "
-        "required: always, and links between hosts, too.",
+        "required: always, and links that carry tensors between hosts, too.",
     )
     hostname: str = _setting("", str, "Name of this host in the job.", "HOSTNAME")
     start_timeout: float = _setting(
@@ -245,7 +248,7 @@ class Config:
         parsers.integer(0, 2**31 - 1),
         "Number of steps between two checks that all ranks have equal parameters; 0 "
         "for no checks. The first check is in the first step (the second step in Keras "
-        "and TensorFlow). Checks follow 1, 10 and 100 steps later, too.",
+        "and TensorFlow). Further checks are 1, 10 and 100 steps later.",
     )
     overlap_memory: int = _setting(
         40 << 20,
@@ -255,9 +258,9 @@ class Config:
     elastic_overlap_memory: int = _setting(
         1 << 30,
         parsers.integer(0),
-        "Maximum number of bytes of gradients in flight in an elastic job. All "
-        "gradients of a step are in flight there, and each is kept twice. If they need "
-        "more bytes, they travel in one call.",
+        "Maximum number of bytes of gradients in flight in an elastic job, in which "
+        "all gradients of a step are in flight and are kept twice. Gradients that need "
+        "more bytes are sent in one call.",
     )
     gpu: bool = _setting(True, parsers.boolean, "Whether CUDA devices are used.")
     devices_per_rank: int = _setting(
@@ -277,10 +280,12 @@ class Config:
     fusion_small: int = _setting(
         1 << 20,
         parsers.integer(0),
-        "Bytes from which on hybrid fusion does not copy a tensor.",
+        "Bytes of the smallest tensor that hybrid fusion does not copy.",
     )
     comm_stream: bool = _setting(
-        True, parsers.boolean, "Own CUDA stream for communication; 0: no overlap."
+        True,
+        parsers.boolean,
+        "Whether communication has its own CUDA stream; 0: no overlap with compute.",
     )
     timeline: str = _setting(
         "",

@@ -120,7 +120,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_tuning(parser.add_argument_group("tuning"))
     _add_monitoring(parser.add_argument_group("watching a job", _MONITORING))
     _add_limits(parser.add_argument_group("limits and logs"))
-    group = parser.add_argument_group("accepted for Horovod's sake, without effect")
+    group = parser.add_argument_group("options of Horovod that have no effect")
     for flags, value in _WITHOUT_EFFECT:
         group.add_argument(
             *flags, action=_IgnoredOption, nargs=None if value else 0, metavar="VALUE"
@@ -242,24 +242,24 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         help="accept hosts that join by themselves with ringrun --join, in addition to "
         "those of -H. Ranks connect to PORT + 1. All hosts need the same "
         "RINGJAX_SECRET or RINGJAX_SECRET_FILE. With --min-np hosts may join and leave "
-        "while the job runs. If ringrun gets SIGTERM or is killed, the hosts that "
-        "joined go on and look for the next ringrun at the same address",
+        "while the job runs. If ringrun gets SIGTERM or is killed, the ranks of hosts "
+        "that joined continue and connect to the next ringrun at the same address",
     )
     add(
         "--join",
         default="",
         metavar="HOST:PORT",
         help="join the job of the ringrun --listen at this address as a host with "
-        "--slots slots. The command is given to ringrun --listen. ringrun --join waits "
-        "for it up to --elastic-timeout",
+        "--slots slots. Pass the command to ringrun --listen only. ringrun --join "
+        "tries to connect for --elastic-timeout",
     )
     add(
         "--agent-command",
         default="",
         metavar="COMMAND",
         help="start ringrun's agent on other hosts by COMMAND, in which {host} stands "
-        "for the name of the host, as in 'kubectl exec -i {host} --'. By default srun, "
-        "blaunch or qrsh starts it in an allocation of a batch system, and ssh "
+        "for the name of the host, as in 'kubectl exec -i {host} --'. By default the "
+        "command is srun, blaunch or qrsh in an allocation of a batch system, and ssh "
         "elsewhere",
     )
     add(
@@ -300,30 +300,30 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--min-np",
         "--min-num-proc",
         **_POSITIVE_COUNT,
-        help="go on as long as at least N processes are left (-np)",
+        help="continue the job while at least N processes are left (-np)",
     )
     add(
         "--max-np",
         "--max-num-proc",
         **_POSITIVE_COUNT,
-        help="never run more than N processes (-np; with a script the slots)",
+        help="run at most N processes (-np, or all slots that the script prints)",
     )
     add(
         "--host-discovery-script",
         dest="script",
         metavar="COMMAND",
-        help="run COMMAND every second; it prints a line HOST or HOST:SLOTS for each "
-        "host to use. New hosts get processes, and processes on hosts that are not "
-        "printed any more are asked to leave. A host on which a process has failed "
-        "gets no new processes",
+        help="run COMMAND every second; COMMAND prints a line HOST or HOST:SLOTS for "
+        "each host to use. ringrun starts processes on new hosts, and asks processes "
+        "on hosts that are no longer printed to leave. A host on which a process has "
+        "failed gets no new processes",
     )
     add(
         "--slots-per-host",
         "--slots",
         dest="slots",
         **_POSITIVE_COUNT,
-        help="slots of a host that the script prints without a number, and of the host "
-        "of ringrun --join (1)",
+        help="slots of a host for which the script prints no SLOTS, and of the host of "
+        "ringrun --join (1)",
     )
     add(
         "--blacklist-cooldown-range",
@@ -331,8 +331,8 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         nargs=2,
         type=_number(float, 0),
         metavar=("MIN", "MAX"),
-        help="use a host on which a process has failed again after MIN seconds, then "
-        "after twice as long each time, at most after MAX seconds",
+        help="start processes again on a host on which a process has failed, after MIN "
+        "seconds at first, and after each failure twice as long, up to MAX seconds",
     )
     add(
         "--elastic-timeout",
@@ -410,8 +410,8 @@ def _add_monitoring(group: argparse._ArgumentGroup) -> None:
     add(
         "--report",
         **_SECONDS,
-        help="print a report every SECONDS: for which rank all others wait, and where "
-        "that rank is (RINGJAX_REPORT)",
+        help="print every SECONDS for which rank all others wait, and which line of "
+        "Python that rank executes (RINGJAX_REPORT)",
     )
     add(
         "--quiet",

@@ -16,13 +16,13 @@ from ringjax import config
 # Horovod's variables without an effect here: (reason, names without HOROVOD_).
 _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     (
-        "ringjax has one way of its own to meet, RINGJAX_RENDEZVOUS and "
-        "RINGJAX_SECRET; ringrun sets them",
+        "ranks find each other by RINGJAX_RENDEZVOUS and RINGJAX_SECRET, which ringrun "
+        "sets",
         "GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
     ),
-    ("MPI, Gloo and oneCCL are not used; there is nothing to choose", "CONTROLLER"),
+    ("ringjax uses neither MPI, Gloo nor oneCCL as a controller", "CONTROLLER"),
     (
-        "the transports are ringjax's own: shared memory in a host, TCP between hosts",
+        "the transports are always shared memory inside a host and TCP between hosts",
         "CPU_OPERATIONS",
     ),
     (
@@ -35,36 +35,39 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
         "BATCH_D2D_MEMCOPIES",
     ),
     (
-        "communication has one CUDA stream; RINGJAX_COMM_STREAM=0 takes the program's",
+        "communication has one CUDA stream of its own; RINGJAX_COMM_STREAM=0 uses the "
+        "stream of the program",
         "NUM_NCCL_STREAMS",
     ),
     (
-        "always so: on CUDA devices the stream waits, not the host",
+        "completion is always asynchronous: on CUDA devices the stream waits, not the "
+        "host",
         "ENABLE_ASYNC_COMPLETION",
     ),
-    ("always so: inside jit every collective is an XLA call", "ENABLE_XLA_OPS"),
+    ("inside jit every collective is always an XLA operation", "ENABLE_XLA_OPS"),
     ("process sets may be added and removed at any time", "DYNAMIC_PROCESS_SETS"),
-    ("ringrun makes a job elastic: --min-np, or --host-discovery-script", "ELASTIC"),
+    ("ringrun --min-np or --host-discovery-script makes a job elastic", "ELASTIC"),
     (
-        "there are few settings, and all of them are tried",
+        "ringjax tries all candidate settings, without Bayesian optimization",
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     ),
     (
-        "threads are not bound to cores; bind the process (taskset, --cpu-bind)",
+        "ringjax binds no threads to cores; bind the process (taskset, --cpu-bind)",
         "THREAD_AFFINITY",
     ),
-    ("MPI is not used", "MPI_THREADS_DISABLE ADASUM_MPI_CHUNK_SIZE"),
-    ("oneCCL is not used", "CCL_CACHE"),
-    ("there are no NVTX ranges", "DISABLE_NVTX_RANGES"),
+    ("ringjax does not use MPI", "MPI_THREADS_DISABLE ADASUM_MPI_CHUNK_SIZE"),
+    ("ringjax does not use oneCCL", "CCL_CACHE"),
+    ("ringjax records no NVTX ranges", "DISABLE_NVTX_RANGES"),
     ("log lines have no time; ringrun -prefix-timestamp adds it", "LOG_HIDE_TIME"),
     (
-        "say `start_timeout=` to `ringjax.spark.run`; ranks find modules as the driver "
-        "does, and see the GPUs of their task",
+        "pass `start_timeout=` to `ringjax.spark.run`; ranks import modules from the "
+        "driver's path, and see the GPUs of their task",
         "SPARK_START_TIMEOUT SPARK_WORK_DIR SPARK_PYTHONPATH "
         "SPARK_USE_LOCAL_RANK_GPU_INDEX",
     ),
     (
-        "for building Horovod; ringjax is built without frameworks, CUDA and NCCL",
+        "the variable configures the build of Horovod; ringjax is built without "
+        "frameworks, CUDA and NCCL",
         "WITH_TENSORFLOW WITHOUT_TENSORFLOW WITH_PYTORCH WITHOUT_PYTORCH WITH_MXNET "
         "WITHOUT_MXNET WITH_MPI WITHOUT_MPI WITH_GLOO WITHOUT_GLOO WITH_NVTX "
         "WITHOUT_NVTX GPU_OPERATIONS GPU_ALLREDUCE GPU_ALLGATHER GPU_BROADCAST "
@@ -72,7 +75,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
         "NCCL_INCLUDE NCCL_LIB NCCL_LINK ROCM_HOME NVTX_INCLUDE BUILD_ARCH_FLAGS "
         "BUILD_CUDA_CC_LIST CMAKE DEBUG SKIP_COMPILE LOCAL_VERSION",
     ),
-    ("for Horovod's own tests", "TEST_GPU MIXED_INSTALL"),
+    ("the variable is for Horovod's own tests", "TEST_GPU MIXED_INSTALL"),
 )
 WITHOUT_EFFECT = {
     f"HOROVOD_{name}": why for why, names in _WITHOUT_EFFECT for name in names.split()
