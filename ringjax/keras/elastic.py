@@ -1,4 +1,4 @@
-"""Elastic training with `model.fit`: KerasState, and callbacks that update it.
+"""Elastic training with `model.fit`: KerasState, and callbacks that update a state.
 
 The module path is Horovod's; `ringjax.elastic` runs the training function.
 """
@@ -45,7 +45,7 @@ class ModelHandler(VariablesHandler):
     """Saves and restores the weights of a model."""
 
     def variables(self) -> list[Variable]:
-        """Returns all weights, also those that are not trainable."""
+        """Returns all weights, including those that are not trainable."""
         _sync_variables(self.value)
         return list(self.value.weights)
 
@@ -140,7 +140,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Restarts the count, so that all ranks commit after the same batches."""
+        """Counts batches from 0, so that all ranks commit after the same batches."""
         self.batches_remaining = self.batches_per_commit
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -155,7 +155,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.commit()
 
     def commit(self) -> None:
-        """Commits the state; a subclass may do more."""
+        """Commits the state; a subclass may add further work."""
         self.state.commit()
 
 

@@ -67,7 +67,7 @@ def load_model(
         for variable, value in zip(optimizer.variables, values, strict=False):
             variable.assign(value)
         _set_optimizer(model, optimizer)
-    # The program's function may have returned a distributed optimizer.
+    # The program's function may have made a distributed optimizer already.
     if reducer_of(optimizer) is None:
         optimizer = DistributedOptimizer(optimizer, compression=compression)
         _set_optimizer(model, optimizer)

@@ -13,8 +13,8 @@ from ringjax.ray.ray_types import ActorHandle, ObjectRef, SchedulingStrategy
 from ringjax.ray.worker import BaseHorovodWorker
 from ringjax.run.engine_job import EngineJob
 
-# Seconds between two polls of the `EngineJob`. Its events arrive through sockets,
-# so `ray.wait` does not return when an event arrives.
+# Seconds between two polls of the `EngineJob`. Events of the job arrive through
+# sockets, so `ray.wait` does not return when an event arrives.
 POLL_INTERVAL = 0.1
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _Worker = ray.remote(BaseHorovodWorker)
@@ -49,7 +49,7 @@ def kill_actors(handles: Sequence[ActorHandle]) -> None:
 
 
 def count_free_slots(resources: Mapping[str, float]) -> int:
-    """Returns the largest number of actors with these resources that may fit.
+    """Returns how many actors with these resources the cluster may have room for.
 
     Ray may place fewer actors, because the free resources may be on different nodes.
     """

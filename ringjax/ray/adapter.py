@@ -61,7 +61,7 @@ class BaseParams:
 
 
 class Executable(NamedTuple):
-    """The class of the object that each worker makes, and its arguments."""
+    """The class of which each worker makes an object, and the class's arguments."""
 
     cls: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()

@@ -21,7 +21,7 @@ log = logging.getLogger("ringjax.ray")
 # A worker has failed early if it fails within these seconds after it became a member.
 # The worker that replaces it would probably fail, too.
 _EARLY = 3.0
-# The seconds to wait for more actors after the smallest number has started.
+# The seconds to wait for more actors after the smallest allowed number has started.
 _GATHER_TIME = 10.0
 # The seconds until a worker that the coordinator has declared lost is killed.
 _FENCED_TIMEOUT = 5.0
@@ -152,8 +152,8 @@ class ElasticJob:
             self._next_discovery = now + DISCOVER_HOSTS_FREQUENCY_SECS
             try:
                 self._offered = dict(self.discovery.find_available_hosts_and_slots())
-            # A discovery of the user may fail for some time, for example if its server
-            # is down.
+            # The user's host discovery may fail for some time, for example if its
+            # server is down.
             except Exception:
                 log.exception("the discovery of hosts failed; the known hosts are used")
         used: Counter[str] = Counter()

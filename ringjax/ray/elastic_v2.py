@@ -15,7 +15,7 @@ _UNBOUNDED = 1 << 20
 
 
 class RayHostDiscovery(discovery.RayHostDiscovery):
-    """`ringjax.ray.elastic.RayHostDiscovery` with other names of its arguments."""
+    """`ringjax.ray.elastic.RayHostDiscovery` with other argument names."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Coordinator:
 
     @property
     def node_id_string(self) -> str:
-        """The ids of the nodes with their numbers of workers, as ``id:4,id:4``."""
+        """The id of each node and the number of its workers, as ``id:4,id:4``."""
         found = self.node_id_by_rank.items()
         return ",".join(f"{node}:{len(ranks)}" for node, ranks in found)
 
@@ -50,7 +50,7 @@ class Coordinator:
         self.node_id_by_rank.setdefault(node_id, []).append(world_rank)
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """Returns the HOROVOD_* variables of each rank: its local and cross ranks."""
+        """Returns the HOROVOD_* variables of each rank, such as the local rank."""
         where = {r: n for n, ranks in self.node_id_by_rank.items() for r in ranks}
         found = places([where[rank] for rank in sorted(where)])
         names = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK", "LOCAL_SIZE")

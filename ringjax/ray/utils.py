@@ -32,5 +32,5 @@ def nics_to_env_var(nics: Iterable[str]) -> dict[str, str]:
 
 
 def map_blocking(fn: Callable[[T], ObjectRef], collection: Iterable[T]) -> list[Result]:
-    """Calls a function that returns references, and waits for all their results."""
+    """Calls `fn` for each element, and waits for the results of all references."""
     return list(ray.get([fn(item) for item in collection]))

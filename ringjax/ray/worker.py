@@ -1,4 +1,4 @@
-"""BaseHorovodWorker: the class of the actors, which are ranks of one job at a time."""
+"""BaseHorovodWorker: the class of the actors that run as ranks of a job."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def launch(
     stderr: TextIO | None = None,
     reset_limit: int | None = None,
 ) -> list[Any]:
-    """Runs the tasks of a job to their end, and returns the results by rank.
+    """Runs the tasks of a job until all tasks have ended; returns the results by rank.
 
     `argv`, `payload` and `use_gpu` are as for `RankTask`, all other options as for
     `run` and `run_elastic`.
@@ -254,7 +254,7 @@ def _forward_output(row: Row, stdout: TextIO | None, stderr: TextIO | None) -> N
 
 
 def _short_reason(error: Exception) -> str:
-    """Returns the line of Spark's text that names a rank's error or a lack of slots.
+    """Returns the line of Spark's error that names a rank's error or a lack of slots.
 
     If the text has no such line, the result is its first line.
     """

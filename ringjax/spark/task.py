@@ -139,7 +139,7 @@ class _ProcessResult:
 
     @property
     def error(self) -> str:
-        """The traceback of a failed rank, or the last line of its stderr."""
+        """The traceback of a failed rank, or else the last line of the stderr."""
         if not self.code:
             return ""
         text = task.error_text(self.payload)
@@ -160,7 +160,7 @@ class _ProcessResult:
 def _run_process(
     argv: Sequence[str], env: Mapping[str, str], payload: bytes | None, number: int
 ) -> _ProcessResult:
-    """Runs a rank to its end; its output is also written to the executor's log."""
+    """Runs a rank until it ends, and copies its output to the executor's log."""
     child = processes.start(argv, dict(env), payload=payload)
     result = _ProcessResult()
     rests = dict.fromkeys(child.pipes, b"")

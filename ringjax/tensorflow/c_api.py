@@ -196,7 +196,7 @@ def put_handle(context: int, index: int, handle: bytes) -> None:
 
 
 def read_attribute(construction: int, attribute: bytes) -> str:
-    """Returns a text attribute of the node whose kernel is being made."""
+    """Returns a string attribute of the node whose kernel is being made."""
     length, total = ctypes.c_int32(), ctypes.c_int32()
     with CApiStatus() as status:
         attribute_size(construction, attribute, length, total, status)

@@ -1,4 +1,4 @@
-"""The specification of a collective, which a node of a graph carries as text.
+"""The specification of a collective, which a graph node stores as a string.
 
 A specification has no tensors: pending_operations.py receives them when the graph runs.
 """
@@ -47,7 +47,7 @@ class CollectiveSpec:
     bare: bool = False
 
     def to_json(self) -> str:
-        """Returns the specification as a text attribute of a node."""
+        """Returns the specification as a string, for an attribute of a node."""
         return json.dumps(asdict(self))
 
     @staticmethod

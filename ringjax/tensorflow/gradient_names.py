@@ -32,7 +32,7 @@ class _TracePosition:
 
 @dataclass
 class _GraphNames:
-    """The names in an outermost graph, and in all functions traced in it.
+    """The names in an outermost graph, and in all functions traced in that graph.
 
     Attributes:
         counter: the last number for each prefix of names.

@@ -30,7 +30,7 @@ from ringjax.xla import buckets
 
 @dataclass(frozen=True, eq=False)
 class GradientSettings:
-    """The arguments of `DistributedGradientTape` that have an effect, and a name.
+    """The effective arguments of `DistributedGradientTape`, and a name prefix.
 
     The name is the prefix of the names of operations, and is the same on all ranks. If
     `groups` is None, all gradients travel in buckets that are limited by bytes.
@@ -72,7 +72,7 @@ class GradientBucketReducer:
         self._local: set[Hashable] = set()
 
     def register_local(self, variable: Variable) -> None:
-        """Makes a variable local: its later gradients are not reduced."""
+        """Makes a variable local: later gradients of the variable are not reduced."""
         self._local.add(variable_key(variable))
 
     def is_local(self, variable: Variable) -> bool:
@@ -154,7 +154,7 @@ def reduce_gradients(
     settings: GradientSettings,
     variables: Sequence[Variable] | None = None,
 ) -> list[Gradient]:
-    """Reduces all gradients; None stays None.
+    """Reduces all gradients; a gradient that is None stays None.
 
     Each of the `groups`, which are indices of gradients, travels in one operation. All
     other gradients share buckets that are limited by bytes. `settings.groups` is not

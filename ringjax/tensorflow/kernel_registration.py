@@ -51,7 +51,8 @@ class KernelDoneCallback:
     ) -> None:
         self._run = run
         original = _Words.from_address(address)
-        # Both words must be addresses of functions, whose library dladdr finds.
+        # Manager and invoker must be addresses of functions, whose library dladdr
+        # finds.
         self.outlives_kernel = all(
             _dladdr(original[i], _Words()) for i in (_MANAGER, _INVOKER)
         )
@@ -62,7 +63,7 @@ class KernelDoneCallback:
             self._words = original
 
     def __call__(self) -> None:
-        """Makes the graph continue; call it once."""
+        """Makes the graph continue; must be called once."""
         address = ctypes.addressof(self._words)
         self._run(address)
         if self.outlives_kernel:

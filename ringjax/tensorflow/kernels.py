@@ -52,7 +52,7 @@ def _start(call: CollectiveSpec, context: int) -> None:
     if number % 1024 == 0:
         drop_abandoned()
     # RingjaxFinish may run in another thread as soon as the token is in the queue, so
-    # store the operation under its number before.
+    # the operation is stored under its number first.
     _operations[number] = operation
     if queue is not None:
         _notify_at_end(operation, immediately=operation.done())

@@ -1,4 +1,4 @@
-"""Runs collectives on tensors, eagerly or in a graph, and differentiates them.
+"""Runs collectives on tensors, eagerly or in a graph, and their derivatives.
 
 The public functions are in reductions.py and movement.py. The derivative of a
 collective is another collective, so the derivatives are in this file, too. In eager

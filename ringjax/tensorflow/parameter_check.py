@@ -56,7 +56,7 @@ class _ParameterCheck:
 def check(
     title: str, variables: Sequence[Variable], process_set: ProcessSet, every: int
 ) -> list[tf.Operation]:
-    """Checks variables; all ranks call this function where they reduce gradients.
+    """Compares variables between ranks; all ranks call it where they reduce gradients.
 
     Args:
         title: the owner of the variables; the same on all ranks.

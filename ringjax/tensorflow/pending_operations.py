@@ -42,7 +42,7 @@ class OwnedTensors:
 
 
 class PendingOperation:
-    """A submitted operation, until its graph takes the results.
+    """A submitted operation whose results the graph has not taken yet.
 
     Args:
         call: the operation.
@@ -197,7 +197,7 @@ class CompletionThreads:
         with self._changed:
             self._pending.append(item)
             # The first operation wakes `_wait_for_oldest`, the second `_poll_others`.
-            # With more operations neither thread waits for the condition.
+            # With more operations, neither thread waits for `_changed`.
             if len(self._pending) <= 2:
                 self._changed.notify_all()
             if not self._started:

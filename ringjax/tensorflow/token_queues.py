@@ -44,7 +44,7 @@ class TokenQueue:
         tf.raw_ops.QueueEnqueueV2(handle=self._queue, components=[self._token])
 
     def release(self) -> None:
-        """Returns the queue to the pool; its token must have been taken."""
+        """Returns the queue to the pool. The graph must have taken the token."""
         _idle.append(self)
 
 

@@ -1,4 +1,4 @@
-"""Variables of TensorFlow, and variables of Keras that hold one.
+"""Helpers for variables of TensorFlow, and for Keras variables that wrap them.
 
 Keras 3 wraps a `tf.Variable` in a class of its own. All functions of ringjax that read
 or write variables take variables of both classes. This module does not import Keras.

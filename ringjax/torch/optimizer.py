@@ -217,7 +217,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             name=f"the loss of {self._reducer.title}",
             process_set=self.process_set,
         )
-        # The losses are equal, so the closure itself has reduced them.
+        # The losses are equal, so the closure has already reduced the loss.
         if bool((losses == losses[0]).all()):
             return loss
         return losses.mean() if self.op == Average else losses.sum()

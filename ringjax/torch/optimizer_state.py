@@ -1,4 +1,4 @@
-"""broadcast_optimizer_state: gives all ranks the optimizer state of one rank."""
+"""broadcast_optimizer_state: copies the optimizer state of one rank to all ranks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringjax.horovod.functions import split_list
 
-# `param_groups` of an optimizer: each group has its parameters and its options.
+# The type of an optimizer's `param_groups`: each dict has parameters and options.
 ParamGroups: TypeAlias = list[dict[str, Any]]
 # The parameters whose gradients one operation reduces: a single parameter, or a group.
 Unit = tuple[Tensor, ...]

@@ -91,7 +91,7 @@ class Reducer:
     ) -> None:
         self.options = options
         self.name_of = parameter_names(param_groups, named_parameters)
-        # A lock, because backward runs the hooks in its own threads.
+        # A lock is needed, because autograd runs the hooks in its own threads.
         self._lock = threading.RLock()
         self._passes_left: dict[Tensor, int] = {}
         self._sparse_dims: dict[Tensor, int] = {}
@@ -156,7 +156,8 @@ class Reducer:
             self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
             # Parameters that have a gradient on some rank.
             self._present_anywhere: set[Tensor] = set()
-            # Gradients that wait for other gradients of their groups.
+            # Gradients that are not sent yet, because other gradients of their group
+            # are missing.
             self._unsent: list[InFlightGradient] = []
             self._failure: RingjaxError | None = None
             self._rounds = self._backwards = 0
@@ -389,8 +390,8 @@ class Reducer:
             self._await_end_of_backward()
 
     def _begin_step(self) -> None:
-        # Operations have the names of their parameters, so two optimizers with a common
-        # name must not have gradients in flight at the same time.
+        # Operations have the names of their parameters, so two optimizers that share a
+        # parameter name must not have gradients in flight at the same time.
         names = set(self.name_of.values())
         for other in _in_step:
             if common := names.intersection(other.name_of.values()):
@@ -457,7 +458,7 @@ def _queue_callback(action: Callable[[], None]) -> None:
 
 
 def _call(owner: weakref.ref[Reducer], method: str, *arguments: object) -> None:
-    """Calls a method unless the reducer is gone: hooks may outlive their optimizer."""
+    """Calls a method if `owner` still exists: hooks may outlive their optimizer."""
     if (reducer := owner()) is not None:
         getattr(reducer, method)(*arguments)
 

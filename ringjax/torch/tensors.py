@@ -28,7 +28,7 @@ Prepared = tuple[list[lane.TensorRef], list[Tensor], lane.LaneOptions]
 
 
 def prepare(op: str, name: str | None, tensors: Sequence[Tensor]) -> Prepared:
-    """Prepares the tensors of one operation for the lane."""
+    """Describes the tensors of one operation for the lane."""
     refs: list[lane.TensorRef] = []
     held: list[Tensor] = []
     on_cuda = 0

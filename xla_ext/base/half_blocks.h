@@ -1,7 +1,7 @@
 // Converts f16 to and from f32 with the CPU's own instructions (F16C, which x86-64-v3
-// has). They are three times as fast as the vectorised integer code of convert.h and
-// give the same bits, except that a signaling NaN of f16 becomes a quiet one. The
-// functions accept any alignment. NarrowHalves rounds to nearest even.
+// has). These instructions are three times as fast as the vectorised integer code of
+// convert.h and give the same bits, except that a signaling NaN of f16 becomes a quiet
+// one. The functions accept any alignment. NarrowHalves rounds to nearest even.
 #pragma once
 
 #include <cstddef>

@@ -13,9 +13,9 @@ namespace {
 
 using namespace kernels;
 
-// Independent partial sums, one for each lane of a vector.
+// The number of independent partial sums, one for each lane of a SIMD vector.
 constexpr size_t kLanes = 8;
-// Elements that are widened at a time, so few that they stay in the L1 cache.
+// The number of elements widened at a time, so small that they stay in the L1 cache.
 constexpr size_t kMomentBlock = 512;
 
 // A vector type of GCC and Clang, because few compilers vectorise a loop over lanes.
@@ -44,8 +44,8 @@ RINGJAX_INLINE void AddVectors(const std::byte* a, const std::byte* b, size_t n,
   *sums = s;
 }
 
-// Adds the moments of n <= kMomentBlock elements: widens them, and appends zeros up to
-// a whole vector.
+// Adds the moments of n <= kMomentBlock elements: widens the elements, and pads them
+// with zeros to whole SIMD vectors.
 template <typename T>
 RINGJAX_INLINE void AddBlock(const std::byte* a, const std::byte* b, size_t n,
                              VectorMoments* sums) {

@@ -129,7 +129,7 @@ void CombineUnscaled(const Operands& p, DType dtype, ReduceOp op) {
 }
 
 // Adds values in the wire dtype to values in `dtype`, without scaling: the loop for
-// most steps of a ring with compression, unless CombineHalves can do them.
+// most steps of a ring with compression, unless CombineHalves can do that step.
 RINGJAX_INLINE void AddFromWire(const Operands& p, const Arithmetic& a) {
   ByCompression(a, [&](auto type, auto wire) RINGJAX_INLINE_LAMBDA {
     CombinePlain<decltype(type), decltype(wire), Add>(p.out, p.own, p.received, p.n);
@@ -213,8 +213,8 @@ void Rescaled(void* out, const void* own, size_t n, const Arithmetic& a, bool fi
     ScaleIntegers(out, own, n, a.dtype, a.postscale, a.divisor);
 }
 
-// Combines integers, or complex numbers with op kProduct, with scaling. No loop does
-// all of that at once. So the data are cut into pieces that stay in the L1 cache, and
+// Combines integers, or complex numbers with op kProduct, with scaling. No single loop
+// combines and scales. So the data are cut into pieces that stay in the L1 cache, and
 // each piece is scaled, combined and finished before the next one.
 void CombineInPieces(const Operands& p, const Arithmetic& a, bool first, bool last) {
   alignas(64) std::byte scaled[4096];

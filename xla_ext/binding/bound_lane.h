@@ -91,8 +91,9 @@ void* AsAddress(PyObject* o);
 void ReadInput(PyObject* item, EagerRequest* request);
 // Submits the request. Releases the GIL if Submit may run operations (`waits`).
 Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request);
-// Waits until the operation has ended and raises its error. If the results are on a
-// device, makes `stream`, or else the stream of the submission, wait for them.
+// Waits until the operation has ended, and raises an exception if it has failed. If the
+// results are on a device, makes `stream`, or else the stream of the submission, wait
+// for them.
 void Wait(BoundWork& self, std::optional<uint64_t> stream);
 
 // Binds operations on one tensor that return when they have ended (at_once.cc).

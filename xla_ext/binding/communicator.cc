@@ -145,7 +145,7 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   return o;
 }
 
-// A link as Python describes it; see _native.pyi.
+// The description of a link that Python passes; see _native.pyi.
 struct LinkEnds {
   size_t peer;
   bool shared;
@@ -177,7 +177,7 @@ LinkEnds ReadLink(const nb::tuple& link) {
   throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
 }
 
-// A shared segment as Python describes it: memfd, bytes of a tile, doorbells by rank.
+// A shared segment as Python passes it: memfd, bytes of a tile, doorbells by rank.
 using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
 
 // Registers the communicator in place of `previous`, the entry with the same id.

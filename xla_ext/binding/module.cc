@@ -164,8 +164,8 @@ nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& 
   return ToText(found.value());
 }
 
-// Makes a doorbell with a duplicate of `eventfd`, which the caller keeps; null if
-// `eventfd` is negative.
+// Makes a doorbell with a duplicate of `eventfd`, which the caller keeps. Returns null
+// if `eventfd` is negative.
 std::unique_ptr<Doorbell> CopyOf(int eventfd) {
   if (eventfd < 0) return nullptr;
   const int copy = fcntl(eventfd, F_DUPFD_CLOEXEC, 0);

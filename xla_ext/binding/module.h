@@ -1,4 +1,4 @@
-// The parts of the binding that are in files of their own, and their common helpers.
+// Declares the parts of the binding, one for each file, and their common helpers.
 #pragma once
 
 #include <nanobind/nanobind.h>

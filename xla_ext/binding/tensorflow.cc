@@ -68,7 +68,7 @@ class TensorInterface {
   }
 
   // Allocates tensors with the dtypes and shapes of `tensors`, uninitialised. The
-  // caller deletes them.
+  // caller deletes the new tensors.
   std::vector<Address> AllocateLike(const std::vector<Address>& tensors) const {
     std::vector<Address> made;
     for (const Address tensor : tensors) {

@@ -10,7 +10,7 @@ namespace ringjax::collective {
 namespace {
 
 // Factor on the bytes between hosts if many ranks send to one receiver at once and fill
-// the queue of a switch in front of it.
+// the queue of the switch before the receiver.
 constexpr double kIncast = 1.15;
 // Factor on the time between hosts if each round waits for the previous round and uses
 // another peer: wires are idle between rounds, and TCP has to find the rate of each

@@ -52,10 +52,10 @@ struct Exchange {
   int keep_lo, keep_hi, give_lo, give_hi;
 };
 
-// Returns the exchanges of member `number` of `power`. With `near_first` the distances
-// are 1, 2, 4, ...: the exchange with most bytes is with the neighbour, likely on the
-// same host. Otherwise the distances are power / 2, ..., 2, 1: member i ends with block
-// i.
+// Returns the exchanges of the member with index `number` among `power` members. With
+// `near_first` the distances are 1, 2, 4, ...: the exchange with most bytes is with the
+// neighbour, likely on the same host. Otherwise the distances are power / 2, ..., 2, 1:
+// member i ends with block i.
 std::vector<Exchange> Halve(int number, int power, bool near_first) {
   std::vector<Exchange> exchanges;
   int lo = 0, hi = power;

@@ -65,9 +65,10 @@ Blocks BlocksOf(const std::vector<int>& ranks, const Blocks& blocks) {
   return ranges;
 }
 
-// Reduce-scatter inside the hosts, ring allreduce between them, allgather inside them.
-// The phases inside the hosts work block by block, in the descending order in which the
-// ring sends and delivers blocks, so that all phases overlap.
+// Adds a reduce-scatter inside the hosts, a ring allreduce between the hosts, and an
+// allgather inside the hosts. The phases inside the hosts work block by block, in the
+// descending order in which the ring sends and delivers blocks, so that all phases
+// overlap.
 void AllreduceOnRails(ScheduleBuilder* builder, const HostRanks& hosts,
                       const Position& position, Range whole) {
   const Group rail = position.Rail(hosts);

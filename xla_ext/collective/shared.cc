@@ -18,8 +18,9 @@ constexpr double kLinkTimeShare = 0.4;  // time for a byte, relative to a link's
 double SharedAllreduceCost(uint64_t bytes, const Network& net) {
   Traffic traffic(net);
   if (net.topology.size == 1) return traffic.Seconds(0);
-  // In measurements, this algorithm was up to 1.5 times as fast as the best other one,
-  // never slower: each byte is written once, and a rank waits only twice.
+  // In measurements, this algorithm was up to 1.5 times as fast as the best other
+  // algorithm, and never slower: each byte is written once, and a rank waits only
+  // twice.
   return net.model.local_latency +
          kLinkTimeShare * static_cast<double>(bytes) * net.model.local_byte;
 }

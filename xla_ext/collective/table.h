@@ -1,5 +1,5 @@
-// The table of algorithms: the one place where they are registered, and the choice of
-// the cheapest.
+// The table of algorithms, in which each algorithm is registered, and the choice of the
+// cheapest algorithm.
 #pragma once
 
 #include <span>
@@ -26,7 +26,7 @@ struct CostModel {
   double remote_byte = 1.0 / 1.1e9;
 };
 
-// The ranks that exchange messages, and the cost of their messages.
+// The ranks and their hosts, and the constants of the cost model.
 struct Network {
   const Topology& topology;
   const CostModel& model;
@@ -49,8 +49,9 @@ struct Algorithm {
 // Returns all algorithms, in order of registration.
 std::span<const Algorithm> Algorithms();
 
-// Returns the named algorithm, or the cheapest one that applies if `name` is empty.
-// Fails with kInvalidArgument and a list of all that apply if the named one does not.
+// Returns the named algorithm, or the cheapest one that applies if `name` is empty. If
+// the named algorithm does not apply, fails with kInvalidArgument and a list of all
+// algorithms that apply.
 Result<const Algorithm*> Choose(Collective op, std::string_view name, uint64_t bytes,
                                 const Topology& topology, const CostModel& model);
 

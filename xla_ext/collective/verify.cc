@@ -254,8 +254,8 @@ Status Run::CheckStep(size_t rank, const Step& step) const {
   return {};
 }
 
-// Pairs the i-th send with the i-th receive in each direction of each link. Fails if
-// one of them has no partner or a partner of another size.
+// Pairs the i-th send with the i-th receive in each direction of each link. Fails if a
+// send or a receive has no partner, or a partner of another size.
 Status Run::Match() {
   std::map<std::pair<size_t, size_t>, std::deque<size_t>> sends;
   const auto link = [](size_t from, size_t to) { return std::pair(from, to); };

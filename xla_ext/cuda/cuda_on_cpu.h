@@ -34,8 +34,8 @@ struct uint4 {
   unsigned int x, y, z, w;
 };
 
-// Wide accesses. On the device they fault unless the address is a multiple of the size,
-// so the address is checked here.
+// On the device, a wide access faults unless the address is a multiple of the size, so
+// the address is checked here.
 template <typename Words>
 void LoadWords(Words& words, Address at) {
   RJ_CHECK(at % sizeof(Words) == 0, "a wide access is not aligned");
@@ -61,7 +61,7 @@ namespace ringjax::cuda {
 // One thread of a kernel of pack.cu. `table` is the parameter of the launch.
 using KernelOnCpu = void (*)(const void* table);
 
-// Finds a kernel by its name; null if pack.cu has none of this name.
+// Returns the kernel named `name`, or null if pack.cu has no such kernel.
 inline KernelOnCpu FindOnCpu(std::string_view name) {
 #define RINGJAX_FIND(kernel, function, T, W, N)                 \
   if (name == #kernel)                                          \

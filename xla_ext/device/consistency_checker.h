@@ -20,8 +20,8 @@
 namespace ringjax {
 
 // The properties of a call that the ranks compare: all but its buffers. Owns the
-// strings that `call` refers to. The communicator keeps the record for repetitions of
-// the call.
+// strings that `call` refers to. The communicator reuses the record if the call is
+// repeated.
 struct CallRecord {
   explicit CallRecord(const Call& from)
       : call(from), name(from.name), names(from.names), partition(from.partition) {

@@ -68,8 +68,9 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   using All = std::vector<std::shared_ptr<CudaCommunicator>>;
 
   // Connects all devices of this process at once. All ranks of the control
-  // communicators call it with the same NCCL ids in the same order, and each waits for
-  // all ranks. If one device fails, aborts the control communicators of all `places`.
+  // communicators call Connect with the same NCCL ids in the same order, and each waits
+  // for all ranks. If one device fails, aborts the control communicators of all
+  // `places`.
   static Result<All> Connect(const CudaOptions& options, std::span<const Place> places);
   // Connect one device in two steps. Between the steps, the caller (EagerCuda) finds
   // out whether Prepare has succeeded on all ranks. Prepare uses only the device of
@@ -95,7 +96,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Run(const Call& call, cuda::Stream stream, const Workspace& workspace = {});
 
   // Enqueues one call on the communication stream. The call begins after the events
-  // `after`, and `done` is recorded behind its results.
+  // `after`, and the event `done` is recorded after the call.
   Status RunAfter(const Call& call, std::span<const cuda::Event> after,
                   cuda::Event done);
   // Runs `enqueue` with the communication stream, while no call is being enqueued.
@@ -118,7 +119,7 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   Status Confirm();
 
   // Waits for the enqueued calls unless the communicator is aborted, then ends NCCL and
-  // releases the device. Takes bounded time if there is a collective timeout.
+  // releases the device. The collective timeout, if there is one, bounds the wait.
   void Close();
 
   std::map<std::string, CudaStats> stats() const;
@@ -129,7 +130,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
   CudaCommunicator(CudaOptions options, std::shared_ptr<Communicator> control,
                    const cuda::Driver& driver, const nccl::Nccl& nccl);
 
-  // cuda_connect.cc
+  // The functions below are in cuda_connect.cc.
+
   Status Open();
   using Joining = std::pair<CudaCommunicator*, nccl::UniqueId>;
   // On failure, `*culprit` is the index of the device that failed first.
@@ -147,7 +149,8 @@ class CudaCommunicator : public std::enable_shared_from_this<CudaCommunicator> {
     FusionPlan plan;
   };
 
-  // cuda_communicator.cc
+  // The functions below are in cuda_communicator.cc.
+
   // Returns the entry of `call` in known_calls_, so that a repeated call is neither
   // validated nor planned again. Valid until the next Recall.
   const KnownCall& Recall(const Call& call);

@@ -30,7 +30,7 @@ class CudaOverlap {
   // Changes `call` to work in place, and makes the communication stream wait for
   // `stream`. `site` and `first` are as in CudaCommunicator::Start.
   Result<Site*> Fork(Call* call, int64_t site, bool first, cuda::Stream stream);
-  // Records Site::done behind the work of the call, and marks the bucket as pending.
+  // Records Site::done after the work of the call, and marks the bucket as pending.
   Status Started(Site* here);
 
   // Returns the bucket and clears its `pending`; returns null if it was not pending.
@@ -39,8 +39,8 @@ class CudaOverlap {
   // `call` is not the memory in which Start left it.
   Status Join(const Site& here, const Call& call, cuda::Stream stream);
 
-  // Forgets all buckets. Destroys their events if the device is `idle`, otherwise leaks
-  // them.
+  // Forgets all buckets. Destroys the buckets' events if the device is `idle`,
+  // otherwise leaks the events.
   void Release(bool idle);
 
  private:

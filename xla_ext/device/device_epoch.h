@@ -29,7 +29,7 @@ class DeviceEpoch {
   void AddOtherDevice(const std::shared_ptr<DeviceEpoch>& other);
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
-  // Returns the reason of the abort; ok if the epoch is not aborted.
+  // Returns the reason of the abort, or ok if the epoch is not aborted.
   Status Check() const;
   // Returns ok if the results of all enqueued calls are valid or will be valid.
   Status Health() const;
@@ -45,11 +45,11 @@ class DeviceEpoch {
   // the abort of NCCL.
   Status EndHere(const Call& call, const Status& status);
 
-  // Waits for an abort, at most for `tick`. Does not wait if the epoch is aborted and
-  // its teardown has not begun. Returns false after Stop.
+  // Waits until the epoch is aborted, at most for `tick`. Does not wait if the epoch is
+  // aborted and its teardown has not begun. Returns false after Stop.
   bool AwaitAbort(std::chrono::milliseconds tick);
-  // Makes AwaitAbort return false. `finished`: NCCL has ended cleanly after all
-  // calls, so their results are valid and there is nothing to tear down.
+  // Makes AwaitAbort return false. `finished` says that NCCL has ended cleanly after
+  // all calls, so all results are valid and no teardown is needed.
   void Stop(bool finished);
 
   // Record the steps of the teardown: its beginning, the poison on the device, the

@@ -53,7 +53,7 @@ class PrimaryContext : public std::enable_shared_from_this<PrimaryContext> {
   std::vector<Event> spare_;
 };
 
-// A CUDA event, which goes back to its primary context when this object is destroyed.
+// A CUDA event. The destructor returns the event to its primary context for reuse.
 class DeviceEvent {
  public:
   DeviceEvent(std::shared_ptr<PrimaryContext> context, Event event)

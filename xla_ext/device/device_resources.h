@@ -28,8 +28,8 @@ class DeviceResources {
   // Waits, for a limited time, until the device has ended all work of the communicator.
   // Returns whether all work has ended.
   bool AwaitIdle() const;
-  // Releases everything if the device is `idle`; otherwise leaks everything, because
-  // work on the device may still use it. Afterwards in_flight() and the streams are
+  // Releases everything if the device is `idle`; otherwise leaks all resources, because
+  // work on the device may still use them. Afterwards in_flight() and the streams are
   // null, and there are no kernels and no words.
   void Release(bool idle);
 

@@ -170,7 +170,7 @@ Status EagerCuda::Open() {
   return failed_;
 }
 
-// Prepares the device of this rank and fills in its message to the other ranks.
+// Prepares the device of this rank, and fills in `hello`, the message to other ranks.
 Status EagerCuda::Prepare(Hello* hello) {
   CudaOptions cuda = options_.cuda;
   cuda.checks_consistency = false;
@@ -344,8 +344,8 @@ Status EagerCuda::Run(const Call& call,
   const auto device = communicator();
   const Status status = device->RunAfter(call, after, done);
   if (status.ok()) return status;
-  // Record the end behind the work that the failed call may have enqueued. If even that
-  // fails, nothing runs on the stream.
+  // Record the end event after the work that the failed call may have enqueued. If even
+  // OnCommStream fails, nothing runs on the stream.
   (void)device->OnCommStream([&](cuda::Stream stream) {
     const cuda::Driver& driver = context()->driver();
     return driver.Check(driver.EventRecord(done, stream), "cuEventRecord");

@@ -28,7 +28,7 @@ namespace ringjax {
 
 struct EagerCudaOptions {
   CudaOptions cuda;  // `device` is ignored: the first tensors decide
-  // The device of a rank that joins before it has any tensors; -1 if it has none.
+  // The device of a rank that joins before it has any tensors; -1 for no device.
   int fallback_device = -1;
   std::vector<std::string> nccl;  // paths to try; "" is the loader's own search
 };

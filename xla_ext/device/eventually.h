@@ -14,7 +14,7 @@ inline bool Eventually(double seconds, const std::function<bool()>& done) {
     const std::chrono::duration<double> waited =
         std::chrono::steady_clock::now() - start;
     if (waited.count() > seconds) return false;
-    // Poll often at first: a commit of the training state may wait here.
+    // Poll often at first, because a commit of the training state may wait here.
     std::this_thread::sleep_for(
         std::chrono::microseconds(waited.count() < 1e-3 ? 50 : 1000));
   }

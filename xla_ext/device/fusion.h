@@ -24,7 +24,7 @@ enum class Fusion : uint8_t {
   kGroup,  // packs no tensor: one NCCL operation per tensor, all in one group
 };
 
-// Parses "hybrid", "pack" or "group"; kInvalidArgument for any other name.
+// Parses "hybrid", "pack" or "group"; fails with kInvalidArgument for other names.
 Result<Fusion> FusionFromName(std::string_view name);
 
 struct FusionOptions {

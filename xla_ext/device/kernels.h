@@ -16,7 +16,8 @@
 
 namespace ringjax::cuda {
 
-// Returns whether pack.cu casts and scales this dtype. It only copies other dtypes.
+// Returns whether pack.cu casts and scales this dtype. pack.cu only copies the elements
+// of other dtypes.
 inline bool HasArithmetic(DType t) {
   return t != DType::kBool && t != DType::kI16 && t != DType::kU16 && !IsComplex(t);
 }

@@ -9,7 +9,7 @@ namespace ringjax {
 namespace {
 
 constexpr int kNone = -1;
-// NCCL's type for the components of each DType.
+// The NCCL type for each DType; for complex numbers, that of the real part.
 constexpr int kNcclTypes[kDTypeCount] = {
     nccl::kUint8,    nccl::kInt8,    kNone,          nccl::kInt32,   nccl::kInt64,
     nccl::kUint8,    kNone,          nccl::kUint32,  nccl::kUint64,  nccl::kFloat16,

@@ -148,7 +148,8 @@ Status CheckAlike(const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
 }
 
 // The shards of this device among those of all devices, as in Part
-// (engine/communicator/device_rendezvous.h), and the text that says how they are cut.
+// (engine/communicator/device_rendezvous.h), and the text that says how the tensors are
+// cut into shards.
 struct Cut {
   int32_t device;
   int64_t run;
@@ -159,7 +160,8 @@ struct Cut {
 // Compares once for all devices of this process; `all` has the hashes as its tensors.
 Status CompareTogether(Check check, uint64_t cut, uint64_t ticket, const Call& all) {
   check.ticket = ticket;
-  // Ranks that cut their tensors in different ways have no shards in common to compare.
+  // If the ranks cut their tensors in different ways, there are no equal shards to
+  // compare.
   auto other = check.Difference({&cut, 1}, "their shards");
   RJ_TRY(other.status());
   if (!other.value().empty()) {

@@ -17,7 +17,8 @@ auto& registry = *new std::map<int64_t, Registered>;
 std::atomic<FailureHook> failure_hook{nullptr};
 
 // The number of attributes that every call has; attributes() in xla/primitive.py makes
-// them. A call with a timeout of its own, or over several devices, has more.
+// these attributes. A call with a timeout of its own, or over several devices, has more
+// attributes.
 constexpr size_t kUsualAttributes = 15;
 
 Status BadCall(const std::string& what) {

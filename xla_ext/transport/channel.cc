@@ -232,8 +232,8 @@ ssize_t Channel::Receive(std::span<const iovec> pieces) {
     if (moved == total) return static_cast<ssize_t>(moved);
     const int opened = Open();
     if (opened < 0) broken_ = errno;
-    // If bytes were moved, this call returns them, and the next call reports the error.
-    // An end of the stream (Fill, below) is reported in the same way.
+    // If this call has moved bytes, it returns their count, and the next call reports
+    // the error. The end of the stream (Fill, below) is reported in the same way.
     if (opened < 0) return moved > 0 ? static_cast<ssize_t>(moved) : Fail(broken_);
     if (opened > 0) continue;
     const ssize_t n = Fill();

@@ -34,8 +34,9 @@
 
 namespace ringjax {
 
-// One side's half of the shared state. Its owner writes it and the peer only reads it.
-// A half that is all zeros is valid, so fresh shared memory needs no initialisation.
+// One side's half of the shared state. The owner of a half writes it, and the peer only
+// reads it. A half that is all zeros is valid, so fresh shared memory needs no
+// initialisation.
 struct CmaState {
   Proof proof;  // shows which process owns this half
   // Bytes that the owner, as a sender, has exposed.
@@ -86,8 +87,8 @@ class CmaEndpoint {
   // ring. Use it for new messages, and fell_back() for a message that is under way.
   bool PeerCanRead() const { return LoadPeer().can_read; }
 
-  // Lets the peer read the next `bytes` bytes of the announced message. They must be
-  // final, and stay so until they are acknowledged.
+  // Lets the peer read the next `bytes` bytes of the announced message. The bytes must
+  // not change until they are acknowledged.
   void Expose(uint64_t bytes);
 
   // Bytes exposed so far. Counts all messages of the link.

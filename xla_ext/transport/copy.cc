@@ -15,8 +15,8 @@
 namespace ringjax {
 namespace {
 
-// Copies of fewer bytes use memcpy, which is fast for them. With sanitizers all copies
-// use memcpy, because sanitizers check its arguments.
+// Copies of fewer bytes use memcpy, which is fast for short copies. With sanitizers all
+// copies use memcpy, because sanitizers check its arguments.
 #if defined(RINGJAX_SANITIZED)
 constexpr size_t kShort = SIZE_MAX;
 #else

@@ -56,7 +56,7 @@ class Link : public Waitable {
   virtual Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) = 0;
   virtual void Consume(size_t bytes) = 0;  // bytes <= the last Peek
 
-  // This side's end of single copy (cma.h); null if the transport has none.
+  // Returns this side's end of single copy (cma.h), or null if there is no single copy.
   virtual CmaEndpoint* cma() { return nullptr; }
 
   // Sends bytes that TryWrite or Commit has only staged. Returns true if none are left.
@@ -93,9 +93,9 @@ std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
     size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
 
 // Makes a link over TCP. `sockets` are connected and authenticated, and both ends pass
-// the same number in the same order; long messages are striped over them. Takes
-// ownership of the descriptors, even on failure. `keys` has a key for each socket
-// (channel.h), or is empty.
+// equally many in the same order; long messages are striped over them. Takes ownership
+// of the descriptors, even on failure. `keys` has a key for each socket (channel.h), or
+// is empty.
 Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
                                           std::span<const std::string> keys = {});
 

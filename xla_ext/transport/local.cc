@@ -1,6 +1,6 @@
-// Links and shared segments within one process, whose threads act as ranks. They run
-// the code of links and segments over shared memory, so that sanitizers can check that
-// code; only the origin of the memory differs.
+// Links and shared segments within one process, whose threads act as ranks. These links
+// and segments run the same code as those between processes, so that sanitizers can
+// check that code; only the origin of the memory differs.
 #include <unistd.h>
 
 #include <cstdlib>

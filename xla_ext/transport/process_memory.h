@@ -29,8 +29,8 @@ Proof OwnProof();
 
 class ProcessMemory {
  public:
-  // `pid` is the process id in the PID namespace of this process; if it is 0, the
-  // process is unknown and nothing can be read.
+  // `pid` is the process id in the PID namespace of this process. If `pid` is 0, the
+  // process is unknown and its memory cannot be read.
   ProcessMemory(pid_t pid, const Proof& proof) : pid_(pid), proof_(proof) {}
 
   // Returns whether the memory can be read and belongs to the process of the proof.

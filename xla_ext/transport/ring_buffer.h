@@ -52,7 +52,7 @@ class RingEnd {
   RingEnd(RingPositions* shared, std::byte* data, size_t capacity)
       : shared_(shared), data_(data), capacity_(capacity) {}
 
-  // Whether the other side has published an impossible position. No bytes move then.
+  // Whether the other side has published an impossible position, so that no bytes move.
   bool broken() const { return broken_; }
 
  protected:
@@ -124,7 +124,8 @@ class RingWriter : public RingEnd {
  private:
   void Refresh() {
     const uint64_t read = LoadShared(shared_->read);
-    // A valid position of the reader lies between its last one and the writer's.
+    // A valid new position of the reader lies between its last position and the
+    // writer's.
     if (read - other_ > position_ - other_) {
       broken_ = true;
     } else {
@@ -174,8 +175,8 @@ class RingReader : public RingEnd {
   }
   void Refresh() {
     const uint64_t written = LoadShared(shared_->written);
-    // A valid position of the writer lies between its last one and one full ring ahead
-    // of the reader's.
+    // A valid new position of the writer lies between its last position and the
+    // reader's position plus one full ring.
     const uint64_t seen = other_ - position_;
     const uint64_t ahead = written - position_;
     if (ahead < seen || ahead > capacity_) {

@@ -6,7 +6,8 @@
 namespace ringjax {
 namespace {
 
-// A long copy is published in parts of this size, so that both sides copy at once.
+// A long copy is published in parts of this many bytes, so that both sides copy at the
+// same time.
 constexpr size_t kPublishEvery = 32 << 10;
 
 // Moves bytes between `pieces` and a ring, and calls `publish` after each part. Ends

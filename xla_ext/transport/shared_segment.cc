@@ -17,9 +17,9 @@ constexpr size_t RoundUp(size_t bytes, size_t unit) {
 // same set of a cache.
 constexpr size_t kStagger = 2 * kLineBytes;
 // A call of 64 KiB with its header fits an inline slot, unless there are so many ranks
-// that their slots would take too much memory.
+// that all slots together would take too much memory.
 constexpr size_t kMaxInline = 65 << 10, kMinInline = 16 << 10;
-// The most bytes of the slots of all ranks for one call.
+// The limit in bytes for the slots of all ranks in one call.
 constexpr size_t kMaxInlineOfAll = 1 << 20;
 constexpr size_t InlineBytes(int size) {
   const size_t share = kMaxInlineOfAll / static_cast<size_t>(size) / kPage * kPage;

@@ -22,8 +22,8 @@ namespace ringjax {
 
 class SharedSegment : public Waitable {
  public:
-  // The counters of a rank. Each only grows. kAgreed and kEnded count calls; the others
-  // count tiles that have passed a phase (engine/call/tiles.h).
+  // The counters of a rank, none of which ever decreases. kAgreed and kEnded count
+  // calls; the others count tiles that have passed a phase (engine/call/tiles.h).
   enum Counter { kAgreed, kCopiedIn, kReduced, kFinished, kEnded, kCounters };
 
   static constexpr size_t kHeaderBytes = 64;  // header in front of inline data
@@ -40,7 +40,7 @@ class SharedSegment : public Waitable {
   // successive sets of slots, of which there are at least two. Aligned to a cache line.
   std::byte* InlineSlot(uint64_t turn, int rank) const;
   // Returns the area of `rank`; for rank == size() the area for results that all ranks
-  // read. It has area_bytes() bytes and is aligned to a cache line.
+  // read. An area has area_bytes() bytes and is aligned to a cache line.
   std::byte* Area(int rank) const;
   // Bytes of an area that all messages so far have used; equal on all ranks. A message
   // begins where the last message ended, and not at the beginning of the area. So the
@@ -69,7 +69,7 @@ class SharedSegment : public Waitable {
   // with the counters: if a Look after Stop misses a peer's update, then the peer's
   // next Stopped() sees the mark.
   void Stop();
-  // Returns the lowest peer that has called Stop; -1 if there is none.
+  // Returns the lowest peer that has called Stop, or -1 if no peer has called Stop.
   int Stopped() const;
 
   // Requests a wake-up for each advance of any counter of any peer, and for a peer that

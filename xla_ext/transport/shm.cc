@@ -45,7 +45,7 @@ Status Refused(const std::string& what) {
 }
 
 // Checks that the memfd has `bytes` bytes and can never be resized. If a peer could
-// shrink it, later accesses would raise SIGBUS.
+// shrink the memfd, later accesses would raise SIGBUS.
 Status CheckMemfd(int memfd, size_t bytes) {
   struct stat info;
   if (fstat(memfd, &info) != 0) return Refused("shared memory: fstat");

@@ -58,8 +58,8 @@ class Staging {
     begin_ += n;
     if (begin_ == end_) begin_ = end_ = 0;
   }
-  // Moves the bytes to the front of the buffer. Peek calls Compact when less than one
-  // element is left.
+  // Moves the bytes to the front of the buffer. Peek calls Compact if the buffer
+  // contains less than one element.
   void Compact() {
     if (begin_ == 0) return;
     std::memmove(bytes_.get(), data(), size());
@@ -214,8 +214,8 @@ Result<size_t> TcpLink::TryRead(std::span<const iovec> pieces) {
       }
       continue;
     }
-    // A short read also takes the bytes that follow, into staging, so that one system
-    // call receives a header and the payload behind it.
+    // A short read also moves the bytes that follow into the staging buffer, so that
+    // one system call receives a header and the payload behind it.
     size_t ahead = 0;
     if (n < kShortRead) {
       ahead = std::min(kReadAhead, BlockLeft(in_) - n);

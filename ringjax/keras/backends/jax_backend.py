@@ -26,7 +26,7 @@ from ringjax.xla import parameter_check
 
 
 class _JaxBackend(Backend):
-    """Reduces by XLA calls, in compiled steps and outside of them."""
+    """Reduces gradients with XLA custom calls, inside and outside of compiled steps."""
 
     name = "jax"
 
@@ -112,7 +112,7 @@ def _initial_state() -> AllreduceState:
 def _check_parameters(
     variables: Sequence[Variable], options: ReductionOptions
 ) -> AllreduceState:
-    """In some steps compares the variables. Returns the order value for the reduction.
+    """Compares the variables in some steps; returns the reduction's order value.
 
     Keras does not number its train steps, so the comparison counts its own calls.
     """

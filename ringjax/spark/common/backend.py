@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Runs a function in ranks; a program's own backend has these two methods."""
+    """Runs a function in ranks. A program's own backend needs both methods below."""
 
     @abstractmethod
     def run(

@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass
 class ParquetRows:
-    """The rows of Parquet files, and their division among ranks.
+    """The rows of a set of Parquet files, and the division of the rows among ranks.
 
     `names` are the names of the columns. If `keep` is true, a rank keeps its decoded
     rows in memory.
@@ -153,7 +153,7 @@ class ParquetRows:
     def _read(
         self, groups: Sequence[RowGroup], first: int, end: int
     ) -> Iterator[Columns]:
-        """Yields the rows `first` to `end` of these row groups, in decoded parts."""
+        """Yields the rows `first` to `end` of the row groups, in decoded parts."""
         begin = 0
         file, path = None, ""
         for group in groups:
@@ -193,7 +193,7 @@ class ParquetRows:
 def _shuffle(
     chunks: Iterator[Columns], room: int, random: np.random.Generator
 ) -> Iterator[Columns]:
-    """Yields rows in random order; keeps `room` rows in memory to choose from."""
+    """Yields rows in random order. Each row is chosen among `room` rows in memory."""
     pool: Columns = {}
     for chunk in chunks:
         rows = _concatenate([pool, chunk] if pool else [chunk])

@@ -45,7 +45,7 @@ class Store:
 
 
 class FilesystemStore(Store):
-    """A folder on a filesystem.
+    """A store in a folder of any filesystem that pyarrow or fsspec supports.
 
     Args:
         prefix_path: a path of this machine, or a URL such as ``s3://bucket/folder``.
@@ -81,7 +81,7 @@ class FilesystemStore(Store):
         return self.get_full_path(path) if path else f"{self.prefix_path}/{name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the open filesystem, because another process opens its own."""
+        """Leaves out the open filesystem: each process opens the filesystem itself."""
         return {**self.__dict__, "_fs": None}
 
     # -- paths -------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class FilesystemStore(Store):
         return self.get_run_path(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        """Returns the file name of the checkpoint in its folder."""
+        """Returns the file name of a run's checkpoint."""
         return self._checkpoint_filename
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:

@@ -131,7 +131,7 @@ def prepare_data(
     verbose: int = 0,
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Writes a DataFrame's columns to a store, unless they are there.
+    """Writes a DataFrame's columns to a store, unless the store has them already.
 
     Args:
         num_processes, partitions_per_process: their product is the largest number of

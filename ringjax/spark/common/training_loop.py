@@ -59,7 +59,7 @@ class TrainingJob:
     checkpoint: bytes | None = None
 
     def batches(self, first_epoch: int = 0) -> Iterator[Batch]:
-        """Yields this rank's training batches of all epochs, without an end."""
+        """Yields this rank's training batches, epoch after epoch, without an end."""
         for epoch in itertools.count(first_epoch):
             batches = self.rows.batches(
                 runtime.rank(),
@@ -117,7 +117,7 @@ class ModelTrainer(Protocol):
         """Returns a checkpoint of the model, the optimizer and the history."""
 
     def loads(self, checkpoint: bytes) -> History:
-        """Restores a checkpoint; returns its history."""
+        """Restores a checkpoint, and returns the history in the checkpoint."""
 
 
 def train(
@@ -200,7 +200,7 @@ def ringjax_initialized() -> Iterator[None]:
 def _global_means(
     step: Callable[[Batch], Sequence[float]], batches: Iterator[Batch]
 ) -> list[float]:
-    """Runs steps; returns the means of their results over the rows of all ranks."""
+    """Runs steps; returns the means of the steps' results over all ranks' rows."""
     sums = sum(
         np.array([*step(batch), 1.0], np.float64) * batch.rows for batch in batches
     )

@@ -1,4 +1,4 @@
-"""Training and prediction with a Flax model, in ranks and tasks of an estimator."""
+"""Trains a Flax model in the ranks of an estimator, and predicts in Spark tasks."""
 
 from __future__ import annotations
 

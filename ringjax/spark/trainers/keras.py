@@ -1,4 +1,4 @@
-"""Training and prediction with a Keras model, in ranks and tasks of an estimator.
+"""Trains a Keras model in the ranks of an estimator, and predicts in Spark tasks.
 
 Keras is imported inside of the functions, because its backend must be chosen before the
 import.
@@ -124,7 +124,7 @@ def _fit(
 
 
 def _validation(keras: Keras, job: TrainingJob, batches: _KerasBatches) -> Any:
-    """Returns the validation batches as a dataset; each epoch reads them again.
+    """Returns the validation batches as a dataset, which each epoch reads again.
 
     Keras reads a batch in advance to learn its structure. A generator would lose that
     batch, so this is a dataset that can be read from any index.
@@ -169,7 +169,7 @@ class _KerasBatches:
             self._labels = [tuple(shape[n:]) for shape, n in pairs]
 
     def training(self, first_epoch: int) -> Iterator[FitBatch]:
-        """Yields the training batches of all epochs, without an end."""
+        """Yields the training batches, epoch after epoch, without an end."""
         # `fit` accepts a generator, but no other iterator.
         for batch in self._job.batches(first_epoch):
             yield self.convert(batch)
@@ -262,7 +262,7 @@ def _checkpoint_callback(
 
 
 def _select_gpu(backend: str) -> None:
-    """Makes this rank use one of its GPUs; for JAX, `ringjax.init` selects the GPU."""
+    """Makes Keras use one GPU of this rank; for JAX, `ringjax.init` selects the GPU."""
     if backend == "tensorflow":
         config = importlib.import_module("tensorflow").config
         if gpus := config.list_physical_devices("GPU"):

@@ -1,4 +1,4 @@
-"""Training and prediction with a PyTorch model, in ranks and tasks of an estimator."""
+"""Trains a PyTorch model in the ranks of an estimator, and predicts in Spark tasks."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _row_losses(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.
 def bind_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer, or a new one of its class with the model's parameters."""
+    """Returns `optimizer`, or a copy of it with the model's parameters."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if own <= {id(parameter) for parameter in model.parameters()}:
         return optimizer

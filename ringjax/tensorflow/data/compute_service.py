@@ -1,4 +1,4 @@
-"""TensorFlow's data service for a training job: its configuration and both its sides.
+"""TensorFlow's data service: its configuration, and its functions for both jobs.
 
 The processes of the compute job run `compute_worker_fn`. The training program calls
 `send_to_data_service` on its dataset. The two jobs find each other through the registry
@@ -28,7 +28,7 @@ from ringjax.tensorflow.reductions import allreduce
 from ringjax.tensorflow.tf_types import Server
 
 _service = tf.data.experimental.service
-# The seconds to wait until nobody reads from a worker. A worker reports its readers
+# The seconds to wait until no trainer reads from a worker. A worker reports its readers
 # every second, so at least one report arrives within this time.
 _STOP_TIMEOUT = 1.5
 _kept_alive: list[Server] = []
@@ -100,7 +100,7 @@ class TfDataServiceConfig:
     def read(
         filename: str, wait_for_file_creation: bool = False
     ) -> TfDataServiceConfig:
-        """Reads the file, and first waits for it if `wait_for_file_creation`.
+        """Reads the file; `wait_for_file_creation` first waits until the file exists.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -55,7 +55,7 @@ class VariablesHandler(StateHandler):
         found = as_variable_list(self._variables(self.value))
         if self._session is not None:
             return list(self._session.run(found))
-        # The array shares the memory of the variable, which copies on its next write.
+        # The array shares the memory of the variable. The next write uses new memory.
         return [variable.read_value().numpy() for variable in found]
 
     def load(self, state: Values) -> None:

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TorchStateHandler(StateHandler):
-    """Base class of the handlers of objects that have a `state_dict`.
+    """Base class of handlers that save and restore objects with a `state_dict`.
 
     As in Horovod's elastic training, objects in a state dict that are not plain data
     are pickled when the state is sent.
@@ -52,7 +52,7 @@ class SchedulerStateHandler(TorchStateHandler):
     """Saves and restores a learning-rate scheduler."""
 
 
-# The pairs of a type and the class of its handler.
+# Pairs of a type and the handler class for objects of this type.
 Registry: TypeAlias = list[tuple[type, type[StateHandler]]]
 
 _handler_registry: Registry = [
