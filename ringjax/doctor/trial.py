@@ -45,8 +45,7 @@ class TrialResult(TypedDict, total=False):
         hosts: number of hosts.
         predicted: seconds that the cost model predicts; not set on one host.
         remembered: age in seconds of the cost model's measured parameters; 0 if this
-        job has
-            measured them.
+            job has measured them.
         file: the file that holds these parameters.
     """
 

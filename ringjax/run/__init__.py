@@ -2,7 +2,7 @@
 
 The package itself can be called, so `ringjax.run(...)` means the function even after a
 module of the package was imported. horovod_arguments.py accepts the arguments that only
-Horovod has. The package does not import jax. job.py runs a job.
+Horovod's function has. The package does not import jax. job.py runs a job.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def run(
 
 
 def only_one(**values: int | None) -> int | None:
-    """Returns the value of an argument that has two names.
+    """Returns the one value of an argument that has two names.
 
     Raises:
         ValueError: the user has given two values.
@@ -169,7 +169,7 @@ def _result(blob: bytes, rank: int) -> Any:
 
 
 class _RunModule(types.ModuleType):
-    """The class of this module, which makes it callable."""
+    """The class of the module `ringjax.run`, which makes the module callable."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # cloudpickle recognizes modules only by their exact class. It pickles this

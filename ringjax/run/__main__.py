@@ -1,11 +1,11 @@
-"""The console script `ringrun`, which is `python -m ringjax.run`, too."""
+"""Entry point of the console script `ringrun` and of `python -m ringjax.run`."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """Runs the launcher. A Ctrl-C during the imports prints no traceback."""
+    """Runs the launcher. Ctrl-C during the imports ends it without a traceback."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

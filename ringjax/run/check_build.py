@@ -1,4 +1,4 @@
-"""`ringrun --check-build`: shows which frameworks and transports are usable here.
+"""`ringrun --check-build`: shows which frameworks and transports can be used here.
 
 This module finds packages and libraries without loading them. It loads only the native
 core, which reports its CUDA architectures and the devices that the driver finds.
@@ -42,17 +42,17 @@ def _package(module: str, distribution: str, title: str) -> str:
 
 
 def _adapter(module: str, title: str) -> str:
-    """Returns the line about a framework that has a module in ringjax."""
+    """Returns the line about a framework for which ringjax has an adapter."""
     if not _found(f"ringjax.{module}"):
         return _line(False, title)
     return _package(module, module, title).replace("\n", f" (ringjax.{module})\n")
 
 
 def library(pattern: str, packages: str) -> str | None:
-    """Returns the path of a shared library, from a pip package or the linker's folders.
+    """Returns the path of a shared library in a pip package or a system folder.
 
-    The file name is a `pattern` with wildcards. `packages` is the folder of the pip
-    package below site-packages.
+    `pattern` is the file name with wildcards. `packages` is the folder of the pip
+    package in site-packages.
     """
     roots = [
         *(os.path.join(p, packages) for p in sys.path if p.endswith("-packages")),

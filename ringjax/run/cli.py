@@ -1,4 +1,4 @@
-"""`ringrun`: starts the ranks of a job, shows their output, and ends with an exit code.
+"""`ringrun`: starts the ranks of a job, shows their output, and returns an exit code.
 
 This module makes a `Job` from the command line, and job.py runs the job. No module of
 ringrun imports jax, so that ringrun starts quickly.
@@ -29,7 +29,7 @@ from ringjax.settings import version as package
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Runs the job that the options describe; returns the exit code.
+    """Runs the job that the options describe. Returns the exit code for ringrun.
 
     Raises ValueError or RingjaxError if the job cannot be started.
     """
@@ -81,7 +81,7 @@ def launch(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-# The id of every job of --listen without RINGJAX_JOB. Their secrets distinguish them.
+# The job id that all jobs of --listen use without RINGJAX_JOB. Their secrets differ.
 _JOB = b"ringrun!".hex()
 
 
@@ -96,7 +96,7 @@ def _secret(config: Config, option: str) -> bytes:
 
 
 def _listening(where: str, config: Config) -> ListenOptions:
-    """Parses the value of --listen; raises ValueError if it is wrong."""
+    """Parses the value of --listen. Raises ValueError if the value is wrong."""
     host, colon, port = where.rpartition(":")
     number = int(port) if port.isdecimal() and len(port) <= 5 else 0
     if not 0 < number < 65535 or (colon and not host):
@@ -135,10 +135,10 @@ def join(args: argparse.Namespace) -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Opens standard streams that were closed when this process was started.
+    """Opens standard streams that are closed when ringrun starts.
 
-    Otherwise the next socket would get the number of a standard stream, and ringrun
-    would write the output of ranks into the socket.
+    Otherwise the next socket would get the descriptor of a standard stream, and ringrun
+    would write the output of ranks into that socket.
     """
     for fd in (0, 1, 2):
         try:

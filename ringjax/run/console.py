@@ -1,4 +1,4 @@
-"""The console: shows the output of all ranks with prefixes, and copies it to files.
+"""Console: shows the output of all ranks with prefixes, and copies the output to files.
 
 On a terminal the prefix of a line is a coloured `[rank]`. In a log the prefix is
 Horovod's `[rank]<stdout>:`, so that scripts that parse such logs keep working. Files
@@ -23,8 +23,8 @@ from ringjax.run import environ
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _MAX_PARTIAL = 1 << 16  # most bytes of a line that wait for the end of the line
 _BAR_INTERVAL = 10.0  # seconds between two states of a progress bar in a log
-# This pattern matches lines that do not say why a rank has failed: progress bars, and
-# lines that JAX, ringjax and C++ libraries print below the message of an error.
+# Lines that do not explain why a rank has failed: progress bars, and lines that JAX,
+# ringjax and C++ libraries print below an error message.
 _NO_REASON = re.compile(
     r"-+$|For simplicity, JAX has removed its internal frames"
     r"|Help: ringjax explain \w+$|\[ringjax\b|@ +0x[0-9a-f]+ |\*\*\* |.*\d%\|"
@@ -34,26 +34,26 @@ _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def padded(rank: int, size: int) -> str:
-    """Pads a rank with zeros as Horovod does, so that folders are sorted by rank."""
+    """Pads a rank with zeros, as Horovod does, so that names are sorted by rank."""
     return str(rank).zfill(len(str(size - 1)))
 
 
 class Console:
-    """A console that merges the output of `size` ranks on ringrun's output streams.
+    """Merges the output of `size` ranks on the output streams of ringrun.
 
-    If a copy cannot be written any more, for example because the disk is full, one line
-    tells the user, and the job and the other copies continue.
+    If a copy cannot be written any more, for example because the disk is full, the
+    console prints one line about the copy, and the job and the other copies continue.
 
     Args:
-        directory: if given, DIR/rank.N/stdout and stderr get a copy.
+        directory: if not None, DIR/rank.N/stdout and DIR/rank.N/stderr receive copies.
         timestamps: whether the local time comes before every prefix.
         python: whether to write to sys.stdout and sys.stderr, which a notebook may have
             replaced, and not to the descriptors of the process.
         plain: whether standard output has no prefixes, because only one rank prints.
 
     Attributes:
-        labels: prefixes of clients (ssh), whose numbers are negative.
-        ranks: ranks of the workers of an elastic job, by number.
+        labels: prefixes for the output of clients (ssh), by their negative ids. ranks:
+        for an elastic job, the rank of each worker, by worker id.
         on_note: called with each line of `note`.
     """
 
@@ -77,10 +77,11 @@ class Console:
         self.ranks: dict[int, int] = {}
         self._colour = environ.wants_colour()
         self._partial: dict[tuple[int, str], bytes] = {}
-        # The rank and stream whose unfinished line is the last line on the terminal.
+        # The rank and stream that have written the unfinished last line on the
+        # terminal.
         self._unfinished: tuple[int, str] | None = None
         self._last: dict[int, str] = {}  # the last line of error output, by rank
-        # The time of the last state of a progress bar, by rank and stream.
+        # When a state of a progress bar was last shown, by rank and stream.
         self._bars: dict[tuple[int, str], float] = {}
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._directory = Path(directory) if directory else None
@@ -97,7 +98,7 @@ class Console:
             self._files[name, stream] = (place / stream).open("wb", buffering=0)
 
     def add(self, worker: int, rank: int) -> None:
-        """Adds a worker of an elastic job whose first rank is `rank`.
+        """Prepares the output of a worker of an elastic job, whose rank is `rank`.
 
         The output of the first `size` workers is copied to rank.N, and the output of
         later workers to worker.N.
@@ -110,18 +111,18 @@ class Console:
                 self.note(f"no copy of the output of worker {worker}: {error}")
 
     def remove(self, worker: int) -> None:
-        """Closes the files of a worker whose output has ended."""
+        """Closes the files of a worker that has ended all its output."""
         for stream in _STREAMS:
             self._close(self._files.pop((worker, stream), None))
 
     def last_error(self, rank: int) -> str:
-        """Returns the last line of error output that may explain a failure."""
+        """Returns the last line of a rank's error output that may explain a failure."""
         return self._last.get(rank, "")
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        """Shows whole lines of a rank's output. An unfinished line waits for its end.
+        """Shows the complete lines of a rank's output, and keeps an unfinished line.
 
-        Empty `data` means that the stream has ended.
+        Pass empty `data` at the end of the stream.
         """
         if not data:
             self._finish(rank, stream)
@@ -148,7 +149,7 @@ class Console:
             self._show(key, pieces)
 
     def _drop_bar_states(self, key: tuple[int, str], lines: list[bytes]) -> list[bytes]:
-        """Drops most states of progress bars, which end with a carriage return.
+        """Removes most states of progress bars, which end with a carriage return.
 
         On a terminal or in a notebook only rank 0 shows its bar, because the bars of
         several ranks would overwrite each other. In a log one state in `_BAR_INTERVAL`
@@ -197,7 +198,7 @@ class Console:
         for line in reversed(lines):
             text = line.decode(errors="replace")
             # This loop reads backwards. An indented line, such as a location in the
-            # program, belongs to a line above. A line with \r is a progress bar.
+            # program, belongs to a line above it. A line with \r is a progress bar.
             if _NO_REASON.match(text.strip()):
                 found = ""  # the indented lines below belong to this line: drop them
             if not text.strip() or "\r" in text or _NO_REASON.match(text.strip()):
@@ -210,13 +211,13 @@ class Console:
             self._last[rank] = found
 
     def _finish(self, rank: int, stream: str) -> None:
-        """Ends the last line of a stream that has ended."""
+        """Shows the unfinished last line of a stream that has ended."""
         rest = self._partial.pop((rank, stream), b"")
         if rest or self._unfinished == (rank, stream):
             self._show((rank, stream), [rest + b"\n"])
 
     def idle(self) -> None:
-        """Shows unfinished lines on terminals; called when no output arrives."""
+        """Shows unfinished lines on terminals. Call this while no output arrives."""
         for key, rest in list(self._partial.items()):
             if self._terminal[_STREAMS[key[1]]]:
                 del self._partial[key]
@@ -237,7 +238,7 @@ class Console:
         return f"{time_text} {label} ".lstrip().encode()
 
     def _show(self, key: tuple[int, str], pieces: list[bytes]) -> None:
-        """Writes lines with prefixes. Only the last line may be unfinished."""
+        """Writes lines with their rank's prefix. Only the last may be unfinished."""
         target = _STREAMS[key[1]]
         prefix = self._prefix(*key)
         within = b"\n" + prefix
@@ -245,7 +246,7 @@ class Console:
             piece[:-1].replace(b"\n", within) + piece[-1:] for piece in pieces
         )
         if self._unfinished == key:
-            # `text` continues the line of this rank that is shown already.
+            # `text` continues the unfinished line of this rank on the terminal.
             text = text[len(prefix) :]
         else:
             self._end_line()
@@ -259,12 +260,12 @@ class Console:
             self._write(_STREAMS[stream], b"\n")
 
     def note(self, text: str) -> None:
-        """Writes a line of ringrun itself to standard error."""
+        """Writes a message of ringrun to standard error, as one line."""
         self.write_lines(f"ringrun: {text}")
         self.on_note(text)
 
     def write_lines(self, text: str) -> None:
-        """Writes lines of ringrun without a prefix to standard error."""
+        """Writes text of ringrun to standard error, without a prefix."""
         self._end_line()
         self._write(2, f"{text}\n".encode(errors="replace"))
 
@@ -278,9 +279,9 @@ class Console:
         self._files.clear()
 
     def _write(self, target: int, data: bytes) -> None:
-        """Writes all data to standard output (1) or standard error (2).
+        """Writes `data` to standard output (1) or standard error (2).
 
-        After the first error a line on the other stream tells the user.
+        After the first error, prints one line about the error on the other stream.
         """
         if target in self._lost:
             return
@@ -290,7 +291,8 @@ class Console:
                 if file is not None:  # a stream that was closed at the start is None
                     name = getattr(file, "encoding", None) or "utf-8"
                     text = data.decode(errors="replace")
-                    # A character that the stream cannot show becomes a "?".
+                    # Write "?" for a character that the encoding of the stream does not
+                    # contain.
                     file.write(text.encode(name, "replace").decode(name))
                     file.flush()
             else:
@@ -323,7 +325,7 @@ def pipe_standard_input(source: int = 0) -> int:
     reader, writer = os.pipe()
 
     def pass_on() -> None:
-        # The rank may end, or close its input, before it has read everything.
+        # The rank may end, or may close its input, before it has read all the data.
         with open(writer, "wb", buffering=0) as pipe, contextlib.suppress(OSError):
             while piece := os.read(source, 1 << 16):
                 pipe.write(piece)
@@ -334,7 +336,7 @@ def pipe_standard_input(source: int = 0) -> int:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    # A stream that was closed at the start is None, and a stream that was closed later
+    # A stream is None if it was closed before the start. A stream that was closed later
     # raises ValueError.
     with contextlib.suppress(ValueError):
         return stream is not None and stream.isatty()
@@ -342,7 +344,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _write_all(target: int, data: bytes) -> None:
-    """Writes to a descriptor, which another program may have made non-blocking."""
+    """Writes all data to a descriptor, even if the descriptor is non-blocking."""
     view = memoryview(data)
     while view:
         try:

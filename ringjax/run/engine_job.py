@@ -1,8 +1,8 @@
-"""A job whose processes an engine starts: Ray, Spark, or an engine of your own.
+"""EngineJob: a job whose processes an engine starts, such as Ray, Spark or your own.
 
-An `EngineJob` runs in the driver of the engine. The `EngineJob` runs the coordinator,
-makes a ticket for each worker (the variables with which the worker joins the job), and
-collects the results, or the first error. Only the engine starts and ends processes.
+An `EngineJob` runs in the driver of the engine. It runs the coordinator, makes a ticket
+for each worker (the environment variables with which the worker joins the job), and
+collects the results or the first error. Only the engine starts and ends processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
 
 class EngineJob:
-    """A job on an engine, as the engine's driver sees it.
+    """A job that runs on an engine, seen from the driver of the engine.
 
     A static job has `size` workers, and worker n is rank n. The loss of a worker ends
     the job. A job with `min_size` is elastic: workers may be lost, and new workers may
-    join with numbers that were never used before.
+    join with ids that were never used before.
 
     Args:
         size: number of workers to start with.
@@ -38,8 +38,8 @@ class EngineJob:
         hosts: the addresses to listen on; by default all addresses of this machine.
         port: the port to listen on. With 0, the system chooses a free port.
         secret, job: secret and id of a job that an earlier driver began. The members of
-            that job reconnect if the earlier driver listened at the same address.
-        note: called with lines for the user.
+            that job reconnect if this driver listens at the earlier driver's address.
+        note: called with each line for the user.
 
     Raises:
         StartupError: listening is not possible.
@@ -99,7 +99,7 @@ class EngineJob:
         self._results: dict[int, Any] = {}
         self._spread = False
         self._stop = ""
-        # The numbers of workers whose processes the engine must end.
+        # The ids of workers whose processes the engine must end.
         self._fenced: list[int] = []
 
     def _new_table(self) -> WorkerTable:
@@ -111,17 +111,17 @@ class EngineJob:
 
     @property
     def workers(self) -> Mapping[int, Worker]:
-        """All workers by number, including workers that have ended."""
+        """All workers by id, including workers that have ended."""
         return self._table.workers
 
     @property
     def members(self) -> Mapping[int, int]:
-        """Ranks in the latest epoch, by number."""
+        """The ranks of the members in the latest epoch, by worker id."""
         return self._table.members
 
     @property
     def resets(self) -> int:
-        """The number of changes of the members."""
+        """How often the members of the job have changed."""
         return self._table.resets
 
     def __enter__(self) -> EngineJob:
@@ -137,14 +137,14 @@ class EngineJob:
     # -- tickets for the workers that the engine starts --------------------------------
 
     def tickets(self, nodes: Sequence[str]) -> list[dict[str, str]]:
-        """Returns a ticket, the variables of one worker, for each of `size` workers.
+        """Returns a ticket (environment variables) for each of `size` workers.
 
         Tickets contain the job's secret, so send them only over trusted channels of the
         engine. Workers on nodes with the same name share memory, so two machines must
         have different names.
 
         Args:
-            nodes: worker n runs on `nodes[n]`.
+            nodes: the name of each worker's node; worker n runs on `nodes[n]`.
 
         Raises:
             ValueError: there are not `size` nodes.
@@ -159,7 +159,7 @@ class EngineJob:
         return [{**self.common_ticket(), **place} for place in places(nodes)]
 
     def again(self) -> None:
-        """Prepares a static job for another function; the old tickets stay valid."""
+        """Prepares a static job to run another function. The old tickets stay valid."""
         self.poll()
         self._stop = ""
         self._begin([worker.slot.host for worker in self.workers.values()])
@@ -170,16 +170,16 @@ class EngineJob:
             self._table.adopt(number, WorkerSlot(node, number, number, number))
 
     def ticket(self, worker: int, node: str = "") -> dict[str, str]:
-        """Returns the ticket of one worker of an elastic job, see `tickets`.
+        """Returns the ticket of one worker of an elastic job; see `tickets`.
 
-        The rank in the ticket is the rank that the worker will probably get.
+        The ticket contains the rank that the worker will probably get.
 
         Args:
-            worker: the number of the worker.
+            worker: the id of the worker.
             node: the node on which the worker runs.
 
         Raises:
-            ValueError: the number was used before, or the job is not elastic.
+            ValueError: the id was used before, or the job is not elastic.
         """
         if not self.elastic:
             raise ValueError("a job of fixed size gives all its tickets at once")
@@ -191,12 +191,12 @@ class EngineJob:
         return {**place, **self.common_ticket(), "RINGJAX_WORKER": str(worker)}
 
     def common_ticket(self) -> dict[str, str]:
-        """Returns the variables that the tickets of all workers have in common.
+        """Returns the environment variables that all tickets have in common.
 
-        Use the common variables if the engine cannot get a ticket before it starts a
-        worker. Each worker of an elastic job also needs RINGJAX_WORKER, a number that
-        no other worker has had. Each worker of a static job also needs its element of
-        `places`.
+        Use these variables if the engine cannot receive a ticket before it starts a
+        worker. Each worker of an elastic job also needs RINGJAX_WORKER, an id that no
+        other worker has had. Each worker of a static job also needs its element of the
+        result of `places`.
         """
         found = {
             **self._env,
@@ -212,12 +212,12 @@ class EngineJob:
     # -- reports from the engine -------------------------------------------------------
 
     def runs_on(self, worker: int, node: str) -> None:
-        """Reports the node of a worker that got no ticket of its own."""
+        """Reports the node of a worker that has no ticket of its own."""
         self._table.get_or_add(worker).slot.host = node
 
     def finished(self, worker: int, result: Any = None) -> None:
         """Reports that the function of a worker has returned `result`."""
-        # Handle the events first: a worker that was dismissed also returns from its
+        # Handle the events first, because a dismissed worker also returns from its
         # function, but its return does not end the job.
         self._take_decisions()
         if self._ended(worker, 0, "it has ended without an error"):
@@ -227,8 +227,8 @@ class EngineJob:
         """Reports that a worker's process, node or function has failed.
 
         Args:
-            worker: the number of the worker.
-            why: the explanation of the engine, such as a traceback.
+            worker: the id of the worker.
+            why: the engine's explanation, such as a traceback.
             certain: whether the process has ended. A process that is only unreachable
                 may still train, so new workers must not begin the job again after all
                 other workers have ended.
@@ -236,7 +236,7 @@ class EngineJob:
         self._ended(worker, 255, why, certain)
 
     def _ended(self, number: int, code: int, why: str, certain: bool = True) -> bool:
-        """Records an end; returns False if the end was known or expected already."""
+        """Records an end. Returns False if the end was known or expected already."""
         worker = self._table.get_or_add(number)
         if worker.settled:
             return False
@@ -251,7 +251,7 @@ class EngineJob:
         """Handles events of the coordinator. Call this method a few times a second.
 
         Returns:
-            Numbers of running workers that the coordinator has declared lost. The
+            The ids of running workers that the coordinator has declared lost. The
             engine should end their processes.
         """
         self._take_decisions()
@@ -285,12 +285,12 @@ class EngineJob:
     # -- the end of the job ------------------------------------------------------------
 
     def running(self) -> list[int]:
-        """Returns the numbers of workers that were started and have not ended."""
+        """Returns the ids of workers that were started and have not ended."""
         return [n for n, worker in self.workers.items() if not worker.settled]
 
     @property
     def closing(self) -> bool:
-        """Whether a worker has finished the work, so no more workers should start."""
+        """Whether a worker has finished the work, so that no more should start."""
         ended = [w for w in self.workers.values() if w.exit_code == 0]
         return not all(worker.dismissed for worker in ended)
 
@@ -304,11 +304,11 @@ class EngineJob:
 
     @property
     def stopped(self) -> str:
-        """The reason why the job cannot continue, or an empty text."""
+        """The reason why the job cannot continue, or "" if it can."""
         return self._stop
 
     def stop(self, why: str) -> None:
-        """Makes the job fail: `results` raises an error with the reason `why`."""
+        """Makes the job fail: `results` then raises an error with the reason `why`."""
         self._stop = self._stop or why
 
     def results(self) -> list[Any]:
@@ -325,10 +325,10 @@ class EngineJob:
         raise self.failure()
 
     def failure(self) -> LaunchError:
-        """Returns an error with the rank that failed first, and with the reason."""
+        """Returns an error that names the rank that failed first, and the reason."""
         table = self._table
-        # If no worker has ended with an error, a worker that has only reported an error
-        # explains the failure.
+        # If no worker has ended with an error, use a worker that has reported an error
+        # without ending.
         worker = table.first_failure() or table.earliest(table.with_report())
         if worker is None:
             ended = "the workers ended without having finished"
@@ -346,10 +346,10 @@ class EngineJob:
 
 
 def places(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """Returns the variables with the rank and local rank of each worker.
+    """Returns the variables for the rank and local rank of each worker.
 
     Args:
-        nodes: rank n runs on `nodes[n]`.
+        nodes: the name of each rank's node; rank n runs on `nodes[n]`.
 
     Example:
         >>> [place["RINGJAX_LOCAL_RANK"] for place in places(["a", "b", "a"])]

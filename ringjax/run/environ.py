@@ -15,35 +15,37 @@ from pathlib import Path
 
 from ringjax import config
 
-# These variables describe one host, and would mislead a program on another host. The
-# agent on the other host sets the variables of the user account (`account_variables`).
+# Variables that describe one host and would mislead a program on another host. The
+# agent on the other host sets the variables of the user's account
+# (`account_variables`).
 _ACCOUNT = ("HOME", "LOGNAME", "SHELL", "USER")
 _HOST_BOUND = frozenset(
     (*_ACCOUNT, "DISPLAY", "HOSTNAME", "OLDPWD", "PWD", "SHLVL", "TERM", "TMPDIR", "_")
 )
 _HOST_BOUND_PREFIXES = ("BASH_FUNC_", "SSH_", "XDG_")
-# XLA:CPU calls malloc for every result that is not donated. If malloc returns memory to
-# the kernel, each page costs a page fault at its next use. These tunables of glibc keep
-# memory in the heap. glibc reads them when a program starts, and ignores unknown ones.
+# XLA:CPU calls malloc for every result that is not donated. If malloc returned the
+# memory to the kernel, each page would cost a page fault at its next use. These
+# tunables of glibc keep memory in the heap. glibc reads them when a program starts, and
+# ignores tunables that it does not know.
 _MALLOC = (
-    # Pages of 2 MiB are touched in a fraction of the time that pages of 4 KiB take.
+    # Touching pages of 2 MiB takes a fraction of the time of pages of 4 KiB.
     "glibc.malloc.hugetlb=1",
-    # Blocks below 32 MiB, the largest limit that every glibc allows, come from the
-    # heap. Larger blocks would fragment the heap, so the kernel gets them back.
+    # Allocate blocks below 32 MiB, the largest limit that every glibc allows, in the
+    # heap. Larger blocks would fragment the heap, so malloc returns them to the kernel.
     "glibc.malloc.mmap_threshold=33554432",
     # The heap does not shrink, so each of its pages is faulted in only once.
     "glibc.malloc.trim_threshold=1099511627776",
 )
-# Defaults for ranks; the environment of the user has priority.
+# Default variables of the ranks. The user's environment takes precedence.
 _DEFAULTS = {
-    # Otherwise Python would buffer output to a pipe, and the last lines of a rank that
-    # is killed would be lost.
+    # Otherwise Python would buffer output to a pipe, and the last lines of a killed
+    # rank would be lost.
     "PYTHONUNBUFFERED": "1",
     "GLIBC_TUNABLES": ":".join(_MALLOC),
 }
 _PREFIXES = ("RINGJAX_", "HOROVOD_")
-# A rank may start another job. The inner job must not get these variables of the outer
-# job, because the inner job has a secret, an elastic mode and ranks of its own.
+# A rank may start another job. That inner job must not inherit these variables of the
+# outer job, because it has a secret, an elastic mode and ranks of its own.
 _SECRETS = ("RINGJAX_SECRET", "RINGJAX_SECRET_FILE")
 _OUTER_JOB = ("RINGJAX_ELASTIC", "RINGJAX_SPREAD", "RINGJAX_WORKER", "RINGJAX_MONITOR")
 _RANK_VARIABLES = tuple(
@@ -68,12 +70,12 @@ def inherited() -> dict[str, str]:
 
 
 def rank_defaults() -> dict[str, str]:
-    """Returns the defaults for ranks that an engine starts."""
+    """Returns the default variables for ranks that an engine starts."""
     return {name: os.environ.get(name, value) for name, value in _DEFAULTS.items()}
 
 
 def own_settings() -> dict[str, str]:
-    """Returns the settings of ringjax in this environment, for ranks of another job."""
+    """Returns ringjax's settings in this environment, for the ranks of another job."""
     drop = (*_SECRETS, *_OUTER_JOB, *_RANK_VARIABLES)
     return {
         key: value
@@ -93,10 +95,10 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
 def split_for_host(
     env: Mapping[str, str], forwarded: Set[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Selects the variables of ranks that are valid on another host, in two dicts.
+    """Splits the variables of ranks that are valid on another host into two dicts.
 
-    An engine on the other host may replace variables in the first dict. The second one
-    contains the variables of ringjax, PYTHONPATH, and the `forwarded` variables (-x).
+    On the other host, variables of an engine take precedence over the first dict. The
+    second dict contains ringjax's variables, PYTHONPATH, and the `forwarded` ones (-x).
     """
     portable: dict[str, str] = {}
     ours: dict[str, str] = {}
@@ -109,7 +111,7 @@ def split_for_host(
 
 
 def engine_variables() -> dict[str, str]:
-    """Returns the variables of this agent that an engine may have set."""
+    """Returns those variables of this agent that an engine may have set."""
     return {
         key: value
         for key, value in os.environ.items()
@@ -118,23 +120,24 @@ def engine_variables() -> dict[str, str]:
 
 
 def account_variables() -> dict[str, str]:
-    """Returns the variables with the user, the home and the shell of this process."""
+    """Returns the variables that name the user, the home folder and the shell."""
     return {name: os.environ[name] for name in _ACCOUNT if name in os.environ}
 
 
 def agent_path() -> str:
-    """Returns the PYTHONPATH with which an agent, on any host, finds this ringjax."""
+    """Returns a PYTHONPATH by which an agent on any host finds this ringjax."""
     root = Path(config.__file__).resolve().parent.parent
     return _join([str(root), *_paths(os.environ)])
 
 
 def task_path(base: Mapping[str, str], *, same_python: bool = True) -> str:
-    """Returns the PYTHONPATH with which a rank finds the modules of this process.
+    """Returns a PYTHONPATH by which a rank finds the modules of this process.
 
     Args:
         base: the environment of the ranks.
         same_python: whether the ranks use this Python, which finds its own folders
-            without PYTHONPATH. In PYTHONPATH they could hide installed modules.
+            without PYTHONPATH. In PYTHONPATH these folders could hide installed
+            modules.
     """
     own = sysconfig.get_paths()
 
@@ -150,12 +153,12 @@ def task_path(base: Mapping[str, str], *, same_python: bool = True) -> str:
 
 
 def library_paths() -> list[str]:
-    """Returns the folders of LD_LIBRARY_PATH, which the linker searches first."""
+    """Returns the folders in LD_LIBRARY_PATH, which the linker searches first."""
     return [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
 
 
 def wants_colour() -> bool:
-    """Returns whether NO_COLOR allows colours (https://no-color.org)."""
+    """Returns whether colors are allowed: NO_COLOR forbids them (no-color.org)."""
     return not os.environ.get("NO_COLOR")
 
 

@@ -1,4 +1,4 @@
-"""Horovod's `horovod.run` and `get_driver_ip`, with all arguments of Horovod.
+"""Horovod's functions `run` and `get_driver_ip`, with all of Horovod's arguments.
 
 Arguments that choose among Horovod's launchers have no effect.
 """

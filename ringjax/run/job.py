@@ -1,10 +1,10 @@
-"""Runs one job: finds hosts, starts the coordinator and ranks, and handles losses.
+"""Runs one job: finds hosts, starts coordinator and ranks, and handles failures.
 
 One loop handles the messages of the agents and the events of the coordinator. In a
 static job the first failed rank ends the job: ringrun waits one second, in which the
-other ranks can fail with a clear error of their own, and then sends SIGTERM and later
-SIGKILL. In an elastic job the other ranks continue, and a `ReplacementPolicy` decides
-which workers ringrun starts. hosts/agent.py starts the processes of the ranks.
+other ranks can report clear errors of their own, then sends SIGTERM and later SIGKILL.
+In an elastic job the other ranks continue, and a `ReplacementPolicy` decides which
+workers ringrun starts. hosts/agent.py starts the processes of the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringjax.run.outcome import JobOutcome
 from ringjax.run.shutdown import AFTER_FAILURE, TO_LEAVE, Shutdown
 from ringjax.run.workers import Worker, WorkerSlot, WorkerTable, take_events
 
-# ringrun must start quickly, so it imports the modules below only if a job needs them.
+# ringrun must start quickly, so each job imports only those modules that it needs.
 if TYPE_CHECKING:
     from ringjax.membership.coordinator import Coordinator
     from ringjax.run.elastic.coordinator_process import CoordinatorProcess
@@ -43,12 +43,12 @@ _GATHER_TIME = 2.0  # seconds to wait for agents with ranks of an earlier ringru
 
 
 class Job:
-    """A job: `run` starts the job, and returns when all processes have ended.
+    """A job. `run` starts the job, and returns when all its processes have ended.
 
     Args:
         size: number of ranks of a static job whose hosts join by `ringrun --join`.
-            Otherwise `spec` contains the slots of a static job.
-        elastic: limits of an elastic job; None for a static job.
+            In other static jobs, `spec` contains the slots of the ranks.
+        elastic: the limits of an elastic job, or None for a static job.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Job:
     ) -> None:
         self._spec, self.console = spec, console
         self._size = size or len(spec.slots)
-        # Seconds to wait for hosts, or for workers if fewer than the least are left.
+        # How long to wait for hosts, or for new workers if fewer than the minimum are
+        # left.
         self._timeout = spec.config.elastic_timeout
         is_elastic = elastic is not None
         self._agents = AgentPool(spec, console, self)
@@ -102,19 +103,18 @@ class Job:
     # -- signals (both methods run in a signal handler) --------------------------------
 
     def forward_signal(self, number: int) -> None:
-        """Forwards a signal to the ranks; asks the ranks of an elastic job to leave.
+        """Forwards a signal to the ranks. Makes the ranks of an elastic job leave.
 
-        The signal itself would end workers of an elastic job.
+        Receiving the signal itself would end the workers of an elastic job.
         """
         self._signals.append(number)
 
     def detach(self) -> bool:
-        """Handles SIGTERM; returns whether the job continues without this ringrun.
+        """Handles SIGTERM. Returns whether the job continues without this ringrun.
 
         An elastic job continues if some ranks run on hosts of `ringrun --join`. The
         agents of these hosts wait for another ringrun, and all other workers leave at
-        their next commit. A second SIGTERM, or the first one in a static job, ends the
-        job.
+        their next commit. In a static job, or after a second SIGTERM, the job ends.
         """
         started = self._policy is not None and self._coordinator is not None
         if not started or self.shutdown.started or self._detaching:
@@ -123,7 +123,7 @@ class Job:
         return self._detaching
 
     def _own_workers(self) -> list[Worker]:
-        """Returns the running workers on hosts without `ringrun --join`."""
+        """Returns the running workers on hosts whose agents ringrun has started."""
         workers = self._table.running()
         return [w for w in workers if not self._agents.has_joined(w.slot.host)]
 
@@ -135,7 +135,7 @@ class Job:
     # -- the start ---------------------------------------------------------------------
 
     def _find_hosts(self) -> None:
-        """Uses the given hosts, or starts a script or a listener that finds hosts."""
+        """Uses the listed hosts, or starts a script or a listener to find hosts."""
         spec, policy = self._spec, self._policy
         script = policy.settings.script if policy is not None else ""
         if spec.listening is not None:
@@ -156,7 +156,7 @@ class Job:
             policy.slots.update(self._hosts)
 
     def _wait_for_hosts(self) -> None:
-        """Waits until there are enough slots, or ranks of an earlier ringrun."""
+        """Waits for enough slots, or for the ranks of an earlier ringrun."""
         begun, noted, policy = time.monotonic(), False, self._policy
         listens = self._spec.listening is not None
         least = "" if policy is None else "at least "
@@ -166,7 +166,8 @@ class Job:
             waited = time.monotonic() - begun
             needed, settled = self._size, True
             if policy is not None:
-                # Wait for -np slots during the start timeout, then for --min-np.
+                # During the start timeout, wait for the slots of -np, and then for
+                # those of --min-np.
                 limits = policy.settings
                 whole = listens and waited < self._spec.config.start_timeout
                 needed = (limits.np if whole else None) or limits.min_np
@@ -209,7 +210,7 @@ class Job:
             self._spawn([self._table.add(slot) for slot in slots])
 
     def _make_coordinator(self) -> tuple[Coordinator | CoordinatorProcess, str]:
-        """Returns the coordinator, and a text with the number of expected ranks."""
+        """Returns the coordinator, and a text that says how many ranks it expects."""
         spec, policy, config = self._spec, self._policy, self._spec.config
         named = [slot.host for slot in spec.slots] + [host.name for host in self._hosts]
         hosts = list(dict.fromkeys(named))
@@ -283,7 +284,7 @@ class Job:
     # -- the loop ----------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Waits for events and handles them; then handles timeouts and signals."""
+        """Waits for events and handles them. Then handles timeouts and signals."""
         timeout = self.shutdown.timeout(_TICK)
         if not self._agents.poll(timeout, self._take_decisions):
             self.console.idle()
@@ -313,7 +314,7 @@ class Job:
                 self._end_after_failure()
 
     def _replace_losses(self, policy: ReplacementPolicy, now: float) -> None:
-        """Replaces workers that have ended, or ends the job."""
+        """Starts workers in place of those that have ended, or ends the job."""
         policy.silent = self.shutdown.started
         policy.tick(now)
         if not self.shutdown.started:
@@ -330,10 +331,10 @@ class Job:
             self._signal(signal.SIGTERM)
 
     def _signal(self, number: int, *, alone: bool = False) -> None:
-        """Sends a signal to the process groups of the running ranks, or to ranks alone.
+        """Sends a signal to the process groups of the ranks, or only to the ranks.
 
-        The request to leave (SIGTERM) goes to the rank alone, because the rank may need
-        its children until its next commit. A forwarded signal goes to the rank alone,
+        A request to leave (SIGTERM) is sent to the rank only, because the rank may need
+        its children until its next commit. A forwarded signal is sent to the rank only,
         because its children may not handle the signal.
         """
         if self._policy is not None and number == signal.SIGTERM:
@@ -342,7 +343,7 @@ class Job:
         self._agents.signal(number, running, alone=alone)
 
     def _follow_hosts(self, policy: ReplacementPolicy, now: float) -> None:
-        """Asks workers to leave whose host or slot has gone from the list of hosts."""
+        """Asks workers to leave whose host or slot is not in the list of hosts now."""
         if self._discovery is None:
             return
         if self._detaching:
@@ -356,7 +357,7 @@ class Job:
                 policy.dismiss(number, now)
 
     def _host_joined(self, host: str, hello: Message) -> None:
-        """Takes over the ranks of an agent of `ringrun --join`, if it has some."""
+        """Takes over the ranks that a joining agent already runs, if there are any."""
         policy = self._policy
         assert policy is not None
         self._follow_hosts(policy, time.monotonic())
@@ -370,12 +371,12 @@ class Job:
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
-        # Without members no rank has connected to the coordinator, so no rank can
-        # report an error, and waiting for reports is useless.
+        # While the job has no members, no rank is connected to the coordinator. So no
+        # rank can report an error, and waiting for reports would be useless.
         self.shutdown.start(AFTER_FAILURE, None if self._table.members else 0.0)
 
     def _take_decisions(self) -> None:
-        """Handles events of the coordinator; called before agents report exits."""
+        """Handles the coordinator's events, before exits are handled."""
         if self._coordinator is None:
             return
         for event in take_events(self._coordinator):
@@ -389,7 +390,8 @@ class Job:
                 if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
-                # In a static job an error that a rank has reported explains more.
+                # A rank of a static job may have reported an error, which explains
+                # more.
                 if self._policy is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:
@@ -449,8 +451,8 @@ class Job:
             return
         self._table.record_end(worker, code, text, now)
         if not code and self._coordinator is not None:
-            # Other ranks may wait for this rank. If the coordinator did not know that
-            # the rank has ended, they would wait for the whole failure timeout.
+            # Other ranks may wait for this rank. Without this report to the
+            # coordinator, they would wait for the whole failure timeout.
             self._coordinator.process_ended(number, "ended without an error")
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
@@ -479,7 +481,7 @@ class Job:
     def _outcome(self) -> JobOutcome:
         if (number := self.shutdown.signalled) is not None:
             name = signal.Signals(number).name
-            # After SIGPIPE nobody reads the output of ringrun.
+            # After SIGPIPE nobody reads the output of ringrun, so print no reason.
             why = "" if name == "SIGPIPE" else f"ended by {name}"
             return JobOutcome(128 + number, reason=why)
         if self._detaching:

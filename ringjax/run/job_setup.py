@@ -1,6 +1,6 @@
 """Makes a `Job` from the options of ringrun or the arguments of `ringjax.run`.
 
-Decides on the hosts, on the number of ranks, and whether the job is elastic.
+Chooses the hosts and the number of ranks, and decides whether the job is elastic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
 
-# In this program rank 0 prints one table for all ranks, so the table gets no prefix.
+# Rank 0 of this program prints one table for all ranks, so the table needs no prefix.
 _RINGJAX_BENCH = ("-m", "ringjax.bench")
 
 
@@ -31,10 +31,10 @@ def requested_hosts(
     variables: Mapping[str, str],
     np: int | None,
 ) -> list[places.HostSlots] | None:
-    """Returns the hosts that the user or a batch system has given, or None.
+    """Returns the hosts that the user or a batch system has listed, or None.
 
     If the allocation in `variables` has one host, that host gets `np` slots, because
-    more processes than slots are allowed on one host.
+    one host may run more processes than it has slots.
 
     Raises ValueError if a list, a file or a variable cannot be read.
     """
@@ -56,7 +56,7 @@ def requested_slots(
     hostfile: str | None,
     variables: Mapping[str, str],
 ) -> list[places.SlotInfo]:
-    """Returns the slots of a static job, see `requested_hosts`.
+    """Returns the slots of a static job on the requested hosts.
 
     Raises:
         ValueError: a list, a file or a variable cannot be read, or has too few slots.
@@ -70,7 +70,7 @@ def requested_slots(
 
 
 def _with_static_hosts(spec: JobSpec, options: SizeOptions) -> JobSpec:
-    """Puts the hosts of -H into the options of --listen.
+    """Adds the hosts of -H to the options of --listen.
 
     Raises ValueError if an option cannot be used with --listen.
     """
@@ -91,17 +91,17 @@ def make_job(
     make_console: Callable[..., Console] = Console,
     variables: Mapping[str, str] | None = None,
 ) -> Job:
-    """Makes a job and does not start it.
+    """Makes a job without starting it.
 
     Args:
         spec: the specification, without the hosts.
-        make_console: `Console` with some arguments; called with the number of ranks.
-        variables: the environment, which may describe an allocation.
+        make_console: makes a `Console` from the number of ranks. variables: the
+        environment, which may describe a batch system's allocation.
 
     Raises ValueError if some options contradict each other; the text names them.
     """
     config = spec.config
-    # If ringrun prints reports, the ranks must not print reports, too.
+    # If ringrun prints reports, the ranks must not print them again.
     quiet = {"RINGJAX_REPORT": "0"} if config.report else {}
     spec = dataclasses.replace(spec, env={**spec.env, **quiet})
     if spec.stdin and options.elastic:

@@ -1,4 +1,4 @@
-"""Reads a configuration file of ringrun: TOML or YAML, with Horovod's keys."""
+"""Reads a configuration file of ringrun, in TOML or YAML, with Horovod's keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ringjax.config import LOG_LEVELS
 
-# Horovod's keys of a configuration file, each with the option and its type.
+# Horovod's key in a configuration file -> (option of ringrun, type of the value).
 _OPTIONS: dict[str, tuple[str, type]] = {
     "params.fusion_threshold_mb": ("fusion_threshold_mb", float),
     "params.cycle_time_ms": ("cycle_time_ms", float),
@@ -33,13 +33,13 @@ _EXPECTED = {
 
 
 class OptionError(ValueError):
-    """Error: an option in a configuration file is not valid."""
+    """An option in a configuration file is invalid."""
 
 
 def merge(args: argparse.Namespace, path: str) -> None:
-    """Sets options in `args` from a file, unless the command line has set them.
+    """Sets options in `args` from a file. Options of the command line take precedence.
 
-    Raises OptionError if the file or a key is not valid; the text names both.
+    Raises OptionError if the file or a key is invalid; the error names both.
     """
     for key, value in _flatten(_load(path)).items():
         if key not in _OPTIONS:
@@ -88,7 +88,7 @@ def _load_yaml(path: str) -> object:
 
 
 def _flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Converts nested tables to one table with dotted keys."""
+    """Converts nested tables to one table whose keys have dots."""
     flat: dict[str, object] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"

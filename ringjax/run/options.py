@@ -1,8 +1,8 @@
-"""The command line of ringrun: all options of horovodrun, and options of ringjax.
+"""The command line of ringrun: horovodrun's options, and options of ringjax.
 
 Most options set a variable of ringjax.config. Some options of horovodrun have no effect
-here; ringrun prints a line with the ones that the user has given. option_file.py reads
-the configuration file.
+here; ringrun prints which of these options the user has given. option_file.py reads the
+configuration file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringjax.run.elastic.elastic_settings import SizeOptions
 
 ValueT = TypeVar("ValueT", int, float)
 
-# Options without effect, and whether each takes a value.
+# (names of an option without effect, whether the option takes a value).
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--disable-cache",), False),
     (("--hierarchical-allreduce",), False),
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("--mpi",), False),
     (("--jsrun",), False),
 )
-# The options of ringrun by the names of the fields of `SizeOptions`, for error texts.
+# Fields of `SizeOptions` -> ringrun's options, for error texts.
 _NAMES = {
     "np": "-np",
     "min_np": "--min-np",
@@ -54,7 +54,7 @@ _NAMES = {
 
 
 def _number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
-    """Returns an argparse type for numbers that are at least `low`.
+    """Returns an argparse type for numbers that are not less than `low`.
 
     Example:
         >>> _number(int, 1)("3")
@@ -67,13 +67,13 @@ def _number(kind: type[ValueT], low: float) -> Callable[[str], ValueT]:
             raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
         return value
 
-    # The error of argparse contains this name: "invalid whole number value: 'x'".
+    # argparse prints this name in errors: "invalid whole number value: 'x'".
     parse.__name__ = "whole number" if kind is int else "number"
     return parse
 
 
 def devices(text: str) -> str:
-    """Checks a number of CUDA devices per rank, and returns the text of the setting."""
+    """Checks a count of CUDA devices per rank. Returns the text for the setting."""
     try:
         Config.from_env({"RINGJAX_DEVICES_PER_RANK": text})
     except ValueError as error:
@@ -81,7 +81,7 @@ def devices(text: str) -> str:
     return text
 
 
-# Arguments of `add_argument` that several options have in common.
+# Keyword arguments of `add_argument` that several options share.
 _POSITIVE_COUNT: dict[str, Any] = {"type": _number(int, 1), "metavar": "N"}
 _COUNT: dict[str, Any] = {"type": _number(int, 0), "metavar": "N"}
 _POSITIVE_SECONDS: dict[str, Any] = {"type": _number(float, 0.1), "metavar": "SECONDS"}
@@ -89,7 +89,7 @@ _SECONDS: dict[str, Any] = {"type": _number(float, 0), "metavar": "SECONDS"}
 
 
 class _IgnoredOption(argparse.Action):
-    """An argparse action that records an option without effect."""
+    """Records that the user has given an option without effect."""
 
     def __call__(
         self,
@@ -102,14 +102,14 @@ class _IgnoredOption(argparse.Action):
 
 
 def build_parser(version: str) -> argparse.ArgumentParser:
-    """Makes the parser; the first positional argument begins the command."""
+    """Makes the parser. The first positional argument begins the ranks' command."""
     parser = argparse.ArgumentParser(
         prog="ringrun",
         usage="ringrun -np N [options] command [arguments]",
         description="Run a command as the N ranks of one ringjax job.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-        # With abbreviations argparse would read an option of the command, such as
-        # --log, as an option of ringrun.
+        # If abbreviations were allowed, argparse would read an option of the ranks'
+        # command, such as --log, as an option of ringrun.
         allow_abbrev=False,
     )
     parser.set_defaults(ignored=[])
@@ -137,7 +137,7 @@ def _add_switch(
     on: str = argparse.SUPPRESS,
     off: str = argparse.SUPPRESS,
 ) -> None:
-    """Adds --NAME and --no-NAME. The value is None if neither option is given."""
+    """Adds the options --NAME and --no-NAME. Without both, the value is None."""
     dest = name.replace("-", "_")
     add = group.add_argument
     add(f"--{name}", dest=dest, action="store_true", default=None, help=on)
@@ -470,7 +470,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
-    """Reads the command line, and the configuration file for options not given there.
+    """Reads the command line, and the configuration file that the command line names.
 
     Raises:
         SystemExit: argparse has printed an error or the help.
@@ -484,7 +484,7 @@ def parse(argv: Sequence[str], version: str) -> argparse.Namespace:
     return args
 
 
-# Variables of ringjax.config whose values are the values of options.
+# Option -> the variable of ringjax.config that gets the option's value.
 _VARIABLES = {
     "cycle_time_ms": "RINGJAX_CYCLE_TIME",
     "cache_capacity": "RINGJAX_CACHE_CAPACITY",
@@ -512,9 +512,9 @@ _VARIABLES = {
 def forwarded_variables(
     args: argparse.Namespace, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of -x. The environment `base` has the values of -x NAME.
+    """Returns the variables of -x. `base` contains the values for -x NAME.
 
-    A variable that has no value in `base` either is left out.
+    Omits a variable that has no value in `base` either.
 
     Raises ValueError if a variable has no name.
     """
@@ -534,7 +534,7 @@ def sizes(args: argparse.Namespace) -> SizeOptions:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Converts options to environment variables, most of them settings."""
+    """Converts options to environment variables, most of which are settings."""
     env: dict[str, str] = {}
     for option, variable in _VARIABLES.items():
         value = getattr(args, option)

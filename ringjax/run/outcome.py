@@ -7,10 +7,10 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Patterns of errors that are a consequence of the failure of another rank.
+# Patterns of errors that only follow from the failure of another rank.
 _CONSEQUENCE = re.compile(
     r"\bPeerLost\b|\bUNAVAILABLE: RINGJAX\["
-    # JAX raises these errors in the other processes of a group if one process fails.
+    # JAX raises these errors in all other processes of a group if one process fails.
     r"|\bGloo \w+ failed\b|\bcoordination service\b"
 )
 
@@ -19,13 +19,12 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How a job has ended.
+    """The result of a job: how it has ended, and what the ranks have returned.
 
     Attributes:
-        rank: the rank that failed first; -1 if none failed.
-        reason: the reason why the job has failed, in one line.
-        results: pickled results by rank.
-        left: whether all ranks left at a commit because ringrun asked them to leave.
+        rank: the rank that failed first, or -1 if no rank failed. reason: the reason
+        why the job has failed, in one line. results: the pickled results, by rank.
+        left: whether all ranks left at a commit because ringrun requested that.
     """
 
     exit_code: int
@@ -38,14 +37,13 @@ class JobOutcome:
 def describe_failure(
     code: int, *, text: str = "", report: str = "", last_words: str = "", how: str = ""
 ) -> str:
-    """Describes how a rank has failed, as the text after the rank's name.
+    """Describes how a rank has failed, in words that follow the rank's name.
 
     Args:
-        code: exit code of the rank, not 0.
-        text: explanation from the agent, if the command could not run.
-        report: error that the rank has sent to the coordinator.
-        last_words: last line that the rank has written to standard error.
-        how: replaces the words about the exit code.
+        code: exit code of the rank, not 0. text: the agent's explanation, if the
+        command could not run. report: the error that the rank has reported to the
+        coordinator. last_words: the last line that the rank has written to standard
+        error. how: words to use in place of the exit code.
 
     Example:
         >>> "rank 2" + describe_failure(137)
@@ -68,7 +66,7 @@ def describe_failure(
 
 
 def blames_another_rank(words: str) -> bool:
-    """Returns whether the text of an error says that another rank has failed.
+    """Returns whether an error text says that another rank has failed.
 
     Example:
         >>> blames_another_rank("PeerLost: rank 1 failed: ValueError: boom")
@@ -78,7 +76,7 @@ def blames_another_rank(words: str) -> bool:
 
 
 def first_line(text: str) -> str:
-    """Returns at most 500 characters of the first line of an error report."""
+    """Returns the first line of an error report, cut to 500 characters."""
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 500 else line[:497] + "..."
 
@@ -90,7 +88,7 @@ def last_line(text: str) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the number and the name of a signal; empty if there is no such signal."""
+    """Returns a signal's number and name, or "" if there is no such signal."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:

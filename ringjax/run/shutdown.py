@@ -1,4 +1,4 @@
-"""Shutdown of a job: the handlers of ringrun's signals, and the signals to ranks."""
+"""Shutdown of a job: handles the signals to ringrun, and sends signals to ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# Steps: seconds to wait, then the signal to send. At None ringrun stops waiting.
+# (seconds to wait, signal to send then). At the signal None ringrun stops waiting.
 Plan = tuple[tuple[float, int | None], ...]
 AFTER_FAILURE: Plan = ((1.0, signal.SIGTERM), (2.0, signal.SIGKILL), (1.0, None))
 AFTER_SIGINT: Plan = (
@@ -19,8 +19,8 @@ AFTER_SIGINT: Plan = (
     (0.3, None),
 )
 AFTER_SIGTERM: Plan = ((0.0, signal.SIGTERM), (1.1, signal.SIGKILL), (0.3, None))
-# Ranks have 25 s to reach a commit, because Kubernetes and Slurm send SIGKILL 30 s
-# after SIGTERM by default.
+# Ranks have 25 s to reach a commit, because Kubernetes sends SIGKILL 30 s after SIGTERM
+# by default, and so does Slurm.
 TO_LEAVE: Plan = ((0.0, signal.SIGTERM), (25.0, signal.SIGKILL), (0.3, None))
 AT_ONCE: Plan = ((0.0, signal.SIGKILL), (0.2, None))
 
@@ -28,12 +28,12 @@ _LOOP_TIMEOUT = 0.5  # seconds until ringrun's loop must have handled a signal
 
 
 class Shutdown:
-    """The state of a job's shutdown, which follows a `Plan`.
+    """The shutdown of a job, which sends the signals of a `Plan` one after another.
 
     Attributes:
-        signalled: the first signal that told ringrun to end, if there was one.
-        stopping: whether ringrun has sent the first signal of the plan.
-        given_up: whether the last step of the plan has passed, even if ranks still run.
+        signalled: the first signal that made ringrun end the job, or None. stopping:
+        whether ringrun has sent the first signal of the plan. given_up: whether the
+        plan is finished, even if some ranks still run.
     """
 
     def __init__(self, after_sigterm: Plan = AFTER_SIGTERM) -> None:
@@ -49,12 +49,12 @@ class Shutdown:
         return bool(self._plan) or self.given_up
 
     def start(self, plan: Plan, wait: float | None = None) -> None:
-        """Starts to end the job. `wait` replaces the first pause of the plan."""
+        """Starts to end the job. `wait` replaces the plan's first waiting time."""
         self._plan = deque(plan)
         self._next = time.monotonic() + (plan[0][0] if wait is None else wait)
 
     def interrupt(self, number: int) -> None:
-        """Ends the job because of a signal. A second signal ends it immediately."""
+        """Ends the job because of a signal. A second signal kills the ranks."""
         again = self.signalled is not None
         self.signalled = self.signalled or number
         if again:
@@ -65,12 +65,12 @@ class Shutdown:
 
     @property
     def time_left(self) -> float | None:
-        """The seconds until ringrun gives up; None before the first signal."""
+        """Seconds until ringrun stops waiting, or None before the first signal."""
         left = sum(seconds for seconds, _ in self._plan)
         return left if self.stopping else None
 
     def timeout(self, longest: float) -> float:
-        """Returns the seconds until the next signal is due, at most `longest`."""
+        """Returns seconds until the next signal is due, but at most `longest`."""
         if not self._plan:
             return longest
         return min(longest, max(0.0, self._next - time.monotonic()))
@@ -88,11 +88,11 @@ class Shutdown:
 
 
 class ShutdownSignals:
-    """Handlers of ringrun's own signals.
+    """The handlers of signals that are sent to ringrun.
 
-    SIGINT, SIGTERM and SIGHUP end the job, and a second signal kills the ranks. After
-    SIGTERM an elastic job may continue without ringrun: see `Job.detach`. `forward`
-    handles SIGUSR1.
+    SIGINT, SIGTERM and SIGHUP end the job, and a second such signal kills the ranks.
+    After SIGTERM an elastic job may continue without ringrun: see `Job.detach`. SIGUSR1
+    calls `forward`.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class ShutdownSignals:
         self._late = False
 
     def install(self) -> None:
-        """Installs the handlers and unblocks all signals."""
+        """Installs the handlers, and unblocks all signals."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup makes ringrun ignore SIGHUP, and a shell makes background jobs of a
-            # script ignore SIGINT. Keep ignoring these signals.
+            # script ignore SIGINT. Continue to ignore these signals.
             ignored = signal.getsignal(number) == signal.SIG_IGN
             if number == signal.SIGTERM or not ignored:
                 signal.signal(number, self._handle)
@@ -118,7 +118,7 @@ class ShutdownSignals:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def ignore_alarm(self) -> None:
-        """Ignores a pending alarm, because the job is over and ringrun is ending."""
+        """Ignores the alarm that may be pending, because the job is over already."""
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -130,9 +130,9 @@ class ShutdownSignals:
         signal.setitimer(signal.ITIMER_REAL, 0.4 if self._late else _LOOP_TIMEOUT)
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
-        """Exits if ringrun's loop does not react; then the agents end the ranks.
+        """Exits if ringrun's loop does not react. Then the agents end the ranks.
 
-        The loop may block in a write to a terminal that nobody reads.
+        The loop may block while it writes to a terminal that nobody reads.
         """
         time_left = self._shutdown.time_left
         if self._late or time_left is None:

@@ -1,8 +1,8 @@
-"""The program of a rank of `ringjax.run(fn)`: calls one function.
+"""The program that each rank of `ringjax.run(fn)` runs: calls one function.
 
-`python -m ringjax.run.task FD` reads the function from standard input and writes its
-result to descriptor FD. The agent has received the function from ringrun over an
-authenticated connection and has opened both descriptors, so unpickling is safe.
+`python -m ringjax.run.task FD` reads the function from standard input and writes the
+function's result to the descriptor FD. Unpickling is safe, because the agent has opened
+both descriptors and has received the function over an authenticated connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULT, ERROR = b"R", b"E"
 def encode(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Encodes a function, and the module path of this process, for a rank."""
+    """Encodes a function for a rank, with the module path of this process."""
     import cloudpickle
 
     where = {"prefix": sys.prefix, "path": list(map(os.path.abspath, sys.path))}
@@ -29,16 +29,16 @@ def encode(
 
 
 def _search(where: Mapping[str, Any]) -> None:
-    """Uses the module path of the calling process, if its Python is this one."""
+    """Uses the module path of the calling process, if that process has this Python."""
     if where["prefix"] == sys.prefix:
         known = filter(os.path.exists, where["path"])
         sys.path[:] = dict.fromkeys([*known, *sys.path])
 
 
 def decode(blob: bytes) -> Any:
-    """Decodes the result of a rank.
+    """Decodes the result that a rank has sent.
 
-    Raises ValueError if the rank has returned no result.
+    Raises ValueError if the rank has sent no result.
     """
     if blob[:1] != RESULT:
         raise ValueError("the rank ended without a result")
@@ -48,7 +48,7 @@ def decode(blob: bytes) -> Any:
 
 
 def error_text(blob: bytes) -> str:
-    """Returns the traceback if the rank has raised an error, else an empty text."""
+    """Returns the traceback if the function has raised an error, otherwise ""."""
     return blob[1:].decode(errors="replace") if blob[:1] == ERROR else ""
 
 
@@ -58,7 +58,7 @@ def _send_result(result: int, blob: bytes) -> None:
 
 
 def main() -> None:
-    """Calls the function, and sends its result, or a traceback after an error."""
+    """Calls the function. Sends its result, or the traceback of its error."""
     result = int(sys.argv[1])
     os.set_inheritable(result, False)
     import cloudpickle

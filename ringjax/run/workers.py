@@ -1,10 +1,10 @@
 """The table of all workers of a job, and the rules that find the first failure.
 
-Each worker has a number that no later worker gets, and a rank in each epoch of which it
-is a member. In a static job worker n is rank n. One failure makes other ranks fail
-within milliseconds, and the reports of these failures may arrive in another order.
-Therefore the table considers exits, errors that ranks have reported to the coordinator,
-and the output of ranks together. This module sends nothing and never waits.
+Each worker has an id that no later worker gets, and a rank in each epoch in which it is
+a member. In a static job worker n is rank n. One failure makes other ranks fail within
+milliseconds, and the reports of these failures may arrive in any order. Therefore the
+table considers exits, errors that ranks have reported to the coordinator, and the
+output of ranks together. This module sends nothing and never waits.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class WorkerSlot:
 
     Attributes:
         index: local rank of the worker on the host.
-        number: rank of the worker until an epoch has given it another one.
-        worker: number of the worker that has the slot.
-        free_at: time from which another worker may start in the slot.
-        failures: number of consecutive failures soon after the worker has joined.
+        number: rank of the worker until an epoch assigns another rank.
+        worker: id of the worker that has the slot.
+        free_at: time after which another worker may start in the slot.
+        failures: number of consecutive failures soon after a worker has joined.
         failed: whether a worker has ever failed in the slot.
         released: whether a program other than ringrun has asked the last worker to
             leave. That program may need the slot itself.
@@ -54,27 +54,27 @@ class WorkerSlot:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A process of the job, which this ringrun or an earlier one has started.
+    """A process of the job, which this ringrun or an earlier ringrun has started.
 
     All times are those of `time.monotonic`.
 
     Attributes:
-        rank: rank in the latest epoch of the worker; None if it never was a member.
-        join_time: the time when the worker became a member.
+        rank: rank in the worker's latest epoch, or None if it was never a member.
+        join_time: when the worker became a member.
         ended_while_stopping: whether the process ended after ringrun began to end the
             job.
         streams: output streams that are still open.
-        coordinator_answered: whether the process ended without an error, and all
-            earlier decisions of the coordinator about the worker have arrived.
+        coordinator_answered: whether the process ended without an error, and the
+            coordinator has replied, so that all its earlier decisions have arrived.
         settled: whether ringrun has handled the end and all output of the process.
-        asked_to_leave: the time when ringrun asked the worker to leave its lost slot.
+        asked_to_leave: when ringrun asked the worker to leave its lost slot.
         killed: whether ringrun sent SIGKILL because the process did not end by itself.
-        fenced: the time when the coordinator declared the worker lost.
+        fenced: when the coordinator declared the worker lost.
         with_group: whether the worker was lost because its group has lost a worker.
         finished: whether the worker has reported the end of its program.
         dismissed: whether the worker left without an error while the job continues.
         report: the error that the worker has reported.
-        ready: whether the worker waits to become a member.
+        ready: whether the worker is waiting to become a member.
         end_confirmed: whether the process has ended; False if its host is unreachable.
     """
 
@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def loss_text(self) -> str:
-        """The reason why the worker was declared lost, as the text after its name."""
+        """Why the worker was declared lost, in words that follow the worker's name."""
         return f" {'' if self.with_group else 'was declared lost: '}{self.fence_reason}"
 
     @property
@@ -122,11 +122,12 @@ class Worker:
 
     @property
     def may_be_succeeded(self) -> bool:
-        """Whether new workers may begin the job again after the loss of this worker.
+        """Whether new workers may begin the job again after this worker's loss.
 
-        True if the worker was killed or declared lost, and its process has ended. An
-        error of the program would occur again in new workers. A worker on an
-        unreachable host may still train, and two jobs must not run at the same time.
+        True if the worker was killed or declared lost, and its process has ended. False
+        after an error of the program, because it would occur again in new workers.
+        False for a worker on an unreachable host, because it may still train, and the
+        job must not run twice.
         """
         by_others = self.fenced is not None or (self.exit_code or 0) > 128
         own_way = self.report or self.finished or self.dismissed
@@ -137,15 +138,14 @@ class WorkerTable:
     """All workers of a job, including workers that have ended.
 
     Args:
-        least: number of members that the job needs; all members in a static job.
-        last_words: returns the last line of error output of the worker with a number.
+        least: number of members that the job needs. A static job needs all members.
+        last_words: returns the last line of error output of the worker with an id.
         group: number of workers that are lost and join together. Workers with the same
-            number // group are in one group.
+            id // group are in one group.
 
     Attributes:
-        next: the lowest number that was never used.
-        members: ranks in the latest epoch, by number.
-        resets: the number of changes of the members.
+        next: the lowest id that no worker has had. members: ranks in the latest epoch,
+        by worker id. resets: how often the members have changed.
         stopping: whether ringrun has begun to end the workers.
     """
 
@@ -178,17 +178,17 @@ class WorkerTable:
         return worker
 
     def get_or_add(self, number: int) -> Worker:
-        """Returns a worker; adds it if its host has not joined this ringrun yet."""
+        """Returns a worker. Adds the worker if its host has not joined this ringrun."""
         if number not in self.workers:
             self.adopt(number, WorkerSlot("", number, number, number))
         return self.workers[number]
 
     def reserve(self, number: int) -> None:
-        """Marks all numbers below this one as used."""
+        """Marks all worker ids below `number` as used."""
         self.next = max(self.next, number)
 
     def group_of(self, worker: Worker) -> list[Worker]:
-        """Returns the workers in the group of a worker, with the worker itself."""
+        """Returns all workers in the group of `worker`, including `worker`."""
         first = worker.number - worker.number % self._group
         numbers = range(first, first + self._group)
         return [self.workers[n] for n in numbers if n in self.workers]
@@ -200,7 +200,7 @@ class WorkerTable:
         return sum(worker.is_active for worker in self.workers.values())
 
     def count_members(self) -> int:
-        """Returns how many members of the latest epoch are left."""
+        """Returns how many members of the latest epoch have not ended or left."""
         return sum(
             m.is_running and m.fenced is None and not m.dismissed for m in self._last
         )
@@ -212,7 +212,7 @@ class WorkerTable:
     # -- events ------------------------------------------------------------------------
 
     def start_epoch(self, members: Mapping[int, int], now: float) -> list[Worker]:
-        """Starts an epoch with these members; returns new members, ordered by rank."""
+        """Starts an epoch with these members. Returns new members, by rank."""
         new = [self.get_or_add(n) for n in members if n not in self.members]
         if self.members and self.members.keys() != members.keys():
             self.resets += 1
@@ -224,7 +224,7 @@ class WorkerTable:
         return sorted(new, key=lambda worker: members[worker.number])
 
     def record_event(self, event: str, number: int, text: str, now: float) -> Worker:
-        """Records an event about one worker, see `Coordinator.events`."""
+        """Records an event about one worker; see `Coordinator.events`."""
         worker = self.get_or_add(number)
         match event:
             case "failure" if not worker.report:
@@ -240,7 +240,7 @@ class WorkerTable:
         return worker
 
     def record_end(self, worker: Worker, code: int, text: str, now: float) -> None:
-        """Records that a process has ended; `text` may explain the exit code."""
+        """Records the end of a process. `text` may explain the exit code."""
         worker.exit_code, worker.exit_text, worker.end_time = code, text, now
         worker.ended_while_stopping = self.stopping
 
@@ -250,7 +250,7 @@ class WorkerTable:
         return len({worker.slot.host for worker in self.workers.values()}) > 1
 
     def describe(self, worker: Worker, *, place: bool) -> str:
-        """Returns a worker's rank and number, with its host if `place` is true."""
+        """Returns a worker's rank and id, and its host if `place` is true."""
         host = worker.slot.host if place else ""
         if not self._elastic:
             return f"rank {worker.number}" + (f" ({host})" if host else "")
@@ -267,7 +267,7 @@ class WorkerTable:
         return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
 
     def describe_remaining(self) -> str:
-        """Returns the end of a sentence about a loss: how many ranks are left."""
+        """Returns how many ranks are left, as the end of a sentence about a loss."""
         count, least = self.count_members(), self._least
         if count >= least:
             return f"; {_ranks(count)} {'goes' if count == 1 else 'go'} on"
@@ -275,10 +275,10 @@ class WorkerTable:
         return f"; {left}, at least {least} {'is' if least == 1 else 'are'} needed"
 
     def describe_end(self, worker: Worker) -> str:
-        """Describes how a worker has failed, as the text after its name."""
+        """Describes how a worker has failed, in words that follow its name."""
         if worker.with_group:  # the worker did not fail by itself
             return worker.loss_text
-        # The worker reported an error, and hung until ringrun ended the job.
+        # The worker reported an error, but did not end until ringrun ended the job.
         if worker.ended_while_stopping and worker.report:
             return f" failed: {first_line(worker.report)}"
         if worker.killed_by_ringrun:
@@ -304,15 +304,16 @@ class WorkerTable:
         if worker.with_group:
             return False
         # In an elastic job the last line of output may be about an earlier loss, after
-        # which the worker continued. Such a line does not explain an end by a signal.
+        # which the worker continued. Such a line does not explain why a signal ended
+        # the worker.
         known = worker.report or worker.exit_text
         by_signal = self._elastic and (worker.exit_code or 0) > 128 and not known
         return by_signal or not blames_another_rank(self.failure_text(worker))
 
     def earliest(self, failed: Iterable[Worker]) -> Worker | None:
-        """Returns the worker that reported an error or ended first.
+        """Returns the worker that was the first to report an error or to end.
 
-        A worker that failed by itself comes before a worker that blames another rank.
+        Prefers workers that failed by themselves to workers that blame another rank.
         """
 
         def order(worker: Worker) -> tuple[bool, float, int]:
@@ -324,7 +325,7 @@ class WorkerTable:
     def failed(self) -> list[Worker]:
         """Returns the workers that have ended with an error.
 
-        A worker that ringrun has ended counts only if the worker had reported an error.
+        Omits workers that ringrun has ended, unless they had reported an error.
         """
         ended = (worker for worker in self.workers.values() if worker.exit_code)
         return [
@@ -339,7 +340,7 @@ class WorkerTable:
     def hung(self, since: float) -> Worker | None:
         """Returns a worker that reported an error before `since` and still runs.
 
-        A non-daemon thread or an exit handler may keep the process alive.
+        A non-daemon thread or an exit handler may keep such a process alive.
         """
         hung = (w for w in self.with_report() if w.is_running and w.report_time < since)
         return next(hung, None)
@@ -347,8 +348,8 @@ class WorkerTable:
     def first_failure(self) -> Worker | None:
         """Returns the worker that failed first.
 
-        If a member of the latest epoch failed by itself, only members count. Otherwise
-        all workers count.
+        If a member of the latest epoch failed by itself, considers members only.
+        Otherwise considers all workers.
         """
         failed = self.failed()
         last = [worker for worker in failed if worker.number in self.members]
@@ -357,12 +358,12 @@ class WorkerTable:
     # -- the end of the job ------------------------------------------------------------
 
     def is_over(self) -> bool:
-        """Returns whether all members have ended (or all workers, without members)."""
+        """Returns whether all members (without members, all workers) have ended."""
         matter = self._last or self.workers.values()
         return all(worker.settled for worker in matter) and not self.successors()
 
     def successors(self) -> int:
-        """Returns how many newcomers may begin the job again without its last members.
+        """Returns how many newcomers may begin the job again without old members.
 
         Returns 0 if newcomers must not begin the job again, or if they are too few.
         """
@@ -374,7 +375,7 @@ class WorkerTable:
         return count if count >= self._least else 0
 
     def succeeded(self) -> list[Worker]:
-        """Returns the workers that have completed the job's work, by rank."""
+        """Returns the workers that have completed the work of the job, by rank."""
         done = (w for w in self.workers.values() if w.exit_code == 0)
         done = (w for w in done if not w.dismissed and w.asked_to_leave is None)
         if self.members:
@@ -382,10 +383,10 @@ class WorkerTable:
         return sorted(done, key=lambda w: (_rank(w), w.number))
 
     def has_succeeded(self) -> bool:
-        """Returns whether the job has done its work.
+        """Returns whether the job has completed its work.
 
-        All members that were not dismissed must have ended without an error. If there
-        were no members, enough workers must have ended without an error.
+        All members that were not dismissed must have ended without an error. If the job
+        had no members, enough workers must have ended without an error.
         """
         if not self.members:
             return len(self.succeeded()) >= self._least
@@ -395,12 +396,11 @@ class WorkerTable:
     def outcome(
         self, blobs: Mapping[int, bytes], stop: str = "", leave: bool = False
     ) -> JobOutcome:
-        """Returns how the job has ended.
+        """Returns the outcome of the job, after all workers have ended.
 
         Args:
-            blobs: pickled results, by the number of the worker.
-            stop: the reason why the job could not continue, if there is one.
-            leave: whether ringrun has asked all workers to leave.
+            blobs: the pickled results, by worker id. stop: the reason why the job could
+            not continue, or "". leave: whether ringrun has asked all workers to leave.
         """
         last = self._last
         if all(worker.dismissed for worker in last) and (last or leave):
@@ -418,8 +418,8 @@ class WorkerTable:
         why = self.describe(worker, place=self.several_hosts()) + self.describe_end(
             worker
         )
-        # Do not return 137 after ringrun's own SIGKILL, because schedulers conclude
-        # from 137 that the process was killed for lack of memory.
+        # After ringrun's own SIGKILL do not return 137, from which schedulers would
+        # conclude that the process was killed for lack of memory.
         ours = worker.ended_while_stopping or worker.killed_by_ringrun
         code = 1 if ours else worker.exit_code or 1
         results = {_rank(worker): blobs.get(worker.number, b"")}
@@ -427,7 +427,7 @@ class WorkerTable:
 
 
 class EventSource(Protocol):
-    """The part of a `Coordinator` or a `CoordinatorProcess` that has its events."""
+    """A `Coordinator` or a `CoordinatorProcess`, of which only the events are used."""
 
     events: queue.SimpleQueue[tuple[Any, ...]]
 
@@ -435,7 +435,7 @@ class EventSource(Protocol):
 
 
 def take_events(coordinator: EventSource) -> Iterator[tuple[Any, ...]]:
-    """Yields the events that have arrived: see `Coordinator.events`."""
+    """Yields the events that have arrived from the coordinator."""
     coordinator.clear()
     with contextlib.suppress(queue.Empty):
         while True:

@@ -191,8 +191,7 @@ class Devices:
         counts: for each rank, the number of devices that its driver shows.
         communicators: for each process set, one communicator for each of `numbers`.
         numbers: the indices of this rank's devices. The i-th devices of all ranks are
-        in one
-            communicator.
+            in one communicator.
     """
 
     def __init__(

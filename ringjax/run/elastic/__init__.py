@@ -1,1 +1,1 @@
-"""The launcher's side of elastic jobs: which workers are started, and when."""
+"""The launcher's part of elastic jobs: decides which workers to start, and when."""

@@ -1,9 +1,10 @@
-"""Runs the coordinator of an elastic job in a process of its own, and restarts it.
+"""Runs the coordinator of an elastic job in its own process, and restarts the process.
 
 If the process ends or does not reply, ringrun starts another process. ringrun keeps the
 listening sockets, so workers find the new coordinator at the old address. The workers
-send the state of the job to the new coordinator (membership/client.py), and ringrun
-sends the list of running workers. The secret goes through a pipe, never into argv.
+send what they know of the job to the new coordinator (membership/client.py), and
+ringrun sends the list of running workers. The job's secret goes through a pipe, never
+through the command line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ringjax.run.hosts.channel import (
 from ringjax.run.outcome import signal_name
 from ringjax.run.workers import take_events
 
-# More restarts than this within the window end the job.
+# If the process restarts more often than this within the window, the job ends.
 _MAX_RESTARTS = 5
 _RESTART_WINDOW = 10.0
 _MAX_ENDED = 1024  # most ended workers that ringrun reports to a new coordinator
@@ -44,7 +45,7 @@ _MAX_STEP = 0.5  # the most seconds of silence that one call of `should_ask` add
 
 
 class CoordinatorOptions(TypedDict, total=False):
-    """Arguments of `Coordinator` that are sent to its process as JSON."""
+    """The arguments of `Coordinator` that ringrun sends to the process as JSON."""
 
     np: int
     min_np: int
@@ -57,11 +58,11 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class LivenessProbe:
-    """A probe that decides when to send a question to a process, and if it is hung.
+    """Decides when to send a probe to a process, and whether the process hangs.
 
-    At most one question waits for its reply. The other process counts as hung after
-    `limit` seconds without a reply. Only time in which this process runs counts,
-    because while the machine is suspended the other process cannot reply either.
+    At most one probe waits for its reply. The process counts as hung after `limit`
+    seconds without a reply. Only time in which ringrun itself runs counts, because the
+    process cannot reply while the machine is suspended.
 
     Example:
         >>> probe = LivenessProbe(5.0)
@@ -74,13 +75,13 @@ class LivenessProbe:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        # Seconds since a question that has no reply yet; None if there is none.
+        # Seconds since the probe that has no reply yet; None if no probe is pending.
         self._silence: float | None = None
         self._last_tick = self._next_question = float("-inf")
         self._allowed = max(limit, _FIRST_REPLY_TIMEOUT)
 
     def should_ask(self, now: float) -> bool:
-        """Measures the silence; returns whether to send a question to the process."""
+        """Updates the time without a reply. Returns whether to send a probe now."""
         passed = min(now - self._last_tick, _MAX_STEP)
         self._last_tick = now
         if self._silence is not None:
@@ -102,13 +103,12 @@ class LivenessProbe:
 
 
 class CoordinatorProcess:
-    """A process that runs a `Coordinator`. This class has the coordinator's methods.
+    """Runs a `Coordinator` in another process, and offers the coordinator's methods.
 
     Args:
-        secret, job: the secret and the id of the job.
-        hosts, port: the addresses to listen on, and the port there.
-        resume: whether an earlier ringrun, which has ended, began the job.
-        note: shows a line to the user.
+        secret, job: the secret and the id of the job. hosts, port: the addresses to
+        listen on, and the port on these addresses. resume: whether the job was begun by
+        an earlier ringrun, which has ended. note: prints a line for the user.
 
     Raises StartupError if the port is taken, or TLS is required and not available.
     """
@@ -124,11 +124,11 @@ class CoordinatorProcess:
         note: Callable[[str], None],
         **options: Unpack[CoordinatorOptions],
     ) -> None:
-        # Raise errors about TLS here, because the process could not show them.
+        # Raise errors about TLS here, because the other process could not show them.
         offer_for(options.get("tls", "auto"))
         self._note = note
-        # A fixed port may still belong to an earlier ringrun that is about to end, so
-        # wait for up to 5 s.
+        # An earlier ringrun that is about to end may still use a fixed port, so wait up
+        # to 5 s for the port.
         self._listeners = address.listen_on(hosts, port, 5.0 if port else 0.0)
         self._serve_message: Message = {
             "do": "serve",
@@ -140,7 +140,7 @@ class CoordinatorProcess:
         self._selector = selectors.EpollSelector()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        # State that a new process must get.
+        # The information that a restarted process must receive.
         self._expected: set[int] = set()  # running workers
         self._unanswered: set[int] = set()  # arguments of `ended` without a reply
         self._ends: dict[int, tuple[str, bool]] = {}  # see `process_ended`
@@ -156,7 +156,7 @@ class CoordinatorProcess:
         self.wakeup = self._selector.fileno()  # readable when the channel has data
 
     def start(self) -> None:
-        """Starts a process, and sends the state of the workers to it."""
+        """Starts the process, and sends it the list of workers."""
         now = time.monotonic()
         recent = [then for then in self._start_times if now - then < _RESTART_WINDOW]
         self._start_times = [*recent, now]
@@ -184,7 +184,7 @@ class CoordinatorProcess:
             self._probe.record_answer(time.monotonic())
             return
         if event == "members":
-            # JSON has converted the numbers of workers to texts.
+            # JSON has converted the worker ids, which are keys, to strings.
             details[2] = {int(worker): rank for worker, rank in details[2].items()}
             self._job_begun = True
         elif event == "finished":
@@ -194,7 +194,7 @@ class CoordinatorProcess:
         self.events.put((event, *details))
 
     def _process_lost(self) -> None:
-        """Starts another process, because the process has ended."""
+        """Starts another process, because the coordinator's process has ended."""
         assert self._process is not None
         code = self._reap()
         if self._closing:
@@ -208,7 +208,7 @@ class CoordinatorProcess:
         self.start()
 
     def _reap(self) -> int:
-        """Waits for the process, which has closed its pipes or is about to end."""
+        """Waits for a process that has closed its pipes. Kills it if it is late."""
         assert self._process is not None
         try:
             return self._process.wait(_END_TIMEOUT)
@@ -217,13 +217,13 @@ class CoordinatorProcess:
             return self._process.wait()
 
     def clear(self) -> None:
-        """Handles all messages that have arrived; `wakeup` is not readable any more."""
+        """Handles all messages that have arrived, so that `wakeup` is not readable."""
         dispatch(self._selector, self._selector.select(0))
 
     def tick(self, now: float) -> None:
-        """Probes the process, and kills the process if it does not reply.
+        """Sends a probe to the process, or kills the process if it hangs.
 
-        Call `clear` first, because a reply may be in the pipe already.
+        Call `clear` before this method, because a reply may be in the pipe already.
         """
         if self._probe.should_ask(now):
             self._call("pulse")
@@ -234,12 +234,12 @@ class CoordinatorProcess:
             self._process.kill()  # then the channel closes and calls `_process_lost`
 
     def expected(self, worker: int) -> None:
-        """Reports that a worker's process was started."""
+        """Reports to the coordinator that a worker's process was started."""
         self._expected.add(worker)
         self._call("expected", worker)
 
     def ended(self, worker: int) -> None:
-        """Reports an end without an error; an event "ended" is the reply."""
+        """Reports a worker's end without an error. The reply is an event "ended"."""
         self._unanswered.add(worker)
         self._call("ended", worker)
 
@@ -252,7 +252,7 @@ class CoordinatorProcess:
         self._call("process_ended", worker, text, heirs)
 
     def _call(self, method: str, *arguments: object) -> None:
-        """Makes the process call a method of its coordinator."""
+        """Makes the process call a method of the coordinator."""
         if self._channel is not None:
             self._channel.send({"do": method, "arguments": arguments})
 
@@ -268,7 +268,7 @@ class CoordinatorProcess:
 
 
 class _CoordinatorServer:
-    """The server in the process: a loop over the pipes and the coordinator's events."""
+    """The loop of the coordinator's process, which serves ringrun over two pipes."""
 
     def __init__(self, reader: int, writer: int) -> None:
         from ringjax.membership.coordinator import Coordinator
@@ -281,7 +281,7 @@ class _CoordinatorServer:
         )
 
     def run(self) -> None:
-        """Serves until ringrun closes its end of the pipe."""
+        """Serves ringrun until ringrun closes its end of the pipe."""
         while not self._channel.closed:
             dispatch(self._selector, self._selector.select())
         if self._coordinator is not None:
@@ -294,7 +294,8 @@ class _CoordinatorServer:
             getattr(self._coordinator, message["do"])(*message["arguments"])
 
     def _serve(self, message: Message) -> None:
-        # Arm failpoints only in the first process, so that a restarted process lives.
+        # Arm failpoints only in the first process, so that they do not end a restarted
+        # one.
         if not message["resume"]:
             failpoints.arm(Config.from_env().failpoints, None)
         listeners = [socket.socket(fileno=number) for number in message["listeners"]]
@@ -319,8 +320,8 @@ class _CoordinatorServer:
 
 
 def main() -> None:
-    # A batch system may signal all processes of a job, but this process must live until
-    # ringrun closes its pipe.
+    # A batch system may signal all processes of a job, but the coordinator must run
+    # until ringrun closes its pipe.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     _CoordinatorServer(*standard_streams()).run()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringjax.run.hosts.slots import HostSlots
 
 UNBOUNDED = 1 << 16  # stands for `max_np` if only the slots of the hosts are a limit
-# Arguments of `ringjax.run` that only elastic jobs have.
+# Arguments of `ringjax.run` that static jobs do not have.
 _ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_range")
 # The names of the arguments of `ringjax.run`, for error texts.
 _NAMES = {
@@ -19,10 +19,10 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    """The options about hosts and numbers of ranks, which `ringjax.run` documents.
+    """The options that define the hosts and the numbers of ranks; see `ringjax.run`.
 
-    An option that the user has not given is None. `names` contains the names under
-    which the user knows the options, for error texts.
+    An option that the user has not given is None. `names` maps each option to its name
+    on the command line or in `ringjax.run`, for error texts.
     """
 
     np: int | None = None
@@ -44,13 +44,13 @@ class SizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSettings:
-    """The limits of an elastic job; see `ringjax.run` for fields with its names.
+    """The limits of an elastic job. `ringjax.run` documents fields with equal names.
 
     Attributes:
-        np: number of workers to start with. None means one worker for each slot.
-        hosts: the hosts of the workers; None if a script or a listener finds the hosts.
-        cooldown: least and most seconds that a host stays on the blacklist.
-        group: number of workers that are started, lost and admitted together.
+        np: number of workers at the start. None means one worker for each slot. hosts:
+        the hosts of the workers. None if a script or a listener finds the hosts.
+        cooldown: least and most seconds that a host stays on the blacklist. group:
+        number of workers that are started, lost and admitted together.
     """
 
     np: int | None
@@ -64,22 +64,21 @@ class ElasticSettings:
     group: int = 1
 
     def initial_size(self, slots: int) -> int:
-        """Returns the number of workers to start in `slots` slots, in whole groups."""
+        """Returns how many workers to start in `slots` slots, in complete groups."""
         count = min(self.np or self.max_np, slots)
         return count - count % self.group
 
     @property
     def uses_blacklist(self) -> bool:
-        """Whether hosts on which workers fail are put on a blacklist."""
+        """Whether the job puts hosts on which workers fail on a blacklist."""
         return bool(self.script) or self.cooldown is not None
 
 
 def refuse_elastic_options(options: SizeOptions, *, listens: bool) -> None:
-    """Refuses options of elastic jobs in a static job.
+    """Raises ValueError if a static job has options of elastic jobs.
 
-    A static job that `listens` for hosts may limit the wait by an elastic timeout.
-
-    Raises ValueError if an option was given; the text names all such options.
+    The error names all options that only elastic jobs have. With `listens`, a static
+    job may use an elastic timeout, which limits how long ringrun waits for hosts.
     """
     names = options.names
     given = [key for key in _ELASTIC if getattr(options, key) is not None]
@@ -99,7 +98,7 @@ def resolve_settings(
     listens: bool = False,
     group: int = 1,
 ) -> ElasticSettings:
-    """Checks the options of an elastic job and fills in the defaults.
+    """Checks the options of an elastic job and adds the defaults.
 
     Args:
         hosts: the hosts that the user or a batch system has given, if any.
@@ -156,7 +155,7 @@ def resolve_settings(
 
 
 def check_group_multiple(number: int | None, group: int, name: str) -> None:
-    """Raises ValueError if the value of the option `name` is no multiple of `group`."""
+    """Raises ValueError if the option `name` is not a multiple of the group size."""
     if number is not None and number % group:
         raise ValueError(
             f"{name} {number}: with groups of {group} (--group-size, "

@@ -1,8 +1,8 @@
-"""Replacement policy: handles ended and lost workers of an elastic job.
+"""Replacement policy: handles workers of an elastic job that have ended or are lost.
 
-The policy reports the end of a worker to the coordinator immediately. It shows a line
-to the user and releases the slot when all output of the process has arrived, because
-the output explains the end.
+The policy reports the end of a worker to the coordinator immediately. When all output
+of the worker's process has arrived, the policy prints a line about the end, which the
+output explains, and releases the worker's slot.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.workers import Worker, WorkerTable
 
 _OUTPUT_DELAY = 0.3  # seconds to wait for the output of a process that has ended
-# Seconds from the end of a process to the report. Meanwhile the last message of the
-# worker, which says that its program has finished, reaches the coordinator.
+# Seconds between the end of a process and the report of this end. In this time the
+# worker's last message, that its program has finished, reaches the coordinator.
 _REPORT_DELAY = 0.5
 _FENCE_TIMEOUT = 5.0  # seconds until a worker that was declared lost is killed
 _LEAVE_TIMEOUT = 30.0  # seconds until a worker that was asked to leave is killed
 
 
 class ReplacementPolicy:
-    """The policy of one elastic job.
+    """Decides which workers of one elastic job to start, kill or ask to leave.
 
     Attributes:
-        takeover: registers workers of an earlier ringrun.
-        coordinator: None until `use_coordinator`.
-        silent: whether the job is ending, so that the user reads of no more losses.
+        takeover: registers workers that an earlier ringrun has started. coordinator:
+        None before `use_coordinator` is called. silent: whether the job is ending, so
+        that the policy prints nothing about losses.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class ReplacementPolicy:
         )
         self.coordinator: CoordinatorProcess | None = None
         self.silent = False
-        # Ended workers, each with the time of the report to the coordinator.
+        # (time, worker): the workers whose end must be reported at that time.
         self._due_reports: list[tuple[float, Worker]] = []
-        # Fenced workers about which the user has not read a line yet.
+        # Fenced workers about which the policy has printed no line yet.
         self._unannounced: list[Worker] = []
         self._short_since = math.inf
 
     # -- the start ---------------------------------------------------------------------
 
     def use_coordinator(self, coordinator: CoordinatorProcess) -> None:
-        """Reports all workers of an earlier ringrun to a coordinator of this job."""
+        """Reports the workers of an earlier ringrun to the coordinator of this job."""
         self.coordinator = coordinator
         for worker in self._table.workers.values():
             self._inform_coordinator(worker)
         self.slots.closed = self.takeover.succeeded
 
     def add_workers(self, now: float) -> list[Worker]:
-        """Adds workers for all slots that must get one now, and returns the workers."""
+        """Adds a worker for each slot that must have one now. Returns the workers."""
         if self.coordinator is None:
             return []
         slots = self.slots.vacant(self._table.count_active(), now)
@@ -89,17 +89,17 @@ class ReplacementPolicy:
         return workers
 
     def shortage(self, now: float, timeout: float) -> str:
-        """Returns why a job with too few workers for `timeout` seconds must end.
+        """Returns why the job must end if too few workers were left for `timeout` s.
 
-        The text is empty if the job continues.
+        Returns "" if the job continues.
         """
         count, least = self._table.count_active(), self.settings.min_np
         if self.slots.closed or count >= least:
             self._short_since = math.inf
             return ""
         self._short_since = min(self._short_since, now)
-        # After `timeout` the coordinator ends the job with a text that explains more.
-        # So wait one second longer.
+        # After `timeout` the coordinator itself ends the job, with a better
+        # explanation. So wait one second longer for the coordinator.
         if now - self._short_since <= timeout + 1.0:
             return ""
         few = f"{count} of at least {least} workers are left"
@@ -117,7 +117,7 @@ class ReplacementPolicy:
         if event == "fenced":
             self.fence(worker, text, now)
         elif event == "failure":
-            # Fence the worker even if it is no member yet. Otherwise a worker that
+            # Fence the worker even if it is not a member yet. Otherwise a worker that
             # hangs would keep its slot.
             self.fence(worker, f"failed: {text}", now)
         elif event == "finished":
@@ -130,8 +130,8 @@ class ReplacementPolicy:
         if code:
             self._inform_coordinator(worker)
             return
-        # The worker's message that its program has finished may still be on its way to
-        # the coordinator, so report the end later.
+        # The worker's message that its program has finished may not have reached the
+        # coordinator yet, so report the end later.
         self._due_reports.append((now + _REPORT_DELAY, worker))
         worker.coordinator_answered = self.coordinator is None
         if self.coordinator is not None:
@@ -149,7 +149,7 @@ class ReplacementPolicy:
         self.coordinator.process_ended(worker.number, why, worker.may_be_succeeded)
 
     def fence(self, worker: Worker, why: str, now: float) -> None:
-        """Excludes a worker that the coordinator has declared lost from the job."""
+        """Excludes a worker from the job that the coordinator has declared lost."""
         worker.fence_reason, worker.with_group = why, why.startswith(WITH_GROUP)
         if not worker.slot.host:  # no agent reports the end of this worker
             self.handle_exit(worker, 255, why, now)
@@ -158,7 +158,7 @@ class ReplacementPolicy:
             self._unannounced.append(worker)
 
     def dismiss(self, number: int, now: float) -> None:
-        """Asks a worker and its group to leave, because its slot is gone."""
+        """Asks a worker and its group to leave, because the worker's slot is gone."""
         worker = self._table.workers[number]
         who = self._table.describe(worker, place=True)
         self._console.note(f"{who} is asked to leave: its slot is gone")
@@ -168,7 +168,7 @@ class ReplacementPolicy:
                 self._agents.signal(signal.SIGTERM, [mate.number], alone=True)
 
     def tick(self, now: float) -> None:
-        """Handles ended workers, kills late workers, and reports to the user."""
+        """Handles ended workers, kills workers that should have ended, prints lines."""
         for worker in self._table.workers.values():
             if worker.settled:
                 continue
@@ -180,7 +180,7 @@ class ReplacementPolicy:
                 worker.killed = True
                 self._agents.signal(signal.SIGKILL, [worker.number])
         for worker in list(self._unannounced):
-            # If the worker has ended meanwhile, the line of `_settle` explains more.
+            # If the worker has ended meanwhile, `_settle` prints a better explanation.
             due = (worker.fenced or 0.0) + _OUTPUT_DELAY
             if worker.is_running and now > due:
                 self._unannounced.remove(worker)
@@ -191,7 +191,7 @@ class ReplacementPolicy:
             self.coordinator.tick(now)
 
     def _settle(self, worker: Worker, now: float) -> None:
-        """Releases the slot of an ended worker, and shows a line about the worker."""
+        """Releases the slot of an ended worker, and prints a line about the worker."""
         worker.settled = True
         if not worker.streams:
             self._console.remove(worker.number)
@@ -213,19 +213,18 @@ class ReplacementPolicy:
                 own_fault=self._table.failed_by_itself(worker),
                 now=now,
             )
-            # If the job is over, the last line of ringrun contains this text.
+            # If the job is over, ringrun's last line contains the explanation.
             if not announced and not self.is_over():
                 text = None if worker.exit_code else worker.loss_text
                 self._note_end(worker, text, pause)
             self._note_blacklisted(worker.slot.host, now)
 
     def _note_end(self, worker: Worker, text: str | None, pause: float = 0.0) -> None:
-        """Shows a line about a worker that was lost or has left.
+        """Prints a line about a worker that was lost or has left.
 
         Args:
-            text: the text after the worker's name; None to describe how the worker has
-                ended.
-            pause: seconds until another worker starts in the slot.
+            text: the text after the worker's name, or None to describe the exit code.
+            pause: seconds until another worker starts in the worker's slot.
         """
         if self.silent:
             return
@@ -250,19 +249,19 @@ class ReplacementPolicy:
 
 
 def _is_unexplained(worker: Worker) -> bool:
-    """Returns whether it is not known yet why a worker has ended without an error.
+    """Returns whether the reason for a worker's end without an error is unknown yet.
 
-    If the coordinator has dismissed the worker, another worker starts in its slot.
-    Otherwise the worker has reached the end of its program, and the job is finishing.
+    If the coordinator has dismissed the worker, another worker starts in its slot. If
+    not, the worker has reached the end of its program, and the job is finishing.
     """
     known = worker.coordinator_answered or worker.finished or worker.dismissed
     return worker.exit_code == 0 and not known
 
 
 def _kill_time(worker: Worker) -> float:
-    """Returns the time at which to kill a worker that has not ended by itself.
+    """Returns when to kill a worker that does not end by itself; infinity for never.
 
-    A worker that has lost its group is killed immediately, because it has no error to
+    A worker whose group was lost is killed immediately, because it has no error to
     report and the job needs its slot.
     """
     grace = 0.0 if worker.with_group else _FENCE_TIMEOUT

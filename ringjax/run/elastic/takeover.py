@@ -1,11 +1,11 @@
-"""Takes over ranks of an earlier ringrun when the agents of their hosts join.
+"""Takes over the workers of an earlier ringrun when the agents of their hosts join.
 
-ringrun gives agents a state to keep for the next ringrun: the id of the job, the lowest
-number that no worker has had, and the host of each worker. Workers that the old ringrun
-started itself have ended with the old ringrun. If the state contains a worker on a
-host, and the agent of that host does not report the worker, the worker has ended with
-an earlier agent. The ranks reconnect to the coordinator by themselves, and the
-coordinator decides about members.
+Each ringrun stores a record in its agents, for the next ringrun: the id of the job, the
+lowest id that no worker has had, and the host of each worker. Workers that the old
+ringrun started itself have ended with the old ringrun. If the record lists a worker on
+a host, and that host's agent does not report the worker, the worker has ended with an
+earlier agent. The ranks reconnect to the coordinator by themselves, and the coordinator
+decides which of them are members.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LOST = "ended with the ringrun or the agent that had started it"
 
 
 class Takeover:
-    """The takeover of workers of an earlier ringrun, when agents of their hosts join.
+    """Registers the workers of an earlier ringrun when their agents join.
 
-    `inform` reports a worker, which runs or has ended, to the coordinator.
+    `inform` is called to report a running or ended worker to the coordinator.
     """
 
     def __init__(
@@ -42,30 +42,30 @@ class Takeover:
         self._agents, self._console = agents, console
         self._inform = inform
         self._job = ""  # the id of the job, which an earlier ringrun may have chosen
-        # Hosts of workers of earlier ringruns, by number of the worker.
+        # The hosts of earlier ringruns' workers, by worker id.
         self._hosts: dict[int, str] = {}
 
     @property
     def resumes(self) -> bool:
-        """Whether workers of an earlier ringrun still run."""
+        """Whether workers that an earlier ringrun has started still run."""
         return bool(self._table.running())
 
     @property
     def succeeded(self) -> bool:
-        """Whether all registered workers have ended, and one without an error."""
+        """Whether all registered workers have ended, at least one without an error."""
         codes = [worker.exit_code for worker in self._table.workers.values()]
         return 0 in codes and None not in codes
 
     def resolve_job(self, state: Message) -> str:
-        """Returns the id of this job: the first id in the state of an agent.
+        """Returns the id of this job: the first job id in the record of an agent.
 
-        An agent whose state has another id ends its ranks.
+        An agent whose record has another job id ends its ranks.
         """
         self._job = self._job or state.get("job", "")
         return self._job
 
     def add_host(self, host: str, hello: Message) -> None:
-        """Registers the workers that the hello of a host's agent reports."""
+        """Registers the workers that a joining agent lists in its hello."""
         state = hello["state"] or {"next": 0, "hosts": []}
         self._table.reserve(state["next"])
         self._hosts |= dict(state["hosts"])
@@ -75,7 +75,7 @@ class Takeover:
             if worker is None or not worker.slot.host:
                 self._adopt_running(host, rank)
             elif not worker.is_running and "code" not in rank:
-                # The worker counts as lost since the connection to its host broke.
+                # This worker was declared lost when the connection to its host broke.
                 unwanted.append(worker.number)
         for number, place in self._hosts.items():
             here = place == _STATIC_HOST or self._agents.has_joined(place)
@@ -104,7 +104,7 @@ class Takeover:
         self._inform(worker)
 
     def job_state(self) -> Message:
-        """Returns the state that agents keep for the next ringrun."""
+        """Returns the record that agents keep for the next ringrun."""
         places = [
             (worker.number, host if self._agents.has_joined(host) else _STATIC_HOST)
             for worker in self._table.running()

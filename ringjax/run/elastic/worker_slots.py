@@ -1,9 +1,9 @@
-"""Slots of an elastic job, and a blacklist: decide when a free slot gets a worker.
+"""The slots of an elastic job and a blacklist of hosts; decides when to fill a slot.
 
 After a failure another worker starts in the slot immediately. If the workers of a slot
-keep failing soon after they have joined, the next ones start after 1, 2, 4 … 30 s. With
-a blacklist the host of the slot is put on the list instead. The caller passes the time
-and starts the workers.
+keep failing soon after they have joined, the next workers start after 1, 2, 4 … 30 s.
+If the job uses a blacklist, the host of the slot is put on the list instead. The caller
+passes the time and starts the workers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class _BlacklistEntry:
 
 
 class Blacklist:
-    """Hosts on which a worker has failed, and which get no new worker for a time.
+    """The hosts that get no new worker for some time, because a worker failed there.
 
     The rules are Horovod's. Without a `cooldown` a host stays on the list forever. With
     a cooldown of MIN to MAX seconds a host stays for MIN seconds the first time, then
-    for twice as long each time, at most for MAX seconds. `draw` returns a random number
-    from 0 to 1, so that not all hosts return at one time.
+    twice as long each time, up to MAX seconds. `draw` returns a random number from 0 to
+    1, by which the times of hosts differ, so that not all hosts return at the same
+    time.
 
     Example:
         >>> blacklist = Blacklist((10.0, 60.0), draw=lambda: 0.0)
@@ -53,11 +54,11 @@ class Blacklist:
         self._records: dict[str, _BlacklistEntry] = {}
 
     def record_failure(self, host: str, now: float) -> float:
-        """Puts a host on the list because a worker failed there.
+        """Puts a host on the list, because a worker failed there.
 
-        All workers of a broken host fail. Failures on a host that is on the list do not
-        count, so these failures count once. Returns the seconds until the job may use
-        the host again, which may be infinity.
+        All workers of a broken host fail, but count as one failure: failures on a host
+        that is on the list already are ignored. Returns the seconds until the job may
+        use the host again, which may be infinity.
         """
         record = self._records.setdefault(host, _BlacklistEntry())
         if record.until > now:
@@ -67,7 +68,8 @@ class Blacklist:
             record.until = math.inf
             return math.inf
         least, most = self._cooldown
-        # The host has worked for a long time, so use the shortest cooldown again.
+        # The host has worked for a long time, so start again with the shortest
+        # cooldown.
         if now - record.until > 2 * most:
             record.times = 0
         seconds = least * 2.0 ** min(record.times, 60)
@@ -81,7 +83,7 @@ class Blacklist:
         return record is not None and record.until > now
 
     def take_announcement(self, host: str, now: float) -> float | None:
-        """Returns, once for each new entry, the seconds until its host is usable."""
+        """Returns the seconds until the host is usable, once for each new entry."""
         record = self._records.get(host)
         if record is None or record.announced:
             return None
@@ -90,13 +92,12 @@ class Blacklist:
 
 
 class WorkerSlots:
-    """The slots of a job.
+    """The slots on all hosts of an elastic job.
 
     Args:
-        first: number of workers to start with.
-        most: number of workers to have once the job runs.
-        least: the job uses released slots only if it has fewer workers.
-        group: number of workers that start together, or not at all.
+        first: number of workers at the start. most: number of workers to reach while
+        the job runs. least: the job uses released slots only if it has fewer workers
+        than this. group: number of workers that start together, or not at all.
 
     Attributes:
         closed: whether the job is finishing, so that no more workers start.
@@ -128,9 +129,9 @@ class WorkerSlots:
         return sorted(present, key=lambda s: (self._order.index(s.host), s.index))
 
     def update(self, hosts: Sequence[HostSlots]) -> list[int]:
-        """Replaces the list of hosts; known hosts keep their place in the order.
+        """Replaces the list of hosts. Hosts that stay keep their position in the order.
 
-        Returns the numbers of the workers whose slots do not exist any more.
+        Returns the ids of the workers whose slots do not exist any more.
         """
         slots = {host.name: host.slots for host in hosts}
         self._order = [name for name in self._order if name in slots]
@@ -158,7 +159,7 @@ class WorkerSlots:
             slot.removed = slot.released = False
 
     def occupy(self, host: str, index: int, worker: int) -> WorkerSlot:
-        """Gives a slot to a worker of an earlier ringrun, and returns the slot."""
+        """Assigns a slot to a worker of an earlier ringrun, and returns the slot."""
         self._offer(host, index)
         slot = self._slots[host, index]
         slot.worker = worker
@@ -170,13 +171,13 @@ class WorkerSlots:
             del self._slots[slot.host, slot.index]
 
     def grow(self) -> None:
-        """Raises the number of wanted workers to `most`, because the job runs."""
+        """Allows up to `most` workers from now on, because the job has begun."""
         self._target = self._most
 
     def vacant(self, running: int, now: float) -> list[WorkerSlot]:
         """Returns the slots in which the caller must start workers now.
 
-        Slots of one host follow each other, so that a group spreads over few hosts.
+        Slots of one host are consecutive, so that a group spreads over few hosts.
         `running` is the number of workers that run already.
         """
         if self.closed:
@@ -221,19 +222,20 @@ class WorkerSlots:
     def record_leave(self, slot: WorkerSlot, *, asked: bool) -> None:
         """Releases the slot of a worker that has left without an error.
 
-        If another program than ringrun has `asked` the worker to leave, that program
-        may need the slot. Then the job uses the slot only if it has too few workers.
+        If a program other than ringrun has `asked` the worker to leave, that program
+        may need the slot. Then the job uses the slot again only if it has too few
+        workers.
         """
         self._release(slot)
         slot.released = not asked
 
     def all_failed(self) -> bool:
-        """Returns whether a worker has failed in every slot that ever had a worker."""
+        """Returns whether workers have failed in all slots that ever had a worker."""
         used = [slot for slot in self.slots if slot.failed or slot.worker is not None]
         return bool(used) and all(slot.failed for slot in used)
 
     def slot_info(self, slot: WorkerSlot) -> SlotInfo:
-        """Describes a taken slot as a static job describes its slots."""
+        """Returns ranks and sizes for a slot's worker, computed as in a static job."""
         taken = [s for s in self.slots if s is slot or s.worker is not None]
         local = [other for other in taken if other.host == slot.host]
         same = [other.host for other in taken if other.index == slot.index]

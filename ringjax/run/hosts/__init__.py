@@ -1,1 +1,1 @@
-"""The hosts of a job: finds them, starts ranks on them, and exchanges messages."""
+"""The hosts of a job: finds hosts, starts ranks on them, and exchanges messages."""

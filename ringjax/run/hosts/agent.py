@@ -1,13 +1,14 @@
-"""The program on each host that owns its ranks: `python -m ringjax.run.hosts.agent`.
+"""The agent on each host, which owns the ranks: `python -m ringjax.run.hosts.agent`.
 
 ringrun starts an agent on its own machine. On every other host ssh or an engine such as
-Slurm starts the agent, and the ranks there keep the variables of the engine. An agent
-reads the environment with the job's secret, the command and the directory from standard
-input, so that no secret is in argv. It writes the output and the exit codes of ranks to
-standard output. joining_agent.py is the agent that connects to ringrun itself.
+Slurm starts the agent, and the ranks there keep the engine's environment variables. An
+agent reads the job's secret, the command and the directory from standard input, so that
+no secret is on a command line. It writes the output and the exit codes of its ranks to
+standard output. joining_agent.py is the agent that connects to ringrun by itself.
 
 No rank outlives ringrun, even if ringrun is killed: when the standard input of an agent
-is closed, or its parent process ends, the agent kills all its descendants and exits.
+is closed, or the agent's parent process ends, the agent kills all its descendants and
+exits.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
 
 _CHUNK = 1 << 16
-# If more bytes than these wait for ringrun, the agent stops reading the output of
-# ranks, or drops their telemetry.
+# If more bytes than this are waiting to be sent to ringrun, the agent stops reading the
+# output of ranks, or drops their telemetry.
 _BACKLOG = 1 << 20
 _TELEMETRY_BACKLOG = 1 << 18
 _GRACE = 1.0  # seconds between SIGTERM and SIGKILL to ranks after the end of ringrun
 
 
 class Agent:
-    """A selector loop over the channel, the pipes of children, and signals."""
+    """A selector loop for messages of ringrun, output of children, and signals."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
-        # Running and ended children, by ringrun's number.
+        # Running and ended children, by the id that ringrun has given to each child.
         self._children: dict[int, processes.ChildProcess] = {}
         self._telemetry = TelemetryRelay(
             self._selector, self._children, self._send_telemetry
         )
-        # The number of each running child, by process id.
+        # process id -> ringrun's id of each running child.
         self._numbers: dict[int, int] = {}
         self._descriptor_socket: socket.socket | None = None
-        # Descriptors that ringrun has sent, oldest first.
+        # File descriptors that ringrun has sent, the oldest first.
         self._descriptors: deque[int] = deque()
         self._paused: list[tuple[int, Callable[[], None]]] = []
         self._exit_deadline: float | None = None
         self._watches_parent = self._end_requested = False
         self._started_at = time.time()
-        # Signals wake the selector up through this pipe. A Python handler alone would
-        # run only after `select` has returned.
+        # Signals wake the selector up through this pipe. A Python signal handler alone
+        # would run only after `select` has returned.
         self._wakeup, wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup, False)
@@ -77,7 +78,8 @@ class Agent:
             signal.SIGUSR1,
         ):
             signal.signal(number, lambda *_: None)
-        # Slurm and MPI start programs with SIGCHLD blocked.
+        # Slurm and MPI start programs with the signal SIGCHLD blocked, so unblock all
+        # signals.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._selector.register(
             self._wakeup, selectors.EVENT_READ, self._handle_signals
@@ -86,7 +88,7 @@ class Agent:
     def connect(
         self, reader: int, writer: int, keys: SessionKeys | None = None
     ) -> Channel:
-        """Makes the channel to ringrun from two pipes, or from a socket with `keys`."""
+        """Makes the channel to ringrun: two pipes, or one socket with `keys`."""
         self._channel = Channel(
             self._selector,
             reader,
@@ -98,7 +100,7 @@ class Agent:
         return self._channel
 
     def run(self) -> NoReturn:
-        """Runs the agent until the job is over, then ends the process."""
+        """Runs the agent until the job is over, and then ends this process."""
         processes.become_subreaper()
         while True:
             dispatch(self._selector, self._selector.select(self._timeout()))
@@ -166,10 +168,10 @@ class Agent:
     ) -> None:
         number = order["id"]
         argv = order["argv"]
-        # Clients and local commands have negative numbers, and send no telemetry.
+        # Clients and local commands have negative ids, and send no telemetry.
         if number >= 0 and (address := self._telemetry.start_listening()):
             env = {**env, "RINGJAX_MONITOR": address}
-        # ringrun may send descriptors for standard input, and for standard output.
+        # ringrun may send file descriptors for standard input and standard output.
         given = self._next_descriptors(order.get("descriptors", 0))
         stdin, stdout = (*given, None, None)[:2]
         try:
@@ -198,7 +200,7 @@ class Agent:
         self._send({"is": "started", "id": number, "pid": child.pid})
 
     def _open_descriptor_socket(self, descriptor: int) -> None:
-        """Opens the socket on which ringrun sends descriptors for children."""
+        """Opens the socket over which ringrun sends file descriptors for children."""
         self._descriptor_socket = socket.socket(fileno=descriptor)
         self._descriptor_socket.setblocking(False)
         os.set_inheritable(descriptor, False)
@@ -217,7 +219,7 @@ class Agent:
         self._descriptors.extend(descriptors)
 
     def _next_descriptors(self, count: int) -> list[int]:
-        """Returns descriptors that ringrun has sent before an order that needs them."""
+        """Returns descriptors that ringrun has sent for the order of a new child."""
         while len(self._descriptors) < count:
             assert self._descriptor_socket is not None
             wait_readable(self._descriptor_socket)
@@ -225,7 +227,7 @@ class Agent:
         return [self._descriptors.popleft() for _ in range(count)]
 
     def _watch_parent(self, parent: int) -> None:
-        """Ends this agent when `parent` dies, even if a fork still holds the pipe."""
+        """Ends this agent when `parent` dies, even if a fork keeps the pipe open."""
         self._watches_parent = True
         try:
             descriptor = os.pidfd_open(parent)
@@ -263,7 +265,7 @@ class Agent:
         return 0 if self._channel is None else self._channel.pending
 
     def _pause(self) -> None:
-        """Stops reading the output of ranks, so a rank with a full pipe blocks."""
+        """Stops reading the output of ranks, so that a rank with a full pipe blocks."""
         for child in self._children.values():
             for descriptor in child.pipes.values():
                 with contextlib.suppress(KeyError):
@@ -284,7 +286,7 @@ class Agent:
                 self._handle_end_signal(number)
 
     def _group_leaders(self) -> set[int]:
-        """Returns the process ids of children whose failure kills their group."""
+        """Returns the process ids of those children whose failure kills their group."""
         return {
             self._children[number].pid
             for number in self._numbers.values()
@@ -304,11 +306,11 @@ class Agent:
     # -- the end of the job ------------------------------------------------------------
 
     def _handle_end_signal(self, number: int) -> None:
-        """Handles a signal other than SIGCHLD that this agent has received.
+        """Handles any signal to this agent except SIGCHLD.
 
         A batch system sends SIGTERM when it needs the host, and SIGKILL some seconds
-        later. The agent passes SIGTERM on to its ranks and continues, so that the ranks
-        can use these seconds. Clients get no SIGTERM, because they still carry the
+        later. The agent forwards SIGTERM to its ranks and continues, so that the ranks
+        can use these seconds. Clients receive no SIGTERM, because they still carry
         messages of other hosts. SIGUSR1 is meant for ranks and has no effect here.
         """
         if number == signal.SIGTERM:
@@ -324,7 +326,7 @@ class Agent:
         self._kill_all_and_exit()
 
     def _finish(self, deadline: float) -> None:
-        """Exits once all output has been forwarded, or at the deadline."""
+        """Exits when all output has been forwarded, or at the deadline."""
         if self._output_complete or time.monotonic() > deadline:
             self._send_bye()
             os._exit(0)
@@ -335,8 +337,8 @@ class Agent:
 
     def _send_bye(self) -> None:
         # After "bye" ringrun does not count the processes of this agent as lost. After
-        # SIGTERM the agent sends no "bye", because an order to start a process, which
-        # the agent will not obey, may be on its way.
+        # SIGTERM the agent sends no "bye", because ringrun may have sent an order to
+        # start a process, which the agent will not start.
         if not self._end_requested:
             self._send({"is": "bye"})
         if self._channel is not None:
@@ -355,7 +357,7 @@ class Agent:
 
 
 def explain_start_error(program: str, error: Exception) -> str:
-    """Returns why a program cannot be run, with a hint for the user."""
+    """Returns the reason why a program cannot be run, with a hint for the user."""
     reason = getattr(error, "strerror", None) or str(error)
     if not os.path.isfile(program):
         return reason

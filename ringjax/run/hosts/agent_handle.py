@@ -1,4 +1,4 @@
-"""The state that ringrun keeps for each agent."""
+"""AgentHandle: what ringrun knows about one agent."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ringjax.run.hosts.channel import Channel, Message
 
 @dataclass(slots=True)
 class AgentHandle:
-    """The agent on a host, as ringrun sees it.
+    """The agent on a host, and what ringrun knows about it.
 
     Attributes:
-        client_number: number of the client process (ssh, srun) that started the agent.
-        client_name: program name of that client, for error texts.
+        client_number: id of the client process (ssh, srun) that has started the agent.
+        client_name: program name of the client, for error texts.
         by_engine: whether an engine has started the agent and has set its environment.
-        rendezvous: address of the coordinator for ranks of this host. Set only if
-            `ringrun --join` has started the agent.
+        rendezvous: address of the coordinator for ranks of this host, if
+            `ringrun --join` has started the agent; otherwise empty.
         started_at: when ringrun started the agent, by `time.monotonic`.
-        has_answered: whether any message has arrived from the agent.
-        silence_noted: whether the user has read that no message has arrived.
+        has_answered: whether the agent has sent any message. silence_noted: whether
+        ringrun has told the user that no message has arrived.
         ended: whether the agent has sent "bye", or counts as lost.
-        end_requested: whether the agent got SIGTERM because a batch system needs the
-            host.
+        end_requested: whether the agent received SIGTERM, because a batch system needs
+            the host.
         orphaned_client: process id of the client after the local agent has died.
-        numbers: numbers of the processes that the agent runs or has an order to start.
-        pids: process ids of the processes that run, by number.
+        numbers: ids of the processes that the agent runs or has been ordered to start.
+        pids: process ids of running processes, by ringrun's id of the process.
     """
 
     host: str
@@ -49,11 +49,11 @@ class AgentHandle:
             self.channel.send(message)
 
     def silence(self, now: float) -> float:
-        """Returns the seconds since the start; 0 if a message has arrived."""
+        """Returns seconds since the agent's start, or 0 if a message has arrived."""
         known = self.has_answered or self.closed or self.rendezvous
         return 0.0 if known else now - self.started_at
 
     @property
     def closed(self) -> bool:
-        """Whether no more messages can arrive from the agent."""
+        """Whether the agent can send no more messages."""
         return self.ended or self.channel is None or self.channel.closed

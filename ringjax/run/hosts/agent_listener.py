@@ -1,11 +1,11 @@
 """`ringrun --listen`: accepts hosts on which somebody has run `ringrun --join`.
 
-A job gets its hosts from a list (-H), from a script (discovery.py) or from this
-listener. An agent proves that it has the job's secret, and then sends a hello with the
-name of its host and its slots. The host belongs to the job while that connection lasts.
-If the connection breaks in an elastic job, the agent may reconnect within the failure
+A job's hosts come from a list (-H), from a script (discovery.py) or from this listener.
+An agent proves that it has the job's secret, and then sends a hello with the name and
+the slots of its host. The host belongs to the job as long as the agent is connected. If
+the connection breaks in an elastic job, the agent may reconnect within the failure
 timeout, and no rank is lost. If another agent with that host name connects, its host
-counts as a new host. joining_agent.py is the other end of the connection.
+counts as a new host. joining_agent.py implements these agents.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _PORT_TIMEOUT = 5.0  # seconds to wait until an earlier ringrun releases the por
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """A connection of an agent.
+    """A connection that an agent has opened.
 
     Attributes:
-        peer: address of the other end, for error texts.
-        agent: the record of the agent in the pool; None until its hello is accepted.
+        peer: address of the agent, for error texts. agent: the agent in the pool, or
+        None until ringrun has accepted the agent's hello.
         lost_at: the time at which the connection ended.
     """
 
@@ -53,17 +53,17 @@ class _Connection:
 
 
 class AgentListener:
-    """A listener that adds agents to the pool.
+    """Accepts connections of agents, and adds the agents to the pool.
 
     Args:
-        note: shows a line to the user.
-        on_joined: called with the name of a host and the hello of its agent.
-        resolve_job: `Takeover.resolve_job`; None in a static job.
+        note: prints a line for the user. on_joined: called with the name of a host and
+        the hello of the host's agent. resolve_job: `Takeover.resolve_job`, or None in a
+        static job.
 
-    Raises StartupError if listening is not possible.
+    Raises StartupError if it cannot listen at the address.
     """
 
-    # The job reads these attributes of a listener or of a `ScriptDiscovery`.
+    # `Job` reads these attributes of its listener or of its `ScriptDiscovery`.
     name, problem, unusable = "--listen", "", False
 
     def __init__(
@@ -82,7 +82,7 @@ class AgentListener:
         self._reconnect_timeout = spec.config.elastic_timeout if resolve_job else 0.0
         self._static_hosts = list(listening.static_hosts)
         self._connections: dict[str, _Connection] = {}  # connections by host
-        # Slots by host, without hosts that are leaving.
+        # The number of slots by host, without hosts that are leaving the job.
         self._slots: dict[str, int] = {}
         self._selector = selectors.EpollSelector()
         offered = offer_for(spec.config.tls)
@@ -101,7 +101,7 @@ class AgentListener:
 
     @property
     def hosts(self) -> list[HostSlots]:
-        """The static hosts, then the connected hosts in the order of their hellos."""
+        """The static hosts, then the joined hosts in the order in which they joined."""
         joined = (HostSlots(name, count) for name, count in self._slots.items())
         return [*self._static_hosts, *joined]
 
@@ -112,11 +112,11 @@ class AgentListener:
                 self._remove(connection)
 
     def drop_static_hosts(self) -> None:
-        """Removes the hosts of -H, whose agents end with this ringrun."""
+        """Removes the hosts of -H, because their agents end with this ringrun."""
         self._static_hosts.clear()
 
     def close(self) -> None:
-        """Stops listening. Connections of accepted agents stay open."""
+        """Stops listening. Agents that were accepted stay connected."""
         self._selector.close()
         self._acceptor.close()
 
@@ -171,7 +171,8 @@ class AgentListener:
         before = self._connections.get(host)
         job = self._resolve_job(message["state"])
         if message["state"].get("job", job) != job:
-            # The agent comes from another job, and ends its ranks on "welcome".
+            # This agent comes from another job, and ends its ranks when it receives
+            # "welcome".
             message = {**message, "ranks": [], "state": {}}
         connection.channel.send(
             {"do": "welcome", "reconnect_timeout": self._reconnect_timeout, "job": job}
@@ -192,11 +193,11 @@ class AgentListener:
     def _resume(
         self, before: _Connection, connection: _Connection, message: Message
     ) -> None:
-        """Replaces the broken connection of an agent by a new connection.
+        """Replaces the broken connection of an agent by the agent's new connection.
 
-        The hello contains exits that the agent could not report before. A process that
-        is not in the hello counts as ended, because the order to start the process was
-        lost with the old connection.
+        The hello contains the exits of processes that the agent could not report
+        before. A process that is not in the hello counts as ended, because the order to
+        start it was lost with the old connection.
         """
         agent, connection.agent = before.agent, before.agent
         assert before.channel is not None and agent is not None
@@ -213,10 +214,10 @@ class AgentListener:
                 self._agents.handle_message(agent, ended)
 
     def _check_hello(self, message: Message) -> tuple[str, bool]:
-        """Checks a hello, whose sender has only proved that it has the job's secret.
+        """Checks the contents of a hello, which may be invalid.
 
-        Returns the reason why ringrun refuses the host, which is empty if ringrun
-        accepts the host, and whether the agent may try again.
+        Returns the reason why ringrun refuses the host, or "" if ringrun accepts the
+        host, and whether the agent may try again.
         """
         host, token = message.get("host"), message.get("token")
         slots, via = message.get("slots"), message.get("via")
@@ -253,7 +254,7 @@ class AgentListener:
 
 
 def _check_ranks(message: Message) -> None:
-    """Raises an error if a number or a host in a hello has a wrong type."""
+    """Raises an error if an id, a code or a host in a hello has a wrong type."""
     for rank in message["ranks"]:
         numbers = (rank["id"], rank["pid"], rank["local_rank"], rank.get("code", 0))
         if not all(

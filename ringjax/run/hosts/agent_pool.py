@@ -2,9 +2,9 @@
 
 The agent on this machine (the guardian) owns the ranks on this machine, the clients
 (ssh, srun) that start the agents on other hosts, and short commands such as a discovery
-script. Clients outlive a guardian that is killed, and the next order for this machine
-starts another guardian. This module decides nothing: each event becomes a call of the
-`ProcessObserver`. job_spec.py makes the commands of clients.
+script. If the guardian is killed, its clients continue, and the next order for this
+machine starts another guardian. This module makes no decisions: it calls a method of
+the `ProcessObserver` for each event. job_spec.py makes the commands of clients.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _SHELL = "a login script there may wait for something, or replace the shell"
 
 
 class ProcessObserver(Protocol):
-    """The receiver of the events of a job's processes. Each process has a number."""
+    """Receives the events of a job's processes, which are identified by ids."""
 
     def started(self, number: int, pid: int) -> None: ...
 
     def wrote(self, number: int, stream: str, data: bytes) -> None:
-        """Handles output. If `data` is empty, the stream has ended."""
+        """Handles output of a process. Empty `data` marks the end of the stream."""
 
     def exited(self, number: int, code: int, text: str) -> None:
-        """Handles an exit, which `text` explains if the code does not."""
+        """Handles the end of a process. `text` may explain the exit code."""
 
     def host_lost(self, numbers: Sequence[int], text: str) -> None:
-        """Handles the loss of a host, with the numbers of its processes."""
+        """Handles the loss of a host, whose processes had the ids `numbers`."""
 
 
 class AgentPool:
     """The agents of one job. `poll` exchanges messages with the agents.
 
-    The job chooses the numbers of its processes, from 0 on. This class chooses negative
-    numbers for clients and local commands, which are processes of an agent, too.
+    The job chooses the ids of its processes, from 0 on. This class chooses negative ids
+    for clients and local commands, because an agent runs these processes, too.
     """
 
     def __init__(
@@ -74,13 +74,14 @@ class AgentPool:
         self._receiver: FileReceiver | None = None
         self._last_number = 0  # the latest number of a client or local command
         self._telemetry_interval = 0.0
-        # This function is called with the number of a rank and a line of telemetry.
+        # Called with the id of a rank's process and with a line of telemetry from the
+        # rank.
         self.on_sample: Callable[[int, str], None] = lambda number, text: None
 
     # -- agents ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the agent on this machine; replaces an agent that was killed."""
+        """Starts the agent on this machine, or replaces an agent that was killed."""
         if self._guardian is not None and self._descriptors is not None:
             self._guardian.kill()
             self._guardian.wait()
@@ -110,14 +111,14 @@ class AgentPool:
 
     @property
     def end_requested(self) -> str:
-        """The reason why all ranks must leave, if all other hosts got SIGTERM."""
+        """Why all ranks must leave, if the agents of all other hosts got SIGTERM."""
         agents = self._remote.values()
         ours = self._spec.allocation is not None and bool(agents)
         back = ours and all(agent.end_requested for agent in agents)
         return "SIGTERM on the other hosts" if back else ""
 
     def _agent_for(self, host: str) -> AgentHandle:
-        """Returns the agent on a host. Starts an agent if none runs there."""
+        """Returns the agent on a host. Starts an agent if the host has none."""
         if self.is_local(host):
             return self._local_agent()
         agent = self._remote.get(host)
@@ -131,11 +132,11 @@ class AgentPool:
         return self._local
 
     def _connect(self, host: str) -> AgentHandle:
-        """Makes the local agent start a client, whose pipes lead to this process.
+        """Makes the local agent start a client, with pipes to this process.
 
         The local agent owns the client, so the client ends with the other processes of
-        the job. This process makes the pipes and sends one end of each to the local
-        agent, so that messages of the host do not go through the local agent.
+        the job. This process makes the client's pipes and sends one end of each to the
+        local agent, so that messages of the host do not pass through the local agent.
         """
         here = self._local_agent()
         self._last_number -= 1
@@ -162,7 +163,7 @@ class AgentPool:
     def add_joined(
         self, host: str, channel: Channel, rendezvous: str, numbers: set[int]
     ) -> AgentHandle:
-        """Adds an agent of `ringrun --join`, which may have running processes already.
+        """Adds an agent of `ringrun --join`, which may already run processes.
 
         Ranks of this host reach the coordinator at the address `rendezvous`.
         """
@@ -174,12 +175,13 @@ class AgentPool:
     def connect_stdin(self) -> None:
         """Sends a pipe with ringrun's standard input to the agent on this machine.
 
-        Call this method before the order to start a process with one descriptor.
+        Call this before ordering a process with one descriptor, which will read the
+        pipe.
         """
         self._send_descriptors(pipe_standard_input())
 
     def _send_descriptors(self, *descriptors: int) -> None:
-        """Sends descriptors to the agent on this machine, and closes them here."""
+        """Sends file descriptors to the agent on this machine, and closes them here."""
         try:
             assert self._descriptors is not None
             # If the agent has died, `poll` handles the end of its channel.
@@ -211,9 +213,8 @@ class AgentPool:
         """Starts processes on a host.
 
         Args:
-            orders: for each process a dict with `id` (its number), `argv` and `env`.
-            env: variables of all processes.
-            payload: standard input of each process.
+            orders: for each process a dict with `id`, `argv` and `env`. env: variables
+            for all processes. payload: standard input for each process.
         """
         agent = self._agent_for(host)
         agent.numbers.update(order["id"] for order in orders)
@@ -224,16 +225,16 @@ class AgentPool:
                 {**order, "env": {**kept, **order["env"], **via}} for order in orders
             ]
         self._send_spawn(agent, orders, env, payload)
-        # The host may have gone since ringrun decided to start processes there.
+        # The host may have left since ringrun decided to start processes on it.
         if agent.ended and agent.rendezvous:
             self._report_lost(agent, "lost its host")
 
     def run_command(
         self, argv: Sequence[str], done: Callable[[int, str, str], None]
     ) -> int:
-        """Runs a command on this machine, and returns its number for `signal`.
+        """Runs a command on this machine. Returns the command's id for `signal`.
 
-        `done` is called with exit code, output and error output.
+        Calls `done` with the exit code, the output and the error output of the command.
         """
         self._last_number -= 1
         self._commands.add(self._last_number, done)
@@ -267,11 +268,11 @@ class AgentPool:
     def signal(
         self, number: int, numbers: Sequence[int] | None = None, *, alone: bool = False
     ) -> None:
-        """Sends a signal to processes with these numbers, or to all processes.
+        """Sends a signal to the processes with these ids, or to all processes.
 
-        Clients never get a signal, because messages that a client still carries would
-        be lost, and its agent would conclude that ringrun has ended. With `alone` the
-        rest of the process groups does not get the signal.
+        Clients never receive a signal: messages that a client still carries would be
+        lost, and the client's agent would conclude that ringrun has ended. With
+        `alone`, other processes in the process groups receive no signal.
         """
         message: Message = {"do": "signal", "signal": int(number), "alone": alone}
         for agent in self._all_agents():
@@ -282,7 +283,7 @@ class AgentPool:
                 agent.send({**message, "ids": ids})
 
     def set_telemetry_interval(self, seconds: float) -> None:
-        """Makes all ranks send a sample every `seconds`, or no samples if it is 0."""
+        """Makes all ranks send a sample every `seconds`; with 0 they send none."""
         self._telemetry_interval = seconds
         for agent in self._all_agents():
             agent.send(self._monitor_order())
@@ -298,7 +299,7 @@ class AgentPool:
         return host in self._remote and bool(self._remote[host].rendezvous)
 
     def save_job_state(self, state: Message) -> None:
-        """Makes the agents of `ringrun --join` keep `state` for the next ringrun."""
+        """Makes the agents of `ringrun --join` store `state` for the next ringrun."""
         for agent in self._remote.values():
             if agent.rendezvous:
                 agent.send({"do": "save_state", "state": state})
@@ -306,9 +307,9 @@ class AgentPool:
     # -- reports from the agents -------------------------------------------------------
 
     def poll(self, timeout: float, first: Callable[[], None] | None = None) -> bool:
-        """Waits for events and handles them; returns whether there were events.
+        """Waits for events and handles them. Returns whether there were any events.
 
-        `first` is called after the wait, before this method handles the events.
+        Calls `first` after the wait, before it handles the events.
         """
         events = self.selector.select(timeout)
         self._check_silence(time.monotonic())
@@ -318,7 +319,7 @@ class AgentPool:
         return bool(events)
 
     def _check_silence(self, now: float) -> None:
-        """Counts a host as lost if its agent is silent for the start timeout."""
+        """Handles a host as lost if its agent is silent during the start timeout."""
         for agent in self._remote.values():
             silence, limit = agent.silence(now), self._spec.config.start_timeout
             why = f"no answer over {agent.client_name} in"
@@ -368,7 +369,7 @@ class AgentPool:
             self.lose_agent(lost, f"lost its host, {how}")
 
     def lose_agent(self, agent: AgentHandle, text: str) -> None:
-        """Handles the loss of an agent, with which its processes are lost, too."""
+        """Handles the loss of an agent, with which all its processes are lost."""
         agent.ended = True
         self._report_lost(agent, text)
 
@@ -380,14 +381,14 @@ class AgentPool:
             self._guardian_died()
         elif agent.orphaned_client is not None:
             self.lose_agent(agent, "lost its host")
-        # Otherwise wait until the guardian reports the exit of the client, because its
-        # report explains more.
+        # Otherwise wait until the guardian reports the exit of the client, because this
+        # report contains the reason.
 
     def _guardian_died(self) -> None:
         """Reports the guardian's ranks as lost, and keeps the hosts of its clients.
 
-        Clients were started with `outlives`, so they continue without the guardian. No
-        agent reports the exit of a client any more, so a host counts as lost when the
+        Clients were started with `outlives`, so they continue without the guardian. But
+        no agent can report the exit of a client now, so a host counts as lost when the
         pipe of its client is closed.
         """
         pids = dict(self._local.pids)
@@ -398,8 +399,8 @@ class AgentPool:
                     self.lose_agent(client, "lost its host")
         text = "its agent on this host died"
         self._report_lost(self._local, text)
-        # The kernel has sent SIGKILL to the guardian's children, but not to the other
-        # processes of their groups.
+        # The kernel has sent SIGKILL to the guardian's children only, so kill the
+        # remaining processes of their groups here.
         for pid in pids.values():
             processes.kill_group(pid)
         self._commands.fail_all(text)
@@ -414,7 +415,7 @@ class AgentPool:
     # -- the end of the job ------------------------------------------------------------
 
     def detach_joined(self) -> None:
-        """Lets the agents of `ringrun --join` continue without this ringrun."""
+        """Drops the agents of `ringrun --join`, which continue without ringrun."""
         for host, agent in list(self._remote.items()):
             if agent.rendezvous:
                 del self._remote[host]
@@ -423,7 +424,7 @@ class AgentPool:
                     agent.channel.close()
 
     def end(self, limit: float) -> None:
-        """Makes every agent kill the remaining processes, and reads the last output.
+        """Makes every agent kill its remaining processes, and reads their last output.
 
         Agents on other hosts end first, because the local agent owns their clients.
         Waits up to `limit` seconds for these agents, and again for the local agent.
@@ -450,7 +451,7 @@ class AgentPool:
     def close(self, limit: float, code: int = 1) -> None:
         """Waits up to `limit` seconds for the local agent, and closes all channels.
 
-        Agents of `ringrun --join` exit with `code`, the exit code of the job.
+        Agents of `ringrun --join` exit with `code`, which is the exit code of the job.
         """
         joined = [agent for agent in self._remote.values() if agent.rendezvous]
         for agent in joined:
@@ -465,7 +466,7 @@ class AgentPool:
         if self._guardian is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(timeout=limit)
-            # A guardian that is still busy ends by itself. A returncode keeps Popen
-            # from warning about a child for which nobody has waited.
+            # A guardian that is still busy ends by itself. Setting returncode keeps
+            # Popen from warning about a child process that nobody has waited for.
             self._guardian.returncode = self._guardian.returncode or 0
         self.selector.close()

@@ -1,8 +1,7 @@
-"""Allocations: the hosts that a batch system has given to this job.
+"""Allocations: the hosts that a batch system has assigned to this job.
 
-Reads the variables of Slurm, LSF and Grid Engine, and makes the commands with which
-these systems start an agent on a host. Hosts that the user names are parsed in
-slots.py.
+Reads the variables of Slurm, LSF and Grid Engine, and makes the commands by which these
+systems start an agent on a host. slots.py parses the hosts that the user names.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from ringjax.run.hosts.slots import HostSlots, merge_hosts, parse_host
 
 Environ = Mapping[str, str]
 
-# Variables that make a Slurm step smaller than the job's part of the node. The step of
-# an agent is one task that must have the whole part, because all ranks run in it.
+# Variables that restrict a Slurm step to a part of the job's share of the node. The
+# step of an agent needs the whole share, because all ranks of the host run in the step.
 _SHAPE = frozenset(
     f"SLURM_{name}"
     for name in (
@@ -32,7 +31,7 @@ _SHAPE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The hosts of this job in a batch system.
+    """The hosts that a batch system has assigned to this job.
 
     Attributes:
         hosts: the hosts, with a slot for each task that the user has requested.
@@ -49,9 +48,9 @@ class Allocation:
 
 
 def find(environ: Environ) -> Allocation | None:
-    """Returns the allocation in which this process runs, if any.
+    """Returns the allocation in which this process runs, or None if there is none.
 
-    Raises ValueError if a variable cannot be read; the text names the variable.
+    Raises ValueError if a variable cannot be read; the error names the variable.
 
     Example:
         >>> found = find({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 4"})
@@ -68,7 +67,7 @@ def find(environ: Environ) -> Allocation | None:
 def find_readable(environ: Environ) -> Allocation | None:
     """Returns the allocation, or None if its variables cannot be read.
 
-    `find` reports the error if the job needs the hosts of the allocation.
+    If the job needs the hosts, call `find`, which raises the error.
     """
     try:
         return find(environ)
@@ -77,7 +76,7 @@ def find_readable(environ: Environ) -> Allocation | None:
 
 
 def _slurm(environ: Environ) -> Allocation | None:
-    """Makes a slot for each task, or for each GPU if the job has no number of tasks."""
+    """Returns an allocation with a slot for each task, or each GPU without tasks."""
     nodelist = environ.get("SLURM_JOB_NODELIST")
     if not (nodelist and environ.get("SLURM_JOB_ID")):
         return None
@@ -104,7 +103,7 @@ def _slurm(environ: Environ) -> Allocation | None:
         *([f"--gres=gpu:{gpus}"] if gpus else []),
         "--export=ALL",
         "--unbuffered",
-        # ringrun, not Slurm, decides what to do after the end of a host or a rank.
+        # ringrun, not Slurm, decides what happens after the loss of a host or a rank.
         "--no-kill",
         "--kill-on-bad-exit=0",
     )
@@ -112,7 +111,7 @@ def _slurm(environ: Environ) -> Allocation | None:
 
 
 def _check_even(total: str, per_node: str, nodes: int) -> None:
-    """Checks that all nodes have the number of GPUs that Slurm gives for this node."""
+    """Checks that all nodes have as many GPUs as Slurm reports for this node."""
     counted = total.isdecimal() and per_node.isdecimal()
     if counted and int(total) != nodes * int(per_node):
         raise ValueError(
@@ -122,7 +121,7 @@ def _check_even(total: str, per_node: str, nodes: int) -> None:
 
 
 def _slurm_tasks(environ: Environ, nodes: int) -> list[str]:
-    """Returns the number of tasks on each node, as texts."""
+    """Returns the number of tasks on each node, as a list of strings."""
     asked = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     if gpus and not asked:
@@ -132,7 +131,7 @@ def _slurm_tasks(environ: Environ, nodes: int) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match is None:
             raise ValueError(f"SLURM_TASKS_PER_NODE: cannot read {entry!r}")
-        # The list needs at most one element for each node, even if the count is huge.
+        # Keep at most one element for each node, even if the repeat count is huge.
         counts += [match[1]] * min(int(match[2] or 1), nodes)
     return counts + counts[-1:] * (nodes - len(counts))
 
@@ -178,10 +177,9 @@ def _read_lines(path: str, name: str) -> list[str]:
 
 
 def requeue(environ: Environ) -> str:
-    """Makes Slurm queue this job again, unless somebody has cancelled the job.
+    """Makes Slurm queue this job again, unless somebody has canceled the job.
 
-    Returns a sentence for the user, which is empty without Slurm or for a job that
-    Slurm is ending.
+    Returns a sentence for the user, or "" without Slurm or if Slurm is ending the job.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:

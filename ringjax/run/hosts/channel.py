@@ -1,8 +1,8 @@
-"""Messages between ringrun and its agents: JSON objects, one in each line.
+"""Channel between ringrun and an agent: JSON objects, one in each line.
 
 A channel queues messages and never blocks, so ringrun reacts to Ctrl-C even if an agent
 does not read. Most channels are two pipes, which need no authentication, because they
-are inherited or ssh carries them. An agent of `ringrun --join` has a socket, on which
+are inherited or tunneled by ssh. An agent of `ringrun --join` has a socket, on which
 messages are sealed with the keys of the handshake (control/sealed_messages.py).
 """
 
@@ -32,7 +32,7 @@ _PIPE_SIZE = 1 << 20  # bytes of the buffer of a pipe
 
 
 class _LineCodec:
-    """A converter of messages to lines and back, which skips all other lines.
+    """Converts messages to lines, and lines to messages. Ignores all other lines.
 
     A login shell may print a greeting before the agent starts.
     """
@@ -44,7 +44,7 @@ class _LineCodec:
         return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
     def feed(self, piece: bytes) -> list[Message]:
-        # The bytes so far contain no end of a line, so search only in `piece`.
+        # The bytes received before contain no newline, so search only in `piece`.
         start = len(self._incoming)
         self._incoming += piece
         end = self._incoming.rfind(b"\n", start) + 1
@@ -65,10 +65,10 @@ def dispatch(
     selector: selectors.BaseSelector,
     events: Iterable[tuple[selectors.SelectorKey, int]],
 ) -> None:
-    """Calls the callback of each ready descriptor, which is the data of its key."""
+    """Calls the callback of each ready descriptor, which its selector key holds."""
     for key, _ in events:
-        # An earlier callback may have closed the descriptor, and may have registered
-        # a new descriptor with its number.
+        # An earlier callback may have closed this descriptor, and another file may have
+        # been registered under the same descriptor.
         if selector.get_map().get(key.fd) is key:
             key.data()
 
@@ -77,7 +77,7 @@ class Channel:
     """A channel over two pipes, or over two descriptors of one socket with `keys`.
 
     The owner of the selector calls `dispatch`. The channel calls `on_message` with each
-    message, and `on_close` when the other side has closed its end.
+    message, and calls `on_close` when the peer has closed its end.
     """
 
     def __init__(
@@ -103,27 +103,27 @@ class Channel:
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
         for end in (reader, writer):
-            # The call fails on sockets, and if this user has too many large pipes.
+            # This call fails on sockets, and if this user has too many large pipes.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
     @property
     def pending(self) -> int:
-        """The number of bytes that wait because the other side does not read."""
+        """How many bytes wait to be sent, because the peer does not read."""
         return sum(map(len, self._outgoing))
 
     def end_greeting(self) -> None:
         """Ends a line that a login script may have left unfinished.
 
-        Otherwise the other side would read one line with the end of the greeting and
-        the first message, and skip that line.
+        Otherwise the peer would read one line that consists of the end of the greeting
+        and the first message, and would ignore it.
         """
         self._outgoing.append(memoryview(b"\n"))
         self._write()
 
     def send(self, message: Message) -> None:
-        """Queues a message, and writes as much as the pipe takes immediately."""
+        """Queues a message, and writes immediately as much as the pipe accepts."""
         if self.closed:
             return
         self._outgoing.append(memoryview(self._sealer.seal(message)))
@@ -131,7 +131,7 @@ class Channel:
             self._write()
 
     def flush(self, limit: float) -> None:
-        """Waits up to `limit` seconds until all messages are written."""
+        """Waits up to `limit` seconds until all queued messages are written."""
         deadline = time.monotonic() + limit
         while self._outgoing and not self.closed:
             left = deadline - time.monotonic()
@@ -140,7 +140,7 @@ class Channel:
             self._write()
 
     def close(self) -> None:
-        """Closes both descriptors, so that the other side reads an end of file."""
+        """Closes both descriptors, so that the peer reads an end of file."""
         if self.closed:
             return
         self.closed = True
@@ -208,10 +208,10 @@ def open_process(
     on_message: Callable[[Message], None],
     on_close: Callable[[], None],
 ) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Starts a program of ringjax; returns it and a channel to its standard streams.
+    """Starts a program of ringjax. Returns it, and a channel to its standard streams.
 
     Args:
-        inherited: descriptors of this process that the program inherits.
+        inherited: file descriptors of this process that the program inherits.
     """
     process = subprocess.Popen(
         argv,
@@ -228,7 +228,7 @@ def open_process(
 
 
 def standard_streams() -> tuple[int, int]:
-    """Moves standard input and output to new descriptors, and returns these.
+    """Moves standard input and output to new descriptors, and returns these two.
 
     Standard input becomes /dev/null and standard output becomes standard error, so that
     a library that prints does not write between the messages.

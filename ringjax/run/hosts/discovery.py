@@ -1,8 +1,8 @@
-"""Host discovery: runs a user's script every second and keeps its last valid output.
+"""Host discovery: runs the user's script every second and keeps its last valid output.
 
 The script prints a line `host` or `host:slots` for each host, as for Horovod. If a run
-fails, hangs or prints something else, the hosts stay as they were, and one line tells
-the user why.
+fails, hangs or prints anything else, the list of hosts does not change, and ringrun
+prints one line with the reason.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ LIMIT = 30.0  # seconds until a run of the script is killed
 
 
 class ScriptDiscovery:
-    """The runs of a discovery script, one after another.
+    """Runs a discovery script again and again.
 
     Attributes:
-        hosts: the hosts in the last valid output; None before the first valid output.
-        problem: the reason why the latest run failed; empty if the run succeeded.
-        unusable: whether the first run has shown that the script cannot be started.
+        hosts: the hosts in the last valid output, or None before the first valid
+        output. problem: the reason why the latest run has failed, or "" if the run has
+        succeeded. unusable: whether the first run has shown that the script cannot be
+        started.
     """
 
     name = "--host-discovery-script"
@@ -53,7 +54,7 @@ class ScriptDiscovery:
         self.unusable = False
 
     def tick(self, now: float) -> None:
-        """Starts a run when a run is due, and kills a run that takes too long."""
+        """Starts the next run when it is due, and kills a run that takes too long."""
         self._now = now
         if now < self._next:
             return
@@ -62,7 +63,8 @@ class ScriptDiscovery:
             run = self._runs
             self._next = now + LIMIT
             self._killed = False
-            # Run a file without a shell, because a shell splits a path with spaces.
+            # Run a file without a shell, because a shell would split a path with
+            # spaces.
             path = os.path.abspath(self._script)
             words = [path] if os.path.isfile(path) else ["sh", "-c", self._script]
             self._running = self._agents.run_command(
@@ -73,12 +75,12 @@ class ScriptDiscovery:
             self._next = now + PERIOD
             self._agents.signal(signal.SIGKILL, [self._running])
         else:
-            # The script is dead. A process that the script has started may keep the
+            # The script was killed. A process that the script has started may keep the
             # output open, and then the agent never reports the end of the run.
             self._finish_run(self._runs, 1, "", "")
 
     def drop_static_hosts(self) -> None:
-        """Does nothing: a job with a script has no static hosts (`AgentListener`)."""
+        """Does nothing, because a job with a discovery script has no static hosts."""
 
     def close(self) -> None:
         """Does nothing, because the local agent ends a script that still runs."""

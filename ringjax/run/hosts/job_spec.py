@@ -1,7 +1,7 @@
-"""The specification of a job, and the command lines that start agents (ssh, srun).
+"""JobSpec: the description of a job; and the commands (ssh, srun) that start agents.
 
 A `JobSpec` contains the command, the environment, the hosts and the ways to reach the
-hosts. The agent on this machine runs the command that `client_command` returns.
+hosts. `client_command` makes the commands, which the agent on this machine runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ringjax.run.hosts.slots import HostSlots, SlotInfo, reachable_addresses
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """The address at which `ringrun --listen` waits for agents of `ringrun --join`.
+    """The address on which `ringrun --listen` accepts agents of `ringrun --join`.
 
     Attributes:
-        addresses: addresses of this machine to listen on.
-        port: port for agents. Ranks connect to the next higher port.
-        secret, job: the secret and the id of the job, which agents must have.
-        static_hosts: hosts of -H, which ringrun reaches itself.
+        addresses: addresses of this machine on which to listen. port: port for agents.
+        Ranks connect to the next higher port. secret, job: the secret and the id of the
+        job, which agents must have, too. static_hosts: the hosts of -H, on which
+        ringrun itself starts agents.
     """
 
     addresses: Sequence[str]
@@ -41,16 +41,15 @@ class JobSpec:
     """The command, the hosts and the options of a job.
 
     Attributes:
-        command: the command of every rank.
-        env: the environment of the ranks.
+        command: the command that every rank runs. env: the environment of the ranks.
         config: the settings. Agents must send a message within the start timeout.
-        slots: the places of the ranks of a static job.
-        payload: standard input of every rank, if the ranks call a function.
-        forwarded: names of variables in `env` that all hosts get (-x).
-        stdin: whether rank 0 reads the standard input of ringrun.
+        slots: the slots of the ranks of a static job. payload: standard input of every
+        rank, if the ranks call a function. forwarded: names of variables in `env` that
+        all hosts receive (-x). stdin: whether rank 0 reads the standard input of
+        ringrun.
         allocation: the hosts that a batch system has given to this job.
-        agent_command: command of the user that starts agents on other hosts.
-        listening: the address for agents of `ringrun --join`; None without --listen.
+        agent_command: a user's command that starts agents on other hosts. listening:
+        the address for agents of `ringrun --join`, or None without --listen.
     """
 
     command: Sequence[str]
@@ -70,9 +69,9 @@ class JobSpec:
     def rendezvous_options(
         self, remote: Sequence[str]
     ) -> tuple[bytes, Sequence[str], int]:
-        """Returns the job's secret, and addresses and port of the coordinator.
+        """Returns the job's secret, and the coordinator's addresses and port.
 
-        The port is 0 if any port will do. `remote` contains the hosts of ranks, without
+        The port is 0 if any port can be used. `remote` has the hosts of ranks except
         this machine.
         """
         if (listening := self.listening) is None:
@@ -82,16 +81,17 @@ class JobSpec:
 
 
 def agent_command() -> list[str]:
-    # Use -P, so that no file in the user's directory can hide a module of Python or
+    # Use -P, so that no file in the user's directory can shadow a module of Python or
     # ringjax.
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
 def client_command(host: str, spec: JobSpec) -> tuple[list[str], dict[str, str], bool]:
-    """Returns the command of the client (ssh, srun) that starts the agent on a host.
+    """Returns the command (ssh, srun) that starts the agent on a host.
 
-    Returns also the environment of the client, and whether an engine starts the agent.
-    Then ranks keep the variables that the engine has set, such as the visible GPUs.
+    Also returns the environment of this command, and whether an engine starts the
+    agent. If so, the ranks keep the variables that the engine has set, such as the
+    visible GPUs.
     """
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
@@ -107,7 +107,7 @@ def client_command(host: str, spec: JobSpec) -> tuple[list[str], dict[str, str],
 
 
 def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str]:
-    """Replaces {host} and {agent}. Without {agent} the agent's command is appended.
+    """Replaces {host} and {agent}. Appends the agent's command if {agent} is missing.
 
     Example:
         >>> _fill_template("kubectl exec -i {host} --", "pod-1", ["env", "python"])
@@ -122,9 +122,9 @@ def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str
 
 
 def check_agent_command(template: str) -> str:
-    """Returns the template of --agent-command if it is valid.
+    """Returns the template of --agent-command unchanged if it is valid.
 
-    Raises ValueError if the template is not a command, or has no {host}.
+    Raises ValueError if the template is not a command, or does not contain {host}.
     """
     try:
         words = shlex.split(template)

@@ -1,12 +1,11 @@
 """`ringrun --join HOST:PORT`: an agent that connects to `ringrun --listen`.
 
 The agent proves that it has the job's secret, as a rank does (control/handshake.py),
-and sends a hello with the name of its host and its slots. Then the agent works like an
-agent that ringrun has started. Its ranks keep the variables that an engine has set on
-this host. If the ringrun of an elastic job ends, the ranks continue, the agent prints
-their output, and it looks for a new ringrun at the old address. The new ringrun takes
-over the ranks (elastic/takeover.py). agent_listener.py is the other end of the
-connection.
+and sends a hello with the name and the slots of its host. Then it works like an agent
+that ringrun has started. Its ranks keep the variables that an engine has set on this
+host. If the ringrun of an elastic job ends, the ranks continue, and the agent prints
+their output and waits for a new ringrun at the old address. The new ringrun takes over
+the ranks (elastic/takeover.py). agent_listener.py accepts the agent's connection.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ _MAX_EXIT_CODES = 1024  # most ended ranks that the hello to the next ringrun re
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
-    """The ringrun that an agent joins, and the host of the agent.
+    """The address of the ringrun that an agent joins, and the agent's host.
 
     Attributes:
         address: the address of ringrun, as "host:port".
         secret, job: the secret and the id of the job.
         host: name of this host.
-        slots: number of ranks for which this host has room.
-        config: the settings, such as `elastic_timeout`, the seconds for which the agent
-            looks for the first ringrun.
+        slots: number of ranks that this host can run.
+        config: the settings. `elastic_timeout` limits how many seconds the agent tries
+            to connect to the first ringrun.
     """
 
     address: str
@@ -64,26 +63,27 @@ class JoinOptions:
 
 
 class JoiningAgent(Agent):
-    """An agent that opens the connection of its channel itself."""
+    """An agent that connects to ringrun by itself."""
 
     def __init__(self, options: JoinOptions) -> None:
         hangup = signal.getsignal(signal.SIGHUP)
         super().__init__()
-        # nohup makes this process ignore SIGHUP: keep ignoring the signal.
+        # nohup makes this process ignore SIGHUP, so continue to ignore the signal.
         if hangup == signal.SIG_IGN:
             signal.signal(signal.SIGHUP, hangup)
         self._options = options
-        # The token distinguishes this agent from other agents of this host.
+        # A random text that distinguishes this agent from other agents on this host.
         self._token = secrets.token_hex(8)
-        # Seconds to look for another ringrun, which ringrun sends; 0 in a static job.
+        # How long to wait for another ringrun, as ringrun has sent it; 0 in a static
+        # job.
         self._reconnect_timeout = 0.0
         self._welcomed = False  # whether any ringrun has ever accepted this agent
         self._accepted = False  # whether ringrun has accepted the current connection
-        # The state that this agent keeps for the next ringrun: see takeover.py.
+        # The record that this agent stores for the next ringrun; see takeover.py.
         self._job_state: Message = {}
-        # Exit codes of ended ranks of this host, by number.
+        # Exit codes of ended ranks of this host, by the rank's process id in ringrun.
         self._exit_codes: dict[int, int] = {}
-        # Local ranks of all ranks of this host, by number.
+        # Local ranks of all ranks of this host, by the rank's process id in ringrun.
         self._local_ranks: dict[int, int] = {}
         self._leaving = self._bye_sent = False
         self._connection: tuple[socket.socket, SessionKeys, str] | None = None
@@ -102,10 +102,10 @@ class JoiningAgent(Agent):
         self._deadline = time.monotonic() + timeout
 
     def _start_connecting(self, pause: float, failure: str = "") -> None:
-        """Connects in a thread, so that the loop can continue to forward output.
+        """Connects in a thread, so that the main loop continues to forward output.
 
-        Only ringrun orders the start of children, and no ringrun is connected while the
-        thread runs. Therefore no fork can copy a lock that the thread holds.
+        Only ringrun orders this agent to start processes, and no ringrun is connected
+        while the thread runs. Therefore no fork can copy a lock that the thread holds.
         """
         self._connection, self._failure = None, failure
         self._thread = threading.Thread(
@@ -124,7 +124,7 @@ class JoiningAgent(Agent):
         )
         next_note = time.monotonic() + _FIRST_NOTE
         while True:
-            # No event reports that ringrun begins to listen, so try repeatedly.
+            # Nothing reports when ringrun starts to listen, so try repeatedly.
             time.sleep(pause)
             pause = min(2 * pause or 0.02, _MAX_PAUSE)
             try:
@@ -140,9 +140,9 @@ class JoiningAgent(Agent):
                 self._failure = str(error)
                 if "secret" in self._failure:
                     self._failure += " (RINGJAX_SECRET, or RINGJAX_SECRET_FILE)"
-                # Before the first welcome the user has probably given a wrong secret.
-                # Later another program may have taken the port for a while, so try
-                # again.
+                # Before the first welcome, the user has probably given a wrong secret.
+                # After it, another program may have occupied the port for a while, so
+                # try again.
                 if not self._welcomed:
                     break
             except OSError as error:
@@ -248,7 +248,7 @@ class JoiningAgent(Agent):
             numbers.clear()
 
     def _refused(self, why: str, again: bool) -> None:
-        """Exits, or connects again later if ringrun allows another attempt."""
+        """Exits, or connects again later if ringrun has allowed another attempt."""
         assert self._channel is not None
         if not again or time.monotonic() > self._deadline:
             self._give_up(f"refused: {why}")
@@ -265,7 +265,7 @@ class JoiningAgent(Agent):
         super()._start_child(order, env, task)
 
     def _send(self, message: Message) -> None:
-        # Keep the exit code for the hello to the next ringrun.
+        # Store the exit code, because the hello to the next ringrun reports it.
         if message["is"] == "exited":
             self._exit_codes[message["id"]] = message["code"]
             while len(self._exit_codes) > _MAX_EXIT_CODES:
@@ -287,11 +287,11 @@ class JoiningAgent(Agent):
     # -- the end of the job ------------------------------------------------------------
 
     def _handle_end_signal(self, number: int) -> None:
-        """Lets the ranks leave at their next commit, or ends the ranks immediately.
+        """Makes the ranks leave at their next commit, or ends the ranks immediately.
 
-        SIGTERM and SIGUSR1 ask the ranks to leave; `sbatch --signal` makes Slurm send
-        SIGUSR1 some time before SIGTERM. A second signal, or any other signal, ends all
-        ranks immediately.
+        SIGTERM and SIGUSR1 make the ranks leave. (`sbatch --signal` makes Slurm send
+        SIGUSR1 some time before SIGTERM.) A second signal, or any other signal, ends
+        all ranks immediately.
         """
         asks = number in (signal.SIGTERM, signal.SIGUSR1)
         if not asks or self._leaving or not self._numbers:
@@ -301,7 +301,7 @@ class JoiningAgent(Agent):
         self._leave()
 
     def _leave(self) -> None:
-        # In an elastic job ringrun asks these ranks and their groups to leave.
+        # In an elastic job ringrun makes these ranks and their groups leave.
         if self._accepted and self._reconnect_timeout:
             self._send({"is": "leaving"})
             return
@@ -316,7 +316,7 @@ class JoiningAgent(Agent):
             self._kill_all_and_exit(128 + signal.SIGTERM)
 
     def _finish(self, deadline: float) -> None:
-        """Sends "bye"; the message "status" with the exit code of the job follows."""
+        """Sends "bye". ringrun replies with "status", the exit code of the job."""
         late = time.monotonic() > deadline
         if self._bye_sent and late:
             os._exit(1)
@@ -331,9 +331,9 @@ def _note(text: str) -> None:
 
 
 def join(options: JoinOptions) -> NoReturn:
-    """Runs the agent until the job is over, and exits with the exit code of the job.
+    """Runs the agent until the job is over, and exits with the job's exit code.
 
-    The exit code is 128 + SIGTERM if that signal has ended the agent. If ringrun was
-    not found or refused this host, a line says why, and the exit code is 1.
+    The exit code is 128 + SIGTERM if SIGTERM has ended the agent. If no ringrun was
+    found or ringrun refused this host, prints the reason, and exits with 1.
     """
     JoiningAgent(options).run()

@@ -1,4 +1,4 @@
-"""Short commands on this machine whose output ringrun needs (discovery scripts)."""
+"""Short commands that ringrun runs on this machine, such as discovery scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Command:
 
 
 class LocalCommands:
-    """The output and the exit codes of running commands, by process number."""
+    """Collects output and exit codes of running commands, by process id in ringrun."""
 
     def __init__(self) -> None:
         self._running: dict[int, _Command] = {}
@@ -25,13 +25,13 @@ class LocalCommands:
         return set(self._running)
 
     def add(self, number: int, done: Callable[[int, str, str], None]) -> None:
-        """Registers a command; `done` gets its exit code, output and error output."""
+        """Registers a command. `done` will be called with exit code and outputs."""
         self._running[number] = _Command(done)
 
     def add_output(self, number: int, stream: str, data: bytes) -> bool:
-        """Adds output if the process is a command; returns whether it is.
+        """Adds output of a process. Returns False if the process is no such command.
 
-        Empty `data` means that the stream has ended.
+        Empty `data` marks the end of the stream.
         """
         command = self._running.get(number)
         if command is not None:
@@ -42,7 +42,7 @@ class LocalCommands:
         return command is not None
 
     def record_exit(self, number: int, code: int, text: str) -> bool:
-        """Records an exit if the process is a command; returns whether it is."""
+        """Records an exit. Returns False if the process is no such command."""
         command = self._running.get(number)
         if command is not None:
             command.code, command.text = code, text
@@ -56,10 +56,9 @@ class LocalCommands:
             self.record_exit(number, 255, text)
 
     def _settle(self, number: int, command: _Command) -> None:
-        """Calls `done` if the process has ended and both streams are closed.
+        """Calls `done` if the process has ended and both its streams are closed.
 
-        The agent reports the exit when it collects the process, and the last output may
-        still be in the pipes.
+        The agent may report the exit while the last output is still in the pipes.
         """
         if command.code is None or command.open:
             return

@@ -1,7 +1,7 @@
-"""Looks up the addresses of host names in threads, each name only once.
+"""Looks up the addresses of host names in threads, and each name only once.
 
-If no name server answers, the lookup of a name that only ssh can resolve takes about
-20 s. While threads wait for the resolver, ringrun shows the names and reacts to Ctrl-C.
+If no name server replies, the lookup of a name that only ssh can resolve takes about 20
+s. While the threads wait, ringrun prints these names and reacts to Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AddressInfo = tuple[
 
 
 class _Lookup:
-    """The lookup of one name; when `done` is set, `addresses` is complete."""
+    """The lookup of one name. When `done` is set, `addresses` is complete."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
@@ -38,7 +38,7 @@ _announced: set[str] = set()
 
 
 def start(names: Iterable[str]) -> None:
-    """Starts threads that look up new names, and does not wait for them."""
+    """Starts looking up new names in threads, and does not wait for the results."""
     new = deque(name for name in dict.fromkeys(names) if name not in _lookups)
     _lookups.update((name, _Lookup()) for name in new)
     for _ in range(min(len(new), _MAX_THREADS)):
@@ -62,7 +62,7 @@ def _look_up(names: deque[str]) -> None:
 
 
 def addresses(name: str) -> list[AddressInfo]:
-    """Returns the datagram addresses of a host; none if the name is unknown.
+    """Returns the datagram addresses of a host, or [] if the name is unknown.
 
     Example:
         >>> addresses("127.0.0.1")[0][4]
@@ -70,7 +70,7 @@ def addresses(name: str) -> list[AddressInfo]:
     """
     start([name])
     lookup = _lookups[name]
-    # Wait repeatedly for a short time, because Python runs signal handlers only
+    # Wait repeatedly for a short time, because Python can run signal handlers only
     # between two waits.
     while not lookup.done.wait(0.1):
         if time.monotonic() - lookup.started_at > _WARN_AFTER and not _announced:

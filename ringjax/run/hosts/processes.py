@@ -1,6 +1,6 @@
-"""Child processes of an agent: starts each child in a process group, and kills trees.
+"""Child processes of an agent: starts each in its own process group, and kills trees.
 
-Three mechanisms prevent that a process outlives the job:
+Three mechanisms prevent a process from outliving the job:
 
 * The kernel sends SIGKILL to the children when the agent dies (PR_SET_PDEATHSIG).
 * A signal to a child goes to its whole process group.
@@ -28,10 +28,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class ChildProcess:
-    """A child, and this process's ends of the child's pipes, by stream name.
+    """A child process, and the agent's ends of the child's pipes, by stream name.
 
     Attributes:
-        kills_group: whether a failure of the child kills the rest of its process group.
+        kills_group: whether a failure of the child kills its whole process group.
     """
 
     process: subprocess.Popen[bytes]
@@ -40,15 +40,15 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process and of its process group."""
+        """The process id, which is also the id of the child's process group."""
         return self.process.pid
 
     def signal(self, number: int, *, alone: bool = False) -> None:
-        """Sends a signal to the whole process group, or to the process alone.
+        """Sends a signal to the whole process group, or only to the process.
 
-        Does nothing if this process has collected the child, because the kernel may
-        have given the id to another process. `kill_descendants` finds the rest of the
-        group.
+        Does nothing if the child was already collected by `waitpid`, because the kernel
+        may have reused its process id. `kill_descendants` finds the remaining processes
+        of the group.
         """
         if self.process.returncode is not None:
             return
@@ -57,7 +57,7 @@ class ChildProcess:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of every descendant whose own parent dies."""
+    """Makes this process adopt every descendant whose parent has died."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -79,17 +79,17 @@ def start(
     stdout: int | None = None,
     outlives: bool = False,
 ) -> ChildProcess:
-    """Starts a child in a new process group, bound to the life of this process.
+    """Starts a child in a new process group, which ends with this process.
 
     Args:
         argv: the command.
         env: the whole environment of the child.
-        payload: standard input of the child. With a payload the child also gets a pipe
-            for a result, whose descriptor is the last word of its command line.
-            Without a payload and `stdin` the standard input is empty.
-        stdin, stdout: descriptors for the child. This process closes its copies.
+        payload: standard input of the child. With a payload the child also receives a
+            pipe for a result, whose descriptor is the last word of its command line.
+            Without `payload` and `stdin` the child's standard input is empty.
+        stdin, stdout: descriptors for the child. This process closes its own copies.
         outlives: whether the child survives this process. Such a child must end when
-            its pipes are closed at the other end.
+            the other ends of its pipes are closed.
 
     Raises OSError if the command cannot be run.
     """
@@ -98,7 +98,7 @@ def start(
     def bind() -> None:
         if not outlives:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            # If the agent died before the call above, no signal will arrive.
+            # If the agent died before the call above, the kernel will send no signal.
             if os.getppid() != parent:
                 os._exit(1)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
@@ -151,8 +151,8 @@ def kill_group(pid: int) -> None:
 def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     """Collects every child and adopted orphan that has ended.
 
-    If a process in `leaders`, a set of process ids, has failed, its process group is
-    killed.
+    If a process in `leaders`, a set of process ids, has failed, kills its process
+    group.
 
     Returns:
         The process id and the exit code of each process. The code is 128 + N, as in a
@@ -161,8 +161,8 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
     ended: list[tuple[int, int]] = []
     while True:
         try:
-            # WNOWAIT does not collect the process. Until `waitpid` collects the
-            # process, the kernel cannot give its id to another process or group, so
+            # WNOWAIT leaves the process uncollected. Until `waitpid` collects the
+            # process, the kernel cannot reuse its id for another process or group, so
             # killing the group below is safe.
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -180,8 +180,8 @@ def reap(leaders: Container[int] = ()) -> list[tuple[int, int]]:
 def _descendants() -> list[int]:
     """Returns the process ids of all descendants of this process, from /proc.
 
-    A container may have a PID namespace of its own, but the /proc of its host. Then
-    /proc contains the host's numbers, which this function translates.
+    A container may have its own PID namespace, but the /proc of its host. Then this
+    function translates the process ids of the host, which /proc contains.
     """
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -208,7 +208,7 @@ def _descendants() -> list[int]:
 
 
 def _own_number(pid: int) -> list[int]:
-    """Returns the id that a process has in this PID namespace, or an empty list."""
+    """Returns a process's id in this PID namespace, or [] if it has no such id."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
@@ -226,10 +226,11 @@ def has_no_children() -> bool:
 
 
 def kill_descendants(limit: float) -> list[tuple[int, int]]:
-    """Kills and collects all descendants of this process, for at most `limit` seconds.
+    """Kills and collects all descendants of this process within `limit` seconds.
 
-    If this process has no child, it has no descendant either, because orphans become
-    its children (`become_subreaper`). Returns process ids and exit codes, as `reap`.
+    Stops when this process has no child: then it has no descendant either, because it
+    adopts orphans (`become_subreaper`). Returns process ids and exit codes, as `reap`
+    does.
     """
     deadline = time.monotonic() + limit
     ended = reap()

@@ -1,9 +1,10 @@
-"""Files of `ringrun --profile`: prepares the folder, fetches files, merges them.
+"""Files of `ringrun --profile`: prepares the folder, fetches and merges the files.
 
-Ranks write into the folder on their own host (world/profile_recording.py). At the end
-of the job ringrun requests the missing files from each agent; in a folder that hosts
-share, no file is missing. Another process merges the files of all ranks with
-ringjax.profile, because ringrun must start quickly and does not import that package.
+Each rank writes into the folder on its own host (world/profile_recording.py). At the
+end of the job ringrun requests from each agent the files that are missing on this
+machine; none are missing if the hosts share the folder. A separate process merges the
+files with ringjax.profile, because ringrun must start quickly and does not import that
+package.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _MERGE_TIMEOUT = 300.0  # seconds to wait for the process that merges
 
 
 def prepare_folder(folder: str) -> str:
-    """Makes the folder, and returns its absolute path for ranks on all hosts.
+    """Makes the folder of a profile. Returns its absolute path for all hosts.
 
-    Raises OSError if no file can be written there.
+    Raises OSError if files cannot be written into the folder.
     """
     folder = os.path.abspath(folder)
     os.makedirs(folder, exist_ok=True)
@@ -44,9 +45,9 @@ def prepare_folder(folder: str) -> str:
 
 
 def read_files(request: Message, since: float) -> Iterator[Message]:
-    """Yields the messages with which an agent replies to a `FileReceiver`.
+    """Yields the messages by which an agent replies to a `FileReceiver`.
 
-    A file that is older than `since`, in seconds since 1970, belongs to another job.
+    Ignores files older than `since`, in seconds since 1970: they belong to another job.
     """
     folder = Path(request["folder"])
     have = set(request["have"])
@@ -63,7 +64,7 @@ def read_files(request: Message, since: float) -> Iterator[Message]:
 
 
 class FileReceiver:
-    """A receiver that writes files from agents into a folder on this machine."""
+    """Receives files from agents, and writes them into a folder on this machine."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -76,10 +77,11 @@ class FileReceiver:
         poll: Callable[[float], object],
         note: Callable[[str], None],
     ) -> None:
-        """Requests the files that are missing on this host, and waits for the files.
+        """Requests the files that are missing on this machine, and waits for them.
 
-        `poll` waits up to some seconds for messages and passes them to `receive`.
-        `note` shows a line about files that could not be fetched or written.
+        Calls `poll` repeatedly, which waits some seconds for messages and passes them
+        to `receive`. `note` prints a line about files that could not be fetched or
+        written.
         """
         have = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in have]
@@ -97,7 +99,7 @@ class FileReceiver:
             note(self._problem)
 
     def receive(self, message: Message) -> None:
-        """Writes a piece of a file ("file"), or counts an agent's last message."""
+        """Writes a piece of a file, or counts the agents that have sent all files."""
         if message["is"] == "files":
             self._answered += 1
             return
@@ -108,7 +110,8 @@ class FileReceiver:
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Another user may have put a symbolic link into the folder: O_NOFOLLOW.
+            # Use O_NOFOLLOW, because another user may have put a symbolic link into the
+            # folder.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             with open(os.open(path, flags, 0o666), "ab") as file:
                 file.write(base64.b64decode(message["data"]))
@@ -119,7 +122,7 @@ class FileReceiver:
 def merge_profiles(folder: str, note: Callable[[str], None]) -> None:
     """Merges the files of all ranks after the job, and prints a summary.
 
-    If the merge fails, `note` shows a line, and the job's outcome does not change.
+    If this fails, `note` prints a line, and the outcome of the job does not change.
     """
     try:
         done = subprocess.run(

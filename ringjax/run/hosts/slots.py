@@ -1,7 +1,7 @@
-"""Slots: parses lists of hosts, and assigns a slot on a host to each rank.
+"""Slots: parses lists of hosts, and assigns each rank to a slot on a host.
 
-Other functions decide whether a name is this machine, and at which addresses other
-hosts reach this machine. This module starts no process and opens no connection.
+Other functions decide whether a name means this machine, and by which addresses other
+hosts can reach this machine. This module starts no process and opens no connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ringjax.control import addresses
 from ringjax.run.hosts import name_lookup
 
-# A name becomes an argument of ssh, so a name must not look like an option (-o...).
+# The name becomes an argument of ssh, so it must not look like an option (-o...).
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*@)?[A-Za-z0-9_][\w.\-]*")
 _ADDRESS6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[\w.\-]+)?")
 ANY_HOST = "*"  # stands for a host that is not known yet
@@ -27,7 +27,7 @@ _LOOPBACK = ("localhost", "localhost.localdomain", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """A host and the number of ranks that it takes."""
+    """A host and the number of ranks that can run on it."""
 
     name: str
     slots: int
@@ -35,7 +35,7 @@ class HostSlots:
 
 @dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """The place of one rank in the job. The name and the fields are Horovod's."""
+    """The ranks and sizes of one rank, named as in Horovod's class `SlotInfo`."""
 
     host: str
     rank: int
@@ -46,7 +46,7 @@ class SlotInfo:
     cross_size: int
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables for the rank, under ringjax's and Horovod's names."""
+        """Returns the variables of the rank, by ringjax's and by Horovod's names."""
         place = {
             "RANK": self.rank,
             "SIZE": self.size,
@@ -64,7 +64,7 @@ class SlotInfo:
 
 
 def check_host_name(name: str) -> str:
-    """Returns the name of a host if it is valid.
+    """Returns a host name unchanged if it is valid.
 
     Raises ValueError if the name is not valid.
     """
@@ -74,10 +74,10 @@ def check_host_name(name: str) -> str:
 
 
 def parse_host(name: str, slots: str | None, where: str) -> HostSlots:
-    """Converts a name and a number of slots to a host; None means one slot.
+    """Converts a name and a number of slots to a host. `slots=None` means one slot.
 
     Raises:
-        ValueError: the name or the number is not valid; the text begins with `where`.
+        ValueError: the name or the number is invalid. The text begins with `where`.
     """
     if name.startswith("[") and name.endswith("]") and _ADDRESS6.fullmatch(name[1:-1]):
         name = name[1:-1]
@@ -101,7 +101,7 @@ def _parse_entry(entry: str, where: str) -> HostSlots:
 
 
 def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
-    """Adds the slots of hosts with equal names; keeps the order of first mention."""
+    """Adds the slots of entries with equal names, in the order of first mention."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -109,9 +109,9 @@ def merge_hosts(hosts: Iterable[HostSlots]) -> list[HostSlots]:
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """Parses the value of -H: `host1:2,host2:4`. By default a host has one slot.
+    """Parses the value of -H, `host1:2,host2:4`. An entry without a count has one slot.
 
-    Raises ValueError if an entry cannot be read; the text contains the entry.
+    Raises ValueError if an entry cannot be read; the error contains the entry.
     """
     entries = [entry.strip() for entry in text.split(",")]
     if not any(entries):
@@ -122,7 +122,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
     """Parses a host file with lines `host slots=N`, `host:N`, `host` or `# comment`.
 
-    Raises ValueError if the file cannot be read; the text names the file and the line.
+    Raises ValueError if the file cannot be read; the error names the file and the line.
     """
     hosts = []
     try:
@@ -154,7 +154,7 @@ def parse_hostfile(path: str | os.PathLike[str]) -> list[HostSlots]:
 def parse_discovered(text: str, slots: int) -> list[HostSlots]:
     r"""Parses the output of a discovery script: each line is `host` or `host:slots`.
 
-    A host without a number has `slots` slots.
+    A host without a count has `slots` slots.
 
     Raises ValueError if a line cannot be read; the text contains the line.
 
@@ -171,9 +171,9 @@ def parse_discovered(text: str, slots: int) -> list[HostSlots]:
 
 
 def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
-    """Assigns `size` ranks to slots: fills the first host, then the next one.
+    """Assigns `size` ranks to slots. Fills the first host, then the next host.
 
-    Raises ValueError if the hosts have fewer slots than `size`.
+    Raises ValueError if the hosts have less than `size` slots.
     """
     if size < 1:
         raise ValueError(f"-np: at least one process is needed, not {size}")
@@ -188,10 +188,10 @@ def assign_slots(hosts: Sequence[HostSlots], size: int) -> list[SlotInfo]:
 
 
 def place_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
-    """Returns the slot of each rank; rank n runs on the host `hosts[n]`.
+    """Returns the slot of each rank. Rank n runs on the host `hosts[n]`.
 
-    As in Horovod, local_rank counts the ranks of a host, and cross_rank counts the
-    hosts that have a rank with an equal local_rank.
+    As in Horovod, local_rank is a rank's index on its host, and cross_rank is the index
+    of the host among the hosts that have a rank with the same local_rank.
     """
     counts = Counter(hosts)
     local_ranks: dict[str, Iterator[int]] = {host: itertools.count() for host in counts}
@@ -214,7 +214,7 @@ def place_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
 
 
 def natural_order(host: HostSlots) -> list[tuple[int, str]]:
-    """Returns a key that sorts hosts by name, with numbers as numbers.
+    """Returns a key that sorts hosts by name, and digits in names by their value.
 
     Example:
         >>> hosts = [HostSlots("n-10", 1), HostSlots("n-9", 1)]
@@ -226,7 +226,7 @@ def natural_order(host: HostSlots) -> list[tuple[int, str]]:
 
 
 def is_local(name: str) -> bool:
-    """Returns whether `name` is this machine's name or address, or loopback."""
+    """Returns whether `name` is a name or an address of this machine."""
     if name in _LOOPBACK or name == socket.gethostname():
         return True
     if "@" in name:  # another user needs ssh, even on this machine
@@ -236,7 +236,7 @@ def is_local(name: str) -> bool:
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Returns whether this machine can bind a socket to an address."""
+    """Returns whether this machine can bind a socket to `address`."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
@@ -246,10 +246,10 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 
 
 def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Merges hosts whose names have a common address, under the first name.
+    """Merges hosts whose names have a common address. The first name is kept.
 
-    Otherwise two ranks of one machine would get equal local_ranks and share a GPU.
-    Two users on one machine stay two hosts.
+    Otherwise two ranks on one machine would have equal local_ranks and share a GPU. Two
+    users on one machine count as two hosts.
     """
     if len(hosts) < 2:
         return list(hosts)
@@ -268,15 +268,16 @@ def merge_aliases(hosts: Sequence[HostSlots]) -> list[HostSlots]:
 
 
 def reachable_addresses(remote: Sequence[str], interfaces: str) -> list[str]:
-    """Returns addresses of this machine at which the `remote` hosts can reach it.
+    """Returns the addresses by which the `remote` hosts can reach this machine.
 
-    The first rule that applies decides:
+    The first of these rules that applies decides:
 
-    * If `interfaces`, such as "eth0,eth1", is not empty: the addresses of these.
+    * If `interfaces`, such as "eth0,eth1", is not empty: the addresses of the
+    interfaces.
     * If there is no remote host: loopback.
-    * If `remote` is `[ANY_HOST]`, so the hosts are not known yet: all addresses.
+    * If `remote` is `[ANY_HOST]`, because the hosts are not known yet: all addresses.
     * Otherwise: the source addresses of packets to the remote hosts. If only ssh can
-      resolve a name, all addresses but loopback are added.
+      resolve a name, all addresses except loopback are added.
 
     Raises ValueError if an interface does not exist or has no address.
     """
@@ -301,10 +302,10 @@ def _all_addresses() -> list[str]:
 
 
 def _source_address(name: str) -> str | None:
-    """Returns the source address of packets to the host `name`.
+    """Returns the source address of packets to the host `name`, or None.
 
-    The kernel chooses the address when a datagram socket is connected. No packet is
-    sent.
+    The kernel chooses this address when a datagram socket is connected, which sends no
+    packet.
     """
     for family, kind, protocol, _, address in name_lookup.addresses(name):
         with (

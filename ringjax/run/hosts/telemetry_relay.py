@@ -1,10 +1,10 @@
-"""Telemetry relay of an agent: passes samples of the ranks of this host to ringrun.
+"""Telemetry relay of an agent: forwards samples of this host's ranks to ringrun.
 
-The relay listens on an abstract unix socket, and the agent puts the name of the socket
-into the environment of its ranks. The relay closes connections of other users, whose
-user id the kernel reports. A rank sends its samples as lines (ringjax.monitor.sample).
-The relay forwards lines unchanged, and drops a line if ringrun reads too slowly, so
-that neither a rank nor an agent ever waits.
+The relay listens on an abstract unix socket, whose name the agent puts into the
+environment of its ranks. The relay closes connections of other users, because the
+kernel reports the user id of each peer. A rank sends its samples as lines
+(ringjax.monitor.sample). The relay forwards lines unchanged, and drops lines if ringrun
+reads too slowly, so that neither a rank nor an agent ever waits.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _RankConnection:
 
 
 class TelemetryRelay:
-    """The relay of one agent; `ranks` contains the numbers of the ranks on this host.
+    """The relay of one agent. `ranks` contains the ids of the host's ranks.
 
-    `forward` sends a message to ringrun, or drops the message.
+    `forward` sends a message to ringrun, or drops it if too many are waiting.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class TelemetryRelay:
         self.address = ""
 
     def start_listening(self) -> str:
-        """Listens, if this is the first call, and returns the name of the socket.
+        """Starts to listen in the first call. Returns the name of the socket.
 
-        The name is empty if listening is not possible. Then the job runs without
-        telemetry from this host.
+        Returns "" if the relay cannot listen. Then the job runs without telemetry from
+        this host.
         """
         if self._listener is None:
             name = f"ringjax-agent-{secrets.token_hex(8)}"
@@ -74,7 +74,7 @@ class TelemetryRelay:
         return self.address
 
     def set_interval(self, seconds: float) -> None:
-        """Makes all ranks send a sample every `seconds`, or no samples if it is 0."""
+        """Makes all ranks send a sample every `seconds`; with 0 they send none."""
         self._interval = seconds
         for connection in [c for c in self._connections if c.number is not None]:
             self._send_interval(connection)
@@ -108,14 +108,14 @@ class TelemetryRelay:
         return [c for c in self._connections if c.number is None]
 
     def timeout(self) -> float | None:
-        """Returns the seconds until `close_silent` must run, or None."""
+        """Returns the seconds until `close_silent` must be called; None for never."""
         since = [connection.since for connection in self._unidentified()]
         return (
             max(0.0, min(since) + _HELLO_TIMEOUT - time.monotonic()) if since else None
         )
 
     def close_silent(self) -> None:
-        """Closes connections that have sent no hello within the timeout."""
+        """Closes connections that have sent no hello in time."""
         for connection in self._unidentified():
             if time.monotonic() - connection.since >= _HELLO_TIMEOUT:
                 self._close(connection)
@@ -144,9 +144,9 @@ class TelemetryRelay:
                 self._forward({"is": "sample", "id": connection.number, "text": text})
 
     def _parse_hello(self, line: bytes) -> int | None:
-        """Returns the number of a rank of this host, or None if the hello is wrong.
+        """Returns the id of a rank of this host, or None if the hello is invalid.
 
-        Parses strictly, because any process of this user can connect.
+        The check is strict, because any process of this user can connect.
         """
         number = line.removeprefix(b'{"id":').removesuffix(b"}")
         rank = int(number) if number.isdigit() and len(number) < 11 else -1

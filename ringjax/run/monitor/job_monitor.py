@@ -1,6 +1,6 @@
 """Monitors a job in ringrun: receives samples of ranks, makes reports and metrics.
 
-After an error the monitor shows one line and stops, and the job continues.
+After an error the monitor prints one line and stops, while the job continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Method = Callable[Concatenate["JobMonitor", _P], None]
 
 
 def _never_raises(method: _Method[_P]) -> _Method[_P]:
-    """Stops the monitor if the method raises, so that ringrun's loop continues."""
+    """Makes an error in `method` stop the monitor, and not the loop of ringrun."""
 
     @functools.wraps(method)
     def guarded(self: JobMonitor, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -55,7 +55,7 @@ def _never_raises(method: _Method[_P]) -> _Method[_P]:
 
 
 class JobMonitor:
-    """The monitor of a job; `broken` tells whether an error has stopped the monitor.
+    """The monitor of a job. `broken` is True after an error has stopped the monitor.
 
     The job calls `open` before it starts ranks, and `close` at its end.
     """
@@ -73,8 +73,8 @@ class JobMonitor:
         self.broken = False
         self._lock = threading.Lock()  # guards the aggregator and its windows
         self._aggregator = Aggregator()
-        # Two windows that restart alternately. The older window, which is the first
-        # one, covers at least `_WINDOW` seconds and supplies the current values.
+        # Two windows that restart alternately. The first window is the older one. It
+        # covers at least `_WINDOW` seconds and supplies the current values.
         self._recent: list[Window] = []
         self._reported: Window | None = None  # the window since the last report
         self._ended: set[int] = set()
@@ -98,7 +98,7 @@ class JobMonitor:
         try:
             self._top_server = TopServer(self._agents.selector, self._update_interval)
         except OSError:
-            # `ringjax top` does not find a job without a socket.
+            # Without a socket, `ringjax top` does not find this job.
             self._top_server = None
         try:
             if options.host or options.file:
@@ -122,7 +122,7 @@ class JobMonitor:
 
     @_never_raises
     def _update_interval(self) -> None:
-        """Sets the interval of samples: 0 without a reader, longer in a large job."""
+        """Sets the interval of samples: 0 if nobody reads them, longer in big jobs."""
         asked = self._options.needs_samples or bool(self._top_server)
         spread = self._aggregator.size / _MAX_SAMPLES_PER_SECOND
         interval = max(SAMPLE_INTERVAL, spread) if asked else 0.0
@@ -173,14 +173,14 @@ class JobMonitor:
 
     @_never_raises
     def members_changed(self, joined: int, lost: int) -> None:
-        """Adds numbers of workers that became members, and of lost members."""
+        """Adds the counts of workers that joined, and of members that were lost."""
         with self._lock:
             self._aggregator.joins += joined
             self._aggregator.losses += lost
 
     @_never_raises
     def tick(self, now: float) -> None:
-        """Shows a report, and sends a message to viewers, if their time has come."""
+        """Prints a report and sends a message to viewers when these are due."""
         if self._top_server is not None:
             self._top_server.close_silent(now)
         if not self._interval:
@@ -205,14 +205,14 @@ class JobMonitor:
         return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Returns True the first time that no sample has arrived for a long time."""
+        """Returns True once, when no sample has arrived for a long time."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
         first = late and not self._noted_late
         self._noted_late = self._noted_late or late
         return first
 
     def _message(self, now: float) -> dict[str, object]:
-        """Returns a message to `ringjax top`, see `top.job_connection`."""
+        """Returns the next message to `ringjax top`; see `top.job_connection`."""
         with self._lock:
             aggregator = self._aggregator
             seen = self._view(self._recent[0], now)
@@ -226,7 +226,7 @@ class JobMonitor:
     def _render_metrics(self) -> str:
         """Returns the metrics as text. Any thread may call this method.
 
-        Keeps the text for half an interval, because many clients may request metrics.
+        Reuses the text for half an interval, because many clients may request metrics.
         """
         now = time.monotonic()
         with self._lock:
@@ -250,7 +250,7 @@ class JobMonitor:
         self._console.note(f"nothing more is told of the ranks: {kind}: {error}")
 
     def close(self) -> None:
-        """Closes all servers, and shows a summary if reports are configured."""
+        """Closes all servers, and prints a summary if reports are configured."""
         if self._options.report and self._reported and not self.broken:
             seconds = time.monotonic() - self._first_sample_time
             summary = report.format_summary(self._aggregator, seconds, self._step)

@@ -1,4 +1,4 @@
-"""Options of the monitor: checks the settings of reports and metrics."""
+"""Options of the monitor: checks the settings for reports and metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ringjax.config import Config
 
 @dataclass(frozen=True, slots=True)
 class MonitorOptions:
-    """The reports and metrics that the user has requested.
+    """The kinds of reports and metrics that the user has requested.
 
     Attributes:
-        report: seconds between two reports; 0 means no reports.
-        host, port: address of the server of metrics, if `host` is not empty.
-        token: token that clients must send; empty if clients need no token.
-        file: file for metrics; empty if no file is written.
+        report: seconds between two reports; 0 means no reports. host, port: address of
+        the metrics server; an empty `host` means no server. token: token that clients
+        must send; empty if clients need no token. file: file to which metrics are
+        written; empty if no file is written.
     """
 
     report: float = 0.0
@@ -27,14 +27,14 @@ class MonitorOptions:
 
     @property
     def needs_samples(self) -> bool:
-        """Whether ranks must send samples all the time."""
+        """Whether ranks must send samples during the whole job."""
         return bool(self.report or self.host or self.file)
 
 
 def monitor_options(config: Config) -> MonitorOptions:
-    """Converts settings to the options of the monitor.
+    """Converts the settings of a job to options of the monitor.
 
-    Raises ValueError if a setting is not valid, or other hosts could read metrics
+    Raises ValueError if a setting is invalid, or if other hosts could read metrics
     without a token.
 
     Example:
@@ -69,10 +69,10 @@ def _parse_address(text: str) -> tuple[str, int]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address.
+    """Returns whether only this machine can reach the address `host`.
 
-    The only name that counts is "localhost": another name may resolve to any address
-    later.
+    The only accepted name is "localhost", because another name may later resolve to any
+    address.
     """
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -1,9 +1,9 @@
 """Exports metrics of a job to Prometheus over HTTP, or in a file for node_exporter.
 
-The text format is written here and in monitor/metrics.py, so that the base installation
-does not depend on prometheus_client. Separate threads serve the metrics, so a slow
-client does not block ringrun's loop. If there are too many connections, the server
-closes the oldest one.
+This module and monitor/metrics.py write the text format themselves, so that the base
+installation does not depend on prometheus_client. Separate threads serve the metrics,
+so a slow client does not block ringrun's loop. If there are too many connections, the
+server closes the oldest connection.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Render = Callable[[], str]
 
 
 class PrometheusEndpoint:
-    """A server of metrics at /metrics, until `close`.
+    """Serves metrics over HTTP at /metrics, until `close` is called.
 
     Args:
-        options: the address and the token.
-        render: returns the current metrics as text; called from any thread.
+        options: the address and the token of the server. render: returns the current
+        metrics as text. Any thread may call it.
 
-    Raises OSError if listening at the address is not possible.
+    Raises OSError if the server cannot listen at the address.
     """
 
     def __init__(self, options: MonitorOptions, render: Render) -> None:
@@ -75,7 +75,8 @@ class _PrometheusServer(ThreadingHTTPServer):
             raise OSError(why) from None
 
     def server_bind(self) -> None:
-        # HTTPServer.server_bind would look up the name of this host, which may be slow.
+        # HTTPServer.server_bind would look up the name of this host, which may take
+        # long.
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -102,7 +103,7 @@ class _PrometheusServer(ThreadingHTTPServer):
             sock.shutdown(socket.SHUT_RDWR)  # the thread of the connection closes it
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores errors of clients, which must not disturb the output of the job."""
+        """Ignores errors of clients, which must not appear in the job's output."""
 
 
 class _PrometheusHandler(BaseHTTPRequestHandler):
@@ -135,19 +136,19 @@ class _PrometheusHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def version_string(self) -> str:
-        """Returns a server name that says nothing about this machine."""
+        """Returns a server name that reveals nothing about this machine."""
         return "ringrun"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing, because the terminal belongs to the job."""
+        """Logs nothing, because the terminal shows the output of the job."""
 
 
 class PrometheusTextFile:
-    """A file of metrics for node_exporter's textfile collector, until `close`.
+    """Writes metrics to a file for node_exporter, until `close` is called.
 
     Args:
-        render: returns the current metrics as text; called from a thread.
-        note: shows a line if the file cannot be written any more.
+        render: returns the current metrics as text. A thread calls it. note: prints a
+        line if the file cannot be written any more.
 
     Raises OSError if the file cannot be written.
     """
@@ -156,8 +157,8 @@ class PrometheusTextFile:
         self._path, self._render, self._note = path, render, note
         folder, name = os.path.split(path)
         # The temporary file is in the folder of `path`, so that the rename is atomic.
-        # The name of the temporary file does not end in .prom, so that the collector
-        # does not read an incomplete file.
+        # Its name does not end in .prom, so that node_exporter does not read an
+        # incomplete file.
         self._temporary = os.path.join(folder, f".{name}.{os.getpid()}")
         self._stop = threading.Event()
         try:
@@ -170,7 +171,7 @@ class PrometheusTextFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Removes the file, because a job that is over has no metrics."""
+        """Removes the file, because a finished job has no metrics."""
         self._stop.set()
         self._thread.join(1.0)
         with contextlib.suppress(OSError):

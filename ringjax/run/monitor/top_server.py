@@ -1,9 +1,9 @@
 """Server for `ringjax top` in ringrun: sends each client one message per second.
 
 The server runs in ringrun's loop and never waits for a client. A client that has not
-received a whole message gets no further message, and after `_SEND_TIMEOUT` the server
-closes its connection. If there are too many clients, the server closes the oldest
-connection.
+received a whole message receives no further message, and after `_SEND_TIMEOUT` the
+server closes the client's connection. If there are too many clients, the server closes
+the oldest connection.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CHUNK = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _TopClient:
-    """A connection of `ringjax top`.
+    """A client of the server, which is a running `ringjax top`.
 
     Attributes:
-        since: the time when the client connected, or when `unsent` was a whole message.
-        received: the part of the hello that has arrived.
-        is_subscribed: whether the hello has arrived, so that the client gets messages.
-        unsent: the part of a message that the client has not received yet.
+        since: when the client connected, or when the server began to send `unsent`.
+        received: the part of the hello that has arrived so far. is_subscribed: whether
+        the hello has arrived, so that the client receives messages. unsent: the part of
+        a message that the client has not received yet.
     """
 
     sock: socket.socket
@@ -45,12 +45,12 @@ class _TopClient:
 
 
 class TopServer:
-    """A server that accepts clients of this user and sends messages to the clients.
+    """Accepts clients of this user, and sends messages about the job to them.
 
     Args:
-        on_change: called when a client subscribes, and when such a client disconnects.
+        on_change: called when a client subscribes, and when a subscriber disconnects.
 
-    Raises OSError if the socket cannot be made.
+    Raises OSError if the server's socket cannot be opened.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TopServer:
         self._selector.register(client.sock, events, lambda: self._handle_event(client))
 
     def _handle_event(self, client: _TopClient) -> None:
-        """Reads the hello or an end of file, and sends more of an unsent message."""
+        """Reads a hello or an end of file. Sends the rest of an unsent message."""
         try:
             data = client.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -98,7 +98,7 @@ class TopServer:
             self._write(client)
 
     def _read_hello(self, client: _TopClient, data: bytes) -> bool:
-        """Returns whether the input so far is a hello, or the beginning of one."""
+        """Returns whether the input so far is a hello, or the beginning of a hello."""
         client.received += data
         if client.received == sockets.HELLO:
             client.is_subscribed = True
@@ -106,7 +106,7 @@ class TopServer:
         return sockets.HELLO.startswith(client.received)
 
     def close_silent(self, now: float) -> None:
-        """Closes connections that have sent no hello within the timeout."""
+        """Closes connections that have sent no hello in time."""
         for client in list(self._clients):
             if not client.is_subscribed and now - client.since > _HELLO_TIMEOUT:
                 self._close(client)
@@ -146,7 +146,7 @@ class TopServer:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._listener)
         self._listener.close()
-        # If this process is a fork, it must not remove the socket of its parent.
+        # A fork of ringrun must not remove the socket of its parent.
         if os.getpid() == self._owner:
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
