@@ -257,7 +257,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
-            # Add a batch, so that the last batch of an epoch counts as a whole epoch.
+            # Count the current batch as done, so that the last batch completes the
+            # warm-up.
             done = (epoch + 1.0 / self.steps_per_epoch) / warmup_epochs
             size = runtime.size()
             return (1.0 + done * (size - 1)) / size

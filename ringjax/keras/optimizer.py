@@ -210,7 +210,7 @@ class _DistributedOptimizer(_PlainOptimizer):
     # -- steps of Keras 2, which programs for Horovod call -----------------------------
 
     def get_gradients(self, loss: Tensor, params: Sequence[Variable]) -> list[Tensor]:
-        """Returns reduced gradients, if the plain class has the method."""
+        """Returns reduced gradients, which the plain class's method computes."""
         return self._allreduce(super().get_gradients(loss, params), params)
 
     def _allreduce(

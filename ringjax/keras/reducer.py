@@ -37,7 +37,7 @@ class OptimizerOptions(NamedTuple):
 
 
 class OptimizerReducer:
-    """Reduces the gradients of one optimizer.
+    """Reduces the gradients of one optimizer, as its `OptimizerOptions` say.
 
     `key_of` returns the key by which the optimizer identifies a variable.
 

@@ -106,11 +106,11 @@ class ElasticAdapter(Adapter):
         ).run()
 
     def run_remote(self, fn: Task) -> list[ObjectRef]:
-        """Refuses, because no actor stays that could run the function."""
+        """Raises an error: between calls, no actor is left to run the function."""
         raise NotImplementedError("RayExecutor.run_remote: not in an elastic job; run")
 
     def execute_single(self, fn: Task) -> Result:
-        """Refuses, because no actor stays that could run the function."""
+        """Raises an error: between calls, no actor is left to run the function."""
         raise NotImplementedError(
             "RayExecutor.execute_single: not in an elastic job; run"
         )

@@ -14,7 +14,7 @@ RayQueue: TypeAlias = Any
 # A scheduling strategy of Ray: an object, or the name of a strategy.
 SchedulingStrategy: TypeAlias = Any
 
-# A function that a worker calls with its executable; its result.
+# A function that a worker calls with its executable, and the result of the function.
 Task: TypeAlias = Callable[[Any], Any]
 Result: TypeAlias = Any
 # Functions in the driver that receive the messages of `ray_logger.log`.

@@ -62,7 +62,7 @@ class _GraphNames:
         for position in self.last:
             if position.is_at(outer, name, calls):
                 # This is a second trace. TensorFlow has discarded the first trace, so
-                # its numbers are free.
+                # the numbers in its names are free again.
                 self.counter = Counter(position.before)
                 return position
         return _TracePosition(weakref.ref(outer), name, calls, Counter(self.counter))

@@ -86,7 +86,7 @@ class GradientBucketReducer:
         variables: Sequence[Variable] | None = None,
         use_generic_names: bool = True,
     ) -> list[Gradient]:
-        """Reduces gradients. `scale_local_gradients` divides local ones by the size.
+        """Reduces gradients; `scale_local_gradients` divides local gradients by size.
 
         On a rank outside of the process set all gradients stay as they are.
 

@@ -71,7 +71,7 @@ class KernelDoneCallback:
 
 
 class AsyncKernelRun:
-    """A running execution of an asynchronous kernel.
+    """One execution of an asynchronous kernel that has not ended yet.
 
     Attributes:
         context: TensorFlow's TF_OpKernelContext.

@@ -233,5 +233,5 @@ def _create_variable(value: tf.Tensor, name: str) -> tf.Variable:
 
 
 def _as_dependencies(operation: tf.Operation | None) -> list[tf.Operation]:
-    # In eager mode there is no operation to wait for.
+    # In eager mode `operation` is None, and there is nothing to wait for.
     return [] if operation is None else [operation]

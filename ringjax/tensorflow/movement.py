@@ -241,19 +241,19 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 @do_not_convert
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns the rank as an int32 tensor; a graph reads it when it runs."""
+    """Returns the rank as an int32 tensor. A graph reads the rank whenever it runs."""
     return read_rank_info("rank", name=name)
 
 
 @do_not_convert
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns the rank on this host as int32; a graph reads it when it runs."""
+    """Returns the local rank as int32. A graph reads the rank whenever it runs."""
     return read_rank_info("local_rank", name=name)
 
 
 @do_not_convert
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Returns the size of a process set as int32; a graph reads it when it runs.
+    """Returns the size of a process set as int32. A graph reads it in every run.
 
     Raises:
         tf.errors.InvalidArgumentError: there is no such process set.
@@ -263,7 +263,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 @do_not_convert
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Returns the number of ranks on this host; a graph reads it when it runs."""
+    """Returns the number of ranks on this host. A graph reads it in every run."""
     return read_rank_info("local_size", name=name)
 
 

@@ -68,7 +68,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         parts = [tf.where(count > 0, p, tf.zeros_like(p)) for p in (mean, variance)]
         own = tf.concat([tf.reshape(p, [-1]) for p in (count, *parts)], 0)
         # Gather the rows as a sum of matrices in which each rank fills only its own
-        # row. The gradient of an allgather would be an average.
+        # row. The gradient of an allgather would average over the ranks, but here it
+        # must be a sum.
         row = tf.one_hot(rank_op(), size_op(), dtype=own.dtype)
         rows = _allreduce(row[:, None] * own[None], op=Sum)
         channels = tf.size(mean)

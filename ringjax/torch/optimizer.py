@@ -272,7 +272,7 @@ class _AdasumOptimizer(_DistributedOptimizer):
         """Does nothing, because `step` reduces changes and not gradients."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Refuses, because `step` cannot leave the reduction out.
+        """Raises an error, because `step` cannot leave the reduction out.
 
         Raises:
             AssertionError: always.

@@ -169,7 +169,7 @@ class Reducer:
             _in_step.discard(self)
 
     def synchronize(self, param_groups: ParamGroups) -> None:
-        """Submits the gradients that no hook has submitted, and waits for all.
+        """Submits the gradients that no hook has submitted; waits for all gradients.
 
         A parameter that has no gradient on any rank keeps no gradient. Raises the first
         failure after all operations have ended.

@@ -1,5 +1,5 @@
-// See cpu_level.h. The x86-64 psABI defines the levels; the manuals of Intel and AMD
-// number the bits.
+// See cpu_level.h. The x86-64 psABI defines the levels. The bit indices are from the
+// manuals of Intel and AMD.
 #include "base/cpu_level.h"
 
 #if defined(__x86_64__)

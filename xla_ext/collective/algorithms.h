@@ -76,12 +76,14 @@ RJ_ALGORITHM(PairwiseAlltoall);
 
 #undef RJ_ALGORITHM
 
-// shared.cc. The schedules are those of the direct algorithms.
+// shared.cc. The table pairs these cost functions with the direct algorithms'
+// schedules.
 double SharedAllreduceCost(uint64_t bytes, const Network&);
 double SharedReducescatterCost(uint64_t bytes, const Network&);
 
-// hierarchical.cc. HasHierarchy: whether there are several hosts, at least one of them
-// with several ranks. HasEvenHierarchy: also, all hosts have equally many ranks.
+// hierarchical.cc. HasHierarchy returns whether there are several hosts, and at least
+// one has several ranks. HasEvenHierarchy also requires equally many ranks on all
+// hosts.
 bool HasHierarchy(const Topology& topology);
 bool HasEvenHierarchy(const Topology& topology);
 

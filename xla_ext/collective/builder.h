@@ -66,7 +66,7 @@ class ScheduleBuilder {
  public:
   ScheduleBuilder() = default;
 
-  // Declares that `home`, a slice of the same count, holds `range`. Appends no step.
+  // Declares that `home`, a slice of equal length, holds `range`. Appends no step.
   void Move(Range range, Slice home);
 
   // Each of these functions appends one step, or none if the range is empty. Send,

@@ -114,7 +114,7 @@ Schedule TreeAllreduce(const Problem& problem, const Topology& topology) {
 }
 
 // Both trees reduce before either broadcasts. So two ranks that are neighbours in both
-// trees send and expect the messages between them in one order.
+// trees send and receive their messages to each other in the same order.
 Schedule DoubleTreeAllreduce(const Problem& problem, const Topology& topology) {
   if (topology.size == 1) return Alone(problem.counts[0]);
   const Blocks halves = Blocks::Even({0, problem.counts[0]}, 2);

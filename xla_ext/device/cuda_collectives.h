@@ -20,7 +20,8 @@
 
 namespace ringjax {
 
-// Totals of one collective. `seconds` is the time that the host spent in the calls.
+// Totals over all calls of one collective, such as allreduce. `seconds` is the time
+// that the host spent in the calls.
 struct CudaStats {
   uint64_t calls = 0, bytes = 0, packed_bytes = 0, launches = 0, nccl_ops = 0;
   double seconds = 0;

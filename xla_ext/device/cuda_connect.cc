@@ -1,4 +1,4 @@
-// Connects and closes a CudaCommunicator: its device, NCCL and its threads.
+// Connects and closes a CudaCommunicator: opens its device, NCCL and its threads.
 #include <atomic>
 #include <chrono>
 #include <thread>

@@ -23,7 +23,7 @@ class DeviceResources {
   DeviceResources(const DeviceResources&) = delete;
   DeviceResources& operator=(const DeviceResources&) = delete;
 
-  // Makes the resources, without other ranks. `report_time` receives operation times.
+  // Makes the resources; needs no other rank. `report_time` receives operation times.
   Status Open(InFlight::ReportTime report_time);
   // Waits, for a limited time, until the device has ended all work of the communicator.
   // Returns whether all work has ended.

@@ -49,8 +49,8 @@ ffi::Error OnDevice(cuda::Stream stream, const ffi::RemainingArgs& args,
 ffi::Error RunOnDevice(cuda::Stream stream, ffi::ScratchAllocator scratch,
                        ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
-  // XLA owns this memory, and may reuse it once the stream has passed this call. XLA
-  // guarantees at most 16 bytes of alignment; the kernels need 16.
+  // XLA owns this memory, and may reuse it once the stream has passed this call. The
+  // kernels need 16-byte alignment, which is the most that XLA guarantees.
   const auto workspace = [&](size_t bytes) -> Result<cuda::Pointer> {
     const auto memory = scratch.Allocate(bytes, 16);
     if (memory.has_value()) return cuda::ToPointer(*memory);

@@ -32,7 +32,8 @@ Registered Find(int64_t id);
 // Sets the device communicators of an entry, if it exists; an empty list removes them.
 void SetDevices(int64_t id, CudaCommunicator::All devices);
 
-// A function, or null, that runs on the thread that reports a handler's failure to XLA.
+// The failure hook runs on the thread that reports a handler's failure to XLA. Pass
+// null for no hook.
 using FailureHook = void (*)();
 void SetFailureHook(FailureHook hook);
 

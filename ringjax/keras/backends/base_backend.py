@@ -44,7 +44,7 @@ class ReductionOptions:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """The factors before and after the sum, which the core divides for Average."""
+        """The factors before and after the sum; Average also divides by the size."""
         if self.op != Average:
             return 1.0, 1.0
         return 1.0 / self.predivide, self.predivide

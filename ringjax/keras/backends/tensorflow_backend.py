@@ -1,4 +1,4 @@
-"""TensorFlowBackend: reduces by the operations of `ringjax.tensorflow`.
+"""TensorFlowBackend: reduces gradients with operations of `ringjax.tensorflow`.
 
 The operations work in train steps that Keras runs eagerly and in compiled graphs.
 """
@@ -86,7 +86,7 @@ class _TensorFlowBackend(Backend):
             raise ValueError("`tape` is required when a tensor is given as `loss`")
         return list(tape.gradient(loss, sources, grad_loss))
 
-    # -- values ------------------------------------------------------------------------
+    # -- values, outside of compiled steps ---------------------------------------------
 
     def allreduce(
         self,

@@ -1,4 +1,4 @@
-"""The parts that all estimators share, at Horovod's module paths.
+"""The modules that all estimators share, under Horovod's module paths.
 
 `store` has the paths of data and checkpoints, and `backend` runs the ranks. `params`,
 `estimator` and `params_io` implement the interface of Spark ML. `training_data` writes

@@ -282,7 +282,7 @@ class HDFSStore(FilesystemStore):
         return pa.fs.HadoopFileSystem(**self._hdfs_kwargs)
 
     def get_full_path(self, path: str) -> str:
-        """Returns the URL of a path, with the name node."""
+        """Returns the URL of a path, including the address of the name node."""
         return path if self.matches(path) else self._url_prefix + path
 
     def get_localized_path(self, path: str) -> str:
