@@ -1,4 +1,4 @@
-"""Acceptor: listening sockets that hand over only connections that authenticate.
+"""Listening sockets that pass on only connections that have authenticated.
 
 An acceptor works inside an event loop over a selector. The servers of a job
 (server.py), the listener of a rank (listener.py) and `ringrun --listen` use acceptors.
@@ -28,10 +28,10 @@ from ringjax.errors import AuthenticationError
 
 MAX_PENDING = 1024  # connections in a handshake at the same time
 _LOG_INTERVAL = 60.0  # seconds between two log lines about one address
-_MAX_LOGGED = 1024  # remembered addresses, so that a scan cannot use up the memory
+_MAX_LOGGED = 1024  # addresses to remember, so that a port scan cannot exhaust memory
 
-# A function that receives an authenticated connection: its nonblocking socket, the
-# address of the caller, the request, and the keys of the session.
+# Receives an authenticated connection: its nonblocking socket, the address of the
+# caller, the request of the handshake, and the keys of the session.
 Admit = Callable[[socket.socket, str, HandshakeRequest, SessionKeys], None]
 
 
@@ -47,8 +47,8 @@ def run_once(
     exception, and the other callables of this round still run.
     """
     for key, _ in selector.select(seconds):
-        # An earlier callable of this round may have closed this socket, and the kernel
-        # may have given its number to a new socket. Look the entry up again.
+        # An earlier callable of this round may have closed this socket, and a new
+        # socket may have the same descriptor. Look the entry up again.
         entry = selector.get_map().get(key.fd)
         if entry is not None and entry.fileobj is key.fileobj:
             try:
@@ -65,22 +65,23 @@ class PendingConnection:
         self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
         self.received = b""
         self.messages = 0  # messages received; the first message names this job
-        self.expected = next(steps)[1]  # the number of bytes of the next message
+        self.expected = next(steps)[1]  # the size of the next message in bytes
 
 
 class Acceptor:
     """Listening sockets that admit only connections that authenticate.
 
-    The loop over `selector` calls `expire` about once a second while `has_pending`.
+    The event loop calls `expire` about once a second while `has_pending` is true.
 
-    A stranger can occupy one of MAX_PENDING places for HANDSHAKE_TIMEOUT seconds, with
-    less than 100 bytes. If all places are taken, the acceptor evicts the oldest
-    connection that has not named this job yet, because ranks name the job immediately.
-    If all connections have named it, the oldest is evicted, and may connect again.
+    An attacker needs less than 100 bytes to occupy one of MAX_PENDING handshakes for
+    HANDSHAKE_TIMEOUT seconds. At this limit, the acceptor evicts the oldest connection
+    that has not named this job yet, because ranks name the job immediately. If all
+    connections have named the job, the oldest is evicted, and may connect again.
 
     Args:
         listeners: listening sockets, which the acceptor closes.
-        selector: its entries have callables as data, see `run_once`.
+        selector: the selector of the event loop; the data of its entries are callables,
+            see `run_once`.
         steps: starts the callee's end of a handshake on a socket, see `callee_steps`.
         log: called with a sentence about a refusal, at most once a minute per address.
     """
@@ -96,7 +97,7 @@ class Acceptor:
         self._listeners, self._selector = list(listeners), selector
         self._steps, self._admit, self._log = steps, admit, log
         self._pending: dict[socket.socket, PendingConnection] = {}
-        # Strangers must not use up the descriptors that connections of the job need.
+        # Leave three quarters of the descriptors to authenticated connections.
         quarter = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
         self._max_pending = max(64, quarter)
         self._logged: dict[str, float] = {}  # address -> when a refusal was logged
@@ -106,7 +107,7 @@ class Acceptor:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a handshake is running, so that `expire` must be called."""
+        """Whether a handshake is running, so that the event loop must call `expire`."""
         return bool(self._pending)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -136,8 +137,8 @@ class Acceptor:
         try:
             piece = sock.recv(pending.expected - len(pending.received))
             if not piece:
-                # A caller with another secret cannot verify this end's proof, and
-                # closes the connection instead of sending its own proof.
+                # A caller with another secret cannot verify the HMAC of this end, and
+                # closes the connection instead of sending its own HMAC.
                 unproven = pending.expected == MAC_BYTES
                 why = ": it has another secret" if unproven else ""
                 raise AuthenticationError(f"left before proving itself{why}")
@@ -147,7 +148,7 @@ class Acceptor:
             output, pending.expected = pending.steps.send(pending.received)
             pending.received = b""
             pending.messages += 1
-            # The send buffer of a new socket has room for a message of the handshake.
+            # The send buffer of a new socket is larger than a message of the handshake.
             if sock.send(output) < len(output):
                 raise AuthenticationError("does not read")
         except BlockingIOError:
@@ -169,15 +170,15 @@ class Acceptor:
     def on_error(self, sock: object, error: Exception) -> None:
         """Handles an exception in the event loop.
 
-        If a pending connection caused the exception, the connection is closed.
+        Closes the connection of `sock` if its handshake is still running.
         """
         why = f"caused {type(error).__name__}: {error}"
         if isinstance(sock, socket.socket) and sock in self._pending:
             self._evict(self._pending[sock], why)
         else:
-            # `accept` fails if no descriptor is free. The connection then stays in the
-            # queue of the kernel, and the listener stays readable. Without a pause the
-            # loop would use a whole core.
+            # `accept` fails if no descriptor is free. The new connection then stays in
+            # the kernel's queue, and the listener stays readable. Without a pause the
+            # event loop would use a whole core.
             self._log_refusal("a caller", why)
             time.sleep(0.05)
 
@@ -192,7 +193,7 @@ class Acceptor:
         self._selector.unregister(pending.sock)
 
     def _evict(self, pending: PendingConnection, why: str) -> None:
-        """Ends a handshake that may be genuine. The caller may connect again."""
+        """Ends a handshake, perhaps of a genuine caller, which may connect again."""
         if pending.messages == 1:  # the caller waits for a reply, which BUSY replaces
             with contextlib.suppress(OSError):
                 pending.sock.send(BUSY)
@@ -216,7 +217,7 @@ class Acceptor:
         """Closes the listening sockets and the pending connections.
 
         Close the selector first. A forked child shares the selector with its parent: if
-        the child unregistered a socket, it would also unregister that of the parent.
+        the child unregistered a socket, the parent's selector would lose the socket.
         """
         for sock in (*self._pending, *self._listeners):
             sock.close()
@@ -225,7 +226,7 @@ class Acceptor:
 
 
 def _foreign_user(sock: socket.socket) -> str:
-    """Returns why the other end of a unix socket is refused; "" for this user."""
+    """Returns why a unix socket's peer is refused, or "" if the user is the same."""
     if sock.family != socket.AF_UNIX:
         return ""
     uid = peer_uid(sock)

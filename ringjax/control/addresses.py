@@ -1,6 +1,6 @@
-"""Network addresses as text, sockets with the right options, and this host's addresses.
+"""Parses addresses, opens TCP sockets, and lists the addresses of this host.
 
-IPv4 and IPv6 are supported. launch_environment.py and slurm.py read the notations in
+IPv4 and IPv6 are supported. launch_environment.py and slurm.py parse the notations in
 which batch systems name hosts.
 """
 
@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def parse(text: str) -> list[tuple[str, int]]:
-    """Reads "host:port,[v6]:port,..."; raises ValueError for any other text."""
+    """Parses "host:port,[v6]:port,...". Raises ValueError for any other text."""
     found = []
     for piece in filter(None, text.split(",")):
         host, colon, port = piece.strip().rpartition(":")
@@ -34,7 +34,7 @@ def parse(text: str) -> list[tuple[str, int]]:
 
 
 def show(host: str, port: int) -> str:
-    """Formats one address as text, which `parse` can read."""
+    """Formats an address as text that `parse` accepts."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -59,10 +59,10 @@ def listen_on(
 ) -> list[socket.socket]:
     """Opens a listening socket on each of these addresses.
 
-    An address that this host does not have any more is left out, unless none remains.
+    Skips addresses that this host does not have any more, unless no address remains.
 
     Args:
-        port: the port on each address; 0 takes a free port for each.
+        port: the port on each address. With 0, each socket has another free port.
         timeout: seconds to wait until another process, which is ending, frees the port.
 
     Raises:
@@ -74,7 +74,7 @@ def listen_on(
         try:
             found.append(_listen_until(host, port, deadline))
         except OSError as error:
-            # A new IPv6 address is not usable immediately. Interfaces lose addresses.
+            # A new IPv6 address is not usable at once, and an old address may be gone.
             last = host == hosts[-1] and not found
             if error.errno == errno.EADDRNOTAVAIL and not last:
                 continue
@@ -98,7 +98,7 @@ def _listen_until(host: str, port: int, deadline: float) -> socket.socket:
 def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
     """Connects to a TCP address, or to a unix socket if `where` is a string.
 
-    The timeout of the socket is `seconds` afterwards.
+    `seconds` limits the attempt, and later each operation on the returned socket.
     """
     if isinstance(where, tuple):
         return socket.create_connection(where, timeout=seconds)
@@ -113,9 +113,10 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
 
 
 def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
-    """Makes a socket of a link send immediately, and calls `enable_keepalive`.
+    """Disables Nagle's algorithm on the socket of a link, and enables keepalive.
 
-    A unix socket needs no options: the kernel reports the peer's end immediately.
+    A unix socket needs no options, because the kernel reports immediately when the peer
+    has closed the socket.
     """
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,11 +126,11 @@ def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
 def enable_keepalive(sock: socket.socket, seconds: float, interval: int = 0) -> None:
     """Makes the kernel end a TCP connection if the peer is silent for `seconds`.
 
-    The options also work while this process is busy or stopped. A host that loses power
-    sends no FIN, so without these options its connections would stay open.
+    The kernel does so even while this process is busy or stopped. A host that loses
+    power sends no FIN, so without keepalive its connections would stay open.
 
     Args:
-        interval: seconds between two probes; 0 for a third of `seconds`.
+        interval: seconds between two probes; pass 0 for a third of `seconds`.
     """
     interval = interval or max(int(seconds / 3), 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -149,7 +150,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback() -> str:
-    """Returns the loopback address of this host: IPv4, or else IPv6."""
+    """Returns the loopback address of this host: IPv4 if usable, or else IPv6."""
     for host in ("127.0.0.1", "::1"):
         with contextlib.suppress(OSError):
             listen(host).close()
@@ -161,7 +162,7 @@ def of_interfaces(names: str = "") -> list[str]:
     """Returns the addresses of network interfaces, the loopback addresses last.
 
     Args:
-        names: names of interfaces, separated by commas; empty for all interfaces.
+        names: names of interfaces, separated by commas; pass "" for all interfaces.
 
     Raises:
         ValueError: an interface does not exist or has no address.
@@ -206,7 +207,7 @@ def _ipv6_addresses() -> Sequence[tuple[str, str]]:
             rows = [line.split() for line in table]
     except OSError:  # the kernel has no IPv6
         return []
-    # Leave out link-local addresses (scope 20): they are ambiguous without the number
+    # Leave out link-local addresses (scope 20), which are ambiguous without the index
     # of the interface.
     return [
         (row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])))

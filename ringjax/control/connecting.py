@@ -1,4 +1,4 @@
-"""Connects to a server of the job."""
+"""Connects and authenticates to a server of the job, such as the coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connect_to_server(
     deadline: float,
     server: str = "coordinator",
 ) -> tuple[socket.socket, SessionKeys, str]:
-    """Connects to the first address whose server authenticates. Tries each once.
+    """Connects to the first address whose server authenticates; tries each once.
 
     Args:
         addresses: "host:port,[v6]:port,...".
@@ -35,12 +35,12 @@ def connect_to_server(
         AuthenticationError: a server replies but does not have the secret.
         StartupError: the loopback interface of this host is down.
         OSError: no server replies. The cause is a `socket.gaierror` if this host cannot
-            resolve the name of a host, perhaps not yet.
+            resolve a host name, perhaps because the name is not in the DNS yet.
     """
     unauthenticated, absent = None, None
     candidates = address.parse(addresses)
-    # Another program may listen at the first address and never reply. The attempt there
-    # must leave time for the other addresses.
+    # Another program may listen at the first address and never reply. The attempt at
+    # this address must leave time for the other addresses.
     share = (deadline - time.monotonic()) / (2 * len(candidates))
     limit = min(HANDSHAKE_TIMEOUT, max(0.1, share))
     for host, port in candidates:

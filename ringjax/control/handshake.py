@@ -1,7 +1,7 @@
-"""Handshake: mutual HMAC-SHA256 challenge and response on a new connection.
+"""Mutual authentication of a new connection by HMAC-SHA256 challenge and response.
 
 Four messages of fixed size prove to both ends that the other end knows the secret of
-the job. Each HMAC covers all bytes of the handshake before it (the *transcript*)::
+the job. Each HMAC covers all earlier bytes of the handshake (the *transcript*)::
 
     caller -> callee   request: job, purpose, TLS offer, epoch, comm, ranks, nonce
     callee -> caller   nonce, TLS offer, HMAC(callee key)
@@ -12,11 +12,10 @@ The keys differ by job and direction, so an attacker can neither replay nor refl
 message. The HMACs cover both TLS offers, so an attacker on the path cannot make the two
 ends continue without TLS.
 
-After the handshake a server and its peers exchange JSON messages, which are sealed with
-an HMAC and a counter (sealed_messages.py), and are inside TLS if both ends support TLS
-(tls.py). On links between ranks the native core sends its own bytes. It encrypts them
-only if an end requires TLS. Without encryption an attacker on the path could alter
-tensors.
+After the handshake, a server and its peers exchange JSON messages, each with an HMAC
+and a counter (sealed_messages.py), and inside TLS if both ends support TLS (tls.py). On
+links between ranks, the native core sends tensors. The core encrypts tensors only if an
+end requires TLS. Without encryption an attacker on the path could alter tensors.
 
 The protocol is a state machine without I/O. `authenticate` runs the state machine on
 the socket of a caller, and acceptor.py on the sockets of a server.
@@ -38,7 +37,7 @@ from ringjax.control.tls import TlsEndpoint, TlsOffer, agree
 from ringjax.errors import AuthenticationError
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds for a whole handshake
-BUSY = b"RINGJAX busy"  # sent if too many callers wait; the caller connects again
+BUSY = b"RINGJAX busy"  # the reply if too many callers wait: the caller tries again
 _MAGIC = b"RINGJAX\x02"
 _REQUEST = struct.Struct("!8s8sBBHIIii32s")
 _NONCE_BYTES, MAC_BYTES = 32, 32
@@ -46,7 +45,7 @@ _ANSWER = struct.Struct("!32sB")  # nonce, TLS offer
 
 
 class Purpose(enum.IntEnum):
-    """The purpose of a connection. The proofs of both ends cover the purpose, too."""
+    """The purpose of a connection. The HMACs of both ends cover the purpose, too."""
 
     RENDEZVOUS = 1
     CONTROL = 2
@@ -61,16 +60,16 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HandshakeRequest:
-    """The first message, in which the caller describes the connection.
+    """The first message of a handshake, in which the caller describes the connection.
 
     Attributes:
         job: the id of the job, 16 hexadecimal digits.
-        caller: the world rank or the worker that connects; 0 for an agent of ringrun.
+        caller: the caller's world rank or worker id; 0 for an agent of ringrun.
         callee: the world rank to which the caller connects; -1 for a server.
         epoch: the epoch of a link.
-        comm: the number of the communicator of a link.
-        stream: the number of a data connection within its link.
-        tls: the TLS offer of the caller. It must not be trusted before the caller has
+        comm: the id of the communicator of a link.
+        stream: the index of a data connection within its link.
+        tls: the TLS offer of the caller. Do not trust the offer before the caller has
             authenticated.
     """
 
@@ -99,7 +98,7 @@ class HandshakeRequest:
 
     @staticmethod
     def unpack(message: bytes) -> HandshakeRequest:
-        """Reads the first message; raises AuthenticationError if it is malformed."""
+        """Parses the first message. Raises AuthenticationError if it is malformed."""
         magic, job, purpose, tls, stream, epoch, comm, caller, callee, _ = (
             _REQUEST.unpack(message)
         )
@@ -122,7 +121,7 @@ def _read_offer(number: int) -> TlsOffer:
 
 
 class _KeySchedule:
-    """Derives the keys of one connection: HKDF (RFC 5869), one block per label."""
+    """Derives the keys of one connection by HKDF (RFC 5869), one block per label."""
 
     def __init__(self, secret: bytes, job: str) -> None:
         self._root = hmac.digest(bytes.fromhex(job), secret, "sha256")
@@ -130,15 +129,15 @@ class _KeySchedule:
     def mac(self, label: bytes, transcript: bytes) -> bytes:
         """Returns the HMAC of the transcript under the key of this label.
 
-        The result also serves as a key that only the two ends of this connection have,
-        because the transcript contains both nonces.
+        The result can also serve as a key: only the two ends of this connection can
+        compute it, because the transcript contains both nonces.
         """
         key = hmac.digest(self._root, b"ringjax " + label + b"\x01", "sha256")
         return hmac.digest(key, transcript, "sha256")
 
 
-# An end of a handshake. The generator yields the bytes to send and the number of bytes
-# to receive, and its `send` takes the received bytes. The number 0 means that the
+# One end of a handshake. The generator yields the bytes to send and the count of bytes
+# to receive, and its `send` takes the received bytes. The count 0 means that the
 # handshake is over. The generator returns the request and the keys of the session.
 HandshakeSteps = Generator[
     tuple[bytes, int], bytes, tuple[HandshakeRequest, SessionKeys]
@@ -146,7 +145,7 @@ HandshakeSteps = Generator[
 
 
 def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
-    """Runs the handshake at the end that connects."""
+    """Runs the handshake on the side that connects."""
     schedule = _KeySchedule(secret, request.job)
     transcript = request.pack(secrets.token_bytes(_NONCE_BYTES))
     answer = yield transcript, _ANSWER.size + MAC_BYTES
@@ -160,8 +159,8 @@ def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
     try:
         encrypted = agree(request.tls, peer, is_link=is_link)
     except AuthenticationError:
-        # Send the proof nevertheless. The callee then trusts the offer of this caller,
-        # and its error also names TLS, not "left before proving itself".
+        # Send the HMAC nevertheless. The callee then trusts this caller's TLS offer, so
+        # the callee's error also names TLS, not "left before proving itself".
         yield proof, 0
         raise
     welcome = yield proof, MAC_BYTES
@@ -181,10 +180,10 @@ def callee_steps(
     refusal_of: Callable[[HandshakeRequest], str],
     tls_offer: TlsOffer = TlsOffer.NONE,
 ) -> HandshakeSteps:
-    """Runs the handshake at the end that accepts.
+    """Runs the handshake on the side that accepts the connection.
 
     Args:
-        refusal_of: returns why a request is refused; "" accepts the request.
+        refusal_of: returns why a request is refused, or "" to accept the request.
     """
     schedule = _KeySchedule(secret, job)
     transcript = yield b"", _REQUEST.size
@@ -230,7 +229,7 @@ def authenticate(
     Raises:
         AuthenticationError: the other end refuses the request or does not know the
             secret.
-        OSError: the other end sends no reply, or has too many callers.
+        OSError: the other end sends no reply, or replies that it has too many callers.
     """
     deadline = time.monotonic() + limit
     steps = caller_steps(secret, request)

@@ -1,15 +1,15 @@
-"""Launch environment: finds rank and size in the variables that a launcher has set.
+"""Finds rank and size in the environment variables that a launcher has set.
 
-There are three sources. The first that applies decides:
+There are three sources. The first source that applies decides:
 
 1. RINGJAX_RANK and RINGJAX_SIZE, or Horovod's variables for rank and size, which
    ringrun or the user sets;
 2. the variables of a launcher in a table, the innermost launcher first;
 3. if no launcher has set a variable, this process is a job of one.
 
-If some variables show that there are several processes but rank or size is missing, the
-result is an error and not a job of one. Otherwise N separate trainings would run, and
-look like one training that works. config.py reads the settings of ringjax, and
+If some variables show that there are several processes but rank or size is missing,
+`detect_launch` raises an error. Otherwise N separate trainings would run, and look like
+one training that works. config.py reads the variables `RINGJAX_*`, and
 membership/rendezvous_discovery.py opens the connections.
 """
 
@@ -25,8 +25,8 @@ from ringjax.control import addresses as address
 from ringjax.control.slurm import hosts_of
 from ringjax.errors import StartupError
 
-# Step ids from this value on belong to batch scripts, interactive shells and similar
-# processes. They have the variables of the job, but srun did not start them as ranks.
+# Slurm's step ids from this value on mark batch scripts, interactive shells and the
+# like. These processes have the variables of the job, but srun started no ranks there.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _MAX = 2**31 - 1  # the limit of a rank or size, also of RINGJAX_RANK and RINGJAX_SIZE
 
@@ -38,12 +38,12 @@ class LaunchInfo:
     """Rank, size and hosts of a process, as its launcher has set them.
 
     Attributes:
-        launcher: its name, for errors.
+        launcher: the name of the launcher, for errors.
         single_host: whether all ranks are known to run on this host.
         identity: a text that all ranks of this job have, and no rank of another job; ""
             if the launcher sets no such text.
-        rank0_host: a name or address of the host of rank 0; "" if it is not known.
-        port: a port on the host of rank 0 that is reserved for this job; 0 if none.
+        rank0_host: a name or address of the host of rank 0; "" if unknown.
+        port: a port on the host of rank 0 that is reserved for this job; 0 if unknown.
     """
 
     rank: int
@@ -97,17 +97,18 @@ def _from_settings(config: Config, environ: Environ) -> LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _LaunchVariables:
-    """The variables in which one launcher describes a process.
+    """The names of the environment variables that one launcher sets for each process.
 
-    An empty variable counts as unset.
+    A launcher that sets no such variable has the name "". An empty value means unset.
 
     Attributes:
-        launcher: its name, for errors.
-        rank, size: the variables with rank and size; "" if the launcher sets no size.
+        launcher: the name of the launcher, for errors.
+        rank, size: the variables with rank and size.
         local_size: the variable with the number of ranks on this host.
-        needs: if this variable is unset, another launcher has set the other variables.
-        both: whether rank and size count only together, because users set one of these
-            variables for other purposes.
+        needs: a variable that this launcher always sets, unlike other launchers with
+            the same variables for rank and size.
+        both: whether to ignore rank without size and size without rank, because users
+            set one of these variables for other purposes.
         size_copy: a variable that repeats the size. If its value differs from the size,
             this launcher has not set rank and size.
         marker: another variable that shows that there are several processes.
@@ -115,9 +116,9 @@ class _LaunchVariables:
             count nodes.
         hosts: variables that may name the host of rank 0, or a list of hosts that
             begins with this host.
-        port: a variable with a port that is free on the host of rank 0.
+        port: the variable with a port that is free on the host of rank 0.
         identity: variables whose values together identify the job.
-        instead: advice for errors that is better than to set variables by hand.
+        instead: advice for errors, to show before the advice to set variables by hand.
     """
 
     launcher: str
@@ -135,9 +136,10 @@ class _LaunchVariables:
     instead: str = ""
 
     def detect(self, environ: Environ) -> LaunchInfo | None:
-        """Finds rank and size; returns None if another launcher started the process.
+        """Finds rank and size. Returns None if another launcher started the process.
 
-        Raises StartupError if this launcher started the process, but set too little.
+        Raises StartupError if this launcher started the process, but a variable that
+        `LaunchInfo` needs is missing or invalid.
         """
         if not self._applies(environ):
             return None
@@ -167,7 +169,7 @@ class _LaunchVariables:
         )
 
     def rank_and_size(self, environ: Environ) -> tuple[int, int]:
-        """Reads rank and size; raises StartupError if one is missing or invalid."""
+        """Reads rank and size. Raises StartupError if either is missing or invalid."""
         if not self.size:
             raise self._error(environ, "nothing tells how many there are")
         rank, size = (self._number(environ, name) for name in (self.rank, self.size))
@@ -217,7 +219,7 @@ class _LaunchVariables:
         return int(text)
 
     def _check_per_node(self, environ: Environ, nodes: int) -> None:
-        """Raises an error if the node should run several processes."""
+        """Raises StartupError if each node should run several processes."""
         text = environ.get(self.per_node, "")
         # With a word such as "auto", torchrun would count the devices of the node.
         if text in ("", "1") or (nodes == 1 and text.isalpha()):
@@ -239,8 +241,8 @@ _TORCHRUN = _LaunchVariables(
     size="WORLD_SIZE",
     local_size="LOCAL_WORLD_SIZE",
     needs="TORCHELASTIC_RUN_ID",
-    # torch's own store listens on MASTER_PORT, so the port only serves to identify the
-    # job.
+    # PyTorch's TCPStore listens on MASTER_PORT, so ringjax cannot listen there. The
+    # port only helps to identify the job.
     identity=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"),
 )
 _MPICH = _LaunchVariables(
@@ -272,7 +274,7 @@ _KUBEFLOW_JAX = _LaunchVariables(
     rank="JAX_PROCESS_ID",
     size="JAX_NUM_PROCESSES",
     marker="JAX_COORDINATOR_ADDRESS",
-    # No `port`: jax.distributed uses the port of this address itself.
+    # No `port`: jax.distributed listens on the port of JAX_COORDINATOR_ADDRESS.
     hosts=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),
     identity=("JAX_COORDINATOR_ADDRESS",),
 )
@@ -319,7 +321,7 @@ _PMI = _LaunchVariables(
 
 
 def _pmix(environ: Environ) -> LaunchInfo | None:
-    # srun --mpi=pmix sets PMIX_RANK, too. Slurm's own variables contain rank and size.
+    # srun --mpi=pmix sets PMIX_RANK, too, but `_slurm` reads Slurm's own variables.
     if environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix."):
         return None
     return _PMIX.detect(environ)
@@ -354,14 +356,14 @@ def _slurm(environ: Environ) -> LaunchInfo | None:
 
 
 def _slurm_outside_of_steps(environ: Environ) -> LaunchInfo | None:
-    # Outside of the steps of srun, a single process has SLURM_PROCID=0. Another value
-    # shows that there are several processes.
+    # A single process that srun did not start has SLURM_PROCID=0. Another value shows
+    # that there are several processes.
     if environ.get("SLURM_PROCID", "0") in ("", "0"):
         return None
     return _SLURM.detect(environ)
 
 
-# Inner launchers come before outer ones: mpirun may run in a step of Slurm, and
+# Inner launchers come before outer launchers: mpirun may run in a step of Slurm, and
 # torchrun in a pod of Kubernetes.
 _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
     _TORCHRUN.detect,
@@ -381,7 +383,7 @@ _DETECTORS: tuple[Callable[[Environ], LaunchInfo | None], ...] = (
 
 
 def _host(text: str) -> str:
-    """Returns the first host of a list in which each host may have a port."""
+    """Returns the first host of a list such as "node1:29500 node2", without port."""
     first = next(iter(text.split()), "")
     found = re.fullmatch(r"(?:\[([^]]+)\]|([^:]+))(?::\d+)?", first)
     return (found[1] or found[2]) if found else first
@@ -392,6 +394,6 @@ def _is_this_host(host: str) -> bool:
 
 
 def _port(text: str) -> int:
-    """Returns the port in a text; 0 if the text is no port."""
+    """Parses a port. Returns 0 if the text is no port."""
     known = text.isascii() and text.isdecimal() and len(text) <= 5
     return int(text) if known and int(text) < 65536 else 0

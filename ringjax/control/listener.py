@@ -1,10 +1,10 @@
-"""Link listener: the sockets on which other ranks connect to this one.
+"""The sockets on which other ranks connect to this rank.
 
-Ranks of this host connect to a unix socket in the abstract namespace: such a socket has
-no file and disappears with the process. Ranks of other hosts connect over TCP. A thread
-accepts and authenticates connections (handshake.py), and keeps them until links/mesh.py
-takes them, because another rank may connect before this rank begins to build the
-communicator.
+Ranks of this host connect to a unix socket in the abstract namespace, because such a
+socket has no file and disappears with the process. Ranks of other hosts connect over
+TCP. A thread accepts and authenticates connections (handshake.py), and keeps each
+connection until links/mesh.py calls `accept`, because another rank may connect before
+this rank begins to build the communicator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringjax.control.handshake import (
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import TlsOffer, offer_for
 
-# Connections that `accept` has not returned yet. Only members of the job open some.
+# The most connections that may wait for `accept`. All of them have authenticated.
 _MAX_WAITING = 1 << 16
 
 
@@ -46,7 +46,7 @@ class ConnectionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedConnection:
-    """A connection that has authenticated, and the key of `SessionKeys.link`."""
+    """An authenticated connection, and the key of its data, see `SessionKeys.link`."""
 
     sock: socket.socket
     key: bytes = field(repr=False)
@@ -56,12 +56,12 @@ class LinkListener:
     """Accepts the connections of higher ranks.
 
     Args:
-        rank: this rank. A caller must name this rank, and must have a higher rank. If
-            `rank` is -1, ranks change from epoch to epoch, so no rank is checked.
-        size: the size of the job, if `rank` is given.
-        hosts: the addresses to listen on for other hosts, see `addresses`.
+        rank: this rank. A caller must name this rank, and must have a higher rank. Pass
+            -1 in an elastic job, where ranks change, to check no ranks.
+        size: the size of the job; unused if `rank` is -1.
+        hosts: the addresses on which ranks of other hosts connect, see `addresses`.
         log: called with a sentence about each refused connection.
-        failed: called with a sentence if the thread fails. Then no rank can connect.
+        failed: called with a sentence if the thread fails, so that no rank can connect.
         tls: whether data over TCP are encrypted, as in RINGJAX_TLS.
     """
 
@@ -84,7 +84,7 @@ class LinkListener:
         self._accepted: dict[ConnectionKey, AcceptedConnection] = {}
         self._changed = threading.Condition()
         self._closing = False
-        # Use a random name, or another user could guess the name and bind it first.
+        # Use a random name, because another user could bind a predictable name first.
         name = str(rank) if rank >= 0 else "e"
         self.unix_name = f"ringjax-{job}-{name}-{secrets.token_hex(8)}"
         listeners: list[socket.socket] = []
@@ -94,7 +94,7 @@ class LinkListener:
             local.bind("\0" + self.unix_name)
             local.listen(1024)
             for host in hosts:
-                # An interface may have lost its address. One address is enough.
+                # An interface may have lost its address. One usable address is enough.
                 with contextlib.suppress(OSError):
                     listeners.append(address.listen(host))
             if hosts and len(listeners) == 1:
@@ -109,7 +109,7 @@ class LinkListener:
         self._selector.register(self._wakeup, selectors.EVENT_READ, os.eventfd_read)
 
         def steps(sock: socket.socket) -> HandshakeSteps:
-            # Data within a host are not encrypted.
+            # Data on unix sockets stay within this host, so do not encrypt them.
             offer = TlsOffer.NONE if sock.family == socket.AF_UNIX else own_offer
             return callee_steps(secret, job, self._refusal_of, offer)
 
@@ -122,7 +122,7 @@ class LinkListener:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                # Only pending connections expire. Sleep long if there are none.
+                # Only running handshakes have a timeout. Sleep long if there are none.
                 pause = 0.5 if self._acceptor.has_pending else 60.0
                 run_once(self._selector, pause, self._acceptor.on_error)
                 self._acceptor.expire()
@@ -135,8 +135,8 @@ class LinkListener:
         if not request.purpose.is_link:
             return "looks for a server, which is not here"
         if self._rank < 0:
-            # Admit connections of later epochs: the other rank may have entered an
-            # epoch before this rank does. Its connection then waits.
+            # Admit connections of later epochs: the caller may enter an epoch before
+            # this rank does, and its connection then waits for `accept`.
             late = request.epoch < self._oldest
             return f"calls in epoch {request.epoch}, which is over" if late else ""
         if request.callee != self._rank:
@@ -161,7 +161,7 @@ class LinkListener:
             request.caller,
         )
         with self._changed:
-            old = self._accepted.pop(key, None)  # the caller has replaced it
+            old = self._accepted.pop(key, None)  # the caller has connected again
             if len(self._accepted) >= _MAX_WAITING or key.epoch < self._oldest:
                 sock.close()
             else:
@@ -175,7 +175,7 @@ class LinkListener:
         return {"door": self.unix_name, "addresses": ",".join(self.addresses)}
 
     def accept(self, key: ConnectionKey, seconds: float) -> AcceptedConnection | None:
-        """Waits for a connection and hands it over; returns None after `seconds`."""
+        """Waits for a connection and returns it, or returns None after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._accepted, seconds)
             return self._accepted.pop(key, None)
@@ -186,7 +186,7 @@ class LinkListener:
             return key in self._accepted
 
     def discard_before(self, epoch: int) -> None:
-        """Closes the connections of epochs before `epoch`, and refuses new ones."""
+        """Closes and refuses all connections of epochs before `epoch`."""
         with self._changed:
             self._oldest = max(self._oldest, epoch)
             for key in [key for key in self._accepted if key.epoch < epoch]:

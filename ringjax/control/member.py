@@ -1,4 +1,4 @@
-"""The description of a member that all ranks receive, and ranks as text."""
+"""The description of a worker that all ranks receive, and rank lists as text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Member:
 
     Attributes:
         seen: the address from which the worker reached the coordinator. Other hosts can
-            reach this address, which is not certain of the addresses in `hello`.
+            reach this address, but perhaps not the addresses in `hello`.
         hello: the description that the worker sent when it joined, as JSON.
-        worker: the number of the worker. An elastic job never uses a number again; in
-            other jobs the number is the rank.
+        worker: the id of the worker. An elastic job never uses an id again; in other
+            jobs the id is the rank.
     """
 
     rank: int

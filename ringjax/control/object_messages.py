@@ -1,8 +1,8 @@
-"""Messages that carry Python objects: a head of fixed size, then a sealed body.
+"""Sends Python objects between ranks: a head of fixed size, then a body with an HMAC.
 
-The module depends on no lane and not on jax: its callers `sync.py`, `eager/objects.py`
-and `elastic/transfer.py` pass a function that moves arrays. The bytes of an object are
-decoded only if the `ObjectSeal` at their end is genuine.
+The module does not import jax. The callers `sync.py`, `eager/objects.py` and
+`elastic/transfer.py` pass a function that moves arrays. The receiver decodes an object
+only if the HMAC at its end is genuine, see `ObjectSeal`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from ringjax.control.sealed_messages import ObjectSeal
 MAX_BYTES = 1 << 31
 _MAX_REASON_BYTES = 65536
 
-# A function that moves an array between ranks. Its second argument is "head" or "body".
+# A function that sends an array to other ranks, and returns the array that this rank
+# receives. The second argument is "head" or "body".
 Move = Callable[[Array, str], Any]
-# A function that returns the size of a message's body, as an array, from its head.
+# A function that returns the body's size in bytes, given the head of a message.
 BodySize = Callable[[Array], int]
 
 
@@ -52,11 +53,11 @@ class ObjectMessage(NamedTuple):
         return cls(failed, data + seal.of(failed, data))
 
     def head(self) -> Array:
-        """Returns uint32[2]: whether encoding failed, and the bytes of the body."""
+        """Returns uint32[2]: whether encoding failed, and the body's size in bytes."""
         return np.array([self.failed, len(self.data)], np.uint32)
 
     def body(self, size: BodySize | None = None) -> Array:
-        """Returns the bytes, padded with zeros to `size` (None: to `padded_size`)."""
+        """Returns the body, padded with zeros to `size`; None means `padded_size`."""
         body = np.zeros((size or padded_size)(self.head()), np.uint8)
         body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
         return body
@@ -103,7 +104,7 @@ def broadcast(
     secret: bytes,
     allow_pickle: bool,
 ) -> Any:
-    """Returns a copy of the root's object. Errors name the function `what`.
+    """Returns a copy of the root's object. Error messages begin with `what`.
 
     Raises:
         TypeError: the root's object cannot be sent. Every rank raises this error.
@@ -137,7 +138,7 @@ def allgather(
     heads = np.asarray(move(message.head()[None], "head"))
     data = np.asarray(move(message.body(size), "body")).tobytes()
     senders: list[int | str] = list(ranks)
-    if len(heads) < len(senders):  # a rank that has called `join` sends nothing
+    if len(heads) < len(senders):  # a rank that has called `join` sends no object
         senders = ["unknown"] * len(heads)
     found, start = [], 0
     for rank, head in zip(senders, heads, strict=True):
@@ -151,7 +152,7 @@ def allgather(
 
 @contextmanager
 def _naming_sender(what: str, rank: int | str) -> Iterator[None]:
-    """Adds the sender's rank to errors about its object."""
+    """Adds the sender's rank to errors about the sender's object."""
     try:
         yield
     except TypeError as e:

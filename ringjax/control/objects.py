@@ -1,17 +1,17 @@
-"""Codec for Python objects without pickle: JSON for the structure, raw bytes for data.
+"""Encodes Python objects without pickle: JSON for the structure, raw bytes for arrays.
 
 `encode` and `decode` handle builtin types and arrays of numpy. `elastic/state_codec.py`
 extends both classes by arrays of JAX and PyTorch, whose memory is sent without a copy.
-Decoding does not trust its input: bytes of another rank result in an object of the
+Decoding does not trust its input: any bytes of another rank result in an object of the
 types below, or in a ValueError. `object_messages.py` sends objects between ranks.
 
 Layout: ``RJO1`` | u32 length of the JSON text | JSON text | blobs, one after another.
-The text is ``{"value": node, "blobs": [bytes of each]}``. A node is null, true, false,
+The text is ``{"value": node, "blobs": [size, …]}``. A node is null, true, false,
 a number, a string, a list of nodes, or one of ``{"tuple": [node, …]}``,
 ``{"set": [node, …]}``, ``{"frozenset": [node, …]}``, ``{"dict": [[key, value], …]}``,
 ``{"float": "nan"}``, ``{"int": hex}``, ``{"complex": [re, im]}``, ``{"bytes": blob}``,
 ``{"array": [blob, dtype, shape]}``, ``{"scalar": [blob, dtype, []]}``.
-Another layout is ``RJOP`` | a pickle. It is read only if the caller allows pickles.
+Another layout is ``RJOP`` | a pickle, which is read only if the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import numpy as np
 _PLAIN, _PICKLE = b"RJO1", b"RJOP"
 _MAX_DEPTH = 100
 _LENGTH = struct.Struct("<I")
-# A peer must not choose every dtype that numpy accepts, such as "(9999,9999)f8" or "O".
+# The dtypes that a peer may name. numpy itself accepts "(9999,9999)f8" and "O", too,
+# which a peer could misuse.
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")
-# A dtype of ml_dtypes is sent by name, because `str` does not identify such a dtype.
+# A dtype of ml_dtypes is sent by name, because its `dtype.str` is ambiguous.
 _ML_DTYPE = re.compile(r"bfloat16|u?int[124]|float\d_e\w+")
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
@@ -46,8 +47,8 @@ def encode(value: object, *, allow_pickle: bool = False) -> bytes:
     """Encodes `value` as bytes.
 
     Raises:
-        TypeError: the layout has no node for an object in `value`, and `allow_pickle`
-            is False. The text says where the object is.
+        TypeError: `value` contains an object of another type than the layout allows,
+            and `allow_pickle` is False. The text says where the object is.
     """
     try:
         return ObjectEncoder().encode(value)
@@ -80,12 +81,12 @@ def decode(data: bytes, *, allow_pickle: bool = False) -> Any:
 
 
 def is_named_callable(value: object) -> bool:
-    """Returns whether `value` is a function or a class, which holds no data."""
+    """Returns whether `value` is a function or a class, which need not be sent."""
     return callable(value) and hasattr(value, "__name__")
 
 
 def comparison_text(value: object) -> str:
-    """Describes a function or a class, which ranks compare and do not send.
+    """Describes a function or a class as text, for a comparison between ranks.
 
     Example:
         >>> comparison_text(len), comparison_text("same")
@@ -100,10 +101,10 @@ def comparison_text(value: object) -> str:
 
 
 def dtype_name(dtype: np.dtype[Any], kinds: str) -> str:
-    """Returns the name of a dtype in the layout; "" if other processes cannot use it.
+    """Returns the name of a dtype in the layout, or "" if the dtype cannot be sent.
 
     Args:
-        kinds: the characters of numpy's own dtypes (`numpy.dtype.kind`) to accept.
+        kinds: the characters (`numpy.dtype.kind`) of numpy's own dtypes to accept.
     """
     # numpy sets `isbuiltin` to 2 for dtypes of other packages, such as ml_dtypes.
     if _ML_DTYPE.fullmatch(dtype.name) and dtype.isbuiltin == 2:
@@ -112,9 +113,9 @@ def dtype_name(dtype: np.dtype[Any], kinds: str) -> str:
 
 
 def dtype_of(name: str, kinds: str) -> np.dtype[Any]:
-    """Returns the dtype that `dtype_name` names.
+    """Returns the dtype whose `dtype_name` is `name`.
 
-    Raises ValueError or TypeError if no dtype of these kinds has the name.
+    Raises ValueError or TypeError if no dtype of these kinds has this name.
     """
     found: np.dtype[Any] | None = None
     if _ML_DTYPE.fullmatch(name):
@@ -156,7 +157,7 @@ class ObjectEncoder:
         if value is None or kind is bool:
             return value
         if kind is int:
-            # Python refuses to parse decimals of more than 4300 digits.
+            # Use hexadecimal: Python refuses to parse decimals of over 4300 digits.
             return value if abs(value) < 1 << 256 else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
@@ -192,7 +193,7 @@ class ObjectEncoder:
     def _nodes(self, values: Iterable[object], where: str, depth: int) -> list[Node]:
         return [self._node(v, f"{where}[{i}]", depth) for i, v in enumerate(values)]
 
-    _key = _node  # encodes a key or an element of a set, which must have a hash
+    _key = _node  # encodes the key of a dict or an element of a set
 
     def _other(self, value: Any, where: str, depth: int) -> Node:
         if hasattr(value, "__array__") and hasattr(value, "dtype"):
@@ -236,9 +237,9 @@ def _unicode(value: str, where: str) -> str:
 
 
 class Template:
-    """This process's own object at the place where the decoded object will be.
+    """An existing object of this process that the decoded object will replace.
 
-    `ObjectDecoder` ignores templates; a subclass may decode into the template's memory.
+    `ObjectDecoder` ignores templates. A subclass may decode into the template's memory.
     """
 
     def child(self, kind: type[Any], key: Any) -> Self:

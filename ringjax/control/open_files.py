@@ -1,4 +1,4 @@
-"""The limit of open files (RLIMIT_NOFILE): raises it, and explains when it is too low.
+"""Raises the limit of open files (RLIMIT_NOFILE), or explains that it is too low.
 
 A rank has several descriptors for each other rank, so a job of some hundred ranks needs
 more than the 1,024 that most systems allow by default. A process may raise its soft
@@ -14,17 +14,17 @@ import resource
 
 from ringjax.errors import OutOfDescriptors
 
-_SPARE = 1024  # descriptors that are left for the program itself
+_SPARE = 1024  # additional descriptors, for the user's program
 
 
 def raise_limit(more: int) -> int:
     """Raises the soft limit so that `more` descriptors can be opened.
 
     The limit becomes no higher than necessary, because some programs, when they start,
-    close every descriptor number up to the limit.
+    close every descriptor up to the limit.
 
     Returns:
-        The number of descriptors that the hard limit forbids.
+        How many of these descriptors the hard limit does not allow.
     """
     needed = _open_now() + more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -38,7 +38,7 @@ def raise_limit(more: int) -> int:
 
 
 def require(more: int, what: str) -> None:
-    """Calls `raise_limit`; raises OutOfDescriptors if the hard limit is too low.
+    """Calls `raise_limit`, and raises OutOfDescriptors if the hard limit is too low.
 
     The error names `what`, the part of ringjax that needs the descriptors.
     """
@@ -50,7 +50,7 @@ def require(more: int, what: str) -> None:
 
 
 def limit_text() -> str:
-    """Returns the limit, its use, and how to raise it, as text for an error."""
+    """Returns a text for errors: the limit, how many files are open, and advice."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"this process may have {soft} (RLIMIT_NOFILE, at most {hard}) and has "
@@ -62,8 +62,8 @@ def limit_text() -> str:
 def is_shortage(error: BaseException) -> bool:
     """Returns whether an error means that no descriptor is free.
 
-    EMFILE is the limit of this process, ENFILE that of the system, and ETOOMANYREFS
-    that of descriptors that were sent over unix sockets and not yet received.
+    EMFILE is the limit of this process, ENFILE the limit of the system, ETOOMANYREFS
+    the limit of descriptors in flight: sent over unix sockets and not yet received.
     """
     few = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
     return isinstance(error, OSError) and error.errno in few

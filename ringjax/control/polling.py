@@ -1,4 +1,4 @@
-"""Waits for one descriptor with `poll`, because `select` fails above number 1,023."""
+"""Waits for one descriptor with `poll`, because `select` fails for fds above 1,023."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def wait_readable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Waits up to `seconds` (None: no limit); returns whether `fd` is readable."""
+    """Waits up to `seconds`, or forever if None. Returns whether `fd` is readable."""
     return _wait(fd, select.POLLIN, seconds)
 
 
 def wait_writable(fd: FileDescriptorLike, seconds: float | None = None) -> bool:
-    """Waits up to `seconds` (None: no limit); returns whether `fd` is writable."""
+    """Waits up to `seconds`, or forever if None. Returns whether `fd` is writable."""
     return _wait(fd, select.POLLOUT, seconds)
 
 

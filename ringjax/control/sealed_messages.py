@@ -1,8 +1,8 @@
-"""Sealed messages: JSON messages with an HMAC and a counter, inside TLS if possible.
+"""JSON messages with an HMAC and a counter (the *seal*), inside TLS if possible.
 
 A rank and a server exchange these messages after the handshake (handshake.py), which
-supplies the keys. The seal protects against messages that are altered, dropped,
-replayed or forged, with and without TLS. TLS (tls.py) also keeps the messages secret.
+supplies the keys. The seal reveals messages that were altered, dropped, replayed or
+forged, with and without TLS. TLS (tls.py) also keeps the messages secret.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ JsonMessage = Mapping[str, Any] | bytes  # a JSON object, or the result of `enco
 
 @dataclass(frozen=True, slots=True)
 class SessionKeys:
-    """The keys that a handshake supplies.
+    """The keys that a handshake supplies for one connection.
 
     Attributes:
-        send: seals the messages that this end sends.
-        receive: seals the messages that this end receives.
+        send: the HMAC key of the messages that this end sends.
+        receive: the HMAC key of the messages that this end receives.
         tls: this end of the TLS connection; None if the session is not encrypted.
         link: the key with which the native core encrypts a link between ranks; empty if
             the link is not encrypted.
@@ -41,21 +41,21 @@ class SessionKeys:
     link: bytes = field(default=b"", repr=False)
 
     def sealer(self) -> MessageSealer:
-        """Makes the only sealer of the session. A second would repeat the counter."""
+        """Makes the sealer. Call once per session: a second sealer reuses counters."""
         return MessageSealer(self.send, self.tls)
 
     def opener(self, max_bytes: int = MAX_BYTES) -> MessageOpener:
-        """Makes the only opener of the session. A second would repeat the counter."""
+        """Makes the opener. Call once per session: a second opener restarts at 0."""
         return MessageOpener(self.receive, max_bytes, self.tls)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message, so that a message to many peers is encoded only once."""
+    """Encodes a message. `seal` accepts the result, to encode once for many peers."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 class MessageSealer:
-    """Seals messages, so that the other end notices any change, loss or replay."""
+    """Adds HMACs, so that the other end detects altered, lost or replayed messages."""
 
     def __init__(self, key: bytes, tls: TlsEndpoint | None = None) -> None:
         self._key, self._count, self._tls = key, 0, tls
@@ -76,7 +76,7 @@ class MessageSealer:
 
 
 class MessageOpener:
-    """Collects bytes as they arrive, and returns the complete messages."""
+    """Collects received bytes, verifies HMACs, and returns the complete messages."""
 
     def __init__(
         self, key: bytes, max_bytes: int = MAX_BYTES, tls: TlsEndpoint | None = None
@@ -85,7 +85,7 @@ class MessageOpener:
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> list[JsonObject]:
-        """Returns the messages that are complete with this piece.
+        """Adds received bytes, and returns the messages that are complete now.
 
         Raises:
             AuthenticationError: a message is not genuine, or too long.
@@ -119,16 +119,16 @@ class MessageOpener:
 
 
 class ObjectSeal:
-    """A proof that a rank of this job has sent an object by a certain function.
+    """Proves by an HMAC that a rank of this job has sent an object.
 
-    Links between hosts may be plain TCP, and loading a pickle runs code. The seal is an
-    HMAC (RFC 2104, SHA-256) under a key that only the ranks of the job have. The seal
-    does not encrypt, and does not detect that a genuine object is replayed.
+    Links between hosts may be plain TCP, and loading a pickle runs code. So an HMAC
+    (RFC 2104, SHA-256) under a key of the job follows each object. The HMAC does not
+    encrypt, and does not detect that a genuine object is replayed.
 
     Args:
         secret: the secret of the job; empty in a job of one.
-        function: the name of the function that sends the object. An object that another
-            function has sent is not genuine.
+        function: the name of the function that sends the object. `verify` rejects an
+            object that another function has sent.
     """
 
     SIZE = 32
@@ -138,11 +138,11 @@ class ObjectSeal:
         self._key = hmac.digest(secret, label, "sha256")
 
     def of(self, failed: bool, data: bytes) -> bytes:
-        """Returns the seal of a message: of an object, or of a failure."""
+        """Returns the HMAC of an encoded object, or of the reason of a failure."""
         return hmac.digest(self._key, bytes([failed]) + data, "sha256")
 
     def verify(self, failed: bool, data: bytes) -> bytes:
-        """Returns a message without its seal; raises ValueError for a forgery."""
+        """Removes the HMAC from a message. Raises ValueError if it is not genuine."""
         data, seal = data[: -self.SIZE], data[-self.SIZE :]
         if not hmac.compare_digest(seal, self.of(failed, data)):
             raise ValueError(

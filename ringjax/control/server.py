@@ -1,9 +1,9 @@
-"""Job server: listening sockets, authenticated sessions, and one thread that serves.
+"""A server for one job: listening sockets, authenticated sessions, and one thread.
 
 The coordinator of a job and the registry of a data service are subclasses, which define
-the messages. A session is a stream of sealed JSON messages (sealed_messages.py). The
-method `on_lost` notifies the subclass when a session ends. No exception leaves the
-server.
+the messages. A session is a stream of JSON messages with HMACs (sealed_messages.py).
+The method `on_lost` notifies the subclass when a session ends. The thread catches every
+exception, see `on_crash`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ServerSession:
     """The server's end of one session.
 
     Attributes:
-        caller: the number with which the peer has introduced itself.
+        caller: the rank or id that the peer has named in its handshake request.
         seen: the address of the peer.
     """
 
@@ -54,9 +54,9 @@ class ServerSession:
         self._ending = False  # whether to close the session after writing the output
 
     def send(self, message: JsonMessage, *, last: bool = False) -> None:
-        """Queues a message and writes as much as the socket takes now.
+        """Queues a message, and writes as much as the socket accepts without waiting.
 
-        If the message is the `last`, the session ends after everything is written.
+        If `last` is true, the session ends after all queued bytes are written.
 
         Raises:
             OSError: the connection has ended, or the peer does not read.
@@ -75,7 +75,7 @@ class ServerSession:
         self._server.selector.modify(self.sock, wanted, self.on_ready)
 
     def on_ready(self, sock: socket.socket) -> None:
-        """Reads and writes as much as possible. The event loop calls it."""
+        """Reads and writes as much as possible. The event loop calls this method."""
         try:
             if self._output:
                 self._write()
@@ -93,12 +93,12 @@ class ServerSession:
 
 
 class JobServer(abc.ABC):
-    """Serves one job. A subclass decides who may connect and replies to the messages.
+    """Serves one job. A subclass decides who may connect and replies to messages.
 
     Args:
         job: the id of the job, 16 hexadecimal digits.
-        hosts: the addresses to listen on; None for the loopback address only.
-        port: the same port on each address; 0 takes a free one for each.
+        hosts: the addresses to listen on; pass None for the loopback address only.
+        port: the port on each address. With 0, each address has another free port.
         log: called with a sentence about each refused connection.
         listeners: sockets that listen already, in addition to `hosts`.
         tls: whether sessions are encrypted, as in RINGJAX_TLS.
@@ -157,7 +157,7 @@ class JobServer(abc.ABC):
 
     @abc.abstractmethod
     def refusal_of(self, caller: int) -> str:
-        """Returns why a peer with this number is refused; "" admits the peer."""
+        """Returns why the peer `caller` is refused, or "" to admit the peer."""
 
     def on_connected(self, session: ServerSession) -> None:  # noqa: B027  (optional)
         """Handles a new session, whose peer has authenticated."""
@@ -184,7 +184,7 @@ class JobServer(abc.ABC):
         stderr.line("".join(traceback.format_exception(error)).rstrip())
 
     def max_wait(self) -> float:
-        """Returns the most seconds until `after_round` must be called again."""
+        """Returns the longest time in seconds until the next call of `after_round`."""
         return 0.25
 
     # -- the server itself -------------------------------------------------------------
@@ -197,7 +197,7 @@ class JobServer(abc.ABC):
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the event loop do a round now. May be called from any thread."""
+        """Makes the event loop run a round now. Any thread may call this method."""
         with self._wakeup_lock:
             if self._wakeup >= 0:  # -1 if the thread has ended because of an error
                 os.eventfd_write(self._wakeup, 1)
@@ -276,10 +276,10 @@ class JobServer(abc.ABC):
     def send(
         self, session: ServerSession, message: JsonMessage, *, last: bool = False
     ) -> None:
-        """Sends a message. If that fails, the session ends after this round.
+        """Sends a message. If sending fails, the session ends after this round.
 
-        The session does not end immediately, because the caller may be in a loop over
-        sessions, for example to report the end of another session.
+        The session does not end immediately, because the caller may be iterating over
+        all sessions, for example to report the end of another session.
         """
         try:
             session.send(message, last=last)

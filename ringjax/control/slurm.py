@@ -1,4 +1,4 @@
-"""Reads Slurm's notation for lists of nodes, for ranks under srun and for ringrun."""
+"""Parses Slurm's notation for lists of nodes, for ranks under srun and for ringrun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def _split(nodelist: str) -> list[str]:
-    """Splits a list at the commas that are outside of brackets."""
+    """Splits a node list at the commas outside of brackets."""
     entries, depth = [""], 0
     for character in nodelist.strip():
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -48,7 +48,7 @@ def _split(nodelist: str) -> list[str]:
 
 
 def _numbers(text: str, nodelist: str) -> list[str]:
-    """Expands "08-10,12" to ["08", "09", "10", "12"]: leading zeros are kept."""
+    """Expands "08-10,12" to ["08", "09", "10", "12"], with the leading zeros."""
     numbers: list[str] = []
     for piece in text.split(","):
         first, dash, last = piece.partition("-")

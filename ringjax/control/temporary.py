@@ -1,8 +1,8 @@
 """The folders for temporary files of ringjax: records, credentials and sockets.
 
-A container may have a read-only root file system without such a folder. Only the
-credentials file is necessary, and only if no launcher passes credentials. Users of the
-other files must work without the folder.
+A container may have a read-only root file system without a folder for temporary files.
+Only the credentials file is necessary, and only if no launcher passes credentials. Code
+that uses other temporary files must work without the folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MEMORY = "/dev/shm"
 
 
 def folder() -> str:
-    """Returns a folder where this process can make files; "" if there is none.
+    """Returns a folder where this process can create files, or "" if there is none.
 
     Example:
         >>> folder() == "" or os.path.isdir(folder())
@@ -45,9 +45,8 @@ def open_private_folder(path: str, *, make: bool = False) -> int:
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-    # The folder may be in /tmp, where another user can create it first, or a link in
-    # its place. A later replacement does not change the result of fstat on the
-    # descriptor.
+    # In /tmp, another user could create this folder, or a symbolic link of this name,
+    # first. So open the folder, and check the descriptor, which cannot be replaced.
     refusal = PermissionError(f"{path} must be a folder that only this user can use")
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

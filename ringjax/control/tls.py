@@ -1,8 +1,9 @@
 """TLS 1.3 with a pre-shared key on the connections of a job.
 
-Python's ssl supports pre-shared keys without certificate files from Python 3.13 on. The
-key is derived from the handshake before TLS (handshake.py), so each connection has a
-new key. The key only authenticates. Encryption keys come from a Diffie-Hellman exchange
+Python's ssl supports pre-shared keys, without certificate files, from Python 3.13 on.
+The pre-shared key is derived from the handshake before TLS (handshake.py), so each
+connection has a new key, which only authenticates. Encryption keys come from a
+Diffie-Hellman exchange
 (*forward secrecy*), so an attacker who records a connection and later learns the secret
 of the job still cannot read the recording. This module opens no socket: it converts
 bytes to bytes.
@@ -10,8 +11,8 @@ bytes to bytes.
 A link between hosts (RINGJAX_TLS=required) uses this TLS connection only to agree on
 new keys. The native core then makes the records of the link itself, in the format of
 TLS 1.3 and with libcrypto's AES-256-GCM (xla_ext/transport/channel.h). The core does
-not use the kernel's TLS (kTLS), with which a connection keeps one key for its whole
-life: RFC 8446 (5.5) allows 2^24.5 records for one key, and the core derives a new key
+not use the kernel's TLS (kTLS), because a kTLS connection keeps one key for its whole
+life. RFC 8446 (5.5) allows 2^24.5 records for one key, and the core derives a new key
 after 2^24 records (256 GiB).
 """
 
@@ -28,11 +29,12 @@ from typing import Any
 from ringjax.errors import AuthenticationError, StartupError
 
 _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name in ssl
-_HEADER_BYTES = 5  # a record's header; its bytes 3 and 4 are the length of the body
+_HEADER_BYTES = 5  # of a record; bytes 3 and 4 of the header are the body's length
 _MAX_RECORD_BYTES = 16384 + 256  # the longest body of a record
 _READ_BYTES = 1 << 16
-_RANDOM_BYTES = 32  # random bytes of each end, for deriving the keys of a link
-_RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16  # content type and tag
+_RANDOM_BYTES = 32  # each end sends so many random bytes, to derive a link's keys
+# The last two terms are the content type and the authentication tag.
+_RANDOM_RECORD_BYTES = _HEADER_BYTES + _RANDOM_BYTES + 1 + 16
 
 # A generator like `HandshakeSteps` that returns the keys of a link: key and IV for
 # sending, then key and IV for receiving, as the native core expects them.
@@ -40,7 +42,7 @@ Steps = Generator[tuple[bytes, int], bytes, bytes]
 
 
 class TlsOffer(enum.IntEnum):
-    """The TLS support that an end of a connection announces in the handshake."""
+    """Whether an end of a connection supports or requires TLS, for the handshake."""
 
     NONE = 0
     ABLE = 1
@@ -56,7 +58,7 @@ def offer_for(setting: str) -> TlsOffer:
     """Returns the TLS offer of a process with this value of RINGJAX_TLS.
 
     Raises:
-        StartupError: TLS is required and this Python does not support it.
+        StartupError: TLS is required and this Python does not support TLS.
 
     Example:
         >>> offer_for("off").name
@@ -81,7 +83,7 @@ def agree(own: TlsOffer, peer: TlsOffer, *, is_link: bool = False) -> bool:
     requires TLS.
 
     Raises:
-        AuthenticationError: one end requires TLS and the other end does not have it.
+        AuthenticationError: one end requires TLS and the other end does not offer TLS.
 
     Example:
         >>> agree(TlsOffer.ABLE, TlsOffer.REQUIRED), agree(TlsOffer.ABLE, TlsOffer.NONE)
@@ -105,9 +107,9 @@ def agree(own: TlsOffer, peer: TlsOffer, *, is_link: bool = False) -> bool:
 
 
 class TlsEndpoint:
-    """An end of a TLS connection: converts between plain bytes and records.
+    """One end of a TLS connection, which converts between plain bytes and records.
 
-    Usable from several threads. No method waits.
+    Several threads may use the endpoint. No method waits.
 
     Args:
         key: the pre-shared key, 32 bytes that only the two ends know.
@@ -124,12 +126,12 @@ class TlsEndpoint:
     def handshake(self, root: bytes = b"", first: bytes = b"") -> Steps:
         """Runs this end of the TLS handshake.
 
-        The steps read whole records, and no byte beyond the handshake, because bytes of
-        the native core may follow immediately.
+        The steps read no byte beyond the last record of the handshake, because the
+        native core reads the bytes that follow.
 
         Args:
             root: 32 bytes that only the two ends know, from which the keys of a link
-                are derived; empty for a connection that is no link.
+                are derived; pass b"" for a connection that is no link.
             first: bytes to send before the first record.
 
         Raises:
@@ -158,7 +160,7 @@ class TlsEndpoint:
         return b""
 
     def _link_keys(self, root: bytes, last: bytes) -> Steps:
-        """Agrees on the keys of a link. Each end sends random bytes inside TLS."""
+        """Derives the keys of a link from random bytes that both ends send in TLS."""
         own = secrets.token_bytes(_RANDOM_BYTES)
         if self._server:
             record = yield last, _RANDOM_RECORD_BYTES
@@ -179,12 +181,12 @@ class TlsEndpoint:
 
     @property
     def cipher(self) -> str:
-        """Returns version and cipher suite: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256"."""
+        """The version and cipher suite: "TLSv1.3 TLS_CHACHA20_POLY1305_SHA256"."""
         suite = self._tls.cipher()
         return f"{self._tls.version()} {suite[0] if suite else '-'}"
 
     def encrypt(self, plain: bytes) -> bytes:
-        """Returns the records that carry these bytes."""
+        """Encrypts plain bytes as TLS records."""
         view = memoryview(plain)
         with self._lock:
             while view:
@@ -192,7 +194,7 @@ class TlsEndpoint:
             return self._out.read()
 
     def decrypt(self, records: bytes) -> bytes:
-        """Returns the plain bytes of the records that are complete.
+        """Adds received bytes, and returns the plain bytes of the complete records.
 
         Raises:
             AuthenticationError: a record was altered, or the bytes are no record.
@@ -213,12 +215,12 @@ class TlsEndpoint:
 def _context(key: bytes, server: bool) -> ssl.SSLContext:
     kind = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(kind)
-    psk: Any = context  # these methods are not in the types of Python 3.11
+    psk: Any = context  # the types of Python 3.11 lack the set_psk_* methods
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # openssl.cnf of the system may set this option, which gives up forward secrecy.
+    # The system's openssl.cnf may set this option, which gives up forward secrecy.
     context.options &= ~_WITHOUT_DIFFIE_HELLMAN
     if server:
-        context.num_tickets = 0  # tickets would serve to resume connections
+        context.num_tickets = 0  # no client resumes a session, so send no tickets
         psk.set_psk_server_callback(lambda identity: key)
     else:
         context.check_hostname = False  # TLS with a shared key has no certificates

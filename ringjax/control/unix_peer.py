@@ -1,4 +1,4 @@
-"""Process and user at the other end of a unix socket (SO_PEERCRED)."""
+"""Finds the process and the user at the other end of a unix socket (SO_PEERCRED)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """Returns the process id, or 0 if this process cannot see its PID namespace."""
+    """Returns the peer's process id, or 0 if its PID namespace is not visible here."""
     return _credentials(sock)[0]
 
 

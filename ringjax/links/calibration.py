@@ -1,11 +1,11 @@
-"""Calibration: the constants of the cost model, measured at the start or remembered.
+"""Measures the constants of the cost model at the start, or reads them from a cache.
 
-The native cost model compares algorithms with a few constants. If ranks communicate
-over a network, this module measures the constants by ordinary calls on the links of the
-communicator, within tens of milliseconds. Rank 0 measures the time and decides. All
-ranks use the constants of rank 0, because all must choose the same algorithms. If all
-ranks share memory, nothing is measured: the defaults are good, and the start should
-cost nothing.
+The native cost model predicts the time of each algorithm from a few constants, such as
+the latency of a link. If ranks communicate over a network, this module measures the
+constants by ordinary calls on the links of the communicator, within tens of
+milliseconds. All ranks use the constants that rank 0 has measured, because all ranks
+must choose the same algorithms. If all ranks share memory, nothing is measured, because
+the default constants are good, and the start should be fast.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from ringjax.errors import PeerLost, StartupError
 from ringjax.links import cost_cache
 from ringjax.links.cost_cache import LIMITS, NAMES, Cost, Network
 
-# Algorithms whose times together determine all constants: some have long chains of
-# messages, some a short chain of many messages, and one crosses hosts rarely.
+# The algorithms to measure. Their times together determine all constants: some have
+# long chains of messages, some a short chain of many messages, and one crosses hosts
+# rarely.
 _ALGORITHMS = ("tree", "ring", "direct", "hierarchical")
-_SHORT = 8  # elements of a message whose time is only latency
-_CALLS = 3  # calls of one kind in a row
+_SHORT = 8  # elements of a message that is so short that its time is only latency
+_CALLS = 3  # calls that are timed together
 _MAX_ROUNDS = 4
 _SHORT_BUDGET = 0.06  # seconds for all short calls without the warm-up
 _LONG_BUDGET = 0.02  # seconds for one long call
 _MIN_LONG, _MAX_LONG = 1 << 18, 1 << 22  # bytes of a long call
 _TINY = 1e-30  # the value of a constant that must have no influence on a prediction
-_MIN_SHARE = 0.05  # the least ratio of latency to message, and of message to latency
+_MIN_SHARE = 0.05  # a link's latency and message constants differ by at most 1 / this
 _SWEEPS = 300
 _BARRIER = "barrier"
 Array: TypeAlias = "array.array[float]"
 
 
 def describe_network(members: Sequence[Member], hosts: Sequence[int]) -> Network | None:
-    """Describes the network of a job; None if all ranks share memory.
+    """Describes the network of a job. Returns None if all ranks share memory.
 
-    The description is equal on all ranks, and when the job is started again. `members`
-    and `hosts`, the numbers of their hosts, are in the order of the ranks.
+    The description is equal on all ranks, and equal again when the job is restarted.
+    `members`, and `hosts` with the index of each member's host, are in rank order.
     """
     if len(set(hosts)) == 1 and all(m.hello.get("shm") for m in members):
         return None
@@ -68,10 +69,10 @@ def calibrate(
     network: Network,
     before: Cost | None = None,
 ) -> tuple[Cost, str]:
-    """Measures or remembers the constants, and sets them in the world's communicator.
+    """Measures or reads the constants of the cost model, and sets them on all ranks.
 
-    All ranks must call this function. Those that were members of the epoch before pass
-    its constants as `before`, of which only those of rank 0 count.
+    All ranks of the world must call this function. Members of the previous epoch pass
+    the constants of that epoch as `before`; only the constants of rank 0 are used.
 
     Returns:
         The constants, equal on all ranks, and "measured" or "remembered".
@@ -80,8 +81,8 @@ def calibrate(
         PeerLost: a rank was lost during the measurement.
         StartupError: the measurement took longer than the start timeout.
     """
-    # The timeout of the core is for training, where a rank may be late for a good
-    # reason. The start has a shorter limit.
+    # The timeout of the native core is for training, where a rank may be late for a
+    # good reason. The start has a shorter timeout.
     limit = f"the links could not be measured within {config.start_timeout:g} s"
     guard = threading.Timer(config.start_timeout, communicator.abort, (limit,))
     guard.daemon = True
@@ -101,8 +102,8 @@ def _calibrate(
     probe: _CalibrationProbe, config: Config, network: Network, before: Cost | None
 ) -> tuple[Cost, str]:
     communicator, folder, known = probe.communicator, "", before or None
-    # Members of the epoch before have constants that newcomers do not have. All ranks
-    # choose by the defaults until all have the same constants.
+    # Members of the previous epoch have constants that newcomers do not have. Until all
+    # ranks have the same constants, all choose algorithms by the default constants.
     communicator.set_cost({}, config.algorithm, trial=True)
     if communicator.rank == 0:
         folder = config.cache_folder()
@@ -123,22 +124,23 @@ def _calibrate(
 
 
 class _CalibrationProbe:
-    """Runs and times calls of one communicator."""
+    """Runs calls on one communicator and measures their time."""
 
     def __init__(self, communicator: _native.Communicator) -> None:
         self.communicator = communicator
         self.coefficients = _coefficients(communicator.hosts)
 
     def broadcast(self, numbers: Iterable[float]) -> list[float]:
-        """Sends the numbers of rank 0 to all ranks, and returns them."""
+        """Returns rank 0's `numbers` on all ranks, which must all call `broadcast`."""
         values = array.array("d", numbers)
         self._execute("broadcast", values)
         return values.tolist()
 
     def time_call(self, algorithm: str, values: Array, calls: int) -> float:
-        """Runs calls in a row and returns the seconds of one call.
+        """Runs `calls` calls in a row, and returns the seconds of one call.
 
-        A call is an allreduce of `values` by this algorithm, or a "barrier".
+        Each call is an allreduce of `values` by `algorithm`, or, if `algorithm` is
+        "barrier", a barrier.
         """
         forced = "" if algorithm == _BARRIER else f"allreduce:{algorithm}"
         self.communicator.set_cost({}, forced, trial=True)
@@ -147,7 +149,7 @@ class _CalibrationProbe:
         start = time.perf_counter()
         for _ in range(calls):
             self._execute(op, *([] if op == _BARRIER else [values]))
-        # The root of a tree returns long before the leaves: wait for all ranks.
+        # Wait for all ranks, because the root of a tree returns long before the leaves.
         self._execute(_BARRIER)
         return (time.perf_counter() - start) / calls
 
@@ -157,10 +159,11 @@ class _CalibrationProbe:
 
 
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Returns how often each constant counts in a short call of `time_call`.
+    """Returns by which factor each constant adds to the time of a short call.
 
-    Each call begins with a barrier. In each round of the barrier, every rank sends a
-    message and waits for one. One more barrier follows the last call.
+    The result is by algorithm of `time_call` and by constant. Each call begins with a
+    barrier. In each round of a barrier, every rank sends a message and waits for a
+    message. One more barrier follows the last call.
     """
     where = "remote" if len(set(hosts)) > 1 else "local"
     rounds = (len(hosts) - 1).bit_length() * (_CALLS + 1) / _CALLS
@@ -176,7 +179,7 @@ def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
 
 
 def _measure(probe: _CalibrationProbe) -> Cost | None:
-    """Measures the constants; None on ranks other than 0."""
+    """Measures the constants. Returns None on all ranks except rank 0."""
     times = _time_short_calls(probe)
     remote = len(set(probe.communicator.hosts)) > 1
     name = "remote_byte" if remote else "local_byte"
@@ -204,12 +207,12 @@ def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
         {name: probe.time_call(name, values, _CALLS) for name in names}
         for _ in range(count)
     ]
-    # Take the minimum: other programs on a host can only make a call slower.
+    # Use the minimum, because other programs on a host can only make a call slower.
     return {name: min(times[name] for times in rounds) for name in names}
 
 
 def _time_byte(probe: _CalibrationProbe, name: str) -> float:
-    """Measures the seconds of one byte in a ring, which uses one link of each host."""
+    """Measures the seconds per byte by a ring, which uses one link of each host."""
     hosts = list(probe.communicator.hosts)
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
     [crossing] = (
@@ -218,14 +221,15 @@ def _time_byte(probe: _CalibrationProbe, name: str) -> float:
 
     def seconds(size: int) -> float:
         values = array.array("f", bytes(size))
-        # The first call is slower: its memory and the connections are cold.
+        # Use the faster of two calls. The first is slower, because its memory is not in
+        # the caches, and its connections have been idle.
         return min(probe.time_call("ring", values, 1) for _ in range(2))
 
     times = _LONG_BUDGET / max(seconds(_MIN_LONG), 1e-6)
     wanted = int(min(max(_MIN_LONG * times, _MIN_LONG), _MAX_LONG)) // 16 * 16
     size = int(probe.broadcast([wanted])[0])
-    # Use the difference between two sizes. It contains neither the latency nor the
-    # burst that a traffic shaper lets pass at full speed, which both times contain.
+    # Use the difference between the times of two sizes. Both times contain the latency,
+    # and the burst that a traffic shaper passes at full speed; the difference does not.
     part, whole = seconds(size // 4), seconds(size)
     grown = min(max((whole - part) / 0.75, whole / 2), whole)
     return grown / (crossing * size / (1 << 20))
@@ -236,9 +240,9 @@ def fit(
 ) -> Cost:
     """Finds the constants with which the cost model fits the measured times best.
 
-    The time of a call is the sum of its coefficients times the constants. The result
-    minimizes the squares of the relative errors over constants that are not negative.
-    Constants on which no call depends are left out.
+    The cost model predicts the time of a call as the sum of coefficient times constant.
+    The result has no negative constant and minimizes the sum of squared relative
+    errors. The result omits constants on which no call depends.
     """
     used = [n for n in NAMES if any(row.get(n, 0) > 0 for row in coefficients.values())]
     rows = [
@@ -248,15 +252,15 @@ def fit(
     for where in ("local", "remote"):
         pair = f"{where}_latency", f"{where}_message"
         most = max(cost.get(name, 0.0) for name in pair)
-        if most > 0:  # otherwise no call depends on these constants
+        if most > 0:  # otherwise no call depends on these two constants
             cost |= {n: max(cost.get(n, 0.0), _MIN_SHARE * most) for n in pair}
     return {name: value for name, value in cost.items() if value > 0}
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Finds x >= 0 that minimizes the squares of `rows` * x - 1, by coordinate descent.
+    """Finds x >= 0 that minimizes |`rows` * x - 1|^2, by coordinate descent.
 
-    Each sweep sets one unknown after another to its best value.
+    Each sweep sets every element of x, one after another, to its best value.
     """
     unknowns = range(len(rows[0]))
     products = [[sum(r[i] * r[j] for r in rows) for j in unknowns] for i in unknowns]

@@ -1,7 +1,7 @@
-"""Cost cache: remembers the constants of the cost model, in a file for each network.
+"""Stores the constants of the cost model in one file per network.
 
-settings/measurement_cache.py handles the files. A file with impossible values counts as
-missing. calibration.py explains the constants.
+settings/measurement_cache.py reads and writes the files. A file with impossible values
+counts as missing. calibration.py explains the constants.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from ringjax.settings import measurement_cache
 
-Cost = dict[str, float]  # constant -> seconds
-# A description of a network that JSON can hold. Its hash is the name of the file.
+Cost = dict[str, float]  # maps the name of each constant to seconds
+# A description of a network as JSON. The hash of this JSON is the name of the file.
 Network = Mapping[str, object] | list[str]
 
-# The possible seconds, by the last word of a constant's name. Latencies reach from a
-# memory access to a second, and bytes from 10 TB/s to 10 kB/s.
+# The least and the largest plausible seconds, by the last word of a constant's name.
+# Latencies reach from a memory access to a second, and bytes from 10 TB/s to 10 kB/s.
 LIMITS = {"latency": (1e-8, 1.0), "message": (1e-9, 1.0), "byte": (1e-13, 1e-4)}
 NAMES = tuple(f"{where}_{kind}" for kind in LIMITS for where in ("local", "remote"))
 _KIND = "network"
@@ -37,11 +37,11 @@ def path_of(folder: str, network: Network) -> str:
 
 
 def read(folder: str, network: Network) -> Cost | None:
-    """Reads the constants of a network; None if they are not known."""
+    """Reads the constants of a network. Returns None without a valid file."""
     cost = measurement_cache.read(folder, _KIND, network)
     return cost if is_valid(cost) else None
 
 
 def write(folder: str, network: Network, cost: Mapping[str, float]) -> bool:
-    """Writes the constants of a network; False if that is impossible."""
+    """Writes the constants of a network. Returns False if the file is not writable."""
     return measurement_cache.write(folder, _KIND, network, dict(cost))

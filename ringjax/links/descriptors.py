@@ -1,4 +1,4 @@
-"""Link descriptors: the ends of a communicator's links on this rank, for the core."""
+"""File descriptors of a communicator's links on this rank, for the native core."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 class LinkDescriptors:
     """Descriptors from mesh.py for `_native.Communicator` and `_native.Heartbeat`.
 
-    The native objects close the descriptors. Peers are ranks within the communicator.
+    The native objects close the descriptors. A peer is a rank within the communicator.
 
     Attributes:
         links: ("shm", peer, memfd, side, ring_bytes, doorbell of the peer, process id
-            of the peer) or ("tcp", peer, [socket, ...]). A TCP link that is encrypted
-            has a list of keys as its fourth element.
-        doorbell: the eventfd of this rank.
-        segment: (memfd, bytes of a tile, doorbells by rank) if all ranks share a host.
-        control: (world rank, socket) for each peer, if the caller wants control
-            connections.
+            of the peer) or ("tcp", peer, [socket, ...]). An encrypted TCP link has a
+            list of keys as fourth element.
+        doorbell: the eventfd by which peers wake this rank.
+        segment: (memfd, bytes of a tile, doorbells by rank) of the memory that all
+            ranks share; None if they share none.
+        control: (world rank, socket) for each peer, if the caller of `build` wants
+            control connections.
         control_keys: the keys of the control sockets; empty without encryption.
     """
 
@@ -39,13 +40,13 @@ class LinkDescriptors:
         return found + [fd for _, fd in self.control]
 
     def sockets(self) -> list[tuple[int, int]]:
-        """Returns the sockets among the descriptors, each with its inode."""
+        """Returns the descriptor and the inode of each socket."""
         fds = [fd for _, fd in self.control]
         fds += [fd for link in self.links if link[0] == "tcp" for fd in link[2]]
         return [(fd, os.fstat(fd).st_ino) for fd in fds]
 
     def close(self) -> None:
-        """Closes all descriptors. Call it only if no native object owns them."""
+        """Closes all descriptors. Call `close` only if no native object owns them."""
         for fd in self.descriptors():
             os.close(fd)
         self.links, self.doorbell, self.segment, self.control = [], -1, None, []

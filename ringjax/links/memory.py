@@ -1,8 +1,8 @@
-"""Available memory of this process, as the machine and its control groups limit it.
+"""Computes the memory that is available to this process on its host and in its cgroups.
 
 Linux counts the page cache as used memory, but frees the cache when a process needs
-memory. After reading a data set a container may have no free memory, but all memory of
-the cache is available.
+memory. A container that has read a large data set may show no free memory, although the
+memory of the cache is available.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def available(root: Path = Path("/")) -> int:
     with contextlib.suppress(OSError, ValueError):
         limits.append(_table(root / "proc/meminfo", ":")["MemAvailable"] << 10)
     for folder, version in cgroups(root, "memory"):
-        # A group may have no limit, and its files may disappear together with it.
+        # A group may have no limit, or may be deleted while this function runs.
         with contextlib.suppress(OSError, ValueError, KeyError):
             limits.append(
                 _available_2(folder) if version == 2 else _available_1(folder)
@@ -34,7 +34,7 @@ def available(root: Path = Path("/")) -> int:
 def _available_2(group: Path) -> int:
     """Returns the available bytes in a control group of version 2.
 
-    Raises ValueError if the group has no limit, whose text is then "max".
+    Raises ValueError if the group has no limit: then memory.max contains "max".
     """
     limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
     stat = _table(group / "memory.stat")
@@ -52,7 +52,7 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
     """Returns the bytes of the page cache that the kernel can free at little cost.
 
     Half of the active pages count, as in the kernel's MemAvailable. Pages that must be
-    written to disk first do not count. In version 2 the names have no prefix.
+    written to disk first do not count. `prefix` is "total_" for groups of version 1.
     """
     inactive, active = (
         stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file")
@@ -64,8 +64,8 @@ def _reclaimable(stat: dict[str, int], prefix: str) -> int:
 def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yields the control groups that limit this process, and their versions.
 
-    The innermost group comes first. `controller` is "memory", "cpu" or "pids"; version
-    2 has one tree for all controllers.
+    The innermost group comes first. `controller` is "memory", "cpu" or "pids"; groups
+    of version 2 form one tree for all controllers.
     """
     with contextlib.suppress(OSError, ValueError):
         own = _own_groups((root / "proc/self/cgroup").read_text(), controller)
@@ -78,8 +78,8 @@ def cgroups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             base, mount_point = (_unescaped(word) for word in before.split()[3:5])
             top = root / mount_point.lstrip("/")
             inside = PurePosixPath(own.get(version, "/"))
-            # In a container the path of the group may be outside of the mounted tree.
-            # Then the mounted tree is the group of the container.
+            # In a container, the path of the group may be outside of the mounted tree.
+            # Then the root of the mounted tree is the group of the container.
             if ".." not in inside.parts and inside.is_relative_to(base):
                 inside = inside.relative_to(base)
                 for part in [inside, *inside.parents]:
@@ -109,7 +109,7 @@ def _number(file: Path) -> int:
 
 
 def _table(file: Path, suffix: str = "") -> dict[str, int]:
-    """Reads lines of a name and a number; the names may end with `suffix`."""
+    """Reads a file whose lines are "name number", and removes `suffix` from names."""
     lines = [line.split() for line in file.read_text().splitlines()]
     return {
         words[0].removesuffix(suffix): int(words[1])

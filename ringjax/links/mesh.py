@@ -1,13 +1,13 @@
-"""Mesh: connects each pair of a communicator's ranks in the fastest way.
+"""Connects each pair of a communicator's ranks in the fastest way.
 
-Two ranks of a host share memory: they send a sealed memfd and their doorbells
-(eventfds) over a unix socket, after a check of its user. Other pairs use several TCP
-sockets, and so do pairs for which no shared memory is available. Every connection is
-authenticated (control/handshake.py). The result is a set of descriptors for the native
-core; this module moves no tensors.
+Two ranks of a host share memory. They send a memfd of fixed size and their eventfds
+(*doorbells*) over a unix socket, after a check that both processes have the same user.
+Other pairs, and pairs without available shared memory, use several TCP sockets. Every
+connection is authenticated (control/handshake.py). The result is a set of descriptors
+for the native core; this module moves no tensors.
 
-The higher rank of a pair connects to the `LinkListener` of the lower rank. The lower
-rank makes the memory.
+The higher rank of a pair connects to the `LinkListener` of the lower rank, and the
+lower rank creates the shared memory.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from ringjax.links import shared_memory, sizes
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
 from ringjax.links.pair import PairSetup, receive_early
 
-_CONNECT_TIMEOUT = 2.0  # seconds for one attempt
+_CONNECT_TIMEOUT = 2.0  # seconds for one attempt to connect to an address
 # Seconds after which a rank that refuses every connection counts as dead. Each rank
 # listens before it joins, so a refusal means that its process has probably ended.
 _REFUSED_TIMEOUT = 3.0
 
 
 class LossMonitor(Protocol):
-    """Knows which ranks are lost. A mesh queries it repeatedly while connecting."""
+    """Reports lost ranks. A mesh queries the monitor repeatedly while connecting."""
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns lost ranks and why. An exception ends the attempt to connect."""
+        """Returns the lost ranks and the reasons. An exception makes `build` fail."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class MeshFactory:
     Attributes:
         rank: this rank in the world.
         members: the members of the epoch, by rank.
-        hosts: the number of the host of each world rank.
-        shm_bytes: computes the shared memory of a pair from the bytes of one ring.
+        hosts: the index of the host of each world rank.
+        shm_bytes: computes the bytes of a pair's shared memory from the bytes of one
+            ring buffer.
         segment_bytes: computes the bytes of a shared segment from the number of ranks
             and the bytes of a tile.
-        log: takes a level and a sentence.
+        log: called with a level, such as "warning", and a sentence.
     """
 
     rank: int
@@ -85,8 +86,8 @@ class MeshFactory:
         """Connects this rank to all other `ranks`, which must call this method, too.
 
         Args:
-            comm: the number of the communicator, equal on all ranks.
-            ranks: the world ranks of the communicator, in its order, with this rank.
+            comm: the id of the communicator, equal on all ranks.
+            ranks: the world ranks of the communicator, in order, including this rank.
             what: the name of the communicator in errors.
             control: whether the result contains a control connection to each peer.
 
@@ -120,7 +121,7 @@ class MeshFactory:
 class _MeshBuilder:
     """Builds the mesh of one communicator, in five phases.
 
-    No phase can deadlock: a rank waits only for peers that do not wait for others.
+    No phase can deadlock: a rank waits only for peers that wait for no other rank.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class _MeshBuilder:
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
         open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
         # A descriptor is in flight after it was sent over a unix socket, and before it
-        # is received. The kernel counts those of all processes of a user together, and
-        # compares the count with the limit of open files of the sending process.
+        # is received. The kernel counts the descriptors in flight of all processes of a
+        # user, and compares the count with the sender's limit of open files.
         open_files.raise_limit(2 * sum(pair.shared for pair in self.pairs) ** 2)
         self.mesh = LinkDescriptors(
             doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -147,8 +148,8 @@ class _MeshBuilder:
 
     def _descriptors(self) -> int:
         """Returns the largest number of descriptors that are open at the same time."""
-        # A pair with shared memory has four: the connection, the memory, and the
-        # doorbell of the peer twice (the second is for the shared segment).
+        # A pair with shared memory has four descriptors: the connection, the memory,
+        # and the doorbell of the peer twice (the second is for the shared segment).
         tcp = 1 + self.factory.config.tcp_streams
         return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
 
@@ -225,14 +226,14 @@ class _MeshBuilder:
                 errors.append(error)
             else:
                 return sock
-        # An error of another address explains more than a refusal, so prefer it.
+        # A refused connection explains less than any other error, so sort it last.
         errors.sort(key=lambda error: isinstance(error, ConnectionRefusedError))
         raise errors[0] if errors else OSError("it gave no address")
 
     def _addresses_of(
         self, pair: PairSetup, purpose: Purpose
     ) -> list[str | tuple[str, int]]:
-        """Returns the addresses of a peer, the best first."""
+        """Returns the addresses of a peer; the address to try first comes first."""
         member = self.factory.members[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
             return ["\0" + str(member.hello["door"])]
@@ -246,7 +247,8 @@ class _MeshBuilder:
         )
         return list(found)
 
-    # Phase 2: the lower rank of a pair on one host makes the memory and sends it.
+    # Phase 2: the lower rank of a pair on one host creates the shared memory, and sends
+    # the memfd and its own doorbell.
 
     def send_memory(self) -> None:
         for pair in self.higher:
@@ -271,13 +273,13 @@ class _MeshBuilder:
                 if pair.memory >= 0:
                     os.close(pair.memory)
                     pair.memory = -1
-        # Begin with the highest rank, which sends nothing in this phase. It receives
-        # immediately, so few descriptors are in flight.
+        # Begin with the highest rank, which sends nothing in this phase, so it receives
+        # immediately, and few descriptors are in flight.
         for pair in reversed(shared):
             fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
             self._send(pair, self.size if pair.shared else 0, fds)
 
-    # Phase 3: the higher rank receives the memory and sends its own doorbell.
+    # Phase 3: the higher rank receives the memfd, and sends its own doorbell.
 
     def receive_memory(self) -> None:
         for pair in self.lower:
@@ -286,7 +288,7 @@ class _MeshBuilder:
             size, fds = self._receive(pair, 2)
             if size == 0 and not fds:
                 pair.shared = False
-                self._connect_all([pair])  # the data sockets
+                self._connect_all([pair])  # opens the TCP sockets for data
                 continue
             if len(fds) == 2:
                 pair.memory, pair.doorbell = fds
@@ -311,13 +313,13 @@ class _MeshBuilder:
             while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
                 pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
-    # Phase 5: if all pairs share memory, the lowest rank makes a shared segment, which
-    # all ranks map.
+    # Phase 5: if all pairs share memory, the lowest rank creates a shared segment, and
+    # sends its memfd to all ranks.
 
     def share_segment(self) -> None:
         tile, ranks = self.factory.config.tile_bytes, len(self.ranks)
         if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
-            return  # all ranks decide equally
+            return  # all ranks have the same settings, so all ranks return here
         tile = sizes.tile_bytes(tile, ranks, self.factory.segment_bytes)
         size = self.factory.segment_bytes(ranks, tile)
         self.tile = tile
@@ -348,7 +350,7 @@ class _MeshBuilder:
             )
             return -1
 
-    # --- used by the phases ---
+    # --- helpers of the phases ---
 
     def _accept(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
         key = ConnectionKey(self.factory.epoch, self.comm, purpose, stream, pair.rank)
@@ -383,7 +385,7 @@ class _MeshBuilder:
                     raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            # A rank that cannot send must read, or no rank could: see `receive_early`.
+            # Read while sending is not possible, so that other ranks can send.
             receive_early(self.pairs)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
@@ -397,16 +399,16 @@ class _MeshBuilder:
                 raise self._peer_lost(pair, error) from error
             if received is not None:
                 return received
-            receive_early(self.pairs)  # the peer may be unable to send
+            receive_early(self.pairs)  # otherwise the peer may be unable to send
             self._check(lambda: {pair.rank: "it does not answer"})
 
     def _peer_lost(self, pair: PairSetup, why: object) -> PeerLost:
         return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
-        """Raises an error if a rank of the mesh is lost or the time is over.
+        """Raises an error if a rank of the mesh is lost or the start timeout is over.
 
-        `missing` returns the peers for which this rank waits, and the reasons.
+        `missing` returns the peers for which this rank waits, with the reasons.
         """
         for rank, why in self.factory.loss_monitor.departed_ranks().items():
             if rank in self.ranks:
@@ -429,14 +431,14 @@ class _MeshBuilder:
         )
 
     def take_descriptors(self, control: bool) -> LinkDescriptors:
-        """Returns all descriptors, which the caller then owns."""
+        """Returns all descriptors. From then on, the caller must close them."""
         mesh, index = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
         for pair in self.pairs:
             peer = index[pair.rank]
             if pair.shared:
                 side = int(index[self.factory.rank] > peer)
-                # Let the kernel name the process of the peer. A peer could lie, and
-                # name a process whose memory the peer itself must not read.
+                # Get the peer's pid from the kernel, because a peer could send the pid
+                # of a process whose memory the peer itself must not read.
                 process = peer_pid(pair.control) if pair.control else 0
                 rings = (pair.memory, side, self.ring, pair.doorbell)
                 mesh.links.append(("shm", peer, *rings, process))
@@ -460,7 +462,7 @@ class _MeshBuilder:
         return mesh
 
     def close(self) -> None:
-        """Closes the descriptors that `take_descriptors` has not handed over."""
+        """Closes the descriptors that `take_descriptors` has not returned."""
         for pair in self.pairs:
             pair.close()
         if self.segment >= 0:

@@ -1,4 +1,4 @@
-"""Pair setup: the state of this rank and one peer while mesh.py connects them."""
+"""The sockets and memory of this rank and one peer while mesh.py connects the two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PairSetup:
         shm: whether both ranks want shared memory.
 
     Attributes:
-        shared: the pair will have shared memory, unless none is available.
+        shared: whether the pair uses shared memory. Becomes false if none is available.
         keys: the encryption key of each socket; empty if the socket is not encrypted.
     """
 
@@ -33,12 +33,12 @@ class PairSetup:
         self.keys: dict[socket.socket, bytes] = {}
         self.memory = self.doorbell = -1
         self._early: list[tuple[int, list[int]]] = []
-        # Each pair with shared memory sends one message in each direction. Later bytes
-        # on the connection may be for the heartbeat, so do not read them here.
+        # With shared memory, each rank of the pair sends one message. Later bytes on
+        # the connection may be for the heartbeat, so do not read them here.
         self._has_received = False
 
     def receive(self, most: int, seconds: float) -> tuple[int, list[int]] | None:
-        """Receives a size and up to `most` descriptors; None if no message arrives."""
+        """Receives a size and up to `most` descriptors, or None after `seconds`."""
         assert self.control is not None
         if not self._early:
             found = shared_memory.receive_descriptors(self.control, most, seconds)
@@ -53,11 +53,11 @@ class PairSetup:
 
     @property
     def awaits_message(self) -> bool:
-        """Whether the peer is connected and has not sent its message yet."""
+        """Whether the peer is connected and has not sent its descriptors yet."""
         return self.control is not None and self.shared and not self._has_received
 
     def receive_early(self) -> None:
-        """Receives a message ahead of time, which `receive` returns later."""
+        """Receives a message now, and stores it until a later call of `receive`."""
         assert self.control is not None
         with contextlib.suppress(OSError):  # `receive` raises the error later
             found = shared_memory.receive_descriptors(self.control, 2, 0.001)
@@ -82,7 +82,7 @@ def receive_early(pairs: Sequence[PairSetup]) -> None:
 
     The kernel limits how many descriptors of a user are in flight on unix sockets. A
     rank that cannot send because of this limit calls this function. If all ranks waited
-    without reading, no rank could ever send.
+    without receiving, no rank could ever send.
     """
     poll, waiting = select.poll(), {}
     for pair in pairs:

@@ -1,8 +1,8 @@
-"""Makes shared memory for two ranks of a host, and sends its descriptors.
+"""Creates shared memory for ranks of one host, and sends its file descriptors.
 
-A memfd has no name and lives as long as a process has it open. So no file is left
-behind after a crash, and the size of /dev/shm does not matter. The native core places
-the ring buffers inside.
+The memory is a memfd, which has no name and exists as long as a process has it open. So
+no file is left behind after a crash, and the size of /dev/shm does not matter. The
+native core places its ring buffers in the memfd.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ringjax.control.handshake import HANDSHAKE_TIMEOUT
 from ringjax.links.memory import available as available
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MESSAGE = struct.Struct("!Q")  # bytes of the memory; 0 if there is none
+_MESSAGE = struct.Struct("!Q")  # the size of the memory in bytes; 0 without memory
 
 
 def create(size: int, free: int | None = None) -> int:
-    """Creates a sealed memfd whose pages are allocated.
+    """Creates a memfd of fixed size, whose pages are allocated already.
 
-    A caller that creates many passes the available bytes as `free`; with None, they are
-    measured. Raises OSError if memory is short, or the kernel has no memfd.
+    `free` is the available memory in bytes; pass None to measure it. Raises OSError if
+    `size` exceeds half of `free`, or if the kernel does not support memfd.
     """
     failpoints.passing("memory.make")
-    # Check the size, because allocating a memfd does not fail if the machine has too
-    # little memory: the kernel kills processes instead.
+    # Check the size first: if the host has too little memory, allocating a memfd does
+    # not fail, but the kernel kills processes.
     if size > (available() if free is None else free) // 2:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # Allocate now. Otherwise a lack of memory would cause SIGBUS at an access.
+        # Allocate the pages now, because a lack of memory later would cause SIGBUS.
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -46,9 +46,9 @@ def create(size: int, free: int | None = None) -> int:
 
 
 def is_valid(fd: int, size: int) -> bool:
-    """Returns whether a descriptor is a memfd of this size that nobody can shrink.
+    """Returns whether a descriptor is a memfd of this size that no process can shrink.
 
-    An access behind the end of a memfd that was shrunk kills the process (SIGBUS).
+    An access beyond the end of a memfd that was shrunk kills the process (SIGBUS).
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -66,10 +66,10 @@ def send_descriptors(sock: socket.socket, size: int, fds: list[int]) -> None:
 def receive_descriptors(
     sock: socket.socket, most: int, seconds: float
 ) -> tuple[int, list[int]] | None:
-    """Receives the size and at most `most` descriptors; None if no message arrives.
+    """Receives the size and at most `most` descriptors. Returns None after `seconds`.
 
     Raises:
-        OSError: the other end has closed the connection, or has sent too many.
+        OSError: the other end has closed the connection, or has sent more descriptors.
     """
     message, fds = b"", array.array("i")
     room = socket.CMSG_LEN(most * fds.itemsize)
@@ -90,8 +90,8 @@ def receive_descriptors(
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             if not piece:
                 raise ConnectionResetError("it closed the connection")
-            # The kernel drops received descriptors if this process has too many. Then
-            # `dup` fails, too, and raises the right error.
+            # The kernel drops received descriptors if this process has too many open
+            # files. Then `dup` fails with EMFILE, which explains the loss.
             if flags & socket.MSG_CTRUNC:
                 os.close(os.dup(sock.fileno()))
             message += piece

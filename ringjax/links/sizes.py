@@ -1,4 +1,4 @@
-"""Sizes of ring buffers and tiles, which are smaller if many ranks share a host.
+"""Computes the sizes of ring buffers and tiles: smaller if many ranks share a host.
 
 All ranks of a host compute the same sizes.
 """
@@ -28,7 +28,7 @@ def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
     peers = ranks - 1
     while wanted > 1 << 16 and 2 * peers * wanted > _MAX_MAPPED:
         wanted //= 2
-    # Limit the memory of all pairs, whose number grows with the square of the ranks.
+    # Limit the memory of all pairs, because there are about ranks**2 / 2 pairs.
     pairs = ranks * peers // 2
     while wanted > 1 << 12 and pairs * memory(wanted) > _MAX_ON_HOST:
         wanted //= 2
@@ -38,8 +38,8 @@ def ring_bytes(wanted: int, ranks: int, memory: Callable[[int], int]) -> int:
 def tile_bytes(wanted: int, ranks: int, memory: Callable[[int, int], int]) -> int:
     """Computes the size of a tile, which is at most the setting `wanted`.
 
-    `memory` returns the bytes of a shared segment for a number of ranks and a size of
-    tiles. All ranks are on this host.
+    `memory` returns the bytes of a shared segment, given the number of ranks and the
+    size of a tile. All ranks are on this host.
     """
     while wanted > 1 << 16 and memory(ranks, wanted) > _MAX_MAPPED:
         wanted = wanted // 2 & -4096

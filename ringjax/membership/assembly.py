@@ -1,9 +1,9 @@
-"""Assembly: collects workers until a job can begin, or continue after a new start.
+"""Collects workers until a job can begin, or continue under a restarted coordinator.
 
 The coordinator keeps nothing on disk. After the coordinator was restarted, each member
 sends the newest epoch that it has received, and the job continues with the newest of
-these epochs. This module decides when enough workers are connected for the start or for
-the continuation; membership.py then begins the epoch.
+these epochs. This module decides when enough workers are connected to begin or to
+continue the job. Then membership.py begins the epoch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class MembershipConfig:
 
     Attributes:
         np: the number of workers that start the job.
-        min_np: the least number of members; with fewer, the job waits for newcomers.
+        min_np: the least number of members. A job with fewer waits for newcomers.
         max_np: the largest number of members.
         start_timeout: seconds to wait for the workers at the start.
         elastic_timeout: seconds to wait for newcomers if there are too few members.
         failure_timeout: seconds for a member to report after an epoch was revoked.
-        report_timeout: seconds for an accused member to report. A live member needs
-            milliseconds.
-        arbitration_delay: seconds from the first accusation until the coordinator
-            decides between members that accuse each other and are all alive. The two
-            ends of a broken link notice the break up to a heartbeat apart.
+        report_timeout: seconds for a member to report after another member could not
+            reach it. A live member needs milliseconds.
+        arbitration_delay: seconds to wait before the coordinator excludes one of the
+            live members that cannot reach each other. The two ends of a broken link
+            notice the break up to a heartbeat apart.
         rejoin_timeout: seconds for the members to connect to a restarted coordinator.
-        exit_grace: seconds to wait for the end of a connection whose process has ended.
+        exit_grace: seconds to wait until the connection of an ended process closes.
         departure_interval: seconds between two messages about members that have left.
         group: the number of workers that are lost and join together: worker w belongs
             to group w // group.
@@ -102,12 +102,12 @@ class RejoinState:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A value that grows with each epoch, also after the coordinator restarts."""
+        """A pair that grows with each epoch, even if the coordinator was restarted."""
         return self.decided, self.epoch
 
 
 def parse_rejoin(message: Mapping[str, Any]) -> RejoinState:
-    """Reads the entry `rejoin` of a hello; raises ValueError if it is malformed."""
+    """Parses the entry `rejoin` of a hello. Raises ValueError if it is malformed."""
     try:
         members = message.get("members") or {}
         order = tuple(int(m["worker"]) for m in members.get("members", ()))
@@ -134,15 +134,15 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class ResumeJob:
-    """The job continues with an epoch that its members know.
+    """The job continues, under a restarted coordinator, with an epoch of its members.
 
     Attributes:
         state: the newest epoch that a worker has sent.
         term: greater than the term of any earlier coordinator.
-        informed: members that know this epoch, by rank.
-        uninformed: members that do not know it yet.
-        superseded: workers of an older epoch that are not in this one.
-        finished: members that have finished, and their last reports.
+        informed: members that have received this epoch, in the order of their ranks.
+        uninformed: members that have not received this epoch yet.
+        superseded: workers of an older epoch that are not members of this epoch.
+        finished: members that have finished the program, and their last reports.
     """
 
     state: RejoinState
@@ -164,9 +164,9 @@ class Assembly:
     """Collects the workers that have connected, and decides when the job begins.
 
     Attributes:
-        deadline: when `outcome` may change although no worker connects or leaves.
-        resuming: whether the job is known to have begun under an earlier coordinator.
-            The first hello with an earlier epoch sets the attribute, too.
+        deadline: when to call `outcome` again even if no worker connects or leaves.
+        resuming: whether the job has begun under an earlier coordinator. The first
+            hello from a worker that reconnects sets this attribute, too.
 
     Example:
         >>> assembly = Assembly(MembershipConfig(np=3, min_np=2, max_np=3))
@@ -187,7 +187,7 @@ class Assembly:
         self._rejoin_expired = False  # whether `rejoin_timeout` is over
 
     def expect(self, worker: int) -> None:
-        """Records that a process with this number was started."""
+        """Records that the process of a worker was started."""
         self._expected.add(worker)
 
     def arrive(self, worker: int, state: RejoinState | None, now: float) -> None:
@@ -227,7 +227,7 @@ class Assembly:
         return workers_text(self._expected) if self._expected else "more ranks"
 
     def outcome(self, now: float) -> StartJob | ResumeJob | FailJob | None:
-        """Decides how the job continues; returns None while it waits for workers."""
+        """Decides how the job continues. Returns None while workers are missing."""
         late = self.deadline is not None and now >= self.deadline
         return self._resume(now, late) if self.resuming else self._start(late)
 
@@ -286,9 +286,9 @@ class Assembly:
 
 
 def mismatch(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Compares the hellos of a newcomer and a member ({} if there is no member).
+    """Compares the hellos of a newcomer and a member; pass {} if there is no member.
 
-    Returns the reason why the newcomer cannot become a member; "" if it can.
+    Returns the reason why the newcomer cannot become a member, or "" if it can.
 
     Example:
         >>> mismatch({"version": "1.0"}, {"version": "1.1"})

@@ -1,4 +1,4 @@
-"""Coordinator client: the end of a worker in its connection to the coordinator.
+"""The worker's end of its connection to the coordinator.
 
 The client receives directives and sends reports and requests. In an elastic job a
 thread reads the connection and reconnects after the coordinator was restarted, without
@@ -31,9 +31,10 @@ from ringjax.membership.directives import (
 )
 from ringjax.membership.init_warning import InitWarning
 
-# The tuple (returned, done, repeatable) of a communicator, see commit_decision.py.
+# The tuple (returned, done, repeatable) of a communicator, see `CommitReport.lines`.
 CallProgress = tuple[int, int, bool]
-# Seconds to wait longer than the coordinator waits, whose reply names missing ranks.
+# Seconds that a client waits longer than the coordinator, whose reply names the missing
+# ranks.
 GRACE = 2.0
 _LEAVE_TIMEOUT = 5.0  # seconds to wait until the coordinator acknowledges a leave
 
@@ -43,19 +44,19 @@ def worker_text(worker: int, *, elastic: bool) -> str:
 
 
 class CoordinatorClient:
-    """The connection of this worker to its job, which `join` makes.
+    """Connects this worker to the coordinator of its job. `join` makes the client.
 
     All threads may use the client. Only `exchange`, `poll` and `close` wait. The client
     keeps each sent message until the epoch changes, and sends it again to a coordinator
     that was restarted.
 
     Attributes:
-        worker: the number of this worker.
-        name: this worker, as text for errors.
-        members: the members of the newest epoch, by rank; empty before the first one.
-        epoch: the number of the newest epoch, -1 before the first one.
-        rank: the rank of this worker in this epoch; provisional for a newcomer.
-        size: the number of members in this epoch; provisional for a newcomer.
+        worker: the id of this worker.
+        name: the name of this worker in errors, such as "worker 3".
+        members: the members of the newest epoch, by rank; empty before the first epoch.
+        epoch: the index of the newest epoch, -1 before the first epoch.
+        rank: the rank of this worker in the newest epoch; provisional for a newcomer.
+        size: the member count of the newest epoch; provisional for a newcomer.
     """
 
     def __init__(self, worker: int, connection: Connection, hello: JsonObject) -> None:
@@ -67,7 +68,7 @@ class CoordinatorClient:
         self._connection, self._hello = connection, hello
         self._changed = threading.Condition()
         self._reading = threading.Lock()  # held while a caller reads the connection
-        self._connected = False  # whether this connection has had a reply
+        self._connected = False  # whether a reply has arrived on this connection
         self._closing = False
         self._leave_acknowledged = False
         self._end: Dismiss | Fence | Stop | None = None
@@ -101,7 +102,7 @@ class CoordinatorClient:
             where = self._connection.open(deadline)
             try:
                 self._wait_for_first(deadline + GRACE, warning)
-            except OSError as error:  # another coordinator may follow this one
+            except OSError as error:  # `join` catches OSError and tries again
                 raise OSError(f"{where}: {error}") from error
         except BaseException:
             self.close()
@@ -138,7 +139,7 @@ class CoordinatorClient:
         raise StartupError(why or f"{self.name} got no membership in time")
 
     def _read_until(self, done: Callable[[], bool], deadline: float) -> None:
-        """Reads messages in this thread; raises the errors of `Connection.read`."""
+        """Reads messages in this thread. Raises the errors of `Connection.read`."""
         while not done() and self._connection.read(deadline):
             pass
 
@@ -160,7 +161,7 @@ class CoordinatorClient:
         return found
 
     def departed_ranks(self) -> dict[int, str]:
-        """Returns the ranks of the newest epoch that are lost or have left, and why."""
+        """Returns the lost and departed ranks of the newest epoch, with the reasons."""
         if not self._connection.reconnects and self._reading.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError, AuthenticationError):
@@ -188,22 +189,22 @@ class CoordinatorClient:
 
         Args:
             epoch: the newest epoch that an `EpochDirective` announced.
-            lines: the entry of a communicator that was never installed in this epoch is
-                (0, 0, True) or missing.
-            restart: for example, because device memory is lost.
-            text: the reason, for the log.
+            lines: a communicator that was never installed in this epoch has the entry
+                (0, 0, True) or no entry.
+            restart: pass True if, for example, device memory is lost.
+            text: the reason for the report, for the log.
         """
         message = directives.progress_message("report", epoch, sets, next_set)
         message["lines"] = {str(number): list(line) for number, line in lines.items()}
         self._send("report", message | {"restart": restart, "text": text}, epoch)
 
     def suspect(self, epoch: int, rank: int, text: str) -> None:
-        """Accuses a rank of `epoch`: the rank is silent, or its links are broken."""
+        """Reports that this worker cannot reach a rank of `epoch`, with the reason."""
         message = {"type": "suspect", "epoch": epoch, "rank": rank, "text": text[:4096]}
         self._send(("suspect", rank), message, epoch)
 
     def ready(self) -> None:
-        """Announces that this newcomer is warmed up and may become a member."""
+        """Announces that this newcomer is prepared and may become a member."""
         self._send("ready", {"type": "ready"})
 
     def pause(
@@ -215,9 +216,10 @@ class CoordinatorClient:
     ) -> None:
         """Announces that this member waits at a step boundary for the next epoch.
 
-        All members pause for the same `number` of a `ResizePending`, or none does. If
-        an `EpochDirective` of kind "repair" arrives first, call `pause` again with the
-        new epoch. `sets` and `next_set` are as in `report`.
+        Either all members or no members pause for the `ResizePending` with this
+        `number`. If an `EpochDirective` of kind "repair" arrives before the next epoch
+        begins, call `pause` again with the new epoch. For `sets` and `next_set` see
+        `CommitReport`.
         """
         message = directives.progress_message("pause", epoch, sets, next_set)
         self._send("pause", message | {"number": number}, epoch)
@@ -227,10 +229,10 @@ class CoordinatorClient:
         self._send("leaving", {"type": "leaving"})
 
     def restart(self, epoch: int, text: str) -> None:
-        """Makes all members go back to their last commit.
+        """Makes all members return to their last commit.
 
-        If an `EpochDirective` of kind "repair" arrives first, call `restart` again with
-        the new epoch.
+        If an `EpochDirective` of kind "repair" arrives before the restart, call
+        `restart` again with the new epoch.
         """
         message = {"type": "restart", "epoch": epoch, "text": text[:4096]}
         self._send("restart", message, epoch)
@@ -238,14 +240,14 @@ class CoordinatorClient:
     def exchange(
         self, value: Any, seconds: float, what: str, epoch: int | None = None
     ) -> list[Any]:
-        """Sends a JSON value, and returns the values of all ranks in their order.
+        """Sends a JSON value, and returns the values of all ranks in rank order.
 
         All ranks of an epoch make the same exchanges in the same order.
 
         Args:
             seconds: how long to wait for the other ranks.
             what: the name of the exchange in errors.
-            epoch: the epoch of the caller; None for the newest.
+            epoch: the epoch of the caller; pass None for the newest epoch.
 
         Raises:
             PeerLost: the epoch is over.
@@ -307,7 +309,7 @@ class CoordinatorClient:
             )
 
     def report_failure(self, text: str) -> None:
-        """Sends the launcher the reason of a failure. Neither raises nor waits."""
+        """Sends the reason of a failure to the launcher. Neither raises nor waits."""
         self._send("failure", {"type": "failure", "text": text[:4096]})
 
     def leave(
@@ -316,10 +318,10 @@ class CoordinatorClient:
         """Announces that this member has finished. The job then admits no newcomers.
 
         Args:
-            lines: as in `report`. They show ranks that are still inside the last call
-                of a communicator that the call is complete on this rank.
-            epoch: the newest epoch in which the program took part, if a later epoch of
-                kind "restart" or "resize" was announced; None for the newest.
+            lines: the progress of the communicators, as in `report`. From `lines`,
+                ranks still inside a call detect that the call is complete on this rank.
+            epoch: the last epoch that the program used, if a later epoch of kind
+                "restart" or "resize" was announced; pass None for the newest epoch.
         """
         last = {str(number): list(line) for number, line in (lines or {}).items()}
         with self._changed:
@@ -329,7 +331,7 @@ class CoordinatorClient:
     def _send(
         self, key: Hashable, message: JsonObject, epoch: int | None = None
     ) -> None:
-        """Sends a message now, and again to a coordinator that was restarted."""
+        """Sends a message now, and later also to a restarted coordinator."""
         with self._changed:
             if epoch not in (None, self.epoch) or self._end or self._closing:
                 return  # the message is about an epoch that is over
@@ -341,7 +343,7 @@ class CoordinatorClient:
     # -- events of the connection, see ConnectionHandler -------------------------------
 
     def hello_message(self) -> JsonObject:
-        """Makes the hello. It contains the newest epoch if the worker reconnects."""
+        """Makes the hello message. On a reconnection it contains the newest epoch."""
         rejoin = None
         if self._first is not None:
             epoch = self.epoch if self._newest else -1
@@ -423,7 +425,7 @@ class CoordinatorClient:
         """Sends queued messages and closes the connection. Further calls do nothing.
 
         After `leave`, the method waits a few seconds for the acknowledgement. If the
-        coordinator dies with the message, the client sends it to the next coordinator.
+        coordinator dies before, the client sends the leave to a restarted coordinator.
         """
         if not self._closing:
             self._connection.drain(0.5)

@@ -1,6 +1,6 @@
-"""Commit decision: decides which calls of an epoch that is over count as complete.
+"""Decides which calls of an epoch that is over count as complete.
 
-The module also decides which process sets survive, and which rank to give up if ranks
+The module also decides which process sets survive, and which rank to exclude if ranks
 cannot reach each other. All functions are pure, so equal reports lead to equal
 decisions, also after a restart of the coordinator. epoch_state.py calls the functions.
 
@@ -15,8 +15,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# By communicator number, as text: (number of complete calls, whether the call in flight
-# is repeated).
+# Maps the id of a communicator, as text, to a pair: the count of complete calls, and
+# whether the call in flight is repeated.
 CommitDecisions = dict[str, tuple[int, bool]]
 
 
@@ -25,12 +25,13 @@ class CommitReport:
     """The progress of a worker in an epoch that is over.
 
     Attributes:
-        lines: for each communicator number, as text, (returned, done, repeatable): how
-            many calls have returned on this worker, how many have complete results on
-            this worker, and whether it still has the inputs of the call in flight.
-        sets: the ranks of each process set of the worker in the epoch, by number as
-            text. The world is missing.
-        next_set: the least number that no process set had on this worker.
+        lines: maps the id of a communicator, as text, to (returned, done, repeatable):
+            how many calls have returned on this worker, how many have complete results
+            on this worker, and whether this worker still has the inputs of the call in
+            flight.
+        sets: maps the id of each process set of this worker except the world, as text,
+            to the ranks of the set.
+        next_set: the least id that no process set has had on this worker.
         restart: whether the worker can only start again from its last commit.
     """
 
@@ -41,7 +42,7 @@ class CommitReport:
 
 
 def parse_report(message: Mapping[str, Any]) -> CommitReport:
-    """Reads a report from a worker's message; raises ValueError if it is malformed."""
+    """Parses the report in a worker's message. Raises ValueError if it is malformed."""
     try:
         lines = {
             str(int(number)): (int(returned), int(done), bool(repeatable))
@@ -65,8 +66,8 @@ def decide(
 ) -> CommitDecisions:
     """Decides for each communicator of a survivor which calls are complete.
 
-    A call from which a departed worker has returned is complete, too. If all workers
-    `restart` from their last commit, no call is repeated.
+    A call from which a departed worker has returned is complete, too. If `restart` is
+    true, all workers return to their last commit, so no call is repeated.
 
     Example:
         >>> quick = CommitReport({"0": (6, 6, True)})
@@ -91,16 +92,16 @@ def decide(
 def all_sets(
     survivors: Iterable[CommitReport], ranks: Mapping[int, int]
 ) -> tuple[dict[str, list[int]], int]:
-    """Unites the process sets that the survivors know.
+    """Returns the union of the process sets that the survivors know.
 
-    All ranks agree on a process set before any rank completes it. So a set that one
-    survivor knows is valid, even if another survivor was interrupted before it knew.
+    All ranks agree on a process set before any rank has made the set. So a set that one
+    survivor knows is valid, even if another survivor was interrupted before.
 
     Args:
-        ranks: the new rank of each old rank, for the survivors.
+        ranks: maps the old rank of each survivor to its new rank.
 
     Returns:
-        The process sets with their new ranks, and the next free number.
+        The new ranks of each process set, by id as text, and the next free id.
 
     Example:
         >>> one = CommitReport(sets={"1": (0, 2), "2": (1, 2)}, next_set=3)
@@ -125,14 +126,14 @@ def rank_to_give_up(
 ) -> int | None:
     """Chooses the rank to exclude if ranks are alive but cannot reach each other.
 
-    The function chooses the rank that accuses, or is accused by, the most other ranks.
-    If several ranks are equal, it prefers a rank of `joined`, then the rank that most
-    ranks accuse, then the highest rank.
+    An accusation is the report of one rank that it cannot reach another. The function
+    chooses the rank with accusations from or against the most other ranks. Among equal
+    ranks, it prefers a rank of `joined`, then the most accused rank, then the highest.
 
     Args:
         accusations: pairs of (accuser, accused).
-        joined: ranks that have joined in this epoch. They may not have the state of the
-            training yet, which the other ranks have.
+        joined: ranks that have joined in this epoch, and may not have received the
+            training state yet.
 
     Example:
         >>> rank_to_give_up([(0, 3), (3, 0), (1, 3)])

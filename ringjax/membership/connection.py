@@ -1,4 +1,4 @@
-"""Connection of a worker to the coordinator, which may reconnect after a loss.
+"""The socket between a worker and the coordinator; a lost connection may be replaced.
 
 In an elastic job a thread reads the connection, and reconnects after the coordinator
 was restarted. In other jobs there is no thread: a caller that waits for a message reads
@@ -29,7 +29,7 @@ MAX_PAUSE = 0.25  # the most seconds between two attempts to connect
 
 
 class ConnectionHandler(Protocol):
-    """Receives the events of a connection, whose lock is held during the calls."""
+    """Receives the events of a connection. The connection holds its lock meanwhile."""
 
     def hello_message(self) -> JsonObject:
         """Returns the first message on a new connection."""
@@ -38,17 +38,17 @@ class ConnectionHandler(Protocol):
         """Handles a message of the coordinator."""
 
     def on_disconnected(self) -> None:
-        """Handles a loss. The thread, if there is one, then reconnects."""
+        """Handles a lost connection. In an elastic job, the thread then reconnects."""
 
     def give_up(self, text: str) -> None:
-        """Handles a loss after which no thread reconnects. The text is the reason."""
+        """Handles the loss of a connection that no thread restores, for this reason."""
 
     def is_finished(self) -> bool:
-        """Returns whether the worker has left the job and needs no connection."""
+        """Returns whether the worker is out of the job, so needs no connection."""
 
 
 class _Stream:
-    """An authenticated socket and its sealed messages."""
+    """An authenticated socket, and the keys that encrypt and verify its messages."""
 
     def __init__(self, sock: socket.socket, keys: SessionKeys) -> None:
         sock.setblocking(False)
@@ -57,7 +57,7 @@ class _Stream:
         self.output = bytearray()
 
     def send(self, message: JsonObject) -> None:
-        """Writes as much as the socket accepts now. Only `read` reports errors."""
+        """Sends without waiting. Ignores socket errors, because `read` raises them."""
         self.output += self._sealer.seal(message)
         self.write()
 
@@ -83,15 +83,15 @@ class _Stream:
 
 
 class Connection:
-    """The connection to the coordinator, which a new connection may replace.
+    """The connection to the coordinator. After a loss, a new socket may be opened.
 
     Call `attach` before any other method.
 
     Args:
         failure_timeout: seconds of silence after which the kernel ends the connection;
-            0 for no limit.
+            pass 0 for no limit.
         reconnect_timeout: seconds in which the thread tries to reconnect after a loss;
-            0 if there is no thread.
+            pass 0 for a connection without a thread.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Connection:
         self._wakeup = -1
 
     def attach(self, handler: ConnectionHandler, lock: threading.Condition) -> None:
-        """Sets the handler, and its lock, which guards this connection, too."""
+        """Sets the handler, and the lock that guards both handler and connection."""
         self._handler, self._lock = handler, lock
 
     @property
@@ -138,8 +138,8 @@ class Connection:
     def read(self, deadline: float) -> bool:
         """Waits for messages and passes them to the handler.
 
-        Only a connection without a thread is read in this way, and any connection
-        before `start_thread`. Returns False if no message arrives by the deadline.
+        Call `read` only before `start_thread`, or on a connection without a thread.
+        Returns False if no message arrives by the deadline.
 
         Raises:
             OSError, AuthenticationError: the connection is lost.
@@ -206,7 +206,7 @@ class Connection:
         self._drop()
 
     def _reconnect(self) -> _Stream | None:
-        """Connects again; returns None after the time limit, or after `close`."""
+        """Connects again. Returns None after the time limit, or after `close`."""
         limit = self._reconnect_timeout
         deadline, pause = time.monotonic() + limit, 0.02
         while not self._closing:
@@ -231,7 +231,7 @@ class Connection:
             stream.sock.close()
 
     def drain(self, seconds: float) -> None:
-        """Waits until everything is written, `seconds` at most. Takes the lock."""
+        """Waits up to `seconds` until all queued bytes are written. Takes the lock."""
         deadline = time.monotonic() + seconds
         while (stream := self._stream) is not None and stream.output:
             if time.monotonic() > deadline:
@@ -264,7 +264,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Waits up to `seconds` for input, room for output or a wakeup; False if none."""
+    """Waits for input, for room for output, or for a wakeup. Returns False if late."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:

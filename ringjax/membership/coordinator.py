@@ -1,4 +1,4 @@
-"""Coordinator: the server of a job. It carries out the decisions of `JobMembership`.
+"""The coordinator is the server of a job: it executes the decisions of `JobMembership`.
 
 This file has the sockets and the thread. membership.py (events of workers) and
 epochs.py (admission, losses, new epochs) decide which worker gets a rank, and when.
@@ -6,8 +6,8 @@ epochs.py (admission, losses, new epochs) decide which worker gets a rank, and w
 The coordinator runs in ringrun, in the driver of an engine, or, without ringrun and
 engine, in rank 0. It handles only control data: the members of the job, reasons of
 failures, and small values that all ranks exchange. The coordinator is no key-value
-store and relays no tensors. Every connection is authenticated first
-(control/handshake.py). client.py is the other end of the connection.
+store and relays no tensors. control/handshake.py authenticates every connection first.
+client.py is the workers' end of the connections.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Coordinator(JobServer):
     The other arguments are those of `MembershipConfig` and `JobServer`.
 
     Args:
-        max_np: the largest number of members; None for `np`.
+        max_np: the largest number of members; pass None for `np`.
         start_timeout: seconds from the hello of the first worker until the job starts
-            without the missing workers, if there are `min_np`.
+            without the missing workers, if at least `min_np` are connected.
         resume: whether the job had begun under an earlier coordinator, so that its
             members reconnect. Call `finished` for each worker that has finished.
         listeners: sockets that listen already, instead of `hosts`. The launcher keeps
-            them open, so that it can replace a coordinator that died.
+            these sockets open, so that it can replace a coordinator that died.
 
     Attributes:
         events: a queue of tuples for the launcher:
@@ -55,15 +55,15 @@ class Coordinator(JobServer):
             ("gone", worker, text)       a member was lost or has finished, and the
                                          epoch continues
             ("fenced", worker, text)     a member was declared lost: end its process
-            ("failure", worker, text)    a worker has reported why it fails; a member is
-                                         fenced, too
+            ("failure", worker, text)    a worker has reported why it fails; if it is a
+                                         member, the event "fenced" follows
             ("dismissed", worker, text)  a worker has left without an error
             ("ready", worker)            a newcomer may become a member now
             ("finished", worker)         a member left because it has finished
             ("ended", worker)            the reply to `ended`
             ("waiting", text)            too few members: newcomers are needed
-            ("stop", text)               the job ends without success; or, if it stops
-                                         at its first loss, it could not begin
+            ("stop", text)               the job ends without success; or a job that
+                                         stops at its first loss could not begin
             ("pulse",)                   the reply to `pulse`
 
     Example:
@@ -108,7 +108,7 @@ class Coordinator(JobServer):
         self._membership = JobMembership(config, resume)
         self._workers: dict[int, ServerSession] = {}  # workers that have sent a hello
         self._exchanges = Exchanges(0)
-        # Calls of other threads, which the coordinator's thread makes.
+        # Functions that other threads have queued for the coordinator's thread.
         self._calls: deque[Callable[[float], None]] = deque()
         self.events: queue.SimpleQueue[LauncherEvent] = queue.SimpleQueue()
         open_files.require(np, "the coordinator")
@@ -132,7 +132,7 @@ class Coordinator(JobServer):
 
     @property
     def wakeup(self) -> int:
-        """A descriptor that is readable while there may be events; see `clear`."""
+        """A descriptor that is readable from a new event until `clear`."""
         with self._wakeup_fd_lock:
             # Rank 0 runs the coordinator without a launcher, and needs no descriptor.
             if self._wakeup_fd is None:
@@ -157,11 +157,11 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._membership.mark_finished(worker, now))
 
     def expected(self, worker: int) -> None:
-        """Records that a process with this number was started."""
+        """Records that the process of a worker was started."""
         self._call_soon(lambda now: self._membership.expect(worker))
 
     def ended(self, worker: int) -> None:
-        """Publishes the event "ended" after all earlier events about this worker.
+        """Publishes the event "ended", after all earlier events about a worker.
 
         The launcher calls this method when a process has ended without an error. After
         the event, the launcher can expect no further decision about the worker.
@@ -173,7 +173,7 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._membership.set_max_np(max_np, now))
 
     def pulse(self) -> None:
-        """Publishes the event "pulse", which shows that the thread is not stuck."""
+        """Publishes the event "pulse", to show that the coordinator's thread runs."""
         self._call_soon(lambda now: self._publish(("pulse",)))
 
     def _call_soon(self, function: Callable[[float], None]) -> None:
@@ -201,7 +201,7 @@ class Coordinator(JobServer):
     # -- sessions of the workers -------------------------------------------------------
 
     def refusal_of(self, caller: int) -> str:
-        """Returns why a number is refused that no launcher assigns."""
+        """Returns why a rank or a worker id is refused; "" if a launcher assigns it."""
         if self._config.stops_on_loss:
             size = self._config.np
             known = 0 <= caller < size
@@ -209,7 +209,7 @@ class Coordinator(JobServer):
         return "" if caller >= 0 else f"claims to be worker {caller}"
 
     def on_connected(self, session: ServerSession) -> None:
-        """Makes the kernel detect in an elastic job that a worker's host is gone.
+        """Enables keepalive in an elastic job, to detect that a worker's host is gone.
 
         Workers of other jobs do not reconnect, so a short failure of the network must
         not end their connections.
@@ -272,7 +272,7 @@ class Coordinator(JobServer):
             self._deliver()
 
     def after_round(self) -> None:
-        """Runs the calls of other threads, and everything that is due."""
+        """Runs the functions that other threads have queued, and the due timeouts."""
         now = time.monotonic()
         while self._calls:
             self._calls.popleft()(now)
@@ -307,7 +307,7 @@ class Coordinator(JobServer):
             if message is not encoded[0]:
                 encoded = message, encode(message)
             self._send(worker, encoded[1], last)
-        # Update exchanges after the messages, so that ranks are told first that a rank
+        # Update exchanges after the messages, so that ranks learn first that a rank
         # has left, and then that an exchange has failed.
         for event in events:
             self._update_exchanges(event)
@@ -321,16 +321,16 @@ class Coordinator(JobServer):
                 os.eventfd_write(self._wakeup_fd, 1)
 
     def on_session_error(self, session: ServerSession, error: Exception) -> None:
-        """Ends the coordinator: the state of the membership may be inconsistent."""
+        """Ends the coordinator, because `JobMembership` may be inconsistent now."""
         raise error
 
     def on_crash(self, error: Exception) -> None:
-        """Notifies the launcher: the job cannot continue without a coordinator."""
+        """Publishes "stop", because the job cannot continue without a coordinator."""
         super().on_crash(error)
         self._publish(("stop", f"the coordinator failed: {error!r}"))
 
     def _update_exchanges(self, event: LauncherEvent) -> None:
-        """Begins the exchanges of a new epoch, or removes a rank that has left."""
+        """Begins the exchanges of a new epoch, or fails those that need a lost rank."""
         epoch = self._membership.epoch
         if event[0] == "members" and event[1] == epoch.number:
             self._exchanges = Exchanges(len(epoch.order))

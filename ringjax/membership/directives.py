@@ -1,4 +1,4 @@
-"""Directives: the orders that a worker receives from the coordinator, as dataclasses.
+"""The commands that a worker receives from the coordinator, as dataclasses.
 
 client.py makes directives from the JSON messages of the coordinator. membership.py and
 epochs.py decide which messages the coordinator sends.
@@ -19,21 +19,21 @@ class EpochDirective:
 
     The directive voids every earlier `ResizePending`; the coordinator announces pending
     changes again. A worker applies the decisions of every `EpochDirective` that it
-    receives, even if the worker never installed the epoch.
+    receives, even if the worker never used the communicators of that epoch.
 
     Attributes:
-        epoch: the number of the epoch. Numbers increase, not always by one.
+        epoch: the index of the epoch. Indices increase, not always by one.
         kind: "start", "repair", "restart" or "resize".
         members: the members by rank.
         rank: the rank of this worker.
-        previous: for each rank its rank in the epoch before, -1 for a newcomer.
-        decisions: for each communicator number, (number of complete calls, whether the
-            call in flight is repeated). A communicator that is missing here has no
-            complete call, and repeats its call unless kind is "restart".
-        sets: the ranks of each process set in this epoch, by number; without the world.
-            A set whose ranks are all lost is empty.
-        next_set: the least number that no process set ever had.
-        lost: ranks of the epoch before that have left or are lost, and why.
+        previous: the rank of each member in the epoch before, -1 for a newcomer.
+        decisions: maps the id of a communicator to a pair: the count of complete calls,
+            and whether the call in flight is repeated. A communicator without an entry
+            has no complete call, and repeats its call unless kind is "restart".
+        sets: the ranks of each process set in this epoch, by id; without the world. If
+            all ranks of a set are lost, its entry is empty.
+        next_set: the least id that no process set ever had.
+        lost: lost and departed ranks of the epoch before, with the reasons.
         group: the number of workers in a group, see `MembershipConfig`.
     """
 
@@ -56,7 +56,7 @@ class EpochDirective:
 
     @property
     def new_ranks(self) -> tuple[int, ...]:
-        """The new rank of each old rank, -1 if lost; for `ResilientComm.install`."""
+        """The new rank of each old rank, -1 if lost; see `ResilientComm.install`."""
         size = 1 + max([*self.previous, *self.lost], default=-1)
         found = [-1] * size
         for new, old in enumerate(self.previous):
@@ -67,7 +67,7 @@ class EpochDirective:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """This worker is a newcomer. It becomes a member only after it sends `ready`.
+    """This worker is a newcomer, and becomes a member only after it sends `ready`.
 
     Attributes:
         epoch: the current epoch of the members.
@@ -94,13 +94,13 @@ class Welcome:
 class Revoke:
     """An epoch is over: the worker must stop its calls and `report`.
 
-    If further ranks are lost before the next `EpochDirective`, the directive is sent
-    again with more entries in `lost`. One report is enough; a second report replaces
-    the first.
+    If further ranks are lost before the next `EpochDirective`, the coordinator sends
+    another `Revoke` with more entries in `lost`. A worker reports once; a second report
+    would replace the first.
 
     Attributes:
-        lost: lost ranks and why; empty if all ranks are alive and start again.
-        restart: whether all ranks go back to their last commit.
+        lost: lost ranks and the reasons; empty if all ranks are alive and start again.
+        restart: whether all ranks return to their last commit.
     """
 
     epoch: int
@@ -112,7 +112,8 @@ class Revoke:
 class ResizePending:
     """Some workers want to join, or some members want to leave.
 
-    The members agree at a commit on the `number` of the change, and then `pause`.
+    The members agree at a commit which change, identified by `number`, they apply, and
+    then call `CoordinatorClient.pause`.
     """
 
     number: int
@@ -136,7 +137,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The whole job ends without success: too few ranks, or no coordinator."""
+    """The whole job ends without success: ranks or the coordinator are missing."""
 
     text: str
 
@@ -161,7 +162,7 @@ Directive = (
 
 
 def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
-    """Reads a message of the coordinator to `worker`; None if it is no directive.
+    """Parses a message of the coordinator to `worker`; returns None if no directive.
 
     Example:
         >>> parse({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)

@@ -1,4 +1,4 @@
-"""Epoch state: records members, losses, accusations and reports of one epoch."""
+"""Records the members, the lost ranks and the members' reports of one epoch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class EpochState:
     """The coordinator's record of one epoch.
 
     Attributes:
-        number: the number of the epoch, -1 before the first epoch.
+        number: the index of the epoch, -1 before the first epoch.
         order: the workers of the epoch by rank, including workers that have left since.
         joiners: the workers that were not members before.
         alive: the workers that are members now.
-        lost: ranks that have left or are lost, and why.
+        lost: ranks that have left or are lost, with the reasons.
         leavers: members that want to leave at the next pause.
         reports: the reports of members. The first report ends the epoch.
         pauses: the reports of members that wait at a step boundary.
-        restart: whether all members go back to their last commit.
+        restart: whether all members return to their last commit.
         announced: how many joining and leaving workers were announced last.
-        unannounced: ranks that have left, of which the members were not informed yet,
-            and the last reports of these ranks, if any.
+        unannounced: departed ranks that the members do not know yet, each with its last
+            report or None.
         announced_at: the time of the last message to members about departed ranks.
     """
 
@@ -47,7 +47,7 @@ class EpochState:
         self.unannounced: dict[int, CommitReport | None] = {}
         self.announced_at = -math.inf
         self._departed_reports: list[CommitReport] = []
-        # The time of each accusation, by accuser and accused member.
+        # The time of each report that one member cannot reach another, by both members.
         self._accusations: dict[tuple[int, int], float] = {}
         self._reasons: dict[int, str] = {}  # the first accusation, by accused member
 
@@ -76,13 +76,13 @@ class EpochState:
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
     def announce_at(self, interval: float) -> float | None:
-        """Returns the time at which to announce departed ranks; None without any."""
+        """Returns when to announce departed ranks, or None if there are none."""
         return self.announced_at + interval if self.unannounced else None
 
     def accusation_deadline(
         self, report_timeout: float, arbitration_delay: float
     ) -> float | None:
-        """Returns when to examine the accusations again, see `MembershipConfig`."""
+        """Returns when `silent` or `arbitrate` may name a member, or None if never."""
         if not self._accusations:
             return None
         if not self.unreported():
@@ -95,7 +95,7 @@ class EpochState:
         return min(limits, default=None)
 
     def silent(self, now: float, report_timeout: float) -> dict[int, str]:
-        """Returns the accused members that did not report in time, with reasons."""
+        """Returns the unreachable members that did not report in time, with reasons."""
         return {
             accused: self._reasons[accused]
             for (_, accused), since in self._accusations.items()
@@ -113,10 +113,10 @@ class EpochState:
         return [w for w in self.order if w in self.alive and w not in self.reports]
 
     def arbitrate(self, now: float, delay: float) -> dict[int, str] | None:
-        """Decides between members that are all alive and cannot reach each other.
+        """Chooses one of several live members that cannot reach each other.
 
-        Returns the member to exclude and the reason; {} if no accusation is left; None
-        if it is too early to decide.
+        Returns the member to exclude and the reason, {} if all members can reach each
+        other, or None if it is too early to decide.
         """
         if not self._accusations:
             return {}
@@ -137,7 +137,7 @@ class EpochState:
         return [worker for worker in self.order if worker in self.alive]
 
     def outcome(self, kind: str) -> JsonObject:
-        """Returns the entries about this epoch in the message that begins the next."""
+        """Returns what the message that begins the next epoch says about this epoch."""
         if kind == "start":
             return {"verdicts": {}, "sets": {}, "next_set": 1}
         survivors = self.survivors()

@@ -1,4 +1,4 @@
-"""Epochs: admits workers, removes members, and forms one epoch of a job after another.
+"""Admits workers, removes members, and forms one epoch of a job after another.
 
 These rules of the coordinator decide which workers get a rank, and when: `_admissible`
 and `_admit` choose newcomers, `_lose` removes members, and `_form_epoch` assigns ranks.
@@ -20,12 +20,12 @@ from ringjax.membership.epoch_state import EpochState
 OutgoingMessage = tuple[int, JsonObject, bool]  # worker, message, last
 LauncherEvent = tuple[Any, ...]  # see `Coordinator.events`
 FINISHED = "has finished and left the job"
-WITH_GROUP = "ended with its group"  # the beginning of the reason for other members
+WITH_GROUP = "ended with its group"  # begins the reason why a group's members end, too
 
 
 @dataclass(slots=True)
 class WorkerInfo:
-    """A connected worker, see `Member`. A newcomer is `ready` once it is warmed up."""
+    """A connected worker, see `Member`. A newcomer is `ready` once it can train."""
 
     seen: str
     hello: JsonObject
@@ -36,7 +36,7 @@ class Outbox:
     """Collects messages for workers and events for the launcher, in order.
 
     Attributes:
-        fenced: workers that were declared lost, and why.
+        fenced: workers that were declared lost, with the reasons.
         dismissed: workers that have left without an error.
     """
 
@@ -78,7 +78,7 @@ class Epochs:
     """Holds the current epoch and forms the next one.
 
     Attributes:
-        phase: "assembly", "run", "revoked", "waiting" or "stopped".
+        phase: "assembly", "run", "revoked", "waiting" or "stopped", see membership.py.
         epoch: the current epoch.
     """
 
@@ -90,18 +90,19 @@ class Epochs:
         self._members: dict[int, WorkerInfo] = {}
         self._newcomers: dict[int, WorkerInfo] = {}  # connected workers without a rank
         self._finished: set[int] = set()  # members that have finished
-        # Members that joined after other members had finished, without training state.
+        # Members that joined when other members had finished already, so that perhaps
+        # no member has sent the training state to them.
         self._stateless: set[int] = set()
         self._outbox = Outbox()
         self._next_kind = "restart"  # the kind of the epoch after "waiting"
         self._replaceable: set[int] = set()  # members that have certainly ended
         self._failed: set[int] = set()  # workers that have reported an error
-        self._change_number = 0  # the number of the last announcement
+        self._change_number = 0  # counts the announced changes of the membership
         self._deadline: float | None = None  # the time at which the phase ends
         self._stop_reason = ""
 
     def rank_of(self, worker: int) -> int:
-        """Returns the rank of a worker, -1 if it is no member."""
+        """Returns the rank of a worker, or -1 if the worker is no member."""
         epoch = self.epoch
         return epoch.order.index(worker) if worker in epoch.alive else -1
 
@@ -129,7 +130,7 @@ class Epochs:
             self._admit(now)
 
     def _with_groups(self, workers: Mapping[int, str]) -> dict[int, str]:
-        """Returns `workers` with all other members of their groups, and the reasons."""
+        """Adds to `workers` all other members of their groups, with the reasons."""
         found, epoch = dict(workers), self.epoch
         for worker, why in workers.items():
             rank = epoch.order.index(worker)
@@ -155,7 +156,7 @@ class Epochs:
             outbox.publish("fenced", mate, text)
 
     def _revoke(self, now: float, restart: bool = False) -> None:
-        """Ends the epoch: all members stop their calls and report."""
+        """Ends the epoch, so that all members stop their calls and report."""
         epoch = self.epoch
         epoch.restart |= restart
         if self.phase == "run":
@@ -165,7 +166,7 @@ class Epochs:
         self._outbox.send_all(epoch.survivors(), epoch.revocation())
 
     def _conclude(self, now: float) -> None:
-        """Begins the next epoch if all members have reported and none is accused."""
+        """Begins the next epoch if all members have reported and reach each other."""
         epoch, config = self.epoch, self._config
         if self.phase != "revoked" or epoch.unreported():
             return
@@ -266,9 +267,9 @@ class Epochs:
     def _leave_while_waiting(self) -> None:
         """Ends the job if all members that wait for newcomers want to leave.
 
-        If a user makes several members leave at the same moment, the first member may
-        leave before the requests of the others arrive. The others would then wait for
-        newcomers in vain.
+        If a user makes several members leave at once, the first member may leave before
+        the requests of the other members arrive. Without this method, the other members
+        would wait for newcomers in vain.
         """
         epoch, paused = self.epoch, self._next_kind == "resize"
         if self.phase == "waiting" and paused and epoch.leavers >= epoch.alive:
@@ -279,7 +280,7 @@ class Epochs:
     ) -> None:
         """Removes a member that has finished. The other members are about to finish.
 
-        The report `last` about this epoch is None if the member had finished before it
+        `last`, the member's last report, is None if the member finished before it
         received this epoch. Then the workers that joined in this epoch perhaps have not
         received the training state, so the job does not need these workers.
         """
@@ -313,8 +314,8 @@ class Epochs:
     def _announce_departures(self, now: float) -> None:
         """Announces to the members which ranks have left.
 
-        At the end of a job all ranks leave at about the same time. `departure_interval`
-        limits the number of messages; otherwise each pair of ranks would cause one.
+        At the end of a job all ranks leave at about the same time. Without the limit of
+        `departure_interval`, the coordinator would send one message per pair of ranks.
         """
         epoch = self.epoch
         due = epoch.announce_at(self._config.departure_interval)
@@ -345,7 +346,7 @@ class Epochs:
     # -- a new epoch, or the end -------------------------------------------------------
 
     def _form_epoch(self, kind: str, joiners: Sequence[int]) -> None:
-        """Begins the next epoch. The members keep their order, and joiners follow."""
+        """Begins the next epoch. Members keep their order, and `joiners` follow."""
         old = (
             EpochState(self.epoch.number) if self._config.stops_on_loss else self.epoch
         )

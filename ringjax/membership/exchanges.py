@@ -1,7 +1,7 @@
-"""Exchanges: small values that all ranks of an epoch send to each other.
+"""Collects the small values that all ranks of an epoch send to each other.
 
-The coordinator collects the values. Every rank makes the same exchanges in the same
-order, so a number identifies an exchange. The methods return the replies to send.
+The coordinator runs this code. Every rank makes the same exchanges in the same order,
+so a sequence number identifies an exchange. The methods return the replies to send.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from ringjax.control.member import JsonObject, ranks_text
 
-Replies = list[tuple[list[int], JsonObject]]  # (ranks, message to them)
+Replies = list[tuple[list[int], JsonObject]]  # pairs (ranks, message to these ranks)
 _MAX_SECONDS = 86400
 
 
@@ -28,7 +28,7 @@ class Exchanges:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # The values that have arrived, by exchange number and rank.
+        # The values that have arrived, by sequence number of the exchange, and by rank.
         self._values: dict[int, dict[int, Any]] = {}
         self._deadlines: dict[int, float] = {}
         self._departed: dict[int, str] = {}
@@ -59,7 +59,7 @@ class Exchanges:
         return [reply for number in numbers for reply in self._fail(number)]
 
     def expire(self, now: float) -> Replies:
-        """Fails the exchanges whose time is over."""
+        """Fails the exchanges whose timeout has expired."""
         numbers = [n for n, deadline in self._deadlines.items() if deadline <= now]
         return [reply for number in numbers for reply in self._fail(number)]
 

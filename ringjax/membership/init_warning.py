@@ -11,8 +11,8 @@ class InitWarning:
     """Prints one line if a rank waits long until all ranks of its job have joined.
 
     Args:
-        seconds: how long the rank waits before the line is shown; 0 never shows it.
-        limit: seconds after which the rank stops waiting, for the text of the line.
+        seconds: how long the rank waits before it prints the line; 0 disables the line.
+        limit: seconds after which the rank stops waiting; a part of the printed text.
 
     Example:
         >>> warning = InitWarning(print, 0.0, 120.0)
@@ -39,7 +39,7 @@ class InitWarning:
         self.due = math.inf
 
     def no_rendezvous(self, why: str) -> None:
-        """Prints, if the line is due, that the coordinator cannot be reached."""
+        """Prints, if the rank has waited long enough, that no coordinator replies."""
         if time.monotonic() >= self.due:
             self._print(f"for the coordinator of its job ({why})")
 

@@ -1,4 +1,4 @@
-"""Job credentials, and the file in which rank 0 publishes them on its host."""
+"""What a rank needs to join a job, and the file in which rank 0 publishes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CredentialsFile:
     identity it is derived from the parent process, which the ranks of one job share.
 
     Attributes:
-        hint: the end of an error's text if the file name depends on the parent process.
+        hint: advice to append to errors; "" unless the name depends on the parent.
     """
 
     def __init__(self, info: LaunchInfo) -> None:
@@ -85,9 +85,9 @@ class CredentialsFile:
             raise StartupError(f"cannot write {self.path}: {error.strerror}") from error
 
     def credentials(self) -> JobCredentials:
-        """Reads the credentials; raises OSError if there is no file to trust.
+        """Reads the credentials. Raises OSError if `read` returns None.
 
-        A killed job may have left the file behind.
+        The credentials may be those of a killed job, which has not removed the file.
         """
         credentials = self.read()
         if credentials is None:
@@ -97,8 +97,8 @@ class CredentialsFile:
     def read(self) -> JobCredentials | None:
         """Reads the credentials.
 
-        Returns None if the file does not exist, is malformed, or another user could
-        have written it.
+        Returns None if the file does not exist, if the file is malformed, or if another
+        user could have written the file.
         """
         # O_NONBLOCK: opening a FIFO in the place of the file must not hang.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -165,12 +165,12 @@ def _runtime_folder() -> str:
 
 
 def _parent_identity() -> str:
-    """Returns id and start time of the parent process, because ids are reused."""
+    """Returns the pid and start time of the parent process, because pids are reused."""
     pid = os.getppid()
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The second field is the command in brackets. It may contain brackets and
-            # spaces, so read the fields behind the last closing bracket.
+            # The second field is the command in parentheses. The command may contain
+            # parentheses and spaces, so read the fields after the last ")".
             started = file.read().rpartition(b")")[2].split()[19].decode()
     except (OSError, IndexError):
         started = ""

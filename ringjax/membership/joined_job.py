@@ -59,23 +59,23 @@ def join(
     tls: str = "auto",
     warning: InitWarning = NO_WARNING,
 ) -> CoordinatorClient:
-    """Joins a job and waits until it has started; a newcomer does not wait longer.
+    """Joins a job, and waits until the job has started. Newcomers wait no longer.
 
     Args:
         credentials: the credentials of the job; or a function that is called before
             each attempt, and raises OSError while there are no credentials.
-        worker: the number of this worker; its rank if the job is not elastic.
+        worker: the id of this worker, which is its rank if the job is not elastic.
         hello: the description of this rank for the other ranks, as JSON; or a function
             that makes the hello for given credentials.
         timeout: seconds for all attempts.
         elastic_timeout: seconds in which the client tries to reconnect after it has
-            lost the coordinator; then it returns the directive `Stop`. With 0, the job
-            is not elastic, and the client does not reconnect.
+            lost the coordinator; then the client returns the directive `Stop`. With 0,
+            the job is not elastic, and the client does not reconnect.
         failure_timeout: in an elastic job, seconds of silence after which the
             connection counts as lost.
-        retry_unauthenticated: keep trying if the server cannot authenticate. Another
-            program may occupy the port that the coordinator will use soon.
-        hint: a text that is appended to the error if no server could be reached.
+        retry_unauthenticated: whether to try again if the server cannot authenticate,
+            because another program may occupy the port that the coordinator will use.
+        hint: advice to append to the error if no server could be reached.
         tls: whether the connection is encrypted, as in RINGJAX_TLS.
         warning: shows one line if joining takes long.
 

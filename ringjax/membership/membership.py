@@ -1,19 +1,18 @@
-"""Job membership: receives the events of all workers and decides who belongs to a job.
+"""Receives the events of all workers and decides which workers belong to a job.
 
 This file handles the events: hello, message, loss, end of a process, timeout. Its base
 class in epochs.py admits newcomers and assigns ranks. The state machine has no clock
 and no I/O: events arrive as method calls with the time, and messages to send and events
 for the launcher are collected until `drain`. No member can begin an epoch without the
-coordinator. A worker that was declared lost is fenced, and its number is never used
-again.
+coordinator. A worker that was declared lost is fenced, and its id is never used again.
 
     assembly -- all workers are here --> run -- loss, or a restart request --> revoked
     revoked -- all have reported --> run (repair or restart), or with too few: waiting
     run -- all members pause --> run (resize), or with too few: waiting
     waiting -- newcomers are ready --> run
 
-A job that stops at its first loss (`on_loss`) always returns to assembly: the other
-ranks are informed of each loss, and ranks that have left may form another epoch.
+A job that stops at its first loss (`on_loss`) stays in assembly: the coordinator
+informs the other ranks of each loss, and ranks that left may form another epoch.
 
 client.py describes the messages.
 """
@@ -39,7 +38,7 @@ from ringjax.membership.epochs import (
 class JobMembership(Epochs):
     """Decides which workers belong to a job.
 
-    If `resume` is true, the job had begun under an earlier coordinator.
+    Pass `resume` as true if the job had begun under an earlier coordinator.
 
     Example:
         >>> job = JobMembership(MembershipConfig(np=2, min_np=1, max_np=2))
@@ -54,7 +53,7 @@ class JobMembership(Epochs):
     def __init__(self, config: MembershipConfig, resume: bool = False) -> None:
         super().__init__(config)
         self._connected: set[int] = set()
-        self._missing_was_asked = False  # whether a rank has received the missing ranks
+        self._missing_was_asked = False  # whether a rank has asked which are missing
         # Workers whose process has ended while the connection is still open, each with
         # the reason and the time until which to wait for the end of the connection.
         self._exited: dict[int, tuple[str, float]] = {}
@@ -65,7 +64,7 @@ class JobMembership(Epochs):
         return self._outbox.drain()
 
     def deadline(self) -> float | None:
-        """Returns when `tick` must be called at the latest; None for never."""
+        """Returns the latest time to call `tick`, or None if no timeout runs."""
         limits: list[float | None] = [limit for _, limit in self._exited.values()]
         limits.append(self.epoch.announce_at(self._config.departure_interval))
         if self.phase == "assembly":
@@ -84,7 +83,7 @@ class JobMembership(Epochs):
     # -- events ------------------------------------------------------------------------
 
     def expect(self, worker: int) -> None:
-        """Records that a process with this number was started."""
+        """Records that the process of a worker was started."""
         self._assembly.expect(worker)
 
     def on_hello(
@@ -97,8 +96,8 @@ class JobMembership(Epochs):
     ) -> None:
         """Handles the hello of a worker that has no other connection.
 
-        `rejoin` is the state from an earlier connection, see `RejoinState`; None on the
-        first connection of the worker. Raises ValueError if it is malformed.
+        `rejoin` describes the worker's earlier connection, see `RejoinState`. Pass None
+        for a first connection. Raises ValueError if `rejoin` is malformed.
         """
         state = None if rejoin is None else assembly.parse_rejoin(rejoin)
         member = state is not None and state.epoch >= 0
@@ -142,15 +141,15 @@ class JobMembership(Epochs):
         self._assemble(now)
 
     def duplicate_refusal(self, worker: int) -> str:
-        """Returns why a worker may not connect twice; "" if it may."""
+        """Returns why a worker may not connect twice, or "" if it may."""
         if not self._config.stops_on_loss or worker not in self._newcomers:
             return ""
         return f"rank {worker} has joined already, from {self._newcomers[worker].seen}"
 
     def on_message(self, worker: int, message: Mapping[str, Any], now: float) -> None:
-        """Handles a message of a worker; raises ValueError if it is malformed.
+        """Handles a message of a worker that has sent its hello.
 
-        The worker has sent its hello before.
+        Raises ValueError if the message is malformed.
         """
         kind, epoch = message.get("type"), self.epoch
         if kind == "failure":
@@ -248,18 +247,18 @@ class JobMembership(Epochs):
     def process_ended(
         self, worker: int, text: str, now: float, *, heirs: bool = True
     ) -> None:
-        """Handles the end of a worker's process. Its number is not used again.
+        """Handles the end of a worker's process. The worker's id is not used again.
 
         The last messages of the worker may still arrive, for example that it has
-        finished. So the method waits for the end of the connection, `exit_grace` at
-        most.
+        finished. So the membership first waits up to `exit_grace` seconds until the
+        connection of the worker closes.
 
         Args:
             text: the reason why the process has ended.
             heirs: whether newcomers may begin the job again if all members have ended
-                in this way. False if the host of the process cannot be reached, because
-                the process may still run there. Also False after an error of the
-                program, because the error would occur again.
+                in this way. Pass False if the host of the process cannot be reached,
+                because the process may still run there. Also pass False after an error
+                of the program, because the error would occur again.
         """
         if heirs and worker not in self._failed:
             self._replaceable.add(worker)
@@ -285,7 +284,7 @@ class JobMembership(Epochs):
         self._admit(now)
 
     def tick(self, now: float) -> None:
-        """Runs the timeouts that are due at this time, see `deadline`."""
+        """Handles the timeouts that have expired by `now`, see `deadline`."""
         for worker, (text, limit) in list(self._exited.items()):
             if now >= limit:
                 self.on_disconnected(worker, text, now)
@@ -312,7 +311,7 @@ class JobMembership(Epochs):
     # -- assembly ----------------------------------------------------------------------
 
     def _reference(self) -> JsonObject:
-        """Returns the hello of any member: all have equal versions and settings."""
+        """Returns any member's hello, because all have equal versions and settings."""
         return next((info.hello for info in self._members.values()), {})
 
     def _assemble(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Rendezvous discovery: finds the coordinator of a rank's job.
+"""Finds the address of the coordinator of a rank's job, and joins the job.
 
 Under mpirun, srun, torchrun and others, rank 0 runs the coordinator in its own process.
 The other ranks need the *job credentials* to join, from one of three sources:
@@ -33,13 +33,13 @@ from ringjax.membership.job_credentials import (
 )
 from ringjax.membership.joined_job import JoinedJob, join
 
-# Linux assigns ports up to 60999 to connections (net.ipv4.ip_local_port_range), so the
-# ports above are rarely in use by accident.
+# Linux assigns ports up to 60999 to outgoing connections (ip_local_port_range), so
+# higher ports are rarely in use by accident.
 _FIRST_PORT, _PORT_COUNT = 61000, 4500
 _PORT_ATTEMPTS = 4  # neighboring ports to try, because another job may use the first
 # For each launcher, the text that is appended to the error about a missing secret.
 _SECRET_HINTS = {"Slurm": "; or run ringrun in the batch script, which needs none"}
-# A function of the secret and the job id that returns hello entries of this rank.
+# Maps the secret and the job id to the entries about a listening socket in the hello.
 OpenListener = Callable[[bytes, str], JsonObject]
 
 
@@ -49,8 +49,8 @@ def start_coordinator(
     """Starts the coordinator in rank 0, if ringrun does not run it.
 
     Args:
-        file: publishes the credentials for the other ranks of this host; None if the
-            job spans several hosts.
+        file: publishes the credentials for the other ranks of this host; pass None if
+            the job spans several hosts.
 
     Raises:
         StartupError: no port is free, the credentials file cannot be written, or the
@@ -108,8 +108,8 @@ def join_job(
     Args:
         hello: the description of this rank for the other ranks.
         open_listener: opens the socket on which other ranks will connect to this rank.
-            It is called before this rank joins, because the hello contains the address
-            of the socket. It is called again if the credentials change.
+            `join_job` calls this function before this rank joins, because the hello
+            contains the address of the socket, and again if the credentials change.
         warn: shows one line if joining takes longer than RINGJAX_STALL_WARNING.
 
     Raises:
@@ -157,8 +157,8 @@ def join_job(
             coordinator.close()
         raise
     finally:
-        # All ranks have joined, or the start has failed. A later job must not find the
-        # file.
+        # All ranks have joined, or the start has failed. Remove the file, so that no
+        # later job finds the credentials of this job.
         if coordinator is not None and file is not None:
             # An error of the removal must not replace an error of `join`.
             with contextlib.suppress(OSError, StartupError):
@@ -168,11 +168,11 @@ def join_job(
 
 
 def derive_credentials(info: LaunchInfo, config: Config) -> JobCredentials:
-    """Derives the job credentials from the settings and the launcher's variables.
+    """Derives the job credentials from `RINGJAX_*` and the launcher's variables.
 
-    Under ringrun the settings contain addresses, secret and job id. Under another
-    launcher every rank computes equal addresses and an equal job id, and only the
-    secret is a setting.
+    Under ringrun, `RINGJAX_*` contains addresses, secret and job id. Under another
+    launcher, `RINGJAX_*` contains only the secret; every rank computes equal addresses
+    and an equal job id.
 
     Raises:
         StartupError: the secret, the job id or the host of rank 0 is not known.

@@ -1,8 +1,8 @@
-"""Aggregates the samples of all ranks: totals since the start, and windows of time.
+"""Combines the samples of all ranks into totals since the start and in time windows.
 
-In an elastic job a rank number may pass from one process to another. The totals of rank
-3 then add up all processes that had this rank, each for its time as rank 3, so no total
-ever falls. This module reads no clock and does no I/O.
+In an elastic job a rank may pass from one process to another. The totals of rank 3 then
+add up all processes that were rank 3, each for its time as rank 3, so no total ever
+decreases. This module reads no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ringjax.monitor.sample import CollectiveKey, CollectiveSums, Sample, subtra
 from ringjax.monitor.stragglers import LastArrival, Stragglers, StragglerTally
 from ringjax.ops import bus_factor
 
-OTHER_SETS = -1  # stands for all process sets beyond the first _MAX_SETS
+OTHER_SETS = -1  # the id under which all process sets after _MAX_SETS are combined
 _MAX_SETS = 32
 _MAX_EVENTS = 100
 SILENT_SECONDS = 5.0  # displays mark a rank that has sent no sample for this time
@@ -23,9 +23,9 @@ SILENT_SECONDS = 5.0  # displays mark a rank that has sent no sample for this ti
 
 @dataclass(slots=True)
 class CallTotals:
-    """Totals of the calls of one rank: numbers, seconds, bytes over its busiest link.
+    """Totals of the calls of one rank: counts, seconds, bytes over its busiest link.
 
-    The attributes have the meaning of `Sample`'s attributes.
+    `Sample` describes the attributes.
     """
 
     calls: int = 0
@@ -75,9 +75,10 @@ class RankTotals:
     """Totals of all workers that had one rank.
 
     Attributes:
-        last: in how many of the calls that all ranks have reported the rank was last.
-        lost: seconds that other ranks have waited for the rank, extrapolated to all
-            calls.
+        last: in how many calls the rank came last, among the calls that all ranks have
+            reported.
+        lost: seconds that other ranks have waited for the rank, extrapolated from the
+            reported calls to all calls.
     """
 
     totals: CallTotals = field(default_factory=CallTotals)
@@ -86,13 +87,13 @@ class RankTotals:
 
 
 class Window:
-    """An interval of the job that has not ended yet.
+    """A time interval, up to now, for which totals are computed.
 
     Attributes:
-        began: the start, on the clock of the caller of `Aggregator`.
-        tally: counts how often each rank was last in the calls of the window.
-        baseline: the totals of each worker at the start, and the time when they were
-            received.
+        began: the start of the window, on the clock of the caller of `Aggregator`.
+        tally: counts how often each rank came last in the calls of the window.
+        baseline: for each worker, the totals at the start of the window, and the time
+            when these totals were received.
     """
 
     def __init__(self, size: int, workers: dict[int, LatestSample], now: float) -> None:
@@ -104,7 +105,7 @@ class Window:
         self.baseline = {w: (seen.totals, seen.received) for w, seen in workers.items()}
 
     def since(self, worker: int, latest: LatestSample) -> tuple[CallTotals, float]:
-        """Returns a worker's totals in this window, and the seconds of these totals."""
+        """Returns a worker's totals in this window, and the seconds that they cover."""
         base, began = self.baseline.get(worker, (latest.totals, latest.received))
         return latest.totals.since(base), max(latest.received - began, 1e-9)
 
@@ -113,15 +114,15 @@ class Aggregator:
     """Combines the samples of all ranks.
 
     Attributes:
-        epoch, size: the newest epoch among the samples, and its number of ranks; 0
-            ranks before the first sample.
-        workers: the current workers by number. In a static job the number is the rank.
+        epoch: the newest epoch of any sample, -1 before the first sample.
+        size: the number of ranks in this epoch, 0 before the first sample.
+        workers: the current workers by id. In a static job the id is the rank.
         sums: totals of all current and former workers, by collective, lane and process
             set.
         ranks: totals of all current and former workers, by rank.
-        events: (when, text) of the last events.
-        joins, losses: numbers of workers that joined and were lost after the start.
-        tuned: the results of autotune, if there are any.
+        events: pairs (time, text) of the last events.
+        joins, losses: how many workers joined and were lost after the start.
+        tuned: the results of autotune as text, "" without results.
     """
 
     def __init__(self) -> None:
@@ -150,8 +151,8 @@ class Aggregator:
             if base is None or totals.calls < base[0].calls:
                 window.baseline[worker] = totals, now
         old = CallTotals() if before is None else before.totals
-        # If the calls became fewer, the process has called `init` again and counts from
-        # 0.
+        # If the count of calls has decreased, the process has called `init` again, and
+        # counts from 0.
         restarted = totals.calls < old.calls
         of_rank = self.ranks.setdefault(sample.rank, RankTotals())
         new_totals = totals if restarted else totals.since(old)
@@ -189,7 +190,7 @@ class Aggregator:
         return key
 
     def remove_worker(self, worker: int) -> None:
-        """Removes a worker that has ended. Its numbers stay in the totals."""
+        """Removes a worker that has ended. The totals still include its calls."""
         self.workers.pop(worker, None)
 
     def add_event(self, text: str, now: float) -> None:
@@ -208,7 +209,7 @@ class Aggregator:
         self._windows.remove(window)
 
     def members(self) -> dict[int, tuple[int, LatestSample]]:
-        """Returns number and sample of each worker in the current epoch, by rank."""
+        """Returns the id and the latest sample of each current worker, by rank."""
         return {
             latest.sample.rank: (worker, latest)
             for worker, latest in sorted(self.workers.items())

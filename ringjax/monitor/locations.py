@@ -1,9 +1,9 @@
-"""Locations: lines where programs spend time, and where a rank spends more than usual.
+"""Finds the line of code in which a slow rank spends more time than other ranks.
 
-A rank sends a few lines of code, each with a share of its time. All ranks of a job run
-the same program, so a line where a slow rank spends more time than other ranks explains
-why the rank is slow: it loads data, compiles, or collects garbage. If only the
-processor of the rank is slow, no line stands out.
+Each rank sends a few lines of code (*locations*), each with its share of the rank's
+time. All ranks of a job run the same program, so a location with a larger share on a
+slow rank explains why the rank is slow: for example, it loads data, compiles, or
+collects garbage. If only the processor of the rank is slow, all shares are alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 GARBAGE_COLLECTION = "garbage collection"
-# The suffix of a location where the program is inside of a collective.
+# The suffix of a location at which the program was inside of a collective.
 IN_COLLECTIVE = " (exchanging)"
 _MAX_BYTES = 180  # most bytes of packed locations in a message of the heartbeat
 _SEPARATOR = "|"
@@ -40,7 +40,7 @@ def pack_shares(spent: Mapping[str, float]) -> str:
 
 
 def unpack_shares(text: str) -> dict[str, float]:
-    """Returns shares by location. A text of another form counts as one location.
+    """Parses the result of `pack_shares`. Any other text counts as one location.
 
     Example:
         >>> unpack_shares("75 a.py:7 in step|25 a.py:3 in load")
@@ -63,9 +63,9 @@ def unpack_shares(text: str) -> dict[str, float]:
 def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
     """Returns for each rank the location whose share exceeds that of other ranks most.
 
-    `packed` has the results of `pack_shares` by rank. A rank without locations has "".
-    Locations inside of collectives have the lowest priority: a rank for which other
-    ranks wait is not late because of calls in which it waits itself.
+    `packed` has the results of `pack_shares` by rank. The result is "" for a rank
+    without locations. Locations inside of collectives have the lowest priority, because
+    a late rank is not late because of the calls in which it waits for other ranks.
 
     Example:
         >>> usual = "90 a.py:7 in step|10 a.py:3 in load"
@@ -97,7 +97,7 @@ def distinctive_locations(packed: Mapping[int, str]) -> dict[int, str]:
 def _median_of_others(known: Sequence[float], ranks: int, own: float) -> float:
     """Returns the median share of all ranks except the rank with the share `own`.
 
-    `known` has the shares in rising order. Those of the other `ranks` are 0.
+    `known` has the shares in rising order, except the shares of 0.
     """
     zeros, others = ranks - len(known), ranks - 1
     own_index = zeros + bisect_left(known, own)

@@ -1,8 +1,8 @@
-"""Formats the numbers of a job as metrics, by the conventions of Prometheus.
+"""Formats the statistics of a job as metrics, by the conventions of Prometheus.
 
 Labels have few values, to keep the number of time series small: collectives, two lanes,
-ranks, and at most 32 process sets ("other" stands for further ones). run/monitor/
-serves the metrics of a job, and observe/ those of one rank.
+ranks, and at most 32 process sets ("other" combines all further process sets).
+run/monitor/ serves the metrics of a job, and observe/ the metrics of one rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class MetricFamily:
     """All samples of one metric.
 
     Attributes:
-        about: the help text.
-        samples: the name's suffix, the labels and the value of each sample.
+        about: the help text of the metric.
+        samples: for each sample, the suffix of its name, its labels and its value.
     """
 
     name: str
@@ -38,7 +38,7 @@ class MetricFamily:
     samples: list[tuple[str, Labels, float]] = field(default_factory=list)
 
     def add(self, value: float, **labels: object) -> None:
-        """Adds a sample under the metric's own name."""
+        """Adds a sample whose name has no suffix."""
         texts = {name: str(label) for name, label in labels.items()}
         self.samples.append(("", texts, value))
 
@@ -72,7 +72,7 @@ def _escape(label: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Formats a number for Prometheus without a loss of digits.
+    """Formats a number for Prometheus with all its digits.
 
     Example:
         >>> format_number(3), format_number(0.25), format_number(math.inf)
@@ -101,7 +101,7 @@ def build_info(version: str) -> MetricFamily:
 def collective_metrics(
     sums: Mapping[CollectiveKey, CollectiveSums],
 ) -> Iterator[MetricFamily]:
-    """Yields the metrics by collective, lane and process set."""
+    """Yields the metrics that have the labels collective, lane and process set."""
     labels_of = {key: _labels(key) for key in sorted(sums)}
     for name, meaning in (
         ("wait", "from a call until all ranks had come"),
@@ -191,7 +191,7 @@ def _rank_metrics(aggregator: Aggregator, view: View) -> Iterator[MetricFamily]:
         yield family
 
 
-# Help text and attribute of RankTotals by name.
+# Maps the name of each counter to its help text and the attribute of RankTotals.
 _RANK_COUNTERS = {
     "calls": ("Calls of a rank.", "totals.calls"),
     "wait_seconds": ("Time in which some call waited for ranks.", "totals.waiting"),
@@ -203,6 +203,6 @@ _RANK_COUNTERS = {
 
 
 def rank_counter(name: str) -> MetricFamily:
-    """Returns an empty family for a counter that each rank has."""
+    """Returns the family of a counter of `_RANK_COUNTERS`, without samples."""
     about = _RANK_COUNTERS[name][0]
     return MetricFamily(f"ringjax_rank_{name}_total", "counter", about)

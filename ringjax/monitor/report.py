@@ -1,4 +1,4 @@
-"""Formats the numbers of a job as text: reports while it runs, and the summary."""
+"""Formats a job's statistics as text: reports during the job, a summary at its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def format_summary(aggregator: Aggregator, seconds: float, step: float = 0.0) ->
 
     Args:
         seconds: the time that the totals cover.
-        step: seconds of a recent training step; 0 if unknown.
+        step: seconds of a recent training step; pass 0 if unknown.
     """
     if not aggregator.ranks:
         return NO_SAMPLES
@@ -85,7 +85,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _shorten(lines: Sequence[str]) -> list[str]:
-    """Selects the first lines, and the lines of other ranks that have an arrow."""
+    """Selects the first lines, and of the other lines those that have an arrow."""
     most = _MAX_RANKS + 2
     if len(lines) <= most:
         return list(lines)

@@ -1,6 +1,6 @@
-"""Samples: the totals of one rank since it began, and the waits of its last calls.
+"""A sample has the totals of one rank, and the waiting times of its last calls.
 
-A sample travels as one line of JSON. `parse_sample` checks every field, because a rank
+A sample is sent as one line of JSON. `parse_sample` checks every field, because a rank
 may run on another host.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ringjax.monitor.stragglers import WaitRecord
 
-BUCKETS = 26  # number of buckets: Totals::kBuckets in the core's recorder
+BUCKETS = 26  # buckets of a histogram, as Totals::kBuckets of the native core
 _MAX_COLLECTIVES = 1024
 _MAX_TEXT = 255  # most characters of a text in a sample
 _MAX_RANKS = 1 << 20
@@ -27,7 +27,8 @@ class CollectiveSums:
     """Totals of one collective in one lane of one process set.
 
     Attributes:
-        wait, move: histograms of the calls by time, see ringjax.stats.
+        wait, move: histograms of the calls by waiting time and by moving time, see
+            ringjax.stats.
     """
 
     calls: int = 0
@@ -48,19 +49,20 @@ class CollectiveSums:
         self.move = [a + sign * b for a, b in zip(self.move, other.move, strict=True)]
 
 
-# The key of sums: collective, whether it ran in the eager lane, process set.
+# The collective, whether it ran in the eager lane, and the id of its process set.
 CollectiveKey = tuple[str, bool, int]
 
 
 @dataclass(slots=True)
 class Sample:
-    """The state of one rank at one moment.
+    """The statistics of one rank at one moment.
 
     Attributes:
         epoch: the epoch to which `rank` and `size` belong.
-        waiting, moving: seconds in which at least one call waited, or moved data.
+        waiting: seconds in which at least one call waited for other ranks.
+        moving: seconds in which at least one call moved data.
         exposed: seconds that programs have waited for overlapped calls.
-        waits: the waits of the last calls of the world.
+        waits: the waiting times of the last calls of the world's communicators.
         part: the fraction of these calls that `waits` contains.
         place: the lines of Python where the program spends its time, see locations.py.
         tuned: a text about the result of autotune; "" if there is none.
@@ -114,7 +116,7 @@ _SUMS = (*_SUMS_INTEGERS, *_SUMS_FLOATS, "wait", "move")
 
 
 def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
-    """Converts the totals from the core's recorder."""
+    """Converts the totals that the native core's recorder returns."""
     return {
         (one["op"], bool(one["named"]), one["set"]): CollectiveSums(
             **{name: one[name] for name in (*_SUMS_INTEGERS, *_SUMS_FLOATS)},
@@ -126,7 +128,7 @@ def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
 
 
 def parse_sample(text: str) -> Sample:
-    """Parses the line that a rank has sent; raises ValueError if it is no sample.
+    """Parses the line that a rank has sent. Raises ValueError if it is no sample.
 
     Example:
         >>> parse_sample('{"rank": 3, "size": 2}')
@@ -226,13 +228,13 @@ def subtract_sums(
     now: Mapping[CollectiveKey, CollectiveSums],
     before: Mapping[CollectiveKey, CollectiveSums],
 ) -> dict[CollectiveKey, CollectiveSums]:
-    """Returns the increase since `before`, for collectives with new numbers."""
+    """Returns the increase since `before`, omitting collectives without new calls."""
     found = {}
     for key, totals in now.items():
         new = CollectiveSums()
         new.add(totals)
         old = before.get(key)
-        # Smaller numbers mean that the process has restarted and counts from 0 again.
+        # Smaller totals mean that the process has restarted and counts from 0 again.
         if old is not None and old.calls <= totals.calls and old.bytes <= totals.bytes:
             new.add(old, -1)
         if new.calls or new.bytes or new.failures:

@@ -1,7 +1,7 @@
-"""Unix sockets by which `ringjax top` finds the jobs of its user.
+"""Unix sockets by which `ringjax top` finds the running jobs of this user.
 
-The sockets are in a folder that only its owner may enter, like the sockets of tmux. In
-addition, each end checks the user of the other end, which the kernel reports.
+The sockets are in a folder that only this user may enter, like the sockets of tmux. In
+addition, each end checks which user owns the process at the other end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def socket_folder() -> Path:
 
 
 def listen() -> tuple[socket.socket, Path]:
-    """Creates a listening socket of this process. The caller removes its file."""
+    """Creates a listening socket and its file. The caller must remove the file."""
     folder = socket_folder()
     fd = temporary.open_private_folder(str(folder), make=True)
     sock = socket.socket(socket.AF_UNIX)
@@ -52,7 +52,7 @@ def listen() -> tuple[socket.socket, Path]:
             path = folder / f"{os.getpid()}-{number}.sock"
             if _is_alive(path):  # another job in this process listens there
                 continue
-            # A killed process with the id of this process may have left the file.
+            # A killed process that had the same pid may have left the file behind.
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             sock.bind(_address(path, fd))
@@ -72,7 +72,7 @@ def connect(path: Path) -> socket.socket:
     """Connects to the ringrun that listens at `path`.
 
     Raises:
-        JobSocketError: no process of this user listens there.
+        JobSocketError: no process of this user listens at `path`.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -99,7 +99,7 @@ def connect_within(sock: socket.socket, address: str, seconds: float) -> None:
     """Connects a unix socket, and sets its timeout to `seconds`.
 
     Raises:
-        OSError: no process listens there, or the listener's queue stays full.
+        OSError: no process listens at `address`, or the listener's queue stays full.
     """
     deadline = time.monotonic() + seconds
     sock.settimeout(seconds)

@@ -1,11 +1,11 @@
-"""Finds the rank for which all other ranks wait, from the waits of each rank.
+"""Finds the rank for which all other ranks wait, from the waiting times of all ranks.
 
-In a call of all ranks, the rank that waits least has come last, and the other ranks
-have waited for that rank. No clocks are compared. One call proves nothing. A rank is a
-straggler if it is last in most calls, or causes most of the waiting, and if it costs
-the other ranks a relevant part of their time. Being last in most calls is too strict
-alone: a training step may have a hundred calls, and only in the first of them do all
-ranks wait for a rank that computed for too long.
+In a collective, the rank that waits least has come last, and the other ranks have
+waited for that rank. So no clocks need to be compared. A rank is a straggler if it is
+last in most calls or causes most of the waiting, and if it costs the other ranks a
+relevant part of their time. To be last in most calls would be too strict as the only
+criterion: a training step may have a hundred calls, and only in the first of these
+calls do all ranks wait for a rank that computed for too long.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import NamedTuple
 # microseconds of the wait.
 WaitRecord = tuple[bool, int, int]
 
-MAX_PENDING_CALLS = 8192  # most calls that some ranks have not reported yet
-_MIN_SHARE = 0.5  # least share of a straggler in the last arrivals or in the waits
-_MIN_SHARE_OF_TWO = 2 / 3  # least share of two ranks: half is usual
-MIN_COST = 0.02  # least share of their time that a straggler costs other ranks
+MAX_PENDING_CALLS = 8192  # most calls to remember that some ranks have not reported
+_MIN_SHARE = 0.5  # a straggler's least share of last arrivals or of the waiting time
+_MIN_SHARE_OF_TWO = 2 / 3  # the same in a job of two ranks, where half is usual
+MIN_COST = 0.02  # a straggler's least cost, as a share of the other ranks' time
 _MAX_OUTLIERS = 3  # the most expensive calls of each rank, which are ignored
 MIN_CALLS = 8  # least number of calls before a rank can be a straggler
 
 
 class LastArrival(NamedTuple):
-    """The last rank of one call, and its delay to the other ranks in seconds."""
+    """The rank that came last in one call, and its delay in seconds."""
 
     last: int
     behind: float
@@ -52,7 +52,7 @@ class Stragglers:
         self._pending: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
 
     def add_waits(self, rank: int, waits: Iterable[WaitRecord]) -> list[LastArrival]:
-        """Adds wait records of one rank; returns the calls that are complete now.
+        """Adds wait records of one rank. Returns the last arrivals of complete calls.
 
         A call is complete when all ranks have reported it.
         """
@@ -63,7 +63,8 @@ class Stragglers:
             # last operation was submitted, which is the operation that waited least.
             reported[rank] = min(us, reported.get(rank, us))
             touched[named, sequence] = reported
-        # Complete calls only after the loop, so that all operations of a call count.
+        # Check for complete calls after the loop, so that all operations of a call are
+        # included.
         full = [key for key, reported in touched.items() if len(reported) == self.size]
         arrivals = [_last_arrival(self._pending.pop(key)) for key in full]
         while len(self._pending) > MAX_PENDING_CALLS:
@@ -79,10 +80,10 @@ def _last_arrival(waits: dict[int, int]) -> LastArrival:
 
 
 class StragglerTally:
-    """Counts the last arrivals in one interval.
+    """Counts in one interval how often each rank came last.
 
     Attributes:
-        delays: for each rank its delay in seconds, in each call in which it was last.
+        delays: for each rank, its delays in seconds in the calls in which it came last.
 
     Example:
         >>> tally = StragglerTally(2)
@@ -108,7 +109,7 @@ class StragglerTally:
     def straggler(self, elapsed: float) -> int | None:
         """Returns the rank for which all other ranks wait, or None.
 
-        The calls were made within `elapsed` seconds.
+        `elapsed` is the time in seconds within which all calls were made.
         """
         if self.calls < MIN_CALLS or elapsed <= 0:
             return None
@@ -116,9 +117,8 @@ class StragglerTally:
         times = [float(len(delays)) for delays in self.delays]
         if (rank := self._worst(elapsed, costs, times)) is not None:
             return rank
-        # A rank may be last in few calls, but very late in these calls. The worst calls
-        # of each rank do not count, because one or two accidents do not make a rank a
-        # straggler.
+        # A rank may be last in few calls, but very late in these calls. Ignore the
+        # longest delays of each rank, because one or two delays make no straggler.
         costs = [sum(sorted(delays)[:-_MAX_OUTLIERS]) for delays in self.delays]
         return self._worst(elapsed, costs, costs)
 

@@ -1,4 +1,4 @@
-"""Views: the numbers of one window of time, rank by rank, for reports and displays."""
+"""A view has the statistics of each rank in one time window, to show them to users."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ringjax.monitor.aggregator import Aggregator, Window
 
 @dataclass(slots=True)
 class RankView:
-    """Numbers of one rank.
+    """The statistics of one rank in a window.
 
     Attributes:
-        waits, moves: the shares of the time in which at least one call waited, or
-            moved data.
+        waits: the share of the time in which at least one call waited for other ranks.
+        moves: the share of the time in which at least one call moved data.
         last_in: the share of the calls in which the rank came last.
-        late_by: the median delay in those calls, in seconds.
+        late_by: the median delay in the calls in which the rank came last, in seconds.
         busbw: bytes per second over the rank's busiest link while data moved; 0 if
             unknown.
         memory: resident bytes of the process.
@@ -41,13 +41,13 @@ class RankView:
 
 @dataclass(slots=True)
 class View:
-    """Numbers of the job in a window.
+    """The statistics of a job in a window.
 
     Attributes:
         seconds: the length of the window.
         rate: calls per second of the rank with most calls.
         step: seconds of a training step; 0 if unknown.
-        busbw: the `busbw` of the slowest rank.
+        busbw: the least `busbw` of all ranks.
         culprit: the rank for which all other ranks wait, or None.
     """
 
@@ -67,7 +67,7 @@ class View:
 
 
 def view_from_message(message: Mapping[str, Any]) -> View:
-    """Reads the result of `View.message`. Ignores names that this version lacks.
+    """Parses the result of `View.message`. Ignores fields that this version lacks.
 
     Raises:
         ValueError, TypeError: `message` is no view.
@@ -90,7 +90,7 @@ def _known(kind: type[RankView | View], message: object) -> dict[str, Any]:
 def make_view(
     aggregator: Aggregator, window: Window, now: float, every: float = 0.0
 ) -> View:
-    """Computes the numbers of an open window; `every` is the interval of samples."""
+    """Computes the statistics of a window. `every` is the seconds between samples."""
     import statistics  # slow to import, and only jobs with a view need it
 
     seconds = max(now - window.began, 1e-9)

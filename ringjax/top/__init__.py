@@ -1,1 +1,1 @@
-"""`ringjax top`: shows the ranks of a running job, in another terminal of its user."""
+"""`ringjax top` shows the ranks of a running job, like top shows processes."""

@@ -1,8 +1,8 @@
-"""`ringjax top`: connects to the ringrun of a running job, and shows its ranks.
+"""The command `ringjax top` connects to the ringrun of a job, and shows its ranks.
 
 While a viewer is connected, ringrun requests samples from the ranks. On a terminal the
-view fills the screen, with colors if rich is installed. Otherwise each view is printed
-as a block of text.
+view fills the screen, with colors if rich is installed. If the output is no terminal,
+each view is printed as a block of text.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
 def find(wanted: str | None) -> Path:
     """Returns the socket of the job whose ringrun has the process id `wanted`.
 
-    None finds the only job of this user. Raises JobSocketError if no job is found, or
-    several.
+    Pass None to find the only job of this user. Raises JobSocketError if no job or more
+    than one job is found.
     """
     known = sockets.find_jobs()
     if wanted is not None:
@@ -82,7 +82,7 @@ def find(wanted: str | None) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `ringjax top`. Returns the exit code: 0 if there was a job, or else 1."""
+    """Runs `ringjax top`. Returns the exit code: 0, or 1 after an error."""
     options = parser().parse_args(argv)
     try:
         job = JobConnection(find(options.pid))
@@ -112,13 +112,13 @@ def _look(job: JobConnection, options: argparse.Namespace) -> None:
 
 
 def _first(job: JobConnection) -> JobStatus:
-    """Returns the first status with ranks, or the last status after a timeout."""
+    """Waits for a status with ranks. After a timeout, returns the latest status."""
     deadline = time.monotonic() + _FIRST_TIMEOUT
     found = None
     while (left := deadline - time.monotonic()) > 0:
         status = job.read(left)
         found = status or found
-        # Wait for two samples of each rank, from which shares of time are computed.
+        # Wait for two samples of each rank, because shares of time need two samples.
         if status is not None and status.view.rows and status.view.seconds > 2.0:
             return status
     if found is None:
@@ -143,7 +143,7 @@ def _follow(
 
 @contextlib.contextmanager
 def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
-    """Yields a function that shows a status, and a function that polls for a quit."""
+    """Yields a function that shows a status, and one that tells if the user quits."""
     if not sys.stdout.isatty():
         yield _print, lambda: False
         return
@@ -163,8 +163,8 @@ def _display() -> Iterator[tuple[Show, Callable[[], bool]]]:
 def _keys() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether the user has typed `q`.
 
-    Inside of the context the terminal is in cbreak mode. In other modes the program
-    receives input only at the end of a line.
+    Inside of the context the terminal is in cbreak mode, because in other modes the
+    program receives input only after the user presses Enter.
     """
     if not sys.stdin.isatty():
         yield lambda: False

@@ -1,4 +1,4 @@
-"""Connection to the ringrun of a running job, which sends its status as messages."""
+"""Receives the status of a running job from the ringrun of the job."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        pid: process id of ringrun.
-        command: command of the ranks.
-        seconds: time since the job began.
+        pid: the process id of ringrun.
+        command: the command that the ranks run.
+        seconds: the time in seconds since the job began.
         joins: number of workers that have joined after the start.
         losses: number of members that were lost.
         events: the age in seconds and the text of each event. The latest event is last.
@@ -46,7 +46,7 @@ class JobStatus:
 
 
 def parse_status(text: bytes) -> JobStatus:
-    """Parses a message; raises ValueError if it is not valid.
+    """Parses a message of ringrun. Raises ValueError if the message is not valid.
 
     Example:
         >>> parse_status(b'{"view": {"seconds": 1.0}, "job": {"pid": 7}}').pid
@@ -70,10 +70,10 @@ def parse_status(text: bytes) -> JobStatus:
 
 
 class JobConnection:
-    """A connection to the ringrun of a job that listens at `path`.
+    """A connection to the ringrun that listens on the unix socket `path`.
 
     Raises:
-        JobSocketError: connecting is not possible.
+        JobSocketError: no process of this user listens at `path`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +88,7 @@ class JobConnection:
         return self._sock.fileno()
 
     def read(self, limit: float = math.inf) -> JobStatus | None:
-        """Returns the newest status; None if no status arrives within `limit` seconds.
+        """Returns the newest status, or None if none arrives within `limit` seconds.
 
         Raises:
             JobEnded: the job is over.

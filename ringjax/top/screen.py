@@ -1,4 +1,4 @@
-"""Draws a job on a terminal with rich: the table of table.py, in colors.
+"""Draws the status of a job on a terminal with rich: the table of table.py, in color.
 
 cli.py imports this module only if rich is installed and the output is a terminal.
 """
@@ -19,7 +19,7 @@ from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
 _FRAME_LINES = 12  # lines of the screen that show neither ranks nor events
-_EVENT_COLUMNS = 17  # columns that the text of an event cannot use
+_EVENT_COLUMNS = 17  # columns for the frame and the age of an event, left of its text
 
 
 def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Panel:
@@ -46,7 +46,7 @@ def _line(text: str) -> Text:
 
 
 def _events(status: JobStatus, width: int, most: int) -> tuple[Table, int]:
-    """Draws the latest events that fit into `most` lines; returns the lines taken."""
+    """Draws the latest events that fit into `most` lines, and counts their lines."""
     shown: list[tuple[str, str]] = []
     taken = 0
     for ago, text in reversed(status.events):
@@ -83,7 +83,7 @@ def _ranks(status: JobStatus, most: int) -> Table:
 
 
 class Screen:
-    """A full-screen view of the terminal, inside of a `with` statement."""
+    """Uses the whole terminal to show statuses, inside of a `with` statement."""
 
     def __init__(self) -> None:
         self._console = Console()

@@ -1,6 +1,6 @@
-"""Formats a job as lines of text, for terminals with 80 columns or more.
+"""Formats the status of a job as lines of text, for 80 columns or more.
 
-`ringjax top` prints these lines. The screen of rich (screen.py) shows the same cells.
+`ringjax top` prints these lines. With rich, screen.py shows the cells of the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE, SILENT_RANK, PLAIN = "late", "silent", ""
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """A column of the table of ranks. The last column takes the rest of the width."""
+    """A column of the table of ranks. The last column fills the rest of the width."""
 
     head: str
     width: int
@@ -72,7 +72,7 @@ def age(seconds: float) -> str:
 
 
 def cells(row: RankView) -> list[str]:
-    """Returns the texts of a rank, one for each column."""
+    """Formats the statistics of a rank as one text per column."""
     late = format_duration(row.late_by) if row.late_by else "-"
     speed = f"{row.busbw / 1e9:.3g}" if row.busbw else "-"
     place = row.place.rpartition(" in ")[0] or row.place
@@ -91,7 +91,7 @@ def cells(row: RankView) -> list[str]:
 
 
 def kind(row: RankView, status: JobStatus) -> str:
-    """Returns LATE if all ranks wait for this one, SILENT_RANK, or else PLAIN."""
+    """Returns LATE if all ranks wait for this rank, else SILENT_RANK or PLAIN."""
     if row.rank == status.view.culprit:
         return LATE
     return SILENT_RANK if row.silent > SILENT_SECONDS else PLAIN
@@ -119,7 +119,7 @@ def head(status: JobStatus) -> list[str]:
 
 
 def chosen(status: JobStatus, most: int) -> list[RankView]:
-    """Selects at most `most` rows. Late, silent and often last ranks have priority."""
+    """Selects up to `most` ranks. Late, silent and often last ranks have priority."""
     rows = status.view.rows
     if len(rows) <= most:
         return rows
@@ -128,7 +128,7 @@ def chosen(status: JobStatus, most: int) -> list[RankView]:
 
 
 def straggler_text(status: JobStatus) -> str:
-    """Returns a text about the rank for which all other ranks wait, or ""."""
+    """Describes the rank for which all other ranks wait, or returns ""."""
     for row in status.view.rows:
         if row.rank == status.view.culprit:
             where = f", {row.place}" if row.place else ""
@@ -140,7 +140,7 @@ def straggler_text(status: JobStatus) -> str:
 
 
 def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
-    """Yields all lines, for `most` ranks at most, with up to `width` characters."""
+    """Yields all lines, each up to `width` characters, for up to `most` ranks."""
     for line in head(status):
         yield line[:width]
     yield ""
