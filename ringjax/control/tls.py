@@ -29,7 +29,7 @@ from typing import Any
 from ringjax.errors import AuthenticationError, StartupError
 
 _WITHOUT_DIFFIE_HELLMAN = 1 << 10  # SSL_OP_ALLOW_NO_DHE_KEX, which has no name in ssl
-_HEADER_BYTES = 5  # of a record; bytes 3 and 4 of the header are the body's length
+_HEADER_BYTES = 5  # a record's header; bytes 3 and 4 are the length of the body
 _MAX_RECORD_BYTES = 16384 + 256  # the longest body of a record
 _READ_BYTES = 1 << 16
 _RANDOM_BYTES = 32  # each end sends so many random bytes, to derive a link's keys

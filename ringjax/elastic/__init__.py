@@ -1,8 +1,8 @@
-"""Elastic training: a state that survives the loss of ranks, and the loop around it.
+"""Elastic training: training continues when ranks are lost, join or leave.
 
-A program needs `run` and `State`. `ElasticSampler` distributes the remaining samples
-after ranks join or leave, and `Checkpointer` writes to disk. The package imports no
-framework.
+A program needs `run`, which calls the training function, and `State`, which holds the
+training state. `ElasticSampler` distributes the remaining samples after ranks join or
+leave, and `Checkpointer` writes the state to disk. The package imports no framework.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Checkpoint layout for trees of JAX and plain values: orbax for arrays, else JSON.
+"""Writes and reads the files of a checkpoint: arrays by orbax, other values as JSON.
 
 Each attribute that contains an array is a separate orbax checkpoint, which
 ``orbax.checkpoint.PyTreeCheckpointer().restore("…/120/params")`` reads. In the files, a
-key of jax.random is its data, an empty array is a zero, and an attribute that is only
-one array is a dict with the one entry ``value``.
+key of jax.random is stored as its data, an empty array as a zero, and an attribute that
+is a single array as a dict with the one entry ``value``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ORBAX_KINDS = "".join(set(NUMPY_KINDS) - set("SUmM"))
 
 
 class CheckpointLayout(Protocol):
-    """Reads and writes the files of one kind of state."""
+    """Reads and writes the files of a checkpoint, for one class of state."""
 
     def prepare(self, committed: Attributes) -> Any:
-        """Returns data for `write` that training does not change.
+        """Returns the data that `write` needs, which training does not change.
 
         Raises:
             TypeError: the state contains an object that cannot be written.
@@ -47,14 +47,14 @@ class CheckpointLayout(Protocol):
     def read(self, folder: Path, present: Attributes) -> Attributes:
         """Returns the attributes in the folder.
 
-        Raises ValueError if their structure differs from that of the current attributes
-        `present`.
+        Raises ValueError if the structure of an attribute differs from the structure in
+        `present`, the current attributes.
         """
 
 
 @contextlib.contextmanager
 def synced(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing, and forces it to the disk at the end."""
+    """Opens a new file for writing, and forces its data to the disk at the end."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -72,7 +72,7 @@ class ArrayFiles:
             if _has_arrays(value)
         }
         if trees:
-            _orbax()  # raise an error here, not in the thread, without orbax
+            _orbax()  # if orbax is missing, raise the error here, not in the thread
         plain = {
             name: _to_json(name, value)
             for name, value in committed.items()
@@ -90,7 +90,7 @@ class ArrayFiles:
                 files.save(folder / name, tree)
 
     def read(self, folder: Path, present: Attributes) -> Attributes:
-        """Returns the attributes that both the files and the program have."""
+        """Returns the attributes that exist both in the files and in the program."""
         plain = json.loads((folder / _PLAIN).read_bytes())
         found = {
             name: _from_json(value) for name, value in plain.items() if name in present
@@ -200,7 +200,7 @@ def _to_json(name: str, value: object) -> object:
 
 
 def _is_same(read: object, value: object) -> bool:
-    """Returns whether values and types are equal, because JSON makes tuples lists."""
+    """Returns whether values and types are equal: JSON turns tuples into lists."""
     if type(read) is not type(value):
         return False
     if isinstance(value, dict) and isinstance(read, dict):

@@ -1,8 +1,8 @@
-"""Checkpointer: writes the committed state to disk, in case all ranks are lost.
+"""Writes the committed state to disk, in case all ranks are lost.
 
 Rank 0 writes one folder for each checkpoint, in a separate thread. A folder receives
-its name when all its files are complete, so a folder with a number for a name is a
-complete checkpoint. Its files depend on the kind of state (`array_files.py`,
+its name, a number, when all its files are complete, so a folder with such a name is a
+complete checkpoint. The files depend on the class of the state (`array_files.py`,
 `ringjax.torch.elastic.state`).
 """
 
@@ -38,20 +38,20 @@ def _refuse_groups() -> None:
 class Checkpointer:
     """Writes a state to disk at commits, and loads the newest checkpoint.
 
-    Pass it to `ringjax.elastic.run`. Rank 0 then writes at commits, while training
-    continues, and a job that starts again begins with the newest complete checkpoint,
-    on any number of ranks. A commit is not written if the previous checkpoint is still
-    being written. If the disk is full or writing fails for another reason, a warning is
-    printed, earlier checkpoints stay, and training continues.
+    Pass the checkpointer to `ringjax.elastic.run`. Rank 0 then writes at commits, while
+    training continues, and a job that is started again begins with the newest complete
+    checkpoint, on any number of ranks. A commit is not written if the previous
+    checkpoint is still being written. If writing fails, for example because the disk is
+    full, a warning is printed, earlier checkpoints stay, and training continues.
 
-    A checkpoint is a folder with a number for a name: ``state.step`` if there is such
-    an attribute, or else the next free number. Each attribute that is a tree of JAX is
-    an orbax checkpoint in the folder (``pip install "ringjax[checkpoint]"``), and all
+    A checkpoint is a folder whose name is a number: ``state.step`` if there is such an
+    attribute, or else the next free number. Each attribute that contains arrays is an
+    orbax checkpoint in the folder (``pip install "ringjax[checkpoint]"``), and all
     other attributes are in ``plain.json``. A `ringjax.torch.elastic.TorchState` is one
     file of `torch.save`. These files can be read without ringjax.
 
     Args:
-        directory: equal on all ranks, on a file system that they share.
+        directory: the folder of all checkpoints, on a file system that all ranks share.
         every: the number of commits from one checkpoint to the next.
         seconds: the smallest time between the starts of two checkpoints.
         keep: how many complete checkpoints to keep.
@@ -106,8 +106,8 @@ class Checkpointer:
         """Begins to write the last commit of the state.
 
         Returns:
-            False if the previous checkpoint is still being written. Then nothing is
-            written.
+            True, or False if the previous checkpoint is still being written, so that
+            this commit is not written.
 
         Raises:
             TypeError: the state contains an object that cannot be written.
@@ -121,8 +121,8 @@ class Checkpointer:
         number, step = max([-1, *self.numbers()]) + 1, committed.get("step")
         if type(step) is int:
             number = max(number, step)
-        # The thread is no daemon, so that a program that ends completes its last
-        # checkpoint.
+        # The thread is no daemon, so that the interpreter waits for the last checkpoint
+        # at exit.
         self._thread = threading.Thread(
             target=self._write,
             args=(files, number, files.prepare(committed)),
@@ -132,12 +132,13 @@ class Checkpointer:
         return True
 
     def load(self, state: State) -> int | None:
-        """Loads the newest readable checkpoint into the state, and commits it.
+        """Loads the newest readable checkpoint into the state, and commits the state.
 
-        One rank calls this. `State.sync` or `run` send the state to the other ranks.
+        Call `load` on one rank. `State.sync` or `run` then send the state to the other
+        ranks.
 
         Returns:
-            The number of the checkpoint; None if there is no checkpoint.
+            The number of the checkpoint, or None if there is no checkpoint.
 
         Raises:
             RuntimeError: there are checkpoints, but none can be read.
@@ -178,10 +179,10 @@ class Checkpointer:
     # -- called by `run` ---------------------------------------------------------------
 
     def attach(self, state: State) -> Callable[[], bool]:
-        """Begins to write commits of the state.
+        """Makes this checkpointer write the commits of a state from now on.
 
-        The returned function loads the newest checkpoint, and returns whether there is
-        a checkpoint.
+        Returns a function that loads the newest checkpoint, and returns whether there
+        is a checkpoint.
         """
         _refuse_groups()
         self._state = state
@@ -212,7 +213,7 @@ class Checkpointer:
             self._written = self._commits
 
     def save_last(self) -> None:
-        """Begins to write the last commit, unless it has been written."""
+        """Begins to write the last commit, unless the commit is on disk already."""
         if self._state is not None and self._written < self._commits:
             self.wait()
             self.save(self._state)
@@ -226,9 +227,9 @@ class Checkpointer:
             unfinished.mkdir(parents=True)
             failpoints.passing("checkpoint.begun")
             files.write(unfinished, prepared)
-            # After a crash of the host, a folder with a number must be complete. So
-            # force the files and their folder to the disk before the folder receives
-            # its number, and then the parent folder with the new name.
+            # Even after a crash of the host, a folder named by a number must be
+            # complete. So force the files and their folder to the disk before the
+            # folder is renamed to its number, and then the parent folder.
             with synced(unfinished / _ABOUT) as file:
                 file.write(json.dumps({"format": 1, "number": number}).encode())
             _force_to_disk(unfinished)
@@ -250,7 +251,7 @@ class Checkpointer:
                 self._remove(old)
 
     def _remove(self, number: int) -> None:
-        # Rename first, because a folder that is removed in part must not look complete.
+        # Rename first, so that a partly removed folder does not look complete.
         renamed = self.directory / f".{number}.old{_UNFINISHED}"
         with contextlib.suppress(OSError):
             (self.directory / str(number)).rename(renamed)

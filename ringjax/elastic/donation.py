@@ -1,9 +1,9 @@
 """Detects which attributes of a state a program donates to its compiled step.
 
-A donated array has no memory any more, so a commit must have copied the array before.
-Two consecutive commits show whether copies are needed. If the arrays of the earlier
-commit are deleted, the program donates. If other arrays have replaced live arrays, the
-program does not donate.
+Donation frees the memory of an array, so each commit must copy donated attributes. Two
+consecutive commits show whether an attribute is donated. If the arrays of the earlier
+commit are deleted, the program donates the attribute. If the attribute has other arrays
+now and the earlier arrays still exist, the program does not donate the attribute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Donation:
     """Records which attributes of one state the program donates."""
 
     def __init__(self) -> None:
-        # True or False by attribute, as soon as two commits have shown it.
+        # Whether each attribute is donated. Unknown attributes have no entry yet.
         self._donates: dict[str, bool] = {}
         self._inputs: dict[str, list[Any]] = {}
 
@@ -30,12 +30,12 @@ class Donation:
         return self._donates.get(name, True)
 
     def names_to_copy(self, attributes: Mapping[str, object]) -> set[str]:
-        """Compares with the previous commit; returns names of attributes to copy."""
+        """Compares with the previous commit, and returns names of attributes to copy."""
         part = values.jax_part()
         for name, value in attributes.items():
             before, now = self._inputs.get(name, []), values.jax_arrays(value)
             if any(part.is_deleted(array) for array in before):
-                # A program that has donated once may donate again at any step.
+                # Copy at every later commit, too: the next step may donate again.
                 if not self._donates.get(name):
                     _log.debug(
                         "state.%s is donated by the step: each commit copies it", name
@@ -51,5 +51,5 @@ class Donation:
         self._inputs = {n: values.jax_arrays(value) for n, value in attributes.items()}
 
     def discard_inputs(self) -> None:
-        """Discards the recorded arrays, because no step has received them."""
+        """Discards the recorded arrays, because no step has received these arrays."""
         self._inputs = {}

@@ -1,4 +1,4 @@
-"""Handlers save, restore and send objects that contain their own state.
+"""Handlers save, restore and send attributes that have a `state_dict`.
 
 This module has the handler of samplers. The handlers of PyTorch's modules and
 optimizers are in `ringjax.torch.elastic.state`.
@@ -17,8 +17,8 @@ class StateHandler:
     """Saves, restores and sends one object.
 
     Args:
-        value: an object with `state_dict` and `load_state_dict`, unless a subclass
-            replaces the methods that use these two.
+        value: an object with `state_dict` and `load_state_dict`. Only subclasses that
+            override `state` and `load` accept other objects.
     """
 
     allow_pickle = False
@@ -32,7 +32,7 @@ class StateHandler:
         return self.value.state_dict()
 
     def load(self, state: Any) -> None:
-        """Loads a state, which belongs to the object from now on."""
+        """Loads a state into the object. The caller must not use `state` afterwards."""
         self.value.load_state_dict(state)
 
     def save(self) -> None:
@@ -40,7 +40,7 @@ class StateHandler:
         self._saved = copy.deepcopy(self.state())
 
     def restore(self) -> None:
-        """Loads the state that `save` kept last."""
+        """Loads the state that the last `save` has copied."""
         # Load a copy, because an optimizer changes the tensors that it has loaded.
         self.load(copy.deepcopy(self._saved))
 
@@ -57,12 +57,12 @@ class StateHandler:
         self.save()
 
     def saved(self) -> Any:
-        """Returns the state that `save` kept last. The caller must not change it."""
+        """Returns the state that the last `save` has copied. Do not change the state."""
         return self._saved
 
 
 class SamplerStateHandler(StateHandler):
-    """Handles an ElasticSampler, which distributes the remaining samples in `load`."""
+    """Handles an ElasticSampler. `load` distributes the remaining samples again."""
 
     value: ElasticSampler
 

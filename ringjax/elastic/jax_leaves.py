@@ -1,7 +1,7 @@
-"""JAX's part of a training state: arrays as memory, and registered nodes.
+"""Handles the JAX arrays and the registered tree nodes in a training state.
 
-`ringjax.elastic` imports this module only if the program has imported JAX. Traced
-values do not occur here.
+`ringjax.elastic` imports this module only if the program has imported JAX. No argument
+is ever a tracer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ringjax.xla import tokens
 
 
 class JaxNode(NamedTuple):
-    """A value that JAX can take apart, such as a named tuple.
+    """A value that JAX can flatten into children, such as a named tuple.
 
     Attributes:
         names: JAX's names of the children.
         children: the values one level below.
-        rebuild: makes a value of this type from other children.
+        rebuild: makes a value of the same type from other children.
     """
 
     names: list[str]
@@ -33,7 +33,7 @@ class JaxNode(NamedTuple):
 
 
 def node(value: Any) -> JaxNode | None:
-    """Takes `value` apart by one level. Returns None if the value is a leaf for JAX."""
+    """Flattens `value` by one level. Returns None if the value is a leaf for JAX."""
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda part: part is not value
     )
@@ -52,7 +52,7 @@ def is_array(value: object) -> bool:
 
 
 def describe(value: jax.Array) -> tuple[str, str | bool]:
-    """Returns the kind and the detail that `array_of` needs besides the data."""
+    """Returns the arguments `kind` and `detail` for `array_of`."""
     if not value.is_fully_addressable:
         return "shards", shards.describe(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -61,7 +61,7 @@ def describe(value: jax.Array) -> tuple[str, str | bool]:
 
 
 def data_of(value: jax.Array) -> Array:
-    """Returns the memory of an array, on CPUs without a copy. Waits for the array."""
+    """Waits for an array, and returns its memory; on CPUs without a copy."""
     if not value.is_fully_addressable:
         return shards.data_of(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -70,11 +70,12 @@ def data_of(value: jax.Array) -> Array:
 
 
 def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Array:
-    """Returns a JAX array of `data`, which belongs to the array from now on.
+    """Returns a JAX array of `data`. The caller must not change `data` afterwards.
 
     On CPUs, memory aligned to 64 bytes is used without a copy. `kind` and `detail` are
-    the results of `describe`. `like` is the value of this rank in the same place of the
-    state. If the program has put `like` on a device, the new array is put there, too.
+    the results of `describe`. `like` is this rank's value in the same place of the
+    state. If the program has committed `like` to a device, the new array is put on that
+    device, too.
     """
     if kind == "shards":
         return shards.array_of(data, str(detail), like)
@@ -109,7 +110,7 @@ def copy_of(value: jax.Array) -> jax.Array:
 
 
 def wait(values: Iterable[jax.Array]) -> None:
-    """Waits for these arrays and for stand-alone collectives.
+    """Waits for these arrays, and for collectives that no array depends on.
 
     Raises:
         JaxRuntimeError: the program that computes an array has failed.

@@ -1,4 +1,4 @@
-"""Memory of JAX arrays that are sharded over the processes of a group.
+"""Reads and makes JAX arrays that are sharded over the processes of a group.
 
 In a job of groups, a process sends each shard on its devices once, to the process at
 the same place in another group, where the array has the same sharding. `jax_leaves.py`
@@ -26,7 +26,7 @@ from ringjax.control.objects import Array
 
 
 def describe(value: jax.Array) -> str:
-    """Returns the text that `array_of` needs besides the data."""
+    """Returns the argument `detail` for `array_of`: shape and sharding as JSON."""
     about: dict[str, Any] = {"key": None, "spec": None}
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         about["key"] = str(jax.random.key_impl(value))
@@ -53,7 +53,7 @@ def _mesh_as_data(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
 
 
 def _devices_by_number() -> dict[tuple[int, int], jax.Device]:
-    """Returns the devices of this group, by process and by number in the process.
+    """Returns the devices of this group by (process, index within the process).
 
     Corresponding devices of all groups have equal keys.
     """
@@ -69,7 +69,7 @@ def data_of(value: jax.Array) -> Array:
     """Returns the distinct shards of this process, ordered by their bounds."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
-    # JAX 0.10 may fail to split such an array into shards.
+    # JAX 0.10 may fail to split a fully replicated array into shards.
     if value.is_fully_replicated:
         return np.asarray(value)[None]
     bounds = _shard_bounds(value.sharding, value.shape)
@@ -78,11 +78,11 @@ def data_of(value: jax.Array) -> Array:
 
 
 def array_of(data: Array, detail: str, like: object) -> jax.Array:
-    """Returns an array of which this process has some shards.
+    """Returns a JAX array that is sharded over the processes of this group.
 
     All processes of the group call this function, each with its own shards. `data` is
     the result of `data_of`, and `detail` the result of `describe`. If `detail` contains
-    no sharding, the sharding of `like`, the present value, is used.
+    no sharding, the array gets the sharding of `like`, this rank's current value.
 
     Raises:
         ValueError: the sharding of this process has other bounds.
@@ -109,7 +109,7 @@ def array_of(data: Array, detail: str, like: object) -> jax.Array:
 
 
 def _sharding(mesh: dict[str, Any], spec: list[Any]) -> NamedSharding:
-    """Returns the source's sharding on the devices of this group."""
+    """Makes the sharding that `describe` has described, on this group's devices."""
     known = _devices_by_number()
     try:
         devices = [known[tuple(place)] for place in mesh["devices"]]

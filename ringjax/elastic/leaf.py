@@ -1,7 +1,7 @@
-"""Arrays of numpy, JAX and PyTorch as bytes and back, without a copy where possible.
+"""Converts arrays of numpy, JAX and PyTorch to bytes and back, if possible uncopied.
 
-This module is for data that are sent completely to another rank, such as parameters and
-moments. The module imports no framework.
+This module is for arrays that are sent completely to another rank, such as parameters
+and an optimizer's moments. The module imports no framework.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ringjax.control.objects import Array, dtype_name, dtype_of
 from ringjax.elastic import values
 
-NUMPY_KINDS = "biufcmMSU"  # numpy's dtypes whose bytes other processes understand
+NUMPY_KINDS = "biufcmMSU"  # the `dtype.kind` of numpy arrays that can be sent as bytes
 _ALIGNMENT = 64  # JAX uses memory with this alignment without a copy
 
 
@@ -25,8 +25,8 @@ class Leaf(NamedTuple):
     """How a receiver stores the bytes of an array.
 
     Attributes:
-        kind: "jax", "key" (of jax.random), "shards" (of a JAX array of which other
-            processes hold other shards), "torch" or "numpy".
+        kind: "jax", "key" (of jax.random), "shards" (this process's shards of a JAX
+            array that is sharded over several processes), "torch" or "numpy".
         dtype: the name of the data's dtype.
         shape: the shape of the data.
         detail: for "jax", whether the type is weak; for "key", the implementation of
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     detail: str | bool = ""
 
     def memory(self) -> Array:
-        """Returns memory for the bytes, reserved by `preallocate` if possible."""
+        """Returns memory for the bytes, if possible memory from `preallocate`."""
         if self.kind == "torch":
             item_size: int = getattr(_torch(), self.dtype).itemsize
         else:
@@ -52,10 +52,10 @@ class Leaf(NamedTuple):
         return memory[start : start + size]
 
     def value(self, memory: Array, own: object) -> Any:
-        """Returns the array whose bytes are in `memory`, and which then owns `memory`.
+        """Returns an array that uses `memory`, which the caller must not change then.
 
-        If the value `own` of this rank is an array on a device, the new array is put on
-        that device, too.
+        If `own`, the value of this rank, is an array on a device, the new array is put
+        on that device, too.
         """
         if self.kind == "torch":
             torch = _torch()
@@ -74,16 +74,16 @@ class Leaf(NamedTuple):
         return part.array_of(data, self.kind, self.detail, own)
 
 
-# Memory that `preallocate` has reserved, by size.
+# Memory that `preallocate` has reserved, by size in bytes.
 _reserved: dict[int, list[Array]] = {}
 
 
 def preallocate(leaves: Iterable[Leaf]) -> None:
-    """Reserves memory for arrays like these.
+    """Reserves memory for arrays with these shapes and dtypes.
 
-    A joining rank calls this function before it requests admission. Afterwards all
-    other ranks wait for the joining rank, and the kernel takes longer to map new pages
-    than the rank takes to fill them.
+    A joining rank calls this function before it requests admission, because after the
+    admission all other ranks wait for the joining rank, and the kernel needs more time
+    to map new pages than the rank needs to fill them.
     """
     for memory in [leaf.memory() for leaf in leaves]:
         memory.fill(0)  # the kernel maps a page only when it is written
@@ -91,15 +91,15 @@ def preallocate(leaves: Iterable[Leaf]) -> None:
 
 
 def release_reserved() -> None:
-    """Frees the reserved memory that nothing has used."""
+    """Frees the reserved memory that `Leaf.memory` has not returned."""
     _reserved.clear()
 
 
 def read(value: Any) -> tuple[Leaf, Array] | None:
     """Returns an array's `Leaf` and its bytes, which the caller must not change.
 
-    Returns None if `value` is no array, or if its bytes have no meaning in other
-    processes. Raises ValueError if the memory of `value` was donated to a program.
+    Returns None if `value` is no array, or if its bytes have a meaning only in this
+    process. Raises ValueError if the memory of `value` was donated to a program.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -135,7 +135,7 @@ def _torch() -> ModuleType:
 
 
 def _read_tensor(tensor: Any, torch: ModuleType) -> tuple[Leaf, Array] | None:
-    # A parameter, or a tensor of a subclass, has more properties than its data.
+    # A parameter, or a tensor of a subclass, has properties that its bytes do not hold.
     if type(tensor) is not torch.Tensor or tensor.requires_grad:
         return None
     if tensor.layout != torch.strided or tensor.is_quantized:

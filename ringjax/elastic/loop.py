@@ -1,8 +1,7 @@
-"""run: the loop around a training function that survives the loss of ranks.
+"""`run` calls a training function again after ranks are lost, join or leave.
 
-In an elastic job of ringrun, the runtime repairs the job, and this loop adapts: ranks
-join and leave at commits. In any other job, a reset is a shutdown and an init, with all
-ranks that then call `init`.
+In an elastic job of ringrun, the runtime repairs the job after a loss, and ranks join
+and leave at commits. In any other job, all ranks shut down and call `init` again.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound=State)
 
-# A scheduler may signal both ringrun and its ranks, and ringrun forwards the signal. So
-# several SIGTERMs within this number of seconds count as one request.
+# A scheduler may send SIGTERM both to ringrun and to its ranks, and ringrun forwards
+# the signal. So several SIGTERMs within this number of seconds count as one request.
 _SIGTERM_GRACE = 1.0
 _MAX_ATTEMPTS = 3  # most consecutive restarts without a commit or a loss
 
 
 class _StaticJobLoop:
-    """Resets a job by shutdown and init of all ranks.
+    """Adapts to changes by `shutdown` and `init` on all ranks, in jobs without repair.
 
-    `_repeat` calls `begin` before the training function, and `finish` after it has
-    returned; `failed` after an error, and `updated` after a change of the ranks.
+    `_repeat` calls `begin` before the training function, `finish` after the training
+    function has returned, `failed` after an error, and `updated` if ranks change.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class _StaticJobLoop:
 
 
 class _ElasticJobLoop:
-    """Follows a job that the runtime repairs, and that ranks can join.
+    """Adapts to changes in a job that the runtime repairs, and that ranks can join.
 
-    Its methods are those of `_StaticJobLoop`.
+    `_StaticJobLoop` describes when each method is called.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class _ElasticJobLoop:
         self._save = save
         self._held = HeldState.COMMITTED
         self._first = True
-        # Reset callbacks may run collectives. A rank that joins has run alone the
-        # collectives before `run`, which the first ranks ran together. Its callbacks
-        # also run at its first start, so that it calls the collectives that the other
-        # ranks call after this change.
+        # Reset callbacks may run collectives, which all ranks must call together. When
+        # a rank joins, the other ranks run their callbacks. The joining rank runs its
+        # callbacks, too, if it called collectives before `run`, which ran on this rank
+        # alone (solo mode).
         self._resets = runtime.has_run_solo()
         self._change = 0
         self._attempts = 0
@@ -105,7 +104,7 @@ class _ElasticJobLoop:
             self._prepare_to_join(warm_up)
 
     def _prepare_to_join(self, warm_up: Callable[[Any], Any] | None) -> None:
-        """Compiles and allocates while other ranks train, and then requests to join."""
+        """Runs `warm_up` and allocates memory, and then requests to join the ranks."""
         if warm_up is not None:
             with runtime.solo_mode():
                 warm_up(self._state)
@@ -118,7 +117,7 @@ class _ElasticJobLoop:
         change, self._change = self._change, 0
         if change:
             writes = self._save is not None and runtime.rank() == 0
-            # False means that this rank was to leave, and has left.
+            # False means that this rank has left the job, as requested.
             if not runtime.pause(change):
                 if self._save is not None and writes:
                     self._save()  # save, because all other ranks may have left, too
@@ -140,7 +139,7 @@ class _ElasticJobLoop:
         self._first = False
 
     def _load_checkpoint(self, plan: sync_plan.SyncPlan) -> None:
-        """Loads the newest checkpoint when the job starts, or has lost its state."""
+        """Loads the newest checkpoint when the job starts, or no rank has the state."""
         found = False
         if self._load is not None and (plan.lost or not self._joins):
             if plan.position[0] != plan.participants.source:
@@ -156,8 +155,8 @@ class _ElasticJobLoop:
             )
 
     def finish(self) -> None:
-        # A rank that ended before other ranks have finished their last step could not
-        # repeat this step with them. So either all ranks end, or all ranks start again.
+        # If this rank ended before other ranks have finished their last step, it could
+        # not repeat that step with them. So all ranks end together, or start again.
         self._state._wait()
         runtime.check_updates()
 
@@ -165,8 +164,8 @@ class _ElasticJobLoop:
         self._count_attempt(failure)  # raises the error after too many attempts
         runtime.restart(str(failure))
         part = values.jax_part()
-        # The shape of an allgather's result contains the number of ranks, so its
-        # program cannot run in a smaller or larger job.
+        # The shape of an allgather's result depends on the number of ranks, so programs
+        # with an allgather cannot run in a smaller or larger job.
         if part is not None and "trace it again" in str(failure):
             part.forget_programs()
         self._change = 0
@@ -200,8 +199,8 @@ def _repeat(train: Callable[[], _R], job: _StaticJobLoop | _ElasticJobLoop) -> _
             if failure is None or _is_final(failure):
                 raise
             recover = functools.partial(job.failed, failure)
-        # Continue outside of the except clauses, because tracebacks hold arrays of the
-        # step.
+        # Recover outside of the except clauses, because the traceback keeps arrays of
+        # the step alive.
         recover()
 
 
@@ -246,12 +245,12 @@ def run_fn(
     Args:
         func: a function that takes a `State` as its first argument, and continues from
             that state.
-        reset: connects the ranks again. In an elastic job of ringrun the runtime does
-            that, and `reset` is not called.
+        reset: connects the ranks again. `reset` is not called in an elastic job of
+            ringrun, where the runtime connects the ranks.
 
     Returns:
-        A function of the same arguments. It synchronises the state and calls `func`
-        until `func` returns. After a `RingjaxError`, the state goes back to the last
+        A function of the same arguments, which synchronises the state and calls `func`
+        until `func` returns. After a `RingjaxError`, the state returns to the last
         commit before the next call. After a `HostsUpdatedInterrupt`, the state stays
         unchanged. Errors in the arguments of ringjax's functions are raised.
     """
@@ -283,29 +282,29 @@ def run(
     """Decorates a training function so that it survives the loss of ranks.
 
     The function takes a `State` as its first argument, continues from that state, and
-    commits it at the end of its steps. The function is called again after each change
-    of the ranks, so its loops must begin where the state is. Collectives belong in the
-    function. Collectives that a joining rank calls before the function run on that rank
-    alone. If there are any, the reset callbacks of the state make the first collectives
-    of that rank together with other ranks, as in a program for Horovod.
+    commits the state at the end of each step. The function is called again after each
+    change of the ranks, so its loops must continue from the state. Call collectives
+    inside of the function: collectives before the function run, on a joining rank, on
+    that rank alone. After such collectives, the reset callbacks of the state also run
+    on the joining rank, together with the other ranks, as in Horovod.
 
     In an elastic job (``ringrun --min-np``), a lost rank costs only its part of the
     step: the other ranks finish the step without the lost rank. At the next commit, the
-    function starts again with the remaining ranks, or with ranks that have joined.
+    function starts again with the remaining ranks and with ranks that have joined.
     SIGTERM makes this rank leave at its next commit, without an error on any rank; a
     further SIGTERM, a second or more later, ends the process. After an exception of
-    ringjax, all ranks go back to the last commit. The fourth exception without a commit
+    ringjax, all ranks return to the last commit. The fourth exception without a commit
     in between is raised.
 
     In any other job, no rank can be replaced. After an exception of ringjax, all ranks
-    shut down, call `init` again, and go back to the last commit.
+    shut down, call `init` again, and return to the last commit.
 
     Args:
         func: the function, if `run` is used without parentheses.
-        warm_up: called with the state in a joining rank, before it joins. It should
-            call the step once, so that the step is compiled while the other ranks
-            train. Collectives in `warm_up` run on this rank alone, and changes of the
-            state are undone.
+        warm_up: called with the state in a joining rank, before the rank joins.
+            `warm_up` should call the step once, so that the step is compiled while the
+            other ranks train. Collectives in `warm_up` run on this rank alone, and
+            changes of the state are undone.
         checkpointer: writes the state to disk at commits and when rank 0 leaves, and
             loads the newest checkpoint when the job starts.
 
@@ -332,14 +331,14 @@ def run(
 
 
 def reset() -> None:
-    """Leaves the job and joins it again, with all ranks that then call `init`."""
+    """Calls `shutdown` and `init`. The new job has all ranks that call `init`."""
     runtime.shutdown()
     runtime.init()
 
 
 @contextlib.contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """Converts the first SIGTERM to a request to leave; a later one ends the process.
+    """Makes the first SIGTERM a request to leave. A later SIGTERM ends the process.
 
     Only the main thread may set handlers. In other threads, the context has no effect.
     """

@@ -1,6 +1,6 @@
 """Horovod's notifications about changes of hosts, for launchers other than ringrun.
 
-In an elastic job of ringrun, the coordinator notifies the ranks itself.
+In an elastic job of ringrun, the coordinator notifies the ranks without this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class HostUpdateResult(enum.IntFlag):
-    """How the hosts of the job have changed."""
+    """Whether hosts were added to the job or removed from the job."""
 
     no_update = 0
     removed = 1
@@ -20,10 +20,10 @@ class HostUpdateResult(enum.IntFlag):
 
 
 class Listener(Protocol):
-    """An object to notify about changes of hosts: a `State`."""
+    """An object to notify about changes of hosts, in practice a `State`."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Handles a change of the hosts; any thread may call this."""
+        """Handles a change of the hosts. Any thread may call this method."""
 
 
 class WorkerNotificationManager:
@@ -34,7 +34,7 @@ class WorkerNotificationManager:
         self._listeners: list[Listener] = []
 
     def init(self) -> None:
-        """Does nothing. `run` calls this before it registers a listener."""
+        """Does nothing; exists because Horovod's class has this method."""
 
     def register_listener(self, listener: Listener) -> None:
         """Adds a listener, which is notified of every later change."""

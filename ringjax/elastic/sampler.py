@@ -1,8 +1,9 @@
-"""ElasticSampler: distributes samples to ranks, again after each change of the ranks.
+"""Distributes the indices of samples to ranks, again after each change of the ranks.
 
-The sampler yields indices and loads no data. The order of an epoch of training depends
-only on the seed and the epoch. The processed part of the order is a number and, if
-ranks were lost, a short list. So all ranks compute equal shares without communication.
+The sampler yields indices and loads no data. The order of the samples depends only on
+the seed and the epoch of training. A position in this order and, if ranks were lost, a
+short list describe which samples are processed. So all ranks compute equal shares
+without communication.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ class ElasticSampler:
 
     Make the sampler an attribute of a `State`, call `record_batch` after every step,
     and `set_epoch` at the end of every epoch. Then every sample is in exactly one
-    committed step of an epoch, even if ranks are lost: if other ranks have finished a
-    step without a lost rank, its samples are distributed again later. A restart
-    from a commit repeats the samples after the commit.
+    committed step of an epoch, even if ranks are lost: the samples of a rank that was
+    lost during a step are distributed again later. A restart from a commit repeats the
+    samples after the commit.
 
     All ranks make the same number of steps. If the samples cannot be divided evenly,
     some ranks receive some samples again in the last step. These samples fill the batch
     and do not count.
 
     Args:
-        dataset: an object with a constant length, or the length.
+        dataset: an object with a constant length, or the length itself.
         shuffle: whether every epoch has a random order.
         seed: the seed of the random order, equal on all ranks.
 
     Attributes:
         epoch: the current epoch.
-        processed_num: the position in the order that all ranks together have reached.
+        processed_num: the position that all ranks together have reached in the order
+            of the samples.
         num_samples: the number of samples of this rank.
 
     Raises:
@@ -67,7 +69,7 @@ class ElasticSampler:
         self.processed_num = 0
         # A function that waits until the step has finished.
         self.wait: Callable[[], None] | None = None
-        # Positions before processed_num whose samples must come again.
+        # Positions before processed_num whose samples must be distributed again.
         self._returned: list[int] = []
         self._drawn: tuple[tuple[bool, int, int, int], Indices] | None = None
         self._taken = 0  # samples that each rank has taken from its share
@@ -83,7 +85,7 @@ class ElasticSampler:
 
     @property
     def remaining_indices(self) -> list[int]:
-        """The indices that were not processed at the last distribution."""
+        """The indices that were not processed when samples were distributed last."""
         remaining: list[int] = self._order()[self._positions].tolist()
         return remaining
 
@@ -128,7 +130,8 @@ class ElasticSampler:
             shares = steps + np.arange(self.num_replicas)
             is_absent = np.isin(np.arange(self.num_replicas), sorted(absent))
             missed = shares[:, is_absent].ravel()
-            # Positions from `known` on are repetitions, which need not come again.
+            # Positions from `known` on only fill batches with repeated samples, so do
+            # not distribute them again.
             missed = missed[missed < known]
             self._missed.update(missed.tolist())
         if self._missed and stop * self.num_replicas > known:
@@ -146,14 +149,15 @@ class ElasticSampler:
     def _count_processed(self) -> None:
         taken = self._taken * self.num_replicas
         # The first _returned_at_reset entries of _positions lie before processed_num.
-        # Those that no rank has taken yet must come again, like samples of lost ranks.
+        # Distribute again the entries that no rank has taken yet, and those of lost
+        # ranks.
         ahead = sorted(self._missed) + list(range(taken, self._returned_at_reset))
         self._returned = self._positions[ahead].tolist() if ahead else []
         beyond = max(0, taken - self._returned_at_reset)
         self.processed_num = self._processed_at_reset + beyond
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch, the position, and earlier positions that come again."""
+        """Returns the epoch, the position, and earlier positions not yet processed."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -170,8 +174,8 @@ class ElasticSampler:
     def reset(self) -> None:
         """Distributes the remaining samples to the current ranks."""
         plan = sync_plan.current_plan()
-        # In an elastic job, ranks notice a loss at different moments. The plan is equal
-        # on all ranks, so all ranks distribute in the same way.
+        # In an elastic job, ranks notice a loss at different times, so use the rank and
+        # the size in the sync plan, which is equal on all ranks.
         self.rank, self.num_replicas = (
             (runtime.rank(), runtime.size()) if plan is None else plan.position
         )
@@ -182,7 +186,7 @@ class ElasticSampler:
         self._returned_at_reset = len(self._returned)
         self._processed_at_reset = self.processed_num
         self._taken = 0
-        # Indices into _positions of samples that lost ranks had.
+        # Indices into _positions of samples that lost ranks had taken.
         self._missed: set[int] = set()
         self.num_samples = -(-len(self._positions) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

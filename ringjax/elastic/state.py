@@ -1,6 +1,6 @@
-"""State: the training state, of which each commit keeps a snapshot in memory.
+"""The training state. Each commit keeps a snapshot of the state in memory.
 
-The loop around training is in `loop.py`, and `checkpointer.py` writes to disk.
+`loop.py` calls the training function, and `checkpointer.py` writes the state to disk.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from ringjax.errors import HostsUpdatedInterrupt
 
 
 class State:
-    """Training state: attributes that `commit` keeps and `elastic.run` brings back.
+    """The training state: attributes that `commit` saves and `elastic.run` restores.
 
     Assign to the attributes and call `commit` at the end of a step, on all ranks. When
     a rank is lost, the other ranks finish the step without that rank, and nothing is
-    undone. After an exception, or if no such repair is possible, all ranks go back to
-    the last commit. A rank that joins receives the state of rank 0.
+    undone. If this is not possible, or after an exception, all ranks return to the last
+    commit. A rank that joins receives the state of rank 0.
 
     An attribute may be a number, string, list, tuple or dict, an array of numpy or JAX,
     a tree of JAX (parameters, an optimizer's state, a flax TrainState), all nested, or
     an object with `state_dict()` and `load_state_dict()`, like an `ElasticSampler`.
 
-    A commit copies all values but JAX's arrays, because these cannot change. The
-    committed values need memory in addition to the current values. If the program
-    donates arrays of the state to its step (`donate_argnums`), the memory of the arrays
-    is gone after the step. So the first commits copy the arrays, until it is clear
-    whether the program donates. If the program donates, every commit copies the arrays.
-    Either donate in every step or in none.
+    A commit copies all values except JAX's arrays, which are immutable. The committed
+    values need memory in addition to the current values. If the program donates arrays
+    of the state to its step (`donate_argnums`), the step frees the memory of these
+    arrays. So the first commits copy JAX's arrays, until two commits show whether the
+    program donates. If the program donates, every commit copies the arrays. Either
+    donate in every step or in no step.
 
     Args:
         bcast_object: a function that returns rank 0's object on every rank, as in
             Horovod. If None, plain data and arrays are sent, and nothing is pickled.
         get_rank: a function that returns this process's rank, as in Horovod.
         **kwargs: the attributes and their first values, with the same structure on all
-            ranks. Attributes that are added later are not kept.
+            ranks. Attributes that the program adds later are not saved.
 
     Example:
         >>> import ringjax
@@ -73,7 +73,7 @@ class State:
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._after_save: Callable[[], None] | None = None
-        self._change = 0  # number of an announced change of the ranks, or 0
+        self._change = 0  # the id of an announced change of the ranks, or 0
         self._commits = 0
         self._donation = Donation()
         self._saved_state: Attributes = {}
@@ -97,15 +97,15 @@ class State:
     # -- methods that training calls ---------------------------------------------------
 
     def commit(self) -> None:
-        """Keeps the state in memory, then calls `check_host_updates`.
+        """Saves the state in memory, and then calls `check_host_updates`.
 
-        All ranks call `commit` at the same step. If a checkpointer is in use, it writes
-        at this moment.
+        All ranks call `commit` at the same step. A checkpointer, if there is one, then
+        writes this commit to disk.
 
         Raises:
             HostsUpdatedInterrupt: see `check_host_updates`.
         """
-        if runtime.is_newcomer():  # this is warm_up, whose changes are undone
+        if runtime.is_newcomer():  # `warm_up` is running, and its changes are undone
             return
         self.save()
         self._commits += 1
@@ -118,7 +118,7 @@ class State:
         """Makes `run` call the training function again on all ranks if ranks change.
 
         Raises:
-            HostsUpdatedInterrupt: ranks join or leave; `run` catches this.
+            HostsUpdatedInterrupt: ranks join or leave; `run` catches this exception.
         """
         if runtime.elastic():
             self._check_membership()
@@ -148,14 +148,14 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def save(self) -> None:
-        """Waits until the attributes are computed, and keeps their values.
+        """Waits until the attributes are computed, and saves their values in memory.
 
         Raises:
             JaxRuntimeError, PeerLost: an attribute could not be computed, for example
-                because a rank was lost. The previous commit stays.
+                because a rank was lost. The previous commit remains valid.
         """
-        # A program may still compute the state, and may fail because a rank is lost. So
-        # wait before anything of the previous commit is replaced.
+        # A program may still be computing the state, and may fail because a rank is
+        # lost. So wait before replacing any value of the previous commit.
         self._wait()
         runtime.confirm()
         for handler in self._handlers.values():
@@ -171,7 +171,7 @@ class State:
         """Sets the attributes to their values at the last `save`."""
         for handler in self._handlers.values():
             handler.restore()
-        # The next step may donate its inputs, and the snapshot must survive that.
+        # The next step may donate its inputs, so copy the arrays of the snapshot.
         restored = {
             name: values.kept(value, copied=self._donation.is_possible(name))
             for name, value in self._saved_state.items()
@@ -184,7 +184,7 @@ class State:
 
         Raises:
             TypeError, ValueError: the attributes cannot be sent, or have another
-                structure on this rank. Both ends raise the error.
+                structure on this rank. Sender and receivers raise the error.
             PeerLost: a rank was lost.
         """
         sent = transfer.broadcast_state(
@@ -210,13 +210,13 @@ class State:
         transfer.preallocate(self._to_be_sent(), allow_pickle=self._allow_pickle)
 
     def reset(self) -> None:
-        """Adapts the state to the ranks of the job, after a reset and before `sync`."""
+        """Adapts samplers to the new ranks of the job, after a reset, before `sync`."""
         self._reset_samplers()
 
     # -- methods that a checkpointer calls ---------------------------------------------
 
     def after_save(self, call: Callable[[], None] | None) -> None:
-        """Sets the function that each commit calls; None removes the function."""
+        """Sets the function that each commit calls, or removes it if `call` is None."""
         self._after_save = call
 
     def committed(self) -> Attributes:
@@ -225,9 +225,10 @@ class State:
         return {**self._saved_state, **saved}
 
     def adopt(self, committed: Attributes) -> None:
-        """Replaces the attributes by the attributes of a checkpoint, and saves them.
+        """Replaces the attributes by the values of a checkpoint, and saves the state.
 
-        Attributes that only the state or only the checkpoint has are not changed.
+        Attributes that only the state has stay unchanged. Attributes that only the
+        checkpoint has are ignored.
         """
         for name, handler in self._handlers.items():
             if name in committed:
@@ -238,7 +239,7 @@ class State:
         self.save()
 
     def files(self) -> CheckpointLayout:
-        """Returns the checkpoint layout of this kind of state."""
+        """Returns the layout of checkpoints of this class of state."""
         return ArrayFiles()
 
     # -- private -----------------------------------------------------------------------
@@ -256,7 +257,7 @@ class State:
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _to_be_sent(self) -> Attributes:
-        """Returns the values for `sync` to send, without objects that handlers send."""
+        """Returns the values that `sync` sends, except those that handlers send."""
         plain = {} if self._given_broadcast else self._current()
         handled = {
             name: handler.state()
@@ -270,7 +271,7 @@ class State:
             setattr(self, name, value)
 
     def _wait(self) -> None:
-        """Waits until all arrays of the state are computed, so that none can fail."""
+        """Waits until all arrays are computed. Raises if a computation has failed."""
         part = values.jax_part()
         if part is not None:
             part.wait(values.jax_arrays(self._current()))
@@ -284,8 +285,8 @@ class State:
         if self._change:
             raise HostsUpdatedInterrupt(skip_sync=False)
         if plan is not None and epoch != plan.epoch:
-            # A rank was lost, and the other ranks have continued. Samplers must
-            # distribute the samples again, but the state is equal on all ranks.
+            # A rank was lost, and the other ranks have continued, so their states are
+            # equal. But samplers must distribute the remaining samples again.
             raise HostsUpdatedInterrupt(skip_sync=True)
 
     def _check_messages(self) -> None:
@@ -299,7 +300,8 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 update |= HostUpdateResult(result)
-        # Notifications reach ranks at different moments, so all ranks follow rank 0.
+        # Notifications reach ranks at different times, so use those of rank 0 on all
+        # ranks.
         before, latest, result = self._bcast_object((before, latest, int(update)))
         self._last_updated_timestamp = latest
         if latest > before:
@@ -312,7 +314,7 @@ def _has_own_sync(handler: StateHandler) -> bool:
 
 
 class ObjectState(State):
-    """A `State` of plain Python objects, under Horovod's name.
+    """A `State` with the name and the required arguments of Horovod's class.
 
     Args:
         bcast_object: returns rank 0's object on every rank.

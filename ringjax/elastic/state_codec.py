@@ -1,11 +1,11 @@
-"""Codec for a training state: its structure as bytes, its arrays as bare memory.
+"""Encodes a training state: its structure as bytes, its arrays as separate memory.
 
-The structure has the layout of `control/objects.py`, and four more tags: ``{"leaf":
-[number, kind, dtype, shape, detail]}`` is an array, whose bytes are not in the
-structure. ``{"node": [type, [name, …], [node, …]]}`` is an object that JAX can take
-apart; the receiver rebuilds it from its own object in this place. ``{"own": text}`` is
-a function, which is not sent, because every rank has it. ``{"pickle": blob}`` is only
-written and read if both ends allow pickles.
+The structure has the layout of `control/objects.py`, with four more tags. ``{"leaf":
+[index, kind, dtype, shape, detail]}`` is an array, whose bytes are not in the
+structure. ``{"node": [type, [name, …], [node, …]]}`` is an object that JAX can flatten;
+the receiver rebuilds the object with its own object in this place as template.
+``{"own": text}`` is a function, which is not sent, because every rank has the function.
+``{"pickle": blob}`` is written and read only if both ends allow pickles.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class StateEncoder(ObjectEncoder):
 
     Attributes:
         structure: the encoded structure, without arrays.
-        leaves: how a receiver stores each array.
-        memory: the bytes of each array. The bytes belong to the array, so only read
-            them.
+        leaves: the type, dtype and shape of each array.
+        memory: the bytes of each array. Do not change the bytes, because they are the
+            memory of the state's arrays.
     """
 
     kinds = NUMPY_KINDS
@@ -51,8 +51,8 @@ class StateEncoder(ObjectEncoder):
         self.structure = self._pack({"dict": nodes})
 
     def _key(self, value: object, where: str, depth: int) -> Node:
-        # The tags of this module refer to a place in the receiver's state. A key of a
-        # dict and an element of a set have no such place.
+        # The tags of this module need the receiver's value at the same place of its
+        # state. A key of a dict and an element of a set have no such place.
         self._in_key += 1
         node = super()._key(value, where, depth)
         self._in_key -= 1
@@ -90,14 +90,14 @@ def _pickled(value: object, where: str, allow_pickle: bool) -> bytes:
 
     try:
         return bytes(cloudpickle.dumps(value))
-    # Any error is possible, because a pickle runs the object's code.
+    # Catch any error, because pickling runs code of the object.
     except Exception as error:
         raise TypeError(f"{where} cannot be pickled: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Place(Template):
-    """The value of this rank in one place of the state; None if there is no value."""
+    """This rank's value in one place of the state. `own` is None without a value."""
 
     own: Any
     where: str
@@ -111,14 +111,14 @@ class _Place(Template):
 
 
 class StateDecoder(ObjectDecoder):
-    """Decodes a state twice, because its arrays arrive after its structure.
+    """Decodes a state in two passes, because its arrays arrive after its structure.
 
-    The first pass checks that the structure fits this rank's state, before any array
-    travels, and allocates memory for the arrays.
+    The constructor runs the first pass: it checks, before any array is sent, that the
+    structure equals the structure of this rank's state `own`, and allocates memory for
+    the arrays. It raises ValueError if the structures differ.
 
-    The state `own` of this rank decides how objects of JAX's registered types are made,
-    and on which devices arrays are placed. A decoder raises ValueError if the state of
-    this rank has another structure.
+    `values` runs the second pass. It uses `own` as template for objects of JAX's
+    registered types, and places arrays on the devices of the arrays in `own`.
 
     Attributes:
         memory: buffers for the bytes of the arrays, in the order of the encoder.
@@ -144,7 +144,7 @@ class StateDecoder(ObjectDecoder):
         self._filled = True
 
     def values(self) -> Attributes:
-        """Returns the state. Call this once all bytes are in `memory`."""
+        """Returns the state. Call `values` after all bytes have arrived in `memory`."""
         return self._state()
 
     def _state(self) -> Attributes:

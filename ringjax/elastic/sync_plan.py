@@ -1,9 +1,9 @@
-"""Negotiates in each epoch the sender and the receivers of the training state.
+"""Decides in each epoch which rank sends the training state to which ranks.
 
-Ranks may be lost at any moment, and the other ranks notice a loss at different moments.
-Data that must be equal on all ranks, such as the shares of samplers and the moment when
-training starts again, therefore follow from results of collectives, which are equal on
-all ranks. The membership itself belongs to the runtime.
+Ranks may be lost at any time, and the other ranks notice a loss at different times. So
+all decisions that must be equal on all ranks, such as the shares of samplers and the
+time when training starts again, follow from the results of collectives, which are equal
+on all ranks. The runtime, not this module, decides which ranks are members.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HeldState(enum.IntEnum):
     """The training state that a rank holds."""
 
     CURRENT = 0  # the current state, equal on all ranks that hold it
-    COMMITTED = 1  # the rank's last commit; all ranks take the commit of one rank
+    COMMITTED = 1  # the rank's last commit, which may differ from other ranks' commits
     NOTHING = 2  # no state, because the rank has just joined
 
 
@@ -32,7 +32,7 @@ class SyncPlan(NamedTuple):
 
     Attributes:
         epoch: the epoch of the membership.
-        workers: the numbers of all workers, in the order of the ranks.
+        workers: the ids of all workers, in the order of the ranks.
         participants: the sender of the state and its receivers.
         lost: whether no rank holds the state any more.
     """
@@ -52,7 +52,7 @@ _current: SyncPlan | None = None
 
 
 def own_number() -> int:
-    """Returns this process's worker number."""
+    """Returns this process's worker id."""
     number = runtime.config().worker
     if number is None:
         raise errors.NotInitialized("this process has no RINGJAX_WORKER")
@@ -60,7 +60,7 @@ def own_number() -> int:
 
 
 def current_plan() -> SyncPlan | None:
-    """Returns the latest plan of this process; None outside of elastic training."""
+    """Returns the latest plan of this process, or None outside of elastic training."""
     return _current
 
 
@@ -71,7 +71,7 @@ def clear_plan() -> None:
 
 
 def negotiate(held: HeldState) -> SyncPlan:
-    """Makes a plan from the states that ranks hold. Every rank calls this function."""
+    """Makes a plan from the states that all ranks hold. All ranks call `negotiate`."""
     global _current
     _, epoch = runtime.check_updates()
     failpoints.passing("agreement.halfway")
@@ -79,7 +79,7 @@ def negotiate(held: HeldState) -> SyncPlan:
     rows = np.asarray(eager.allgather(own, name="elastic.agreement"))
     workers = tuple(int(number) for number in rows[:, 0])
     size, place = runtime.group_size(), runtime.group_rank()
-    # A group of processes holds a state only if all its processes hold that state.
+    # A group of processes holds a state only if all its processes hold the state.
     groups: dict[int, int] = {}
     for number, rank_holds in rows.tolist():
         group = number // size
@@ -104,7 +104,7 @@ def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participan
         Participants(source=1, receivers=(3, 5))
     """
     source = held.index(min(held))
-    # Current states are equal already. Commits may be of different steps.
+    # Current states are equal already, but commits may be from different steps.
     is_current = held[source] == HeldState.CURRENT
     receivers = [
         ranks[i]
@@ -115,9 +115,9 @@ def choose_participants(held: Sequence[int], ranks: Sequence[int]) -> Participan
 
 
 def absent_from_last_call() -> frozenset[int]:
-    """Returns the positions of workers whose data the last result does not contain.
+    """Returns the positions of the workers whose data the last call's result lacks.
 
-    These workers were lost during the call, and the other workers have repeated it.
+    These workers were lost during the call, and the other workers repeated the call.
     """
     if _current is None:
         return frozenset()

@@ -1,9 +1,9 @@
-"""Copies the state of one rank to other ranks: its structure first, then bare memory.
+"""Copies the state of one rank to other ranks: its structure first, then its arrays.
 
-If all ranks receive, the data travel over the eager lane. If only joining ranks
-receive, separate links connect these ranks, so that the other ranks need not call
-anything. Arrays are sent from their own memory into their final memory, in chunks.
-Nothing is pickled unless the caller allows pickles.
+If all ranks receive, the state is sent over the eager lane. If only some ranks receive,
+separate links connect these ranks to the sender, so that the other ranks need not make
+any call. Arrays are sent from their own memory into their final memory, in chunks. No
+object is pickled unless the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.elastic.state_codec import StateDecoder, StateEncoder
 from ringjax.elastic.values import Attributes
 
 CHUNK = 8 << 20
-_MAX_IN_FLIGHT = 4  # most unfinished chunks of the lane
+_MAX_IN_FLIGHT = 4  # most chunks to wait for at a time in the eager lane
 _BYTE = dtypes.NUMBERS["uint8"]
 _BROADCAST = (_native.COLLECTIVES["broadcast"], _native.REDUCE_OPS["Sum"])
 
@@ -44,10 +44,10 @@ _participants: ContextVar[Participants | None] = ContextVar(
 
 @contextlib.contextmanager
 def between(participants: Participants) -> Iterator[None]:
-    """Makes `broadcast_state` send between these ranks.
+    """Makes `broadcast_state` send between these ranks, inside of this context.
 
     Outside of this context, rank 0 sends to all ranks; in a job of groups, each rank of
-    the first group sends to the ranks at its place in the other groups.
+    the first group sends to the ranks at the same place in the other groups.
     """
     token = _participants.set(participants)
     try:
@@ -57,10 +57,10 @@ def between(participants: Participants) -> Iterator[None]:
 
 
 def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
-    """Sends the source's values to the receivers. Every rank calls this.
+    """Sends the source's values to the receivers. Every rank calls this function.
 
-    Receivers use their own `values` for parts that are not sent, and to rebuild objects
-    of JAX's registered types. If `allow_pickle` is True, which it must be on all ranks,
+    Receivers use their own `values` for functions, which are not sent, and as templates
+    for objects of JAX's registered types. If `allow_pickle` is True on all ranks,
     objects of unknown types are sent as pickles.
 
     Returns:
@@ -87,7 +87,7 @@ def broadcast_state(values: Attributes, *, allow_pickle: bool = False) -> Any:
 
 
 def preallocate(values: Attributes, *, allow_pickle: bool = False) -> None:
-    """Reserves memory for values like `values` that `broadcast_state` will receive."""
+    """Reserves memory for arrays like those in `values`, for `broadcast_state`."""
     leaf.preallocate(StateEncoder(values, allow_pickle=allow_pickle).leaves)
 
 
@@ -147,7 +147,7 @@ def _broadcast_object(
 
 
 def _chunks(memory: Sequence[Array]) -> Iterator[list[Array]]:
-    """Cuts all bytes, in order, into lists of pieces with at most CHUNK bytes each."""
+    """Cuts all memory, in order, into chunks: lists of pieces of CHUNK bytes in sum."""
     pieces: list[Array] = []
     room = CHUNK
     for part in memory:
@@ -170,7 +170,7 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
         yield _LaneTransfer(participants.source)
         return
     ranks = sorted({participants.source, *participants.receivers})
-    # Use separate links, because over the lane all other ranks would have to call, too.
+    # Use separate links, because in the eager lane all ranks would have to call.
     try:
         with runtime.private_communicator(ranks) as communicator:
             yield _LinkTransfer(communicator, ranks.index(participants.source))
@@ -181,8 +181,8 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
 class _LaneTransfer:
     """Sends to all ranks by named operations, a few chunks at a time.
 
-    `move` sends pieces of memory, or receives into them, and may return before the end.
-    `finish` waits until all pieces have arrived.
+    `move` sends pieces of memory, or receives into these pieces, without waiting for
+    the end. `finish` waits until all pieces have arrived.
     """
 
     def __init__(self, source: int) -> None:
@@ -233,9 +233,10 @@ _Transfer: TypeAlias = _LaneTransfer | _LinkTransfer
 
 
 def _writable(piece: Array) -> Array:
-    """Returns a writable view, which the core needs although the source only reads.
+    """Returns a writable view, because the native core accepts only writable memory.
 
-    At the source `piece` may be the memory of a JAX array, which numpy protects.
+    At the source, which only reads, `piece` may be the memory of a JAX array, which
+    numpy marks as read-only.
     """
     if piece.flags.writeable:
         return piece

@@ -1,7 +1,7 @@
-"""Maps the values of a state: containers, nodes that JAX has registered, and leaves.
+"""Applies functions to all leaves of a state, with and without JAX.
 
-This module takes lists, tuples and dicts apart. If the program uses JAX, `jax_leaves`
-takes values apart that are registered with JAX, such as optax's named tuples. Every
+This module flattens lists, tuples and dicts. If the program uses JAX, `jax_leaves`
+flattens values whose types are registered with JAX, such as optax's named tuples. Every
 other value is a leaf. `leaf.py` converts leaves to bytes.
 """
 
@@ -36,7 +36,7 @@ def is_jax(value: object) -> bool:
 
 
 def node(value: object) -> JaxNode | None:
-    """Returns a `JaxNode` if JAX can take `value` apart and this module cannot."""
+    """Flattens `value` by JAX. Returns None if `value` is a scalar or a leaf."""
     if value is None or isinstance(value, _SCALARS):
         return None
     part = jax_part()
@@ -47,7 +47,7 @@ def node(value: object) -> JaxNode | None:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Returns the same structure with `leaf` applied to every leaf."""
+    """Returns the structure of `value` with `leaf` applied to every leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(mapped(item, leaf) for item in value)
@@ -83,7 +83,7 @@ def merged(value: Any, other: Any, leaf: Callable[[Any, Any], Any]) -> Any:
 
 
 def leaves(value: object) -> list[Any]:
-    """Returns all leaves in the order of `mapped`."""
+    """Returns all leaves, in the order in which `mapped` visits them."""
     found: list[Any] = []
 
     def collect(leaf: Any) -> Any:
@@ -105,8 +105,8 @@ def jax_arrays(value: object) -> list[Any]:
 def kept(value: Any, *, copied: bool) -> Any:
     """Returns a snapshot of `value`, which later changes of `value` do not affect.
 
-    Containers, and leaves that programs change in place, are copied. JAX's arrays
-    cannot change, so the snapshot shares them, unless `copied` says that the program
+    Containers, and leaves that programs change in place, are copied. JAX's arrays are
+    immutable, so the snapshot shares them, unless `copied` is true because the program
     may donate them.
     """
     part = jax_part()
@@ -115,7 +115,7 @@ def kept(value: Any, *, copied: bool) -> Any:
         if part is not None and part.is_array(leaf):
             return part.copy_of(leaf) if copied and not part.is_deleted(leaf) else leaf
         in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
-        # Like Horovod, copy objects of other kinds only within containers.
+        # As in Horovod, copy objects of other types only inside of containers.
         if (leaf is value and not in_place) or is_named_callable(leaf):
             return leaf
         try:

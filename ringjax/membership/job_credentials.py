@@ -1,4 +1,4 @@
-"""What a rank needs to join a job, and the file in which rank 0 publishes it."""
+"""The credentials to join a job, and the file in which rank 0 publishes them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WaitRecord = tuple[bool, int, int]
 
 MAX_PENDING_CALLS = 8192  # most calls to remember that some ranks have not reported
 _MIN_SHARE = 0.5  # a straggler's least share of last arrivals or of the waiting time
-_MIN_SHARE_OF_TWO = 2 / 3  # the same in a job of two ranks, where half is usual
+_MIN_SHARE_OF_TWO = 2 / 3  # this share in a job of two ranks, where 1/2 is usual
 MIN_COST = 0.02  # a straggler's least cost, as a share of the other ranks' time
 _MAX_OUTLIERS = 3  # the most expensive calls of each rank, which are ignored
 MIN_CALLS = 8  # least number of calls before a rank can be a straggler

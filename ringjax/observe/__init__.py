@@ -1,1 +1,1 @@
-"""Statistics of this rank for programs: numbers, Prometheus metrics, scalars."""
+"""Statistics of this rank for programs: dicts, Prometheus metrics, scalars."""

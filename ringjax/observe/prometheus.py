@@ -1,7 +1,7 @@
-"""Metrics of this rank for programs that use prometheus_client.
+"""Exports the metrics of this rank to programs that use prometheus_client.
 
-The endpoint of `ringrun --metrics` serves the metrics of all ranks, and more. This
-module is for jobs without ringrun, and for programs that Prometheus scrapes anyway.
+`ringrun --metrics` serves the metrics of all ranks, and further metrics. This module is
+for jobs without ringrun, and for programs that Prometheus scrapes already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class PrometheusCollector:
     """Collects the metrics of this rank for a registry of `prometheus_client`.
 
-    Names and labels are those of `ringrun --metrics`. A scrape costs some microseconds
-    and no communication; without a scrape there is no cost. Before `ringjax.init` the
-    only metric is the version.
+    Metrics have the names and labels of `ringrun --metrics`. A scrape takes some
+    microseconds and needs no communication; without scrapes there is no cost. Before
+    `ringjax.init` the only metric is the version.
 
     Example:
         >>> from prometheus_client import CollectorRegistry, generate_latest
@@ -39,7 +39,7 @@ class PrometheusCollector:
         from prometheus_client.metrics_core import Metric
 
         for family in _families():
-            # Only the names of samples have the suffix.
+            # In prometheus_client, only names of samples have the suffix "_total".
             name = family.name.removesuffix("_total")
             metric = Metric(name, family.about, family.kind)
             for suffix, labels, value in family.samples:

@@ -1,4 +1,4 @@
-"""Scalars about this rank for TensorBoard and similar tools."""
+"""Writes statistics of this rank as scalars to TensorBoard and similar tools."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def write_scalars(
 ) -> dict[str, float]:
     """Writes how this rank has spent its time since the previous call, as scalars.
 
-    Call it every hundred steps or so, on rank 0 or on all ranks that have a writer. A
-    call costs some microseconds and no communication.
+    Call this function every hundred steps or so, on rank 0 or on all ranks that have a
+    writer. A call takes some microseconds and needs no communication.
 
     Args:
         writer: an object with `add_scalar(tag, value, step)` (PyTorch's SummaryWriter,
             tensorboardX), `scalar(tag, value, step)` (flax) or `write_scalars(step,
             scalars)` (clu), or a function of tag, value and step (`tf.summary.scalar`).
-        step: the program's number of the step.
+        step: the index of the training step, which is passed to `writer`.
         prefix: a text in front of all tags.
 
     Returns:
         The scalars without the prefix: ``wait`` and ``move``, the shares of the time in
         which at least one call waited for other ranks and moved data; ``calls`` and
         ``bytes`` per second; ``busbw`` in bytes per second while data moved. The first
-        call writes nothing and returns an empty dict, because it has nothing to compare
-        with.
+        call writes nothing and returns an empty dict, because there is no previous
+        call.
 
     Raises:
         NotInitialized: before `init`.

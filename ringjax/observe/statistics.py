@@ -1,9 +1,9 @@
-"""Statistics of the calls of this rank: totals since `init`, and the last calls.
+"""Returns statistics of this rank's calls: totals since `init`, and the last calls.
 
-The core's recorder (`xla_ext/engine/recorder/`) records three moments of each call, on
-the clock of its process: this rank entered the call, all ranks had entered the call,
-and the call was done. Before the second moment the rank waits for other ranks. After
-that moment, data move.
+The native core (`xla_ext/engine/recorder/`) records three times of each call, on the
+clock of its process: when this rank entered the call, when all ranks had entered the
+call, and when the call was done. Until all ranks have entered, the rank waits for other
+ranks; after that, data move.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ringjax.world.communicator_ids import EAGER_LANE
 
 
 def stats(*, buckets: bool = False) -> dict[str, Any]:
-    """Returns totals of all calls of this rank since `init`, as numbers and dicts.
+    """Returns totals of all calls of this rank since `init`, as a nested dict.
 
-    The call costs some microseconds and no communication. To compare ranks, gather the
-    results.
+    The function takes some microseconds and needs no communication. To compare ranks,
+    gather the results of all ranks.
 
     Args:
-        buckets: whether to add totals of the last calls by name and size, which costs a
+        buckets: whether to add totals of the last calls by name and size, which takes a
             millisecond.
 
     Returns:
         The current ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
-        all lanes; and ``process_sets``, by number (0 is the world), then by lane, then
-        by collective. The lanes are ``compiled`` (in jit) and ``named``
+        all lanes; and ``process_sets``, by id (0 is the world), then by lane, then by
+        collective. The lanes are ``compiled`` (in jit) and ``named``
         (`ringjax.eager`, PyTorch, TensorFlow, Keras). Each collective has:
 
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
@@ -36,8 +36,8 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         * ``move_seconds``: from the end of the wait until the result was available; for
           CUDA devices until the operation was enqueued
         * ``device_seconds``: time on the streams of CUDA devices, including a short
-          delay until the core detects the end
-        * ``wait_histogram``, ``move_histogram``: numbers of calls by time. The first
+          delay until the native core detects the end
+        * ``wait_histogram``, ``move_histogram``: counts of calls by time. The first
           bucket ends at 1 µs, each further bucket at twice the time of the bucket
           before, and the last bucket has no end
 
@@ -50,8 +50,8 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
 
         With `buckets`, ``buckets`` is a list of totals over the last 1,024 calls,
         grouped by ``set``, ``named``, ``op``, ``name`` and ``bytes`` of one call. Each
-        has ``calls``, ``wait_seconds`` and ``move_seconds``. A bucket of overlapped
-        gradients is one group, and a named tensor is another group.
+        group has ``calls``, ``wait_seconds`` and ``move_seconds``. For example, each
+        bucket of overlapped gradients is one group, and so is each named tensor.
 
     Raises:
         NotInitialized: before `init`.
@@ -111,19 +111,19 @@ def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str
 
 
 def recent_calls() -> list[dict[str, Any]]:
-    """Returns the last calls of this rank, 1,024 at most, the oldest first.
+    """Returns the last calls of this rank, at most 1,024, oldest first.
 
     When the job ends with an error, each rank also writes these calls to a file in the
     folder `RINGJAX_RECORD_DIR`, and prints the name of the file.
 
     Returns:
         For each call: ``op``, ``name``, ``named`` (whether it ran in the named lane),
-        ``set`` (the number of the process set), ``epoch``, ``seq`` (the sequence number
-        in this lane of the set, equal on all ranks), ``bytes``, ``algorithm`` (how the
+        ``set`` (the id of the process set), ``epoch``, ``seq`` (the sequence number in
+        this lane of the set, equal on all ranks), ``bytes``, ``algorithm`` (how the
         data moved: "inline", "tiles" or "piggyback" through memory that the ranks
-        share, or else the name of a schedule), ``device``, ``ok``, and the moments
-        ``entered``, ``agreed`` and ``done`` in seconds of `time.monotonic`. ``agreed``
-        is None if some rank has never entered the call.
+        share, or else the name of a schedule), ``device``, ``ok``, and the times
+        ``entered``, ``agreed`` (all ranks had entered) and ``done`` in seconds of
+        `time.monotonic`. ``agreed`` is None if some rank never entered the call.
 
     Raises:
         NotInitialized: before `init`.

@@ -1,9 +1,9 @@
-"""Profiles: the calls of all ranks over time, for some steps or for a whole job.
+"""Records when each rank made which calls, for some steps or for a whole job.
 
 `ringjax.profile(directory)` in a program or `ringrun --profile DIR` records a profile,
-and `python -m ringjax.profile show DIR` prints it. The package itself can be called.
-world/profile_recording.py records the part of each rank, and this package merges the
-parts and writes traces.
+and `python -m ringjax.profile show DIR` prints the profile. The package itself can be
+called. world/profile_recording.py records one file on each rank, and this package
+merges the files of all ranks and writes traces.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Profile", "profile"]
 
-MERGE_TIMEOUT = 10.0  # seconds for which `stop` waits for the parts of other ranks
+MERGE_TIMEOUT = 10.0  # seconds for which `stop` waits for the files of other ranks
 # `Profile.stop` reads only this share of MAX_CALLS and MAX_EVENTS, because the other
-# ranks may wait for rank 0, which merges the parts.
+# ranks may wait until rank 0 has merged the profile.
 SHARE_IN_PROGRAM = 0.2
 
 
@@ -35,18 +35,19 @@ def profile(
     *,
     jax_trace: bool = True,
 ) -> Profile:
-    """Begins to record the calls of this rank over time; all ranks call this.
+    """Begins to record when this rank makes which calls. Call `profile` on all ranks.
 
     The profile contains compiled calls and named operations. If the program has
-    imported JAX, it also contains JAX's own trace of the first seconds. At the end,
-    rank 0 writes `profile.tar` for https://ui.perfetto.dev and `profile.json.gz` for
-    older viewers, with all ranks whose files are in `directory`. If hosts share no such
-    folder, use `python -m ringjax.profile merge`. Memory and files are bounded, and the
-    newest calls are kept. A full disk ends the profile, but not the program.
+    imported JAX, the profile also contains JAX's own trace of the first seconds. At the
+    end, rank 0 writes `profile.tar` for https://ui.perfetto.dev and `profile.json.gz`
+    for older viewers, with all ranks whose files are in `directory`. If the hosts do
+    not share a file system, use `python -m ringjax.profile merge`. Memory and files are
+    bounded, and the newest calls are kept. A full disk ends the profile, but not the
+    program.
 
     Args:
         directory: the folder, which is created if it is missing. A new profile replaces
-            an earlier profile in the folder, and ends a profile that is recording.
+            an earlier profile in the folder, and ends a profile that is being recorded.
         steps: how many training steps to record. With None, the profile ends with
             `Profile.stop` or with the job. A step ends when the operation that moves
             most data is repeated, or when the program calls `Profile.step`.
@@ -54,7 +55,7 @@ def profile(
             process at a time.
 
     Returns:
-        The profile. `Profile.stop`, or the end of a `with` block, ends it.
+        The profile. `Profile.stop`, or the end of a `with` block, ends the profile.
 
     Raises:
         NotInitialized: before `init`.
@@ -95,11 +96,11 @@ class Profile:
         self._world, self._first = world, world.rank == 0
 
     def step(self) -> None:
-        """Marks the end of a training step. With marks, only marked steps count."""
+        """Marks the end of a training step. Then only marked steps are counted."""
         self._recording.mark_step()
 
     def stop(self) -> None:
-        """Ends the profile. Rank 0 writes both files. Further calls do nothing."""
+        """Ends the profile; rank 0 then writes the traces. Further calls do nothing."""
         self._recording.end()
         first, self._first = self._first, False
         if not first:
@@ -107,13 +108,13 @@ class Profile:
         from ringjax import stderr
         from ringjax.profile import parts
 
-        # Other processes write the parts, and nothing notifies this process, so poll.
+        # Poll: nothing notifies this process when other ranks have closed their files.
         until = time.monotonic() + MERGE_TIMEOUT
         run = self._recording.run
         while not parts.complete(self._directory, run) and time.monotonic() < until:
             epoch = self._world.current_epoch
             if self._world.failed or (epoch is not None and epoch.lost()):
-                break  # a rank was lost and will not close its part
+                break  # a rank was lost, and will not close its file
             time.sleep(0.05)
         try:
             merge(self._directory, SHARE_IN_PROGRAM)
@@ -133,10 +134,10 @@ class Profile:
 
 
 def merge(directory: Path, share: float = 1.0) -> str:
-    """Writes both files from the parts in a folder, and returns the breakdown.
+    """Writes the traces from all ranks' files in a folder, and returns the breakdown.
 
-    The files contain only a `share` of MAX_CALLS and MAX_EVENTS. Raises ProfileNotFound
-    without parts, and OSError if a file cannot be written.
+    The traces contain only a `share` of MAX_CALLS and MAX_EVENTS. Raises
+    ProfileNotFound if no rank's file is found, and OSError if writing fails.
     """
     from ringjax.profile import archive, breakdown, parts
 
@@ -148,7 +149,7 @@ def merge(directory: Path, share: float = 1.0) -> str:
 
 
 def show(directory: Path) -> str:
-    """Returns the breakdown of the profile in a folder, and writes nothing.
+    """Returns the breakdown of the profile in a folder. Writes no file.
 
     Raises ProfileNotFound if the folder contains no profile.
     """
@@ -160,7 +161,7 @@ def show(directory: Path) -> str:
 class _Callable(types.ModuleType):
     """A module that can be called like its function `profile`."""
 
-    # Pickles refer to the module by name, as cloudpickle does for plain modules.
+    # Make pickles refer to this module by name, as cloudpickle does for plain modules.
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)
 

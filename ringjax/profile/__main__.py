@@ -1,4 +1,4 @@
-"""Command line: `python -m ringjax.profile show DIR`, or `merge DIR`."""
+"""The commands `python -m ringjax.profile show DIR` and `... merge DIR`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the files of a profile: an archive for Perfetto, and a JSON for other viewers.
+"""Writes the traces of a profile: an archive for Perfetto, JSON for other viewers.
 
 `profile.tar` opens in https://ui.perfetto.dev. The archive contains ringjax's trace,
 JAX's traces, and a manifest that aligns these traces in time. `profile.json.gz`
@@ -25,15 +25,15 @@ from ringjax.profile.trace import TraceProcess, trace_processes
 
 ARCHIVE, MERGED = "profile.tar", "profile.json.gz"
 TRACE = "ringjax.pftrace"
-MAX_EVENTS = 200_000  # most events of JAX's traces, of all ranks together
+MAX_EVENTS = 200_000  # most events from JAX's traces, the sum over all ranks
 
 
 def write(
     directory: Path, profile: MergedProfile, max_events: int = MAX_EVENTS
 ) -> list[str]:
-    """Writes both files, and returns a line about each file.
+    """Writes `profile.tar` and `profile.json.gz`, and returns a line about each file.
 
-    Raises OSError if a file cannot be written. An earlier file of this name remains.
+    Raises OSError if writing a file fails. An earlier file of this name then remains.
     """
     processes = list(trace_processes(profile))
     jax_traces = dict(_jax_traces(profile, max_events // len(profile.parts)))
@@ -54,7 +54,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with open(handle, "wb") as file:
             yield file
-        # mkstemp lets only the owner read; other files have the mode of the umask.
+        # mkstemp lets only the owner read. Give the file the mode of the umask instead.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
@@ -116,7 +116,7 @@ def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
     """Returns a manifest: https://perfetto.dev/docs/reference/perfetto-manifest."""
     files: list[dict[str, Any]] = [{"path": TRACE}]
     for name in jax_traces:
-        # The times of all files are on one clock, but JAX's files do not name a clock.
+        # All times are on one clock already. Name the clock, as JAX's files do not.
         clock = {"file": TRACE, "clock": "BOOTTIME"}
         files.append({"path": name, "clocks": {"sync_to": clock, "offset_ns": 0}})
     attributes = {f"ringjax.{k}": v for k, v in _attributes(profile).items()}
@@ -126,7 +126,7 @@ def _manifest(profile: MergedProfile, jax_traces: _JaxTraces) -> bytes:
         "files": files,
         "attributes": attributes,
     }
-    # The key must be the first: Perfetto recognizes a manifest by its first bytes.
+    # This key must come first: Perfetto recognizes a manifest by its first bytes.
     return json.dumps({"perfetto_manifest": manifest}).encode()
 
 

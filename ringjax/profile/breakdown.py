@@ -2,9 +2,10 @@
 
 The time of each rank is split into computing, moving data and waiting for other ranks.
 Named operations and overlapped buckets may run while the program computes. For
-overlapped buckets, the core measures how long the program waited at the end of a step.
-This time is split in the ratio in which the buckets waited and moved data. For named
-operations, only the time between start and end is known, and all of it counts.
+overlapped buckets, the native core measures how long the program waited at the end of a
+step. This time is split in the ratio in which the buckets waited and moved data. For
+named operations, the whole time between start and end counts as communication, because
+it is unknown how long the program waited.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from ringjax.profile.parts import ProfilePart, describe_missing
 
 @dataclass(frozen=True, slots=True)
 class RankBreakdown:
-    """The times of one rank in seconds. Without steps, the whole profile counts as one.
+    """Where the time of one rank went, in seconds.
 
     Attributes:
-        steps: the number of steps.
+        steps: the number of steps. If it is 0, the whole profile counts as one step.
         typical: the median duration of a step.
-        step: its mean duration, of which `computes`, `moves` and `waits` are parts.
-        last_in: the share of the exchanges in which the rank came last.
-        late_by: the median delay in those exchanges. Short delays are left out if there
-            are long ones, which cost the other ranks time.
+        step: the mean duration of a step, the sum of `computes`, `moves` and `waits`.
+        last_in: the share of the calls in which the rank came last.
+        late_by: the median delay in the calls in which the rank came last. If some
+            delays are long enough to cost other ranks time, only these delays count.
         lost: an estimate of the time that other ranks waited for this rank.
     """
 
@@ -57,7 +58,7 @@ class RankBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class MergedProfile:
-    """The parts of all ranks, converted to one clock."""
+    """The recorded files of all ranks, and the clock to which times are converted."""
 
     parts: Sequence[ProfilePart]
     clock: CommonClock
@@ -78,7 +79,7 @@ def rank_breakdowns(profile: MergedProfile) -> list[RankBreakdown]:
         for rank in exchange.ranks:
             by_part[id(rank.part)].append(rank)
         epoch, process_set, *_ = exchange.call_id
-        # Only calls of all ranks show which rank came last.
+        # Use only calls that all ranks have recorded: they show which rank came last.
         if process_set == 0 and len(exchange.ranks) == sizes[epoch]:
             complete += 1
             delays[id(exchange.last.part)].append(exchange.late_by)
@@ -167,7 +168,7 @@ def format_size(count: float) -> str:
 
 
 def format_breakdown(profile: MergedProfile, files: Iterable[str] = ()) -> str:
-    """Formats the text that `show` prints, with a line for each file that was written.
+    """Formats the text that `show` prints, and after it the lines `files`.
 
     Only long names exceed 80 columns.
     """
@@ -201,7 +202,7 @@ def _head(profile: MergedProfile) -> str:
 
 
 def _step_line(ranks: Sequence[RankBreakdown]) -> str:
-    """Formats the mean of all ranks."""
+    """Formats the duration of a step and its parts, as means over all ranks."""
     means = {
         "compute": fmean(rank.computes for rank in ranks),
         "exposed comm": fmean(rank.moves for rank in ranks),
@@ -237,7 +238,7 @@ def _rank_table(ranks: Sequence[RankBreakdown]) -> list[str]:
 
 
 def _operation_table(profile: MergedProfile) -> list[str]:
-    """Formats the ten operations that took most time, with means over the ranks."""
+    """Formats the ten operations that took most time, with means per call."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     algorithms: dict[tuple[str, str, str], Counter[str]] = {}
     for exchange in profile.exchanges:

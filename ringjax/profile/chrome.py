@@ -1,4 +1,4 @@
-"""Converts traces to Chrome's trace events, for viewers other than Perfetto.
+"""Converts a profile to Chrome's trace events, for viewers other than Perfetto.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def events(processes: Iterable[TraceProcess]) -> Iterator[Event]:
-    """Yields all events. `pid` is the rank, and times are microseconds."""
+    """Yields all events. The `pid` of an event is the rank; times are microseconds."""
     processes = list(processes)
     flows = _flows(processes)
     for process in processes:
@@ -37,7 +37,7 @@ def events(processes: Iterable[TraceProcess]) -> Iterator[Event]:
 
 
 def _flows(processes: Iterable[TraceProcess]) -> dict[int, list[tuple[float, int]]]:
-    """Returns start and process of the slices of each flow, in the order of time."""
+    """Returns for each flow the start and the process of its slices, in time order."""
     found: dict[int, list[tuple[float, int]]] = {}
     for process in processes:
         for thread in process.threads:

@@ -1,9 +1,9 @@
-"""The common clock of all parts of a profile, in seconds since the profile's start.
+"""Converts the times that all ranks have recorded to seconds on one common clock.
 
 Processes on one host share a clock. Processes on other hosts have repeatedly requested
-the time of rank 0's clock. In each interval of SPAN seconds, the reply with the
-shortest round trip counts. Between two of these replies the clocks are assumed to drift
-evenly. The error is half of the round trip (Cristian, Probabilistic clock
+the time of rank 0's clock. In each interval of SPAN seconds, only the reply with the
+shortest round trip is used. Between two of these replies, the clocks are assumed to
+drift linearly. The error is half of the round trip (Cristian, Probabilistic clock
 synchronization, Distributed Computing 3, 1989).
 """
 
@@ -16,14 +16,14 @@ from operator import add
 
 from ringjax.profile.parts import ProfilePart
 
-SPAN = 10.0  # seconds of an interval, of which the best reading counts
-ENDS = 1.0  # the first and the last interval, in which ranks send many requests
+SPAN = 10.0  # seconds of an interval, of which only the best reading is used
+ENDS = 1.0  # seconds of the first and the last interval, which have many readings
 
 
 class ClockOffset:
-    """The offset of another clock against this clock, as a function of time.
+    """How many seconds another clock is ahead of this clock, as a function of time.
 
-    It is computed from readings (when, ahead, round trip), in seconds of this clock.
+    Computed from readings (when, ahead, round trip), in seconds of this clock.
 
     Example:
         >>> offset = ClockOffset([(0.0, 5.0, 0.2), (60.0, 5.6, 0.1), (60.5, 9.0, 8.0)])
@@ -45,7 +45,7 @@ class ClockOffset:
         self.error = max(trip for _, _, trip in self._readings) / 2
 
     def ahead(self, when: float) -> float:
-        """Returns the offset at a moment; it is constant outside of the readings."""
+        """Returns the offset at `when`: interpolated, constant outside of readings."""
         at = bisect(self._whens, when)
         if at in (0, len(self._readings)):
             return self._readings[max(at - 1, 0)][1]
@@ -54,11 +54,11 @@ class ClockOffset:
 
 
 class CommonClock:
-    """Converts times of all parts to the clock of the first rank.
+    """Converts the times of all ranks to the clock of the first rank.
 
     Attributes:
-        error: the largest error between two ranks, in seconds. None if it is unknown,
-            because some clocks could only be compared by the time of day.
+        error: the largest error between two ranks, in seconds; None if unknown, because
+            some clocks could only be compared by the time of day.
     """
 
     def __init__(self, parts: list[ProfilePart]) -> None:
@@ -67,9 +67,9 @@ class CommonClock:
         self.error: float | None = 0.0
         errors = {first.clock: 0.0}
         offsets = _offsets(parts)
-        # Search breadth-first from the first rank. After its loss, the ranks of later
-        # epochs have read the clock of another rank 0, which in an earlier epoch has
-        # read the clock of the first rank.
+        # Search breadth-first from the first rank. If the first rank was lost, ranks of
+        # later epochs have read the clock of a new rank 0, and this rank, in an earlier
+        # epoch, has read the clock of the first rank.
         reached = [first.clock]
         while reached:
             known = reached.pop(0)
@@ -94,12 +94,12 @@ class CommonClock:
         self._to_first[clock] = lambda when: further(when + offset.ahead(when))
 
     def seconds(self, part: ProfilePart, when: float) -> float:
-        """Converts a time of this part to seconds since the start of the profile."""
+        """Converts a time of the rank of `part` to seconds since the profile began."""
         return self._to_first[part.clock](when) - self.zero
 
 
 def _offsets(parts: list[ProfilePart]) -> dict[tuple[str, str], ClockOffset]:
-    """Returns the offsets, by the clock of the requesting rank and the other clock."""
+    """Returns the offsets by (clock of the requesting rank, clock of rank 0)."""
     clocks = {(m.epoch, m.rank): p.clock for p in parts for m in p.members}
     readings: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for part in parts:

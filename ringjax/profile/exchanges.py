@@ -1,7 +1,7 @@
-"""Matches the calls of all ranks: one exchange for each call, and its last rank.
+"""Matches the recorded calls of all ranks: an exchange is one call on all its ranks.
 
-The rank that waited least in an exchange came last. Each rank has measured its wait on
-its own clock, so errors between clocks do not matter.
+The rank that waited least in an exchange came last. Each rank has measured its waiting
+time on its own clock, so errors between clocks do not matter.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart, RecordedCall
 from ringjax.world.step_counter import CallKind, find_step_marker
 
-# Epoch, process set, lane and sequence number identify a call on all ranks.
+# The epoch, the process set, the lane and the sequence number of a call.
 CallId = tuple[int, int, str, int]
 
 
 @dataclass(slots=True)
 class RankExchange:
-    """The part of one rank in an exchange. Times are seconds on the common clock.
+    """The times of one rank in an exchange, in seconds on the common clock.
 
     Attributes:
-        calls: the call, or the named operations that were done in one call.
-        entered: when the rank entered the call; for several operations, when it
-            submitted the last of them.
-        agreed: when all ranks had entered the call; None if some rank never entered it.
+        calls: the call, or the named operations that were executed in one call.
+        entered: when the rank entered the call; for several operations, when the rank
+            submitted the last operation.
+        agreed: when all ranks had entered the call; None if some rank never entered.
+        done: when the call was done.
     """
 
     part: ProfilePart
@@ -37,12 +38,12 @@ class RankExchange:
 
     @property
     def wait(self) -> float:
-        """The seconds until all ranks had entered the call."""
+        """The seconds from `entered` until all ranks had entered the call."""
         return (self.done if self.agreed is None else self.agreed) - self.entered
 
     @property
     def move(self) -> float:
-        """The seconds in which data moved; on a device, until the call was enqueued."""
+        """The seconds of moving data, or until a device operation was enqueued."""
         return 0.0 if self.agreed is None else self.done - self.agreed
 
     @property
@@ -51,13 +52,13 @@ class RankExchange:
 
     @property
     def exposed(self) -> bool:
-        """Whether the program waited for the call instead of overlapping it."""
+        """Whether the program waited for the call, instead of continuing meanwhile."""
         return not self.calls[0].overlapped
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A call, with its parts on all ranks that have recorded a profile."""
+    """One call on all ranks that have recorded a profile."""
 
     call_id: CallId
     ranks: list[RankExchange] = field(default_factory=list)
@@ -69,13 +70,13 @@ class Exchange:
 
     @property
     def late_by(self) -> float:
-        """The seconds between the median rank and the last rank."""
+        """The seconds by which the last rank entered later than the median rank."""
         waits = sorted(rank.wait for rank in self.ranks)
         return waits[len(waits) // 2] - waits[0] if len(waits) > 1 else 0.0
 
 
 def match_calls(parts: Sequence[ProfilePart], clock: CommonClock) -> list[Exchange]:
-    """Returns all exchanges in the order in which their first rank entered them."""
+    """Returns all exchanges, ordered by the time when the first rank entered."""
     found: dict[CallId, Exchange] = {}
     for part in parts:
         by_id: dict[CallId, list[RecordedCall]] = {}
@@ -108,8 +109,8 @@ def _call_kind(call: RecordedCall) -> CallKind:
 def step_ends(part: ProfilePart, clock: CommonClock) -> list[float]:
     """Returns the ends of training steps, in seconds on the common clock.
 
-    If the program has marked no ends, a step ends with the call that `find_step_marker`
-    finds.
+    If the program has marked no ends, a step ends with each call of the kind that
+    `find_step_marker` finds.
     """
     if part.marks:
         return [clock.seconds(part, when) for when in part.marks]

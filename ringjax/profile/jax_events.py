@@ -1,9 +1,10 @@
-"""Converts the events of JAX's own traces, so that those of all ranks fit together.
+"""Converts JAX's own traces, so that the traces of all ranks fit into one file.
 
-jax.profiler writes Chrome's trace events. Their times count from a moment that the
-protobuf of the trace contains (world/profile_recording.py), and their process ids are
-equal on all ranks. This module converts the times to the common clock, and makes the
-process ids distinct. XLA's name `ringjax_allreduce.7` becomes `ringjax.allreduce`.
+jax.profiler writes Chrome's trace events. The times of these events count from a moment
+that the protobuf of the trace contains (world/profile_recording.py), and the process
+ids of these events are equal on all ranks. This module converts the times to the common
+clock, and makes the process ids distinct. XLA's name `ringjax_allreduce.7` becomes
+`ringjax.allreduce`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ringjax.profile.clocks import CommonClock
 from ringjax.profile.parts import ProfilePart
 
 RINGJAX_NAME = re.compile(r"^ringjax_(\w+)(?:\.\d+)*$")
-NOISE = "ThreadpoolListener::"  # prefix of useless events, three for each task of XLA
+NOISE = "ThreadpoolListener::"  # the prefix of events to drop: three per task of XLA
 PIDS_PER_RANK = 1_000_000  # greater than all process ids of JAX
 
 
 def events(
     part: ProfilePart, clock: CommonClock, most: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields at most `most` events of one rank, which may have no trace of JAX.
+    """Yields at most `most` events of one rank, or no event if it has no JAX trace.
 
     Raises OSError or ValueError if the trace cannot be read.
     """
@@ -36,7 +37,7 @@ def events(
     shift = clock.seconds(part, began - part.realtime + part.monotonic) * 1e6
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found = json.load(file)["traceEvents"]
-    # The last event of a list by JAX is empty.
+    # JAX ends the list with an empty event, which has no "pid".
     found = [e for e in found if "pid" in e and not e["name"].startswith(NOISE)]
     if len(found) > most:
         found.sort(key=lambda event: event.get("ts", -math.inf))

@@ -1,8 +1,8 @@
-"""Reads the parts of a profile, one file for each process.
+"""Reads the files of a profile, one file (*part*) per process.
 
-world/profile_recording.py writes the parts. A process that died leaves a part without
-an end, and perhaps half of a line. Complete lines count, and `describe_missing` names
-everything that is missing.
+world/profile_recording.py writes the files. A process that died leaves a file without
+an end, and perhaps with half of a line. This module reads all complete lines, and
+`describe_missing` lists everything that is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from ringjax.world.profile_recording import FORMAT, PARTS
 
-MAX_CALLS = 200_000  # most calls to read, of all ranks together
+MAX_CALLS = 200_000  # most calls to read, the sum over all ranks
 
 
 class ProfileNotFound(ValueError):
@@ -27,15 +27,15 @@ class ProfileNotFound(ValueError):
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A call of one rank, or one named operation. The names are those in the file.
+    """A call or a named operation of one rank, with the field names of the file.
 
     Attributes:
         entered, agreed, done: the times when this rank entered the call, when all ranks
-            had entered it, and when it was done, in seconds of the process's clock.
-            `agreed` is None if some rank never entered the call.
+            had entered the call, and when the call was done, in seconds of the
+            process's clock. `agreed` is None if some rank never entered the call.
         code: 0, or the status with which the call failed.
         overlapped: whether the program continued while data moved.
-        device: whether a device moves the data, later than `done`.
+        device: whether a device moves the data, perhaps after `done`.
     """
 
     op: str
@@ -56,7 +56,7 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The rank of a process in one epoch, which began at the moment `at`."""
+    """The rank of a process in one epoch. The epoch began at the time `at`."""
 
     epoch: int
     rank: int
@@ -67,7 +67,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """At `when`, the clock of `rank` was `ahead` of this clock, within `trip` / 2."""
+    """At `when`, the clock of `rank` was `ahead` (± `trip` / 2) seconds ahead."""
 
     rank: int
     epoch: int
@@ -85,12 +85,12 @@ class ProfilePart:
         clock: an id of the clock, which is equal for processes that share a clock.
         monotonic, realtime: the time of the clock and the seconds since 1970, both at
             the start of the profile.
-        marks: the ends of steps that the program has marked.
-        sent: (when, total bytes sent, total exposed seconds).
-        lost: the number of calls that could not be written.
-        skipped: the number of calls, from the first, that were not read.
-        jax: the path of JAX's trace, and the seconds since 1970 at its time 0.
-        notes: sentences for the user about the process.
+        marks: the times at which the program has marked the end of a step.
+        sent: triples (when, total bytes sent, total exposed seconds).
+        lost: how many calls could not be written.
+        skipped: how many of the first calls were not read, because of `max_calls`.
+        jax: the path of JAX's trace, and the seconds since 1970 at time 0 of the trace.
+        notes: sentences for the user about problems of this process.
         end: the time when the file was closed; None if the process died or its disk was
             full.
     """
@@ -115,7 +115,7 @@ class ProfilePart:
 
     @property
     def number(self) -> int:
-        """The number of the rank or the worker."""
+        """The rank, or the worker id in an elastic job."""
         return int(self.who.split()[-1])
 
     @property
@@ -127,15 +127,16 @@ class ProfilePart:
         return min(self.calls[0].entered if self.calls else math.inf, self.monotonic)
 
     def rank_in(self, epoch: int) -> int | None:
-        """Returns the rank of the process in an epoch; None if it was not a member."""
+        """Returns the rank of the process in an epoch, or None if it was no member."""
         return next((m.rank for m in self.members if m.epoch == epoch), None)
 
 
 def read(directory: Path, max_calls: int = MAX_CALLS) -> list[ProfilePart]:
-    """Reads the parts of the newest profile in a folder, in the order of the ranks.
+    """Reads the files of the newest profile in a folder, in rank order.
 
     Args:
-        max_calls: how many calls of all ranks to read. Each part keeps its last calls.
+        max_calls: how many calls to read from all files together. From each file, the
+            last calls are read.
 
     Raises:
         ProfileNotFound: the folder contains no profile.
@@ -156,16 +157,16 @@ def read(directory: Path, max_calls: int = MAX_CALLS) -> list[ProfilePart]:
 
 
 def complete(directory: Path, run: str) -> bool:
-    """Returns whether all ranks of the last epoch have closed their parts."""
+    """Returns whether all ranks of the last epoch have closed their files."""
     ends = [_end_of(path) for path in (directory / PARTS).glob(f"{run}.*.jsonl")]
     epoch, size = max(ends, default=(-1, 0))
     return 0 < size <= ends.count((epoch, size))
 
 
 def _end_of(path: Path) -> tuple[int, int]:
-    """Returns the last epoch of a closed part, and its size; (-1, 0) if it is open."""
+    """Returns the last epoch and its size, or (-1, 0) if the file is still open."""
     with open(path, "rb") as file:
-        # The record of the end is one short line, so the last page suffices.
+        # The last line is short, so the last 4096 bytes suffice.
         file.seek(max(path.stat().st_size - 4096, 0))
         last = file.read().splitlines()[-1:]
     if last and last[0].startswith(b'{"end"'):
@@ -176,7 +177,7 @@ def _end_of(path: Path) -> tuple[int, int]:
 
 
 def describe_missing(parts: list[ProfilePart]) -> list[str]:
-    """Returns a sentence for each part or call that is missing."""
+    """Returns sentences about missing files and missing calls."""
     found: list[str] = []
     by_epoch: dict[int, dict[int, ProfilePart]] = {}
     sizes: dict[int, int] = {}
@@ -206,7 +207,7 @@ def describe_missing(parts: list[ProfilePart]) -> list[str]:
 
 
 def _read(path: Path, max_calls: int) -> ProfilePart | None:
-    """Reads a part. Returns None if the file is no part, or has another format."""
+    """Reads the file of a process. Returns None if the file has another format."""
     part: ProfilePart | None = None
     names = ("who", "run", "host", "clock", "monotonic", "realtime")
     for value in _values(path):
@@ -222,7 +223,7 @@ def _read(path: Path, max_calls: int) -> ProfilePart | None:
 
 
 def _values(path: Path) -> Iterator[dict[str, Any]]:
-    # When a file is full, `PartFile` renames it to NAME.1 and begins a new file.
+    # Read NAME.1 first: `PartFile` renames a full file to NAME.1 and continues in NAME.
     for file in (path.with_name(path.name + ".1"), path):
         if not file.exists():
             continue

@@ -1,7 +1,8 @@
-"""Writes traces in Perfetto's own format, a sequence of protobuf messages.
+"""Encodes a profile in Perfetto's own format, a sequence of protobuf messages.
 
-https://perfetto.dev/docs/reference/synthetic-track-event lists messages and fields.
-Fields are written by number. The tests read the traces with Perfetto's own parser.
+https://perfetto.dev/docs/reference/synthetic-track-event lists messages and fields. The
+code names each field by its protobuf field number. The tests read the traces with
+Perfetto's own parser.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _bytes(field: int, data: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(data)) + data
 
 
-@lru_cache(1 << 14)  # names repeat, so cache them
+@lru_cache(1 << 14)  # names repeat, so cache the encoded names
 def _text(field: int, text: str) -> bytes:
     return _bytes(field, text.encode())
 
@@ -67,7 +68,7 @@ def _event(seconds: float, kind: int, track: int, *fields: bytes) -> bytes:
 
 
 def packets(processes: Iterable[TraceProcess]) -> Iterator[bytes]:
-    """Yields the packets of a trace. Times in packets are nanoseconds."""
+    """Yields the encoded packets of a trace. Times in packets are nanoseconds."""
     numbers = count(1)
     for process in processes:
         uuid = next(numbers)

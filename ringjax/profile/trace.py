@@ -1,8 +1,8 @@
 """Converts a profile to the terms of trace viewers: processes, threads and slices.
 
-perfetto.py and chrome.py write traces from the result. Two slices of one thread follow
-each other, or one contains the other. A slice that would overlap another slice is in a
-further thread with the same name.
+perfetto.py and chrome.py encode the result. Two slices of one thread follow each other,
+or one contains the other. A slice that would overlap another slice goes into an
+additional thread with the same name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_NAMES = 16  # most names shown for a call of several named operations
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """An interval with a name, in seconds.
+    """A named interval in a viewer, in seconds.
 
     Attributes:
-        flow: arrows join the slices that have the same number; 0 means no arrow.
-        inner: the slices within this one.
+        flow: the viewer draws arrows between slices with equal `flow`; 0 for no arrow.
+        inner: the slices inside of this slice.
     """
 
     name: str
@@ -46,10 +46,10 @@ class TraceThread:
 
 @dataclass(frozen=True, slots=True)
 class TraceProcess:
-    """A rank in a viewer.
+    """The data of one rank in a viewer.
 
     Attributes:
-        counters: (seconds, value) by name and unit.
+        counters: maps (name, unit) to the (seconds, value) pairs of a curve.
     """
 
     number: int
@@ -116,10 +116,10 @@ def _move_name(rank: RankExchange) -> str:
 def _counters(
     profile: MergedProfile, part: ProfilePart
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Returns the speed of the links between two readings of their byte counters."""
+    """Returns the sending speed of the links over time, from their byte counters."""
     speeds: list[tuple[float, float]] = []
     for (before, low, _), (after, high, _) in pairwise(part.sent):
-        # Skip the pair of readings around a new epoch, which counts from 0.
+        # Skip the readings before and after a new epoch, where counters restart at 0.
         if high >= low and after > before:
             start = profile.clock.seconds(part, before)
             speeds.append((start, (high - low) / (after - before) / 1e6))
