@@ -30,7 +30,7 @@ class Donation:
         return self._donates.get(name, True)
 
     def names_to_copy(self, attributes: Mapping[str, object]) -> set[str]:
-        """Compares with the previous commit, and returns names of attributes to copy."""
+        """Compares with the previous commit. Returns names of attributes to copy."""
         part = values.jax_part()
         for name, value in attributes.items():
             before, now = self._inputs.get(name, []), values.jax_arrays(value)

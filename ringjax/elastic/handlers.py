@@ -57,7 +57,7 @@ class StateHandler:
         self.save()
 
     def saved(self) -> Any:
-        """Returns the state that the last `save` has copied. Do not change the state."""
+        """Returns the state that the last `save` has copied. Do not change it."""
         return self._saved
 
 
