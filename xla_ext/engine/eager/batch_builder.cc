@@ -1,4 +1,5 @@
-// Tensors, neutral elements and memory of a call. See batch_builder.h.
+// Implements BatchBuilder: adds tensors to a call, allocates results, and supplies
+// neutral elements for a rank that has joined. See batch_builder.h.
 #include "engine/eager/batch_builder.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ void SetBytes(std::vector<std::byte>* pattern, T value) {
   std::memcpy(pattern->data(), &value, sizeof value);
 }
 
-// Sets `*pattern` to the bytes of a number in a floating-point or complex type.
+// Sets `*pattern` to `value`, encoded in a floating-point or complex dtype.
 void SetReal(DType dtype, double value, std::vector<std::byte>* pattern) {
   if (dtype == DType::kC128 || dtype == DType::kF64) {
     SetBytes<double>(pattern, value);
@@ -35,20 +36,20 @@ void SetReal(DType dtype, double value, std::vector<std::byte>* pattern) {
   pattern->resize(Width(dtype), std::byte{0});  // the imaginary part
 }
 
-// Sets `*pattern` to the bytes of the least or greatest value of a type. No complex
-// type has one, and CheckReduction refuses them.
+// Sets `*pattern` to the bytes of the least or greatest value of a dtype. Not called
+// for complex dtypes, for which CheckReduction refuses MIN and MAX.
 void Extreme(DType dtype, bool highest, std::vector<std::byte>* pattern) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (IsFloat(dtype)) return SetReal(dtype, highest ? kInfinity : -kInfinity, pattern);
   if (dtype == DType::kBool) return SetBytes<uint8_t>(pattern, highest ? 1 : 0);
-  // In an integer, all bits of such a value are equal, except the sign bit.
+  // In the least or greatest integer, all bits except the sign bit are equal.
   pattern->assign(Width(dtype), highest ? std::byte{0xff} : std::byte{0});
   if (dtype >= DType::kI8 && dtype <= DType::kI64)
     pattern->back() = highest ? std::byte{0x7f} : std::byte{0x80};
 }
 
-// Sets `*pattern` to the bytes of the neutral element of a product. The call multiplies
-// each input by `scale`, so the element is 1 / scale.
+// Sets `*pattern` to the bytes of the input that does not change a product. The call
+// multiplies each input by `scale`, so this input is 1 / scale.
 Status NeutralOfProduct(DType dtype, double scale, std::vector<std::byte>* pattern) {
   if (!IsFloat(dtype) && !IsComplex(dtype)) {
     if (scale != 1)
@@ -64,12 +65,12 @@ Status NeutralOfProduct(DType dtype, double scale, std::vector<std::byte>* patte
 }
 
 // Sets `*pattern` to the input of a rank that has joined: the bytes of a value that
-// does not change the result. A single zero byte stands for zero in any type.
+// does not change the result. A single zero byte stands for zero in any dtype.
 Status NeutralElement(const Submission& s, DType dtype,
                       std::vector<std::byte>* pattern) {
   pattern->assign(1, std::byte{0});
-  // The call scales the value like all inputs, and a negative factor makes the greatest
-  // value the least.
+  // The call multiplies this value by prescale, too. A negative factor turns the
+  // greatest value into the least.
   const bool turned = s.prescale < 0;
   if (s.prescale == 0) return OkStatus();
   switch (s.reduce_op) {
@@ -135,8 +136,8 @@ Result<std::shared_ptr<void>> BatchBuilder::Allocate(
   return std::shared_ptr<void>(memory, [](void* p) { std::free(p); });
 }
 
-// Adds one tensor whose result size does not depend on other ranks. If this rank has
-// joined, adds a neutral tensor in memory that is released after the call.
+// Adds tensor `i` of an operation whose result sizes do not depend on other ranks. If
+// this rank has joined, adds neutral elements in memory that is freed after the call.
 Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
   const Submission& s = *ready.any;
   const auto& piece = s.tensors[i];
@@ -150,7 +151,8 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
   if (const TaskPtr task = Mine(ready, communicator_->rank())) {
     t.in = task->ins[i];
     t.out = task->outs[i];
-    // A call that may run again needs its inputs unchanged (DecisionRunner::MoveAside).
+    // A call that may run again must not overwrite its inputs
+    // (DecisionRunner::MoveAside).
     if (state_.resilient->repairs() && s.op == Collective::kAllreduce &&
         t.in == t.out && communicator_->size() > 1)
       batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
@@ -168,9 +170,9 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
   return OkStatus();
 }
 
-// Adds one tensor of an allgather or alltoall, where the rows of all ranks determine
-// the size of the result. The result goes into the caller's memory if that has exactly
-// the right size, and otherwise into memory of the core.
+// Adds tensor `i` of an allgather or alltoall, whose result size depends on the rows of
+// all ranks. The result is written to the memory of the caller if that memory has
+// exactly the right size, and otherwise to memory that the core allocates.
 Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
                                std::vector<Output>* outputs, Batch* batch) const {
   const TaskPtr task = Mine(ready, communicator_->rank());

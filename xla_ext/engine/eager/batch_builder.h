@@ -1,7 +1,7 @@
-// BatchBuilder: builds one call from a decision of the negotiation. The tensors of the
-// call are the tensors of this rank's tasks, and are not copied. A result whose size
-// depends on other ranks may need memory of the core. A rank that has joined
-// contributes neutral elements and drops the results.
+// BatchBuilder: builds one call from a decision of the negotiation. The call uses the
+// tensors of this rank's tasks without copying them. If the size of a result depends on
+// other ranks, the core may allocate its memory. A rank that has joined contributes
+// neutral elements and discards the results.
 #pragma once
 
 #include <cstddef>
@@ -30,21 +30,21 @@ struct Batch {
   std::vector<TaskPtr> tasks;                // tasks of this rank
   std::vector<std::vector<Output>> outputs;  // results in memory of the core, by task
   std::vector<std::shared_ptr<void>> joined_memory;  // if this rank has joined
-  // Tensors whose result replaces the input, but which the call first reduces into
-  // other memory, so that the input stays unchanged until the call is committed. Each
-  // entry is the index of the tensor in `call`, and the final address of its result.
+  // The in-place allreduces, which the call first reduces into other memory, so that
+  // the input stays unchanged until the call is committed. Each entry has the index of
+  // a tensor in `call.tensors` and the final address of its result.
   std::vector<std::pair<size_t, void*>> aside;
   std::vector<std::shared_ptr<DevicePoint>> marks;  // see EagerBackend::Run
   std::shared_ptr<DevicePoint> end;
 };
 
-// A DecisionRunner owns the object. Only the holder of the progress lock uses it.
+// Owned by a DecisionRunner. Used only by the thread that holds the progress lock.
 class BatchBuilder {
  public:
   explicit BatchBuilder(const LaneState& state);
 
-  // Sets `batch->call` and its memory. The caller has set `tasks`, and has given
-  // `outputs` an entry for each task.
+  // Fills `batch->call` and allocates the memory that the call needs. The caller has
+  // set `batch->tasks`, and `batch->outputs` has one entry for each task.
   Status Build(const Decision& decision, Batch* batch) const;
 
  private:

@@ -1,4 +1,5 @@
-// First-fit packing into a bounded number of open Calls of each kind. See batches.h.
+// Implements Batches: puts each operation into the first open Call of its kind that has
+// room. See batches.h.
 #include "engine/eager/batches.h"
 
 #include <algorithm>
@@ -9,9 +10,9 @@
 namespace ringjax {
 namespace {
 
-// The number of open Calls of one kind that later operations may still join. Without
-// this limit, after thousands of large tensors every later operation would search
-// thousands of almost full Calls.
+// The most Calls of one kind that stay open for later operations. Without this limit,
+// every operation after thousands of large tensors would search thousands of almost
+// full Calls.
 constexpr size_t kMaxOpen = 8;
 
 uint64_t BytesOf(const Submission& submission) {
@@ -20,8 +21,9 @@ uint64_t BytesOf(const Submission& submission) {
   return bytes;
 }
 
-// Returns the bytes that a Call moves for the operation. In an allgather, the ranks may
-// contribute different numbers of bytes.
+// Returns the bytes that an operation adds to a Call: for an allgather, the sum over
+// all ranks, which may contribute different sizes; otherwise the size of one rank's
+// tensors.
 uint64_t BytesOf(const Ready& ready) {
   if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
   uint64_t bytes = 0;

@@ -1,5 +1,6 @@
-// Fusion: packs ready operations into a small number of Calls. All ranks make the same
-// Calls in the same order. The class copies no data.
+// Batches: fuses ready operations into a small number of Calls. All ranks build the
+// same Calls in the same order. Batches only groups operations and copies no tensor
+// data.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +14,12 @@ namespace ringjax {
 
 class Batches {
  public:
-  // A Call of several operations has at most `threshold` bytes; 0 disables fusion. The
-  // object appends Calls to `*decisions`, which must outlive the object.
+  // Fuses operations into one Call up to `threshold` bytes; 0 disables fusion. Appends
+  // each new Call to `*decisions`, which must outlive this Batches object.
   Batches(uint64_t threshold, std::vector<Decision>* decisions)
       : threshold_(threshold), decisions_(decisions) {}
 
-  // Adds the operation to an open Call in which it fits, or appends a new Call.
+  // Adds the operation to an open Call that has room for it, or appends a new Call.
   void Add(Ready ready);
 
   void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
@@ -27,7 +28,7 @@ class Batches {
   void Close() { open_.clear(); }
 
  private:
-  // The properties that all operations of one Call have in common.
+  // The properties that must be equal for operations to be fused into one Call.
   struct Kind {
     uint64_t kinds = 0;  // op, reduce op, root and device, packed
     double prescale = 1, postscale = 1;

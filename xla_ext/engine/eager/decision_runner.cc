@@ -1,10 +1,10 @@
-// Runs the call of a decision. See decision_runner.h.
+// Implements DecisionRunner, which runs the calls of decisions. See decision_runner.h.
 //
-// An operation that has ended stays ended, with the same outcome on all remaining
-// ranks. A call has a commit decision. A round has none: it is final only if no epoch
-// can follow (Rounds::final). Otherwise a result that follows from a round alone (a
-// barrier, a mismatch, a join) is reported only after a barrier call, which has a
-// commit decision (ConfirmRound).
+// In an elastic job, an operation must end with the same outcome on all ranks that
+// remain after a failure. A call ensures this by its commit decision, but a round has
+// none. So an outcome that follows from a round alone (a barrier, a mismatch, a join)
+// is reported only after a barrier call, which has a commit decision (ConfirmRound). If
+// no epoch can follow, the barrier call is skipped (Rounds::final).
 #include "engine/eager/decision_runner.h"
 
 #include <cstdlib>
@@ -48,8 +48,8 @@ Status DecisionRunner::RunDecision(const Decision& decision, const Piggyback* va
   return OkStatus();
 }
 
-// Returns ok once all ranks are known to have received this round. Runs a barrier call
-// for this purpose, unless an earlier call of the round has already shown it.
+// Makes sure that all ranks have received the messages of this round. Runs a barrier
+// call for this purpose, unless an earlier call of the round has already shown it.
 Status DecisionRunner::ConfirmRound() {
   if (round_confirmed_) return OkStatus();
   Call call;
@@ -60,12 +60,12 @@ Status DecisionRunner::ConfirmRound() {
   return OkStatus();
 }
 
-// In an elastic job, a call that the loss of a rank interrupts runs again, so its
-// inputs must be unchanged. Therefore an allreduce in place is reduced into memory of
-// the lane, and copied when all ranks have the result. That takes a pass over the
-// result, and memory as large as the largest batch so far. The lane keeps this memory,
-// because touching new pages would take longer than the copy. A broadcast needs no such
-// memory, because its root, the only rank with an input, writes nothing.
+// Redirects the results of in-place allreduces to scratch memory. In an elastic job, a
+// call runs again if the loss of a rank interrupts it, so it must not overwrite its
+// inputs. RunCall copies the results to their final addresses when all ranks have them.
+// The scratch memory is as large as the largest batch so far and is kept, because
+// touching new pages would take longer than the copy. A broadcast needs no scratch
+// memory, because its root, the only rank with an input, writes no result.
 Status DecisionRunner::MoveAside(Batch* batch) {
   std::vector<Tensor>& tensors = batch->call.tensors;
   const auto room = [](const Tensor& t) {
@@ -97,10 +97,10 @@ Status DecisionRunner::OpenDevice(const Submission& first) {
   return state_.WithContext(first.Title(), status);
 }
 
-// Returns whether a call has no outcome because this epoch has ended: its error is the
-// error of the abort, or the wait for the commit decision has failed. If the call has
-// an outcome, all ranks have the same outcome, even if the epoch was aborted after the
-// call.
+// Returns whether a call that returned `status` has no outcome, because the epoch was
+// aborted during the call: `status` is the error of the abort, or of a failed wait for
+// the commit decision. Otherwise all ranks have the same outcome, even if the epoch was
+// aborted after the call.
 bool DecisionRunner::IsLost(const Status& status) const {
   const Code code = status.code();
   return communicator_->aborted() &&
@@ -108,7 +108,8 @@ bool DecisionRunner::IsLost(const Status& status) const {
           code == Code::kCancelled);
 }
 
-// Builds the call, and runs it or completes it from the data piggybacked on the round.
+// Builds the call of a decision. Then runs the call, or computes its results from
+// `values`, the data that all ranks sent with the round.
 Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* values,
                                      Batch* batch) {
   const Submission& first = *decision.fused[0].any;
@@ -126,7 +127,7 @@ Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* 
   if (!negotiated || built.ok())
     return communicator_->RunInThisEpoch(batch->call, built, negotiated);
   // This rank could not build the call, most likely for lack of memory. The other ranks
-  // run the call without an agreement, so this rank must abort the communicator.
+  // start the call without an agreement, so this rank aborts the communicator.
   communicator_->AbortAndNotifyPeers(built.code(),
                                      batch->name + " failed: " + built.message());
   return communicator_->WithContext(batch->call, communicator_->abort_status());
@@ -158,7 +159,7 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
   }
   if (lost.ok()) lost = ConfirmRound();
   if (!lost.ok()) {
-    // The tasks stay pending. They are submitted again in the next epoch, or fail
+    // The tasks stay pending: they are submitted again in the next epoch, or they fail
     // together with all other pending tasks.
     record_.RecordEnd(decision, lost);
     return lost;

@@ -1,6 +1,6 @@
-// DecisionRunner: carries out the decisions of a round. For a decision to run
-// operations, it builds one call (batch_builder.h), runs the call and completes this
-// rank's works.
+// DecisionRunner: carries out what the negotiation has decided in a round. To run
+// operations, it builds one call (batch_builder.h), runs the call, and completes the
+// Work of each operation that this rank has submitted.
 #pragma once
 
 #include <cstddef>
@@ -19,18 +19,19 @@
 
 namespace ringjax {
 
-// A ProgressEngine owns the object. Only the holder of the progress lock uses it.
+// Owned by a ProgressEngine. Used only by the thread that holds the progress lock.
 class DecisionRunner {
  public:
   DecisionRunner(LaneState& state, TaskQueue& tasks, const LaneRecord& record);
 
-  // Carries out all decisions of one round. `values`, or null, has the data of all
-  // ranks for the only call among the decisions. An error means that the communicator
-  // is aborted. Tasks without an outcome are then still pending.
+  // Carries out all decisions of one round. `values` has the data of all ranks if they
+  // were sent with the round; otherwise it is null. An error means that the
+  // communicator was aborted, and that tasks without an outcome are still pending.
   Status RunAll(const std::vector<Decision>& decisions, const Piggyback* values);
 
  private:
-  // Memory of the lane for MoveAside. It grows to the size of the largest batch so far.
+  // The memory to which MoveAside redirects results, as large as the largest batch so
+  // far.
   struct Scratch {
     std::unique_ptr<std::byte, void (*)(void*)> memory{nullptr, nullptr};
     uint64_t size = 0;

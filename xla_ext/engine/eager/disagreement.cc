@@ -1,5 +1,5 @@
-// Finds the first difference, and groups the ranks by what they sent. See
-// disagreement.h.
+// Finds the first property in which submissions differ, groups the ranks by its value,
+// and formats error messages. See disagreement.h.
 #include "engine/eager/disagreement.h"
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace ringjax {
 namespace {
 
-// The properties of a submission. Compare reports the first difference in this order,
-// but the dtype and the shape of one tensor come before those of the next tensor.
+// The properties of a submission, in the order in which Compare checks them. Dtype and
+// shape are checked tensor by tensor: both of one tensor before those of the next.
 enum class Aspect {
   kDevices,
   kNumbers,
@@ -33,7 +33,7 @@ struct Difference {
   }
 };
 
-// Returns whether two factors look equal in a text. Two NaN do.
+// Returns whether two factors count as equal. Unlike with ==, two NaNs do.
 bool SameText(double a, double b) { return a == b || (a != a && b != b); }
 
 bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
@@ -43,7 +43,8 @@ bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
   return std::equal(a.begin() + skip, a.end(), b.begin() + skip);
 }
 
-// Returns false if the submissions fit together; else sets `*difference`.
+// Returns whether two submissions differ in a property that must be equal. If so, sets
+// `*difference` to the first such property.
 bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   auto in = [&](Aspect aspect, size_t tensor = 0) {
     *difference = {aspect, tensor};
@@ -65,13 +66,13 @@ bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   return false;
 }
 
-// The plurals of the aspects, in the order of Aspect.
+// The plurals for error messages, in the order of the enumerators of Aspect.
 constexpr std::string_view kPlurals[] = {"devices", "numbers of tensors", "dtypes",
                                          "shapes",  "reduce ops",         "root ranks",
                                          "factors"};
 
-// Returns the value of an aspect of a submission, as text. Submissions that do not
-// differ in the aspect have equal texts.
+// Returns the value of the property `d.aspect` of a submission as text. GroupRanks puts
+// ranks with equal texts into one group.
 std::string ValueText(const Submission& s, const Difference& d,
                       const std::vector<int>& members) {
   switch (d.aspect) {
@@ -95,13 +96,14 @@ std::string ValueText(const Submission& s, const Difference& d,
          " postscale_factor=" + Digits(s.postscale);
 }
 
-// A group of ranks whose submissions have equal texts for an aspect.
+// The ranks whose submissions have the same ValueText.
 struct Group {
   std::string value;
   std::vector<int> ranks;
 };
 
-// Returns the groups, largest first, so that the rank that differs comes last.
+// Groups the ranks by ValueText. The largest group comes first, so that the few ranks
+// that differ from most ranks come last.
 std::vector<Group> GroupRanks(const std::vector<SubmissionPtr>& by_rank,
                               const Difference& d, const std::vector<int>& members) {
   std::vector<Group> groups;

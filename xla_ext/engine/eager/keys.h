@@ -1,5 +1,5 @@
-// Keys of the negotiation and their state. A key is a collective and a name.
-// negotiation.cc has the functions that change the state.
+// The table of operations in a negotiation: which rank has submitted what. An entry has
+// a collective and a name as its key. negotiation.cc changes the table.
 #pragma once
 
 #include <cstddef>
@@ -38,8 +38,9 @@ struct KeyEqual {
   bool operator()(KeyView a, KeyView b) const { return a == b; }
 };
 
-// The state of one key. A key is pending from the first submission of any rank until
-// the decision about it.
+// The submissions of one operation by all ranks, stored under its key. A key is pending
+// from the first submission of any rank until the negotiation decides about the
+// operation.
 struct Key {
   SubmissionPtr any;  // the first submission; null if the key is not pending
   std::vector<SubmissionPtr> by_rank;
@@ -48,7 +49,7 @@ struct Key {
   bool alike = true;             // whether all submissions so far are the object `any`
   uint64_t id = 0;               // see Negotiation::Waiting::id
   Key *older = nullptr, *newer = nullptr;  // neighbors in the list of pending keys
-  uint32_t numbers = 0;                    // submissions of this key in the cache
+  uint32_t numbers = 0;                    // submissions with this key in the cache
 };
 
 using Keys = std::unordered_map<KeyName, Key, KeyHash, KeyEqual>;

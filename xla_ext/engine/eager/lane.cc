@@ -1,5 +1,5 @@
-// Submissions, the thread of the lane, a caller that does its work, and the end of the
-// lane. See lane.h.
+// Implements EagerLane: submissions, the lane's own thread, callers that run the lane
+// while they wait, and the end of the lane. See lane.h.
 #include "engine/eager/lane.h"
 
 #include <chrono>
@@ -11,15 +11,15 @@
 namespace ringjax {
 namespace {
 
-// The longest time for which one caller does the work of the lane. After that time the
-// lane's own thread does the work, and the caller checks for signals while it waits.
+// The longest time for which a caller runs the eager lane. Then the lane's own thread
+// takes over, and the caller checks for signals while it waits.
 constexpr auto kLongestTurn = std::chrono::milliseconds(100);
-// Seconds without progress after which a signal may interrupt Turn. Such an interrupt
-// aborts the communicator, because Turn may be in the middle of a round. So a signal
-// must not interrupt Turn while data still move.
+// Seconds without progress after which a signal may interrupt ProgressEngine::Turn.
+// Such an interrupt aborts the communicator, because Turn may be in the middle of a
+// round. So a signal must not interrupt Turn while data still move.
 constexpr double kInterruptAfter = 2;
 
-// Repeats `f` until it throws no exception, for steps that must be done even if the
+// Calls `f` until it throws no exception, for steps that must succeed even if the
 // process is out of memory for a while.
 template <typename F>
 void RetryUntilDone(F&& f) {
@@ -43,8 +43,8 @@ EagerLane::~EagerLane() {
   if (owner_.IsHere()) {
     Close();
   } else {
-    // In a forked child the thread does not exist, but destroying its joinable handle
-    // would end the process. So the handle is leaked.
+    // In a forked child the thread does not exist, but destroying a joinable
+    // std::thread would terminate the process. So the std::thread is leaked.
     [[maybe_unused]] auto* left_behind = new std::thread(std::move(worker_));
   }
 }
@@ -53,8 +53,8 @@ void EagerLane::Abort(const Status& status) {
   if (!owner_.IsHere()) return;
   // This thread calls End first and then reads the communicator.
   // ProgressEngine::MoveToNextEpoch does the opposite: it writes the communicator with
-  // the mutex held, and then reads end_status(). So if the two run at the same time,
-  // the new communicator is aborted either here or there.
+  // the mutex held, and then reads end_status(). So if both functions run at the same
+  // time, at least one of them aborts the new communicator.
   state_.resilient->End(status);
   std::shared_ptr<Communicator> here;
   {
@@ -118,7 +118,7 @@ void EagerLane::ThreadMain() {
   RetryUntilDone([&] { engine_.FailAll(end); });
 }
 
-// Runs `body`. Turns an exception (mostly std::bad_alloc) into an abort on all ranks.
+// Runs `body`. If `body` throws (mostly std::bad_alloc), aborts the epoch on all ranks.
 void EagerLane::Guarded(const std::function<void()>& body) {
   try {
     body();
@@ -136,15 +136,14 @@ void EagerLane::RunEpoch(std::unique_lock<std::mutex>* progress) {
   } while (engine_.Turn(Clock::time_point::max(), TakesSubmissions()).ok());
 }
 
-// For a caller that waits for `work`: does the work of the lane until `work` has ended
-// or kLongestTurn has passed. Returns false if another thread does the work of the
-// lane.
+// Runs the eager lane on the thread of a caller that waits for `work`, until `work` has
+// ended or kLongestTurn has passed. Returns false if another thread runs the lane.
 bool EagerLane::Drive(const Work& work) {
   if (Gate::IsDriving()) return false;  // called by a signal handler inside Turn
   std::unique_lock progress = progress_lock_.TryLock();
   if (!progress) return false;
-  // Only the lane's own thread may use a backend, so a lane with a backend cannot let
-  // callers do its work.
+  // Only the lane's own thread may use the CUDA backend, so callers cannot run a lane
+  // that has one.
   if (!state_.cuda) {
     const Gate::Driver driver(tasks_.gate().get());
     const InterruptsAfter interrupts(kInterruptAfter);
@@ -165,7 +164,8 @@ bool EagerLane::Drive(const Work& work) {
 // -- submissions, on any thread ------------------------------------------------------
 
 Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
-  // Checked before any lock, because in a forked child a lock may stay locked forever.
+  // This check precedes any lock, because in a forked child a lock may stay locked
+  // forever.
   if (!owner_.IsHere())
     return WithContext(
         origin_, request.what.Title(),
@@ -188,7 +188,7 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   task->timeout = request.timeout;
   task->waits = request.waits;
   task->epoch_index = present->epoch_index();
-  // This thread keeps a reference of its own, because the lane may end the task and
+  // Keep a second pointer to the Work, because the lane may complete the task and
   // release task->work as soon as the task is in the queue.
   const auto work = std::make_shared<Work>(tasks_.gate(), request.stream);
   task->work = work;
@@ -228,8 +228,8 @@ void EagerLane::Hurry() {
   here->rounds().Wake();
 }
 
-// Records a point in the submitter's stream for tensors on a device
-// (EagerBackend::Mark). Returns null for host tensors.
+// For CUDA tensors, records a point in the submitter's stream (EagerBackend::Mark). For
+// host tensors, returns null.
 Result<DevicePointPtr> EagerLane::Mark(const EagerRequest& request,
                                        std::shared_ptr<EagerBackend>* backend) const {
   if (!request.what.cuda) return DevicePointPtr();

@@ -2,22 +2,22 @@
 // submit them in any order from any thread.
 //
 // The lane has a communicator and a thread. The thread sleeps until this rank submits
-// an operation or a peer begins a round. It then exchanges negotiation messages with
-// all ranks (engine/communicator/rounds.h), passes the messages to the negotiation
-// (negotiation.h) and carries out its decisions. Unlike Horovod's, the lane has no
-// cycle time and no coordinator. A caller that waits for its operation does this work
-// itself (Drive). After a failure of the communicator, the lane starts again in the
-// next epoch, with all pending operations. If no epoch
-// follows, all pending and later operations fail.
+// an operation or a peer begins a round. Then the thread exchanges negotiation messages
+// with all ranks (engine/communicator/rounds.h), passes the messages to the negotiation
+// (negotiation.h) and carries out the decisions. Unlike Horovod's background thread, it
+// needs no fixed cycle and no coordinator. A caller that waits for its operation does
+// this work on its own thread (Drive). After a failure of the communicator, the lane
+// submits all pending operations again in the next epoch. If no epoch follows, all
+// pending and later operations fail.
 //
-// The class itself has the functions that callers use, and the thread. Its parts are:
+// EagerLane itself has the functions that callers use, and the thread. Its members are:
 //
-//   LaneState       the state that the parts share
-//   TaskQueue       the tasks between the callers and the holder of the progress lock
-//   ProgressLock    which thread is the holder
-//   ProgressEngine  the work of the holder
-//   EndedTasks      pointers of ended operations, which callers release
-//   LaneRecord      reports to the recorder and to a timeline
+//   LaneState       what the other members share: communicator, options, mutex
+//   TaskQueue       hands tasks from callers to the holder of the progress lock
+//   ProgressLock    decides which thread is the holder
+//   ProgressEngine  does the work of the holder: rounds, calls, the next epoch
+//   EndedTasks      keeps the pointers of ended operations until callers release them
+//   LaneRecord      reports operations to the recorder and to a timeline
 #pragma once
 
 #include <atomic>
@@ -43,35 +43,35 @@ namespace ringjax {
 // Any thread may call any public function.
 class EagerLane {
  public:
-  // No other code may use `communicator`. In an elastic job it must have been installed
-  // in its ResilientComm, and the lane follows the ResilientComm from epoch to epoch.
-  // An operation that the loss of a rank interrupts runs again on the remaining ranks,
-  // as if it had just been submitted. It fails with kUnavailable if that is impossible:
-  // for a broadcast whose root is lost, an alltoall with splits, a reducescatter, an
-  // operation on CUDA tensors, and for all pending operations if the training starts
-  // again.
+  // No other code may use `communicator`. In an elastic job, `communicator` must
+  // already be installed in its ResilientComm, which the lane follows from epoch to
+  // epoch. An operation that the loss of a rank interrupts runs again on the remaining
+  // ranks, as if it had just been submitted. Operations that cannot run again fail with
+  // kUnavailable: a broadcast whose root is lost, an alltoall with splits, a
+  // reducescatter, an operation on CUDA tensors, and all pending operations if training
+  // restarts.
   EagerLane(std::shared_ptr<Communicator> communicator, EagerOptions options);
   ~EagerLane();
 
   // Submits an operation. Fails immediately with kInvalidArgument if the operation is
-  // impossible, or if an operation of the same op and name has not ended on this rank.
-  // Fails with the reason of the failure if the lane has failed. Takes over `keep` only
-  // on success.
+  // impossible, or if an earlier operation with the same op and name has not ended on
+  // this rank. If the lane has failed, returns the error that made it fail. Takes
+  // ownership of `request.keep` only on success.
   Result<std::shared_ptr<Work>> Submit(EagerRequest request);
   // Declares that this rank submits nothing more until all ranks have joined.
   Result<std::shared_ptr<Work>> Join();
-  // Between Hold and its Release, submissions wake no thread. They are sent together,
-  // after the last Release or a Hurry, or with a round that begins for another reason.
-  // Calls of Hold may be nested. A caller that must wait for a held submission calls
-  // Hurry.
+  // Between Hold and Release, submissions are held and wake no thread. Held submissions
+  // are sent together, after the last Release or a Hurry, or with a round that begins
+  // for another reason. Calls of Hold may be nested. A caller that waits for a held
+  // submission must call Hurry.
   void Hold() { held_.fetch_add(1, std::memory_order_acq_rel); }
   void Release();
   void Hurry();
   bool holds() const { return held_.load(std::memory_order_acquire) != 0; }
 
-  // Fails all pending and later operations.
+  // Makes all pending and later operations fail with `status`.
   void Abort(const Status& status);
-  // Aborts, and ends the thread in limited time. Later calls do nothing.
+  // Aborts the lane and ends its thread within limited time. Later calls do nothing.
   void Close();
 
   EndedTasks& ended_tasks() { return ended_tasks_; }
@@ -82,7 +82,8 @@ class EagerLane {
   std::shared_ptr<EagerBackend> cuda() const;  // null if there is none
   // The communicator of the current epoch.
   std::shared_ptr<Communicator> communicator() const;
-  // Whether the lane has failed for good. False if only one epoch has ended.
+  // Whether the lane has failed permanently. False if an epoch has failed and the next
+  // follows.
   bool aborted() const;
   EagerStats stats() const;
 
@@ -92,10 +93,11 @@ class EagerLane {
 
   void ThreadMain();  // the main function of the lane's own thread
   void Guarded(const std::function<void()>& body);
-  // Does the work of the lane until the epoch ends. `progress` is the progress lock.
+  // Runs the lane until the epoch ends. `progress` is the progress lock.
   void RunEpoch(std::unique_lock<std::mutex>* progress);
   bool Drive(const Work& work);
-  // Returns whether the next turn begins with the submissions in the queue.
+  // Returns whether the next Turn takes submissions from the queue: nothing is held, or
+  // Hurry was called.
   bool TakesSubmissions() { return !holds() || hurried_.exchange(false); }
 
   const Owner owner_;

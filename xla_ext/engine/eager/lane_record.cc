@@ -1,4 +1,5 @@
-// Reports to the recorder and to a timeline. See lane_record.h.
+// Reports the operations of an eager lane to the recorder and to a timeline. See
+// lane_record.h.
 #include "engine/eager/lane_record.h"
 
 #include <mutex>

@@ -1,6 +1,6 @@
-// LaneRecord: the reports of an eager lane to the recorder and to a timeline. The
-// negotiation receives the submissions of all ranks, so the timeline of one rank shows
-// when each rank was ready.
+// LaneRecord: reports the operations of an eager lane to the recorder and to a
+// timeline. Each rank receives the submissions of all ranks, so the timeline of one
+// rank shows when every rank has submitted an operation.
 #pragma once
 
 #include <memory>
@@ -17,13 +17,13 @@
 
 namespace ringjax {
 
-// An EagerLane owns the object. Any thread may call set_timeline. Only the holder of
+// Owned by an EagerLane. Any thread may call set_timeline. Only the thread that holds
 // the progress lock calls the other functions.
 class LaneRecord {
  public:
   explicit LaneRecord(LaneState& state);
 
-  // Reports to `timeline` from the next round on; null ends the reports.
+  // Reports to `timeline` from the next round on. Pass null to end the reports.
   void set_timeline(std::shared_ptr<Timeline> timeline);
 
   void BeginRound();
@@ -34,8 +34,8 @@ class LaneRecord {
   void RecordRun(const Decision& decision) const;
   void RecordEnd(const Decision& decision, const Status& status) const;
   void Failed(const Submission& s, const std::string& why) const;
-  // Adds the tasks to the communicator's recorder. `agreed` is the time at which all
-  // ranks were ready. It is not set if they never were.
+  // Adds an event for each task to the recorder. `agreed` is the time at which all
+  // ranks had submitted the tasks, or a default time_point if some rank never did.
   void Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
               const Status& status) const;
 

@@ -1,4 +1,5 @@
-// LaneState: the state that the parts of one EagerLane (lane.h) share by reference.
+// LaneState: the communicator, options, statistics and mutex that the members of one
+// EagerLane (lane.h) share by reference.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +28,7 @@ struct EagerStats {
   uint64_t rounds = 0;
   uint64_t message_bytes = 0;  // bytes of the messages that this rank has sent
   uint64_t submissions = 0;
-  uint64_t cached = 0;  // submissions that were sent as a number
+  uint64_t cached = 0;  // submissions that were sent as a cache index
   uint64_t calls = 0;
   uint64_t fused = 0;  // submissions in these calls
   uint64_t failures = 0;
@@ -35,22 +36,23 @@ struct EagerStats {
   uint64_t piggybacked = 0;  // calls completed from data that arrived with the round
 };
 
-// Adds the prefix of a communicator and a title, `what`, to an error.
+// Prepends the prefix of a communicator and `what`, the title of an operation, to an
+// error.
 inline Status WithContext(const std::string& prefix, const std::string& what,
                           const Status& cause) {
   return Status(cause.code(), prefix + what + ": " + cause.message(), cause.rank());
 }
 
-// In the comments of the lane and its parts, "the holder" is the thread that holds the
-// progress lock (progress_lock.h).
+// Shared by the members of an EagerLane. In their comments, "the holder" is the thread
+// that holds the progress lock (progress_lock.h).
 struct LaneState {
   LaneState(std::shared_ptr<Communicator> present, const EagerOptions& lane_options)
       : resilient(present->resilient()),
         options(lane_options),
         communicator(std::move(present)) {}
 
-  // Adds the prefix and `what` to an error. The caller has the progress lock or
-  // `mutex`.
+  // Prepends the prefix of the communicator and `what` to an error. The caller holds
+  // the progress lock or `mutex`.
   Status WithContext(const std::string& what, const Status& cause) const {
     return ringjax::WithContext(communicator->Prefix(), what, cause);
   }
@@ -58,13 +60,14 @@ struct LaneState {
   const std::shared_ptr<ResilientComm> resilient;  // shared by all epochs of the lane
   const EagerOptions options;
 
-  // Guards the following members, and the members of the parts whose comments name it.
-  // The parts share one mutex because a task belongs to an epoch: no task may be added
+  // Guards the following members, and members of other classes whose comments name it.
+  // One mutex guards them all because a task belongs to an epoch: no task may be added
   // while ProgressEngine::MoveToNextEpoch replaces the communicator and collects the
   // tasks of the ended epoch.
   mutable std::mutex mutex;
-  // Only the holder writes the next two members, with `mutex` held (EagerLane::set_cuda
-  // writes before any submission), so the holder may read them without `mutex`.
+  // Only the holder of the progress lock writes the next two members, with `mutex`
+  // held, so the holder may read both without `mutex`. (EagerLane::set_cuda writes
+  // `cuda`, but before any submission.)
   std::shared_ptr<Communicator> communicator;  // the lane's current epoch
   std::shared_ptr<EagerBackend> cuda;          // null if there is none
   EagerBackendMaker make_cuda;

@@ -1,7 +1,9 @@
-// Keys, readiness, joins and expiries. See negotiation.h.
+// Implements Negotiation: applies submissions, joins and expiries to the table of
+// operations, and decides about operations that are ready. See negotiation.h.
 //
-// A key is stored while it is pending, and while the cache has a submission of this
-// key. So a reference takes one access to a table (`numbered`) and no search.
+// The table keeps a key (op and name) while the key is pending, and while the cache has
+// a submission with this key. So a cache index leads to its key by one array access
+// (`numbered`), without a search.
 #include "engine/eager/negotiation.h"
 
 #include <algorithm>
@@ -17,8 +19,8 @@
 namespace ringjax {
 namespace {
 
-// If a message has this many bytes, the remaining items wait for the next round. A
-// message must stay far below the limit of an exchange (kMaxMessage).
+// Once a message has this many bytes, the remaining items wait for the next round, so
+// that messages stay far below the limit of an exchange (kMaxMessage).
 constexpr size_t kMaxItemBytes = size_t{1} << 20;
 
 }  // namespace
@@ -50,9 +52,9 @@ struct Negotiation::State {
     return found == keys.end() ? nullptr : &found->second;
   }
   Key& KeyOf(const Submission& submission);
-  void Forget(const Submission& submission);  // erases its key if it is not in use
+  void Forget(const Submission& submission);  // erases the submission's key if unused
 
-  // Processes the message of one rank, and makes all decisions that follow from it.
+  // Processes the message of one rank, and makes the decisions that become possible.
   Status Read(const std::string& message, int rank, Batches* batches);
   Status Apply(const NegotiationItem& item, int rank, Batches* batches);
   Status Apply(Key& key, const SubmissionPtr& submission, int rank, Batches* batches);
@@ -89,7 +91,7 @@ struct Negotiation::State {
   size_t pending = 0;
 
   SubmissionCache cache;
-  std::vector<Key*> numbered;            // keys by their number in the cache
+  std::vector<Key*> numbered;            // the key of each cache index
   std::vector<SubmissionPtr> described;  // submissions received in full in this round
   std::vector<Expired> expired;          // expiries received in this round
 
@@ -207,8 +209,8 @@ Status Negotiation::State::ApplyJoin(int rank, Batches* batches) {
   return OkStatus();
 }
 
-// Stores the id of the key that is pending now, so that the expiry cannot apply to a
-// later submission of the same name.
+// Stores an expiry with the id of the key that is pending now, so that the expiry
+// cannot fail a later operation with the same name.
 void Negotiation::State::ApplyExpiry(const NegotiationItem& item, int rank) {
   const Key* key = Find(KeyView{item.submission->op, item.submission->name});
   if (key && key->any && key->by_rank[static_cast<size_t>(rank)])
@@ -217,7 +219,8 @@ void Negotiation::State::ApplyExpiry(const NegotiationItem& item, int rank) {
 
 void Negotiation::State::Expire(const Expired& e, Batches* batches) {
   Key* const key = Find({e.key->op, e.key->name});
-  // The key may have become ready in this round, or may already have expired.
+  // Ignore the expiry if the operation became ready in this round or has already
+  // expired.
   if (!key || !key->any || key->id != e.id) return;
   const Waiting waiting = Describe(*key);
   Status status(Code::kDeadlineExceeded,
@@ -373,8 +376,8 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
     return s.ProtocolError(s.options.rank,
                            "its own message is not the one that was taken");
   for (const State::Expired& expired : s.expired) s.Expire(expired, &batches);
-  // New submissions get numbers after all messages have been read, because the messages
-  // refer to numbers of the time before the round.
+  // New submissions enter the cache after all messages have been read, because the
+  // messages contain cache indices from before this round.
   for (SubmissionPtr& submission : s.described) s.AssignNumber(std::move(submission));
   s.described.clear();
   s.expired.clear();

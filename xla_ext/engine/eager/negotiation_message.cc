@@ -1,4 +1,4 @@
-// Encodes and decodes varints, descriptions and the seal. See negotiation_message.h.
+// Encodes and decodes the messages of the negotiation. See negotiation_message.h.
 #include "engine/eager/negotiation_message.h"
 
 #include <bit>
@@ -13,11 +13,11 @@
 namespace ringjax {
 namespace {
 
-// The low two bits of the first varint of an item say whether it is a reference, a run
-// of references, or another item.
+// The low two bits of the first varint of an item give its kind: one cache index, a run
+// of successive cache indices, or another item.
 enum Head : unsigned { kOne = 0, kRun = 1, kOther = 2 };
 constexpr unsigned kHeadBits = 2;
-// The remaining bits of the first varint, for another item.
+// In another item, the remaining bits of the first varint have one of these values.
 enum Other : unsigned { kDescription = 0, kJoin = 1, kExpiry = 2 };
 
 enum Flag : uint8_t {
@@ -32,7 +32,7 @@ constexpr uint8_t kAllFlags = 63;
 
 constexpr size_t kSealBytes = 4;
 constexpr size_t kRealBytes = 8;
-constexpr size_t kLeastPiece = 2;  // bytes: a dtype and a number of dimensions
+constexpr size_t kLeastPiece = 2;  // bytes: a dtype and a count of dimensions
 
 uint32_t SealOf(std::string_view bytes, uint64_t round, int rank) {
   Hash hash;
@@ -164,9 +164,9 @@ bool NegotiationReader::Varint(uint64_t* value) {
   return false;
 }
 
-// Reads a number of elements that take at least `least` bytes each. Returns false if
-// the rest of the message is too short for so many elements, so that a wrong count from
-// a peer cannot cause a large allocation.
+// Reads the count of the elements that follow, which have at least `least` bytes each.
+// Returns false if the rest of the message is too short for so many elements, so that a
+// wrong count from a peer cannot cause a large allocation.
 bool NegotiationReader::Length(size_t least, uint64_t* value) {
   return Varint(value) && *value <= rest_.size() / least;
 }

@@ -1,7 +1,7 @@
-// The messages of the negotiation as bytes. Each rank sends one in each round.
+// The byte format of the negotiation's messages. Each rank sends one in each round.
 //
-// A message is a list of items in little-endian varints, followed by a seal (a hash).
-// The reader does not trust a message: any bytes result in items or in a Status, and
+// A message is a list of items in little-endian varints, followed by a hash (the seal).
+// The reader does not trust a message: any bytes result in items or in an error, and
 // the reader allocates only as much memory as the size of the message justifies.
 // negotiation.h explains the meaning of the items.
 #pragma once
@@ -20,7 +20,7 @@ inline constexpr size_t kMaxExpiryText = 1024;  // bytes of an expiry's text
 
 struct NegotiationItem {
   enum class Kind : uint8_t {
-    kReferences,   // submissions in the cache, by number: first .. first+count-1
+    kReferences,   // submissions with cache indices first .. first+count-1
     kDescription,  // a submission in full
     kJoin,
     kExpiry,  // after `seconds`, the rank no longer waits for the operation with
@@ -33,17 +33,18 @@ struct NegotiationItem {
   std::string text = {};
 };
 
-// Builds one message. Encodes references with successive numbers as one run.
+// Builds one message. Encodes successive cache indices as one run.
 class NegotiationWriter {
  public:
   void Reference(uint64_t number);
   void Description(const Submission& submission);
   void Join();
-  // Writes at most kMaxExpiryText bytes of `text`.
+  // Adds a request to fail an operation, with at most kMaxExpiryText bytes of `text`.
   void Expiry(const Submission& key, double seconds, std::string_view text = {});
 
   size_t size() const { return bytes_.size(); }  // bytes, without unwritten references
-  // Ends the message and returns it. The reader must pass equal arguments to Open.
+  // Appends the seal and returns the message. The reader must pass equal arguments to
+  // Open.
   std::string Seal(uint64_t round, int rank);
 
  private:
@@ -57,23 +58,24 @@ class NegotiationWriter {
   uint64_t first_ = 0, count_ = 0;
 };
 
-// Appends the seal to `items`. The seal is not a secret. It detects accidental damage,
-// and ranks that are in different rounds.
+// Appends the seal, a hash, to `items`. The seal detects accidental damage and ranks
+// that are in different rounds, but no attack.
 std::string SealMessage(std::string items, uint64_t round, int rank);
 
 // Reads one message.
 class NegotiationReader {
  public:
-  // `size`: number of ranks in the set. It limits the root and the number of splits.
+  // `size` is the number of ranks in the set, which limits the root rank and the number
+  // of splits.
   NegotiationReader(std::string_view message, int size) : rest_(message), size_(size) {}
 
-  // Checks and removes the seal. Must be called first. Returns false if this is not the
-  // message of rank `rank` in round `round`.
+  // Checks and removes the seal. Must be called first. Returns false if the message is
+  // damaged, or was not made by rank `rank` for round `round`.
   bool Open(uint64_t round, int rank);
 
   bool done() const { return rest_.empty(); }
-  // Reads one item. Fails with kInternal if the message is damaged. Then no more items
-  // can be read.
+  // Reads one item. Fails with kInternal if the message is damaged. Must not be called
+  // again after a failure.
   Status Next(NegotiationItem* item);
 
  private:

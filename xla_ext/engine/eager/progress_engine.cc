@@ -1,5 +1,5 @@
-// Turns and rounds, piggybacked data, and the move to the next epoch. See
-// progress_engine.h.
+// Implements ProgressEngine: turns and rounds, data sent with a round, and the move to
+// the next epoch. See progress_engine.h.
 #include "engine/eager/progress_engine.h"
 
 #include <algorithm>
@@ -63,7 +63,8 @@ void ProgressEngine::TakeSubmissions() {
   if (joins) negotiation_->Join();
 }
 
-// Waits cycle_seconds for more submissions to fuse, or until a peer begins the round.
+// Waits for more submissions to fuse, until cycle_seconds have passed or a peer begins
+// the round.
 Status ProgressEngine::AwaitMore() {
   if (state_.options.cycle_seconds <= 0) return OkStatus();
   const auto until = Clock::now() + ToDuration(state_.options.cycle_seconds);
@@ -114,24 +115,25 @@ void ProgressEngine::FailAll(const Status& cause) {
 
 // -- piggybacked data ----------------------------------------------------------------
 //
-// If a rank submits one short operation and nothing else, it sends the
-// data of that operation together with the round that negotiates it. If all other ranks
-// submit the same operation and nothing else, every rank has all data after the round,
-// and the call, which would be a second exchange, is left out. So in a program that
-// waits for each of its operations, most operations take one exchange. In all other
-// cases a copy of a few KiB is wasted.
+// A rank that submits one short operation and nothing else sends the data of that
+// operation together with the round that negotiates it. If all other ranks submit the
+// same operation and nothing else, every rank has all data after the round, and the
+// call, which would be a second exchange, is skipped. So in a program that waits for
+// each of its operations, most operations take one exchange. In all other cases, a few
+// KiB are copied in vain.
 
 namespace {
 
-// The longest data that are piggybacked, in bytes. For longer data, a wasted copy would
-// take too long.
+// The most bytes that a rank sends with a round. Copying more bytes in vain would take
+// too long.
 constexpr uint64_t kMaxPiggyback = 8 << 10;
-// This limit applies if the caller waits for the operation: then the other ranks
-// probably submit the same operation, and the copy is probably not wasted.
+// The limit if the caller waits for the operation and it is no allreduce. Then the
+// other ranks probably submit the same operation, so the copy is probably not made in
+// vain.
 constexpr uint64_t kMaxPiggybackIfWaits = 64 << 10;
 
-// Returns whether the operation is short enough, and whether each rank can compute the
-// same bits as a call from the inputs of all ranks.
+// Returns whether an operation may send its data with the round: it is short, and each
+// rank can compute the same bits as a call does from the inputs of all ranks.
 bool Qualifies(const Submission& s, bool waits) {
   const uint64_t most =
       waits && s.op != Collective::kAllreduce ? kMaxPiggybackIfWaits : kMaxPiggyback;
@@ -156,8 +158,8 @@ bool ShareMemory(const std::byte* a, uint64_t a_bytes, const std::byte* b,
   return std::less<>()(a, b + b_bytes) && std::less<>()(b, a + a_bytes);
 }
 
-// Excludes the share of the data that only this rank needs from the copy, unless the
-// result overwrites the input.
+// For an alltoall or reducescatter, excludes from the copy the rows that only this rank
+// needs, unless the result overwrites the input.
 void ExcludeOwnShare(const Submission& s, const void* out, int rank, int size,
                      Piggyback* piggyback) {
   if (s.op != Collective::kAlltoall && s.op != Collective::kReducescatter) return;
@@ -194,15 +196,16 @@ Piggyback ProgressEngine::OfferData() const {
 
 // -- epochs --------------------------------------------------------------------------
 //
-// An operation that has ended stays ended, with the same outcome on all remaining ranks
+// An operation that ended in the last epoch has the same outcome on all remaining ranks
 // (DecisionRunner::ConfirmRound). Each rank submits its other operations again, in
-// their order, to a new negotiation, because no rank knows which messages of the last
-// round the other ranks have received. An operation that is impossible for the new
-// ranks fails alone.
+// their original order, to a new negotiation, because no rank knows which messages of
+// the last round the other ranks have received. If the new ranks cannot run an
+// operation, only that operation fails.
 
 namespace {
 
-// Returns whether the ranks are unchanged: none is lost, renumbered or new.
+// Returns whether no rank was lost, added or renumbered. ranks[r] is the new rank of
+// the old rank r, and `size` the number of new ranks.
 bool RanksUnchanged(const std::vector<int>& ranks, int size) {
   if (ranks.size() != static_cast<size_t>(size)) return false;
   for (int r = 0; r < size; ++r)
@@ -258,10 +261,10 @@ Status AdaptToRanks(Task* task, const Communicator& present) {
 Status ProgressEngine::MoveToNextEpoch() {
   try {
     const Status cause = communicator_->abort_status();
-    // With another code, such as after an interrupt of this rank, no epoch follows.
+    // After another error, such as an interrupt of this rank, no epoch follows.
     if (cause.code() != Code::kUnavailable) return cause;
-    // After the swap, `next` is the ended communicator, which is released without the
-    // mutex.
+    // After the swap below, `next` holds the ended communicator, which is therefore
+    // destroyed without the mutex.
     std::shared_ptr<Communicator> next;
     RJ_TRY(state_.resilient->AwaitNextEpoch(communicator_->epoch_index(), &next));
     std::shared_ptr<EagerBackend> before;  // closed below, without the mutex
@@ -274,7 +277,8 @@ Status ProgressEngine::MoveToNextEpoch() {
       all = tasks_.CollectPending(communicator_->epoch_index());
     }
     if (before) before->Close();
-    // EagerLane::Abort may have aborted only the ended communicator. See there.
+    // EagerLane::Abort may have run before the swap and aborted only the ended
+    // communicator.
     const Status end = state_.resilient->end_status();
     if (!end.ok()) communicator_->Abort(end);
     if (end.ok()) SubmitAgain(all, cause.rank());
@@ -286,8 +290,8 @@ Status ProgressEngine::MoveToNextEpoch() {
   }
 }
 
-// Submits all pending operations to a new negotiation. `culprit` is the rank that the
-// ended epoch has lost.
+// Submits all pending operations to a new negotiation. `culprit` is the lost rank that
+// ended the last epoch.
 void ProgressEngine::SubmitAgain(const PendingTasks& all, int culprit) {
   hits_before_ += negotiation_->hits();
   negotiation_ = std::make_unique<Negotiation>(ForNegotiation());

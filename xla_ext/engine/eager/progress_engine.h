@@ -1,7 +1,8 @@
-// ProgressEngine: the work of an eager lane, done by the holder of the progress lock
-// (MPI's progress engine). It passes submissions to the negotiation, begins rounds,
-// takes part in rounds that other ranks begin, and carries out the decisions. It moves
-// from epoch to epoch of the communicator, with all pending operations.
+// ProgressEngine: does the work of an eager lane, on the thread that holds the progress
+// lock (compare MPI's progress engine). It passes submissions to the negotiation,
+// begins rounds, takes part in rounds that other ranks begin, and carries out the
+// decisions. After an epoch has ended, it submits all pending operations again in the
+// next epoch.
 #pragma once
 
 #include <cstdint>
@@ -21,21 +22,21 @@
 
 namespace ringjax {
 
-// An EagerLane owns the object. Only the holder of the progress lock uses it.
+// Owned by an EagerLane. Used only by the thread that holds the progress lock.
 class ProgressEngine {
  public:
   ProgressEngine(LaneState& state, TaskQueue& tasks, LaneRecord& record);
 
   // Runs one round if this rank has items for the negotiation or a peer has begun a
-  // round. Otherwise waits for one of these, at most until `until`. With
-  // `takes_submissions`, first passes the submissions in the queue to the negotiation.
-  // An error means that the communicator is aborted.
+  // round. Otherwise waits for a peer, at most until `until` or Rounds::Wake. If
+  // `takes_submissions` is true, first passes the submissions in the queue to the
+  // negotiation. An error means that the communicator was aborted.
   Status Turn(Clock::time_point until, bool takes_submissions);
 
-  // For the lane's own thread, after the communicator was aborted. MoveToNextEpoch
+  // Called by the lane's own thread after the communicator was aborted. MoveToNextEpoch
   // waits for the next epoch and submits all pending operations there. If no epoch
-  // follows, as in a static job, it fails with the reason that all ranks report.
-  // FailAll makes all pending and later operations fail.
+  // follows, as in a static job, MoveToNextEpoch returns the error that all ranks
+  // report, and FailAll makes all pending and later operations fail with it.
   Status MoveToNextEpoch();
   void FailAll(const Status& cause);
 

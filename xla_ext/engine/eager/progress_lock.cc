@@ -1,4 +1,5 @@
-// When the lane's own thread leaves the progress lock to callers. See progress_lock.h.
+// Decides when the lane's own thread leaves the progress lock to callers. See
+// progress_lock.h.
 #include "engine/eager/progress_lock.h"
 
 #include <chrono>
@@ -7,10 +8,9 @@
 namespace ringjax {
 namespace {
 
-// After this time without callers, the lane's own thread takes part in the rounds of
-// peers again. Until then a round that a peer begins waits for this rank. That delays
-// no operation, because every operation needs a submission of this rank, and none is
-// pending.
+// After this time without callers, the lane's own thread takes the progress lock again.
+// Until then, a round that a peer begins waits for this rank. That delays no operation,
+// because every operation needs a submission of this rank, which has submitted none.
 constexpr auto kPause = std::chrono::milliseconds(5);
 
 }  // namespace

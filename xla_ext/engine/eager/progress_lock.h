@@ -20,28 +20,28 @@
 
 namespace ringjax {
 
-// An EagerLane owns the object. The progress lock comes before LaneState::mutex in the
-// lock order.
+// Owned by an EagerLane. A thread that takes both locks takes the progress lock first
+// and LaneState::mutex second.
 class ProgressLock {
  public:
   ProgressLock(LaneState& state, const TaskQueue& tasks);
 
   // For the lane's own thread.
   std::unique_lock<std::mutex> Lock() { return std::unique_lock(mutex_); }
-  // For the lane's own thread. If callers have arrived since the last time and no
-  // operation is pending, leaves the progress lock to callers until no new caller
-  // arrives.
+  // Called by the lane's own thread. If callers have arrived since the last StandAside
+  // and no operation is pending, leaves the progress lock to callers until no new
+  // caller arrives, or until Recall.
   void StandAside(std::unique_lock<std::mutex>* progress);
 
-  // For a caller that waits. It first calls CountCaller, and then TryLock, which
-  // returns an empty lock if another thread is the holder.
+  // A thread that waits for its operation calls CountCaller and then TryLock. If
+  // another thread has the progress lock, TryLock returns a lock that owns no mutex.
   void CountCaller() { callers_.fetch_add(1, std::memory_order_relaxed); }
   std::unique_lock<std::mutex> TryLock() {
     return std::unique_lock(mutex_, std::try_to_lock);
   }
 
-  // For any thread that holds LaneState::mutex. Makes the lane's own thread take the
-  // progress lock again, because there is work that no caller will do.
+  // Makes the lane's own thread take the progress lock again, because there is work
+  // that no caller will do. The calling thread holds LaneState::mutex.
   void Recall();
 
  private:
@@ -50,8 +50,9 @@ class ProgressLock {
   const TaskQueue& tasks_;
 
   std::mutex mutex_;  // the progress lock itself
-  // Number of calls of CountCaller. Relaxed, because a stale number only changes when
-  // the lane's thread stands aside; Recall, under a mutex, never misses work.
+  // How often CountCaller was called. Relaxed order suffices: a stale value only
+  // changes when StandAside leaves the lock, and Recall, under a mutex, never misses
+  // work.
   std::atomic<uint64_t> callers_{0};
   uint64_t callers_seen_ = 0;  // callers_ when StandAside last read it
   // Whether the lane's own thread is in StandAside. Guarded by LaneState::mutex.

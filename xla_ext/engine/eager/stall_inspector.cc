@@ -1,4 +1,5 @@
-// Straggler probes, warnings and expiry. See stall_inspector.h.
+// Implements StallInspector: probes stragglers, prints warnings and expires operations.
+// See stall_inspector.h.
 #include "engine/eager/stall_inspector.h"
 
 #include <algorithm>
@@ -17,10 +18,10 @@ StallInspector::StallInspector(LaneState& state)
 void StallInspector::Watch(Negotiation* negotiation) {
   const auto now = Clock::now();
   const std::vector<Negotiation::Waiting> all = negotiation->waiting();
-  // Watch takes time for each pending operation, so it runs seldom. The pause is an
-  // eighth of the shortest limit, but at least kShortest and at most kLongest seconds,
-  // or kReplyPause seconds while replies are awaited. Watch does not run while no
-  // operation is pending.
+  // Watch visits every pending operation, so it runs seldom. The pause is an eighth of
+  // the shortest timeout or warning time, but at least kShortest and at most kLongest
+  // seconds, or kReplyPause seconds while replies to a straggler probe are awaited.
+  // Watch does not run while no operation is pending.
   constexpr double kLongest = 1, kShortest = 0.01, kReplyPause = 0.05;
   double pause = kLongest;
   const auto before = [&](double limit) {
@@ -44,15 +45,17 @@ void StallInspector::Watch(Negotiation* negotiation) {
   next_look_ = all.empty() ? Clock::time_point::max() : now + ToDuration(pause);
 }
 
-// Returns the timeout of this rank's own submission in seconds; 0 if there is none.
+// Returns the timeout of this rank's submission in seconds, or 0 if it has no timeout
+// or this rank has not submitted the operation.
 double StallInspector::LimitOf(const Negotiation::Waiting& waiting) const {
   if (!waiting.own) return 0;
   const double own = static_cast<const Task&>(*waiting.own).timeout;
   return own >= 0 ? own : options_.timeout;
 }
 
-// Warns about one operation or expires it, if the time for that has come. Returns false
-// if the time has come, but replies to the straggler probe are still awaited.
+// Warns about an operation whose warning time has passed, and expires one whose timeout
+// has passed. Returns false to postpone this while replies to the straggler probe are
+// awaited.
 bool StallInspector::CheckOperation(const Negotiation::Waiting& waiting, double seconds,
                                     Negotiation* negotiation, Watched* w,
                                     std::vector<Late>* late) {
@@ -87,8 +90,8 @@ std::vector<int> StallInspector::WorldRanks(const std::vector<int>& ranks) const
   return world;
 }
 
-// Returns the replies to the straggler probe as text: "rank 3 on node-b: its last call
-// was ...; it is at train.py:41 in load_batch".
+// Returns the replies of `ranks` to the straggler probe as text: "rank 3 on node-b: its
+// last call was ...; it is at train.py:41 in load_batch".
 std::string StallInspector::ReplyTexts(const std::vector<int>& ranks) const {
   std::string text;
   size_t told = 0;
@@ -101,7 +104,7 @@ std::string StallInspector::ReplyTexts(const std::vector<int>& ranks) const {
   return text;
 }
 
-// Prints one warning about all late operations. Names only a few operations, because a
+// Prints one warning about all late operations, but names only a few of them, because a
 // late rank has usually not submitted any tensor of a model.
 void StallInspector::Warn(const std::vector<Late>& late) const {
   constexpr size_t kMaxNamed = 5;

@@ -1,6 +1,6 @@
 // StallInspector: warns about operations that only some ranks have submitted, and makes
-// them fail after a timeout. Horovod has a stall inspector, too. Each rank uses its own
-// clock, but an operation fails only by a common decision of all ranks
+// them fail after a timeout, like Horovod's stall inspector. Each rank measures the
+// time by its own clock, but an operation fails only by a common decision of all ranks
 // (Negotiation::Expire).
 #pragma once
 
@@ -19,18 +19,19 @@
 
 namespace ringjax {
 
-// A ProgressEngine owns the object. Only the holder of the progress lock uses it.
+// Owned by a ProgressEngine. Used only by the thread that holds the progress lock.
 class StallInspector {
  public:
   explicit StallInspector(LaneState& state);
 
-  // The time at which Watch must be called next; max() while no operation is pending.
+  // The time at which Watch must be called next, or max() while no operation is
+  // pending.
   Clock::time_point next_look() const { return next_look_; }
   // Checks all operations that wait for other ranks.
   void Watch(Negotiation* negotiation);
 
   void OnTaken(const Task& task) { own_timeout_ |= task.timeout > 0; }
-  // `pending`: whether operations wait for other ranks after the round.
+  // Called after each round. `pending` says whether operations wait for other ranks.
   void EndRound(bool pending) {
     const bool looks = own_timeout_ || next_look_ == Clock::time_point::max();
     if (pending && looks) next_look_ = Clock::now();

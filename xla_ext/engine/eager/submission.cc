@@ -1,4 +1,5 @@
-// Texts, equality, sizes and checks of submissions. See submission.h.
+// Implements Submission, and the functions that check and measure submissions. See
+// submission.h.
 #include "engine/eager/submission.h"
 
 #include <algorithm>
@@ -10,13 +11,15 @@
 namespace ringjax {
 namespace {
 
-// The most bytes of a submission, so that no sum over tensors and ranks can overflow.
+// The largest submission in bytes. The limit keeps sums over tensors and ranks from
+// overflowing.
 constexpr uint64_t kMaxBytes = uint64_t{1} << 48;
 
 Status Invalid(const std::string& why) { return {Code::kInvalidArgument, why}; }
 
-// Adds the bytes of the tensor to `*total`, and returns false if there are too many.
-// Counts a dimension of 0 as 1, so that the other dimensions are limited, too.
+// Adds the bytes of a tensor to `*total`. Returns false if a dimension is negative or
+// the bytes exceed kMaxBytes. A dimension of 0 counts as 1, so that the other
+// dimensions are limited, too.
 bool Possible(const Submission::Piece& piece, uint64_t* total) {
   uint64_t bytes = Width(piece.dtype);
   for (int64_t d : piece.dims) {

@@ -1,5 +1,5 @@
-// A submission: one named operation of one rank, as that rank describes it to all other
-// ranks. A submission contains no addresses and no state. This file has the functions
+// Submission: the description of one named operation, which a rank sends to all other
+// ranks. A submission contains no addresses of tensors. This file has the functions
 // that need only the description: checks, comparison and sizes. disagreement.h checks
 // whether the submissions of several ranks fit together.
 #pragma once
@@ -17,7 +17,8 @@
 
 namespace ringjax {
 
-// Immutable once it is shared. A grouped operation is one submission of many tensors.
+// Must not change after it has been shared. A grouped operation is one submission with
+// many tensors.
 struct Submission {
   struct Piece {
     DType dtype = DType::kF32;
@@ -35,8 +36,8 @@ struct Submission {
   bool alone = false;   // whether the operation must not be fused with others
   bool placed = false;  // whether the rank has memory for the results
   std::vector<Piece> tensors;
-  // For alltoall: the rows for each rank of the set, one list after the other for each
-  // tensor. Empty stands for equal parts.
+  // For alltoall: the number of rows for each rank of the process set, first those of
+  // tensor 0, then those of tensor 1, and so on. Empty means equal parts.
   std::vector<int64_t> splits;
 
   std::string Title() const;           // "allreduce 'grad'"
@@ -47,22 +48,22 @@ struct Submission {
 };
 using SubmissionPtr = std::shared_ptr<const Submission>;
 
-// Returns whether two factors have the same bits. Unlike ==, it is true for two equal
-// NaN and false for the zeros -0 and +0.
+// Returns whether two factors have the same bits. Unlike ==, this is true for two equal
+// NaNs and false for -0 and +0.
 inline bool SameBits(double a, double b) {
   return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
-// Returns kInvalidArgument, without a title, if the submission is impossible in a set
-// of `size` ranks. A rank checks its own submissions before it sends them, and the
-// submissions of its peers when it receives them.
+// Returns kInvalidArgument if no set of `size` ranks can run the submission. The error
+// does not name the operation. A rank checks its own submissions before it sends them,
+// and the submissions of its peers when it receives them.
 Status CheckSubmission(const Submission& submission, int size);
 
 // Returns how many rows rank `rank` receives in a reducescatter of `rows` rows. If the
 // rows cannot be divided evenly, the first ranks receive one row more.
 int64_t ShareOf(int64_t rows, int rank, int size);
-// Returns the bytes of the result of tensor `i` on rank `rank`. Not for allgather and
-// alltoall, where the size also depends on the submissions of other ranks.
+// Returns the bytes of the result of tensor `i` on rank `rank`. Must not be called for
+// allgather and alltoall, whose result sizes depend on the submissions of other ranks.
 uint64_t ResultBytes(const Submission& submission, size_t i, int rank, int size);
 
 // Returns "f32[8,128]", or "f32[*,128]" if dim 0 may differ between ranks.

@@ -1,4 +1,5 @@
-// A table, an index by hash and a list by last use. See submission_cache.h.
+// Implements SubmissionCache as an array of entries with a map from hashes to indices
+// and a list in order of last use. See submission_cache.h.
 #include "engine/eager/submission_cache.h"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ SubmissionCache::Inserted SubmissionCache::Insert(SubmissionPtr submission) {
   if (capacity_ == 0) return place;
   const uint64_t hash = submission->Hash();
   if (const auto found = by_hash_.find(hash); found != by_hash_.end()) {
-    // If another submission has the same hash, it keeps its number.
+    // If another submission has the same hash, the new submission is not stored.
     if (!entries_[found->second].form->Same(*submission)) return place;
     place.number = found->second;
     Touch(place.number);

@@ -1,8 +1,8 @@
-// The submission cache: numbers for submissions that all ranks have received. A
-// submission is described once and then sent as a number. The idea is Horovod's
+// SubmissionCache: assigns an index to each submission that all ranks have received. A
+// rank sends a submission in full once, and then only its index, as with Horovod's
 // response cache. All ranks make the same calls to their caches, so all caches are
-// equal. If the cache is full, a new submission takes the number of the least recently
-// used one.
+// equal. If the cache is full, a new submission replaces the least recently used one at
+// its index.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ class SubmissionCache {
 
   uint32_t Find(const Submission& submission) const;  // kNone if it is not stored
 
-  // Numbers below size() are in use.
+  // Indices below size() are in use.
   size_t size() const { return entries_.size(); }
   const SubmissionPtr& operator[](uint32_t number) const {
     return entries_[number].form;
@@ -31,13 +31,13 @@ class SubmissionCache {
   // Marks an entry as the most recently used one.
   void Touch(uint32_t number);
 
-  // Gives the submission a number, or touches it if it has one.
+  // Stores a submission at an index, or touches it if the cache has it already.
   struct Inserted {
-    // kNone if the submission is not stored, because the capacity is 0 or another
-    // submission has the same hash.
+    // The index of the submission. kNone if it was not stored, because the capacity is
+    // 0 or another submission has the same hash.
     uint32_t number = kNone;
     bool is_new = false;
-    SubmissionPtr forgotten;  // the submission that had this number before, or null
+    SubmissionPtr forgotten;  // the submission that had this index before, or null
   };
   Inserted Insert(SubmissionPtr submission);
 

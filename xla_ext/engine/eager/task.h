@@ -1,5 +1,5 @@
-// Task: a submission on its way through the lane of its own rank, from
-// EagerLane::Submit to TaskQueue::Finish. The negotiation sees only the Submission.
+// Task: an operation of this rank from EagerLane::Submit to TaskQueue::Finish. The
+// negotiation uses only its base class Submission.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@
 
 namespace ringjax {
 
-// A submission with the data that only its own rank needs. TaskQueue::Finish releases
-// these data.
+// A submission with the data that only the submitting rank needs. TaskQueue::Finish
+// releases the addresses, the device point and the Work.
 struct Task : Submission {
   explicit Task(Submission what) : Submission(std::move(what)) {}
   std::vector<void*> ins, outs;
@@ -36,9 +36,11 @@ using TaskPtr = std::shared_ptr<Task>;
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 
-// Returns the task of this rank, which is rank `rank`; null if it has submitted none.
+// Returns this rank's task of an operation, or null if this rank has not submitted the
+// operation. `rank` is this rank.
 inline TaskPtr Mine(const Ready& ready, int rank) {
-  // For this rank, the entry is the pointer passed to Negotiation::Submit: a Task.
+  // The entry of this rank is the pointer that was passed to Negotiation::Submit, a
+  // Task.
   return std::const_pointer_cast<Task>(
       std::static_pointer_cast<const Task>(ready.by_rank[static_cast<size_t>(rank)]));
 }

@@ -1,5 +1,5 @@
-// Adds tasks, hands them to the holder of the progress lock, and ends them. See
-// task_queue.h.
+// Implements TaskQueue: adds tasks, hands them to the holder of the progress lock, and
+// completes them. See task_queue.h.
 #include "engine/eager/task_queue.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ Status CheckTask(const Submission& what, std::span<void* const> ins,
     return invalid("inputs and results differ in number");
   for (size_t i = 0; i < ins.size(); ++i) {
     const Submission::Piece& piece = what.tensors[i];
-    // If there are fewer rows than ranks, the last ranks receive none and need no
+    // If there are fewer rows than ranks, the last ranks receive no rows and need no
     // memory.
     const bool gets =
         what.op != Collective::kReducescatter || piece.dims[0] > present.rank();
@@ -154,8 +154,8 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
                                outputs != nullptr ? &(*outputs)[i] : nullptr);
   }
   gate_->ended.notify_all();
-  // The decision, or after a failure the negotiation, still refers to the tasks. So
-  // their works and marks are released here.
+  // The decision, or after a failure the negotiation, keeps the tasks alive. So the
+  // data of each task are released here, and not by its destructor.
   for (const TaskPtr& task : tasks) {
     task->work.reset();
     task->ins = task->outs = {};

@@ -1,5 +1,5 @@
-// TaskQueue: the tasks of this rank that have not ended. Callers add tasks on any
-// thread. The holder of the progress lock takes the tasks out and completes them.
+// TaskQueue: holds the tasks of this rank that have not ended. Callers add tasks on any
+// thread. The thread that holds the progress lock takes the tasks and completes them.
 #pragma once
 
 #include <atomic>
@@ -24,29 +24,30 @@
 
 namespace ringjax {
 
-// Returns kInvalidArgument, without a title, if the operation is impossible in the
-// epoch `present`, or if its memory does not fit its tensors.
+// Returns kInvalidArgument if the ranks of `present` cannot run the operation, or if
+// the memory does not fit the tensors. The error does not name the operation.
 Status CheckTask(const Submission& what, std::span<void* const> ins,
                  std::span<void* const> outs, std::span<const uint64_t> rooms,
                  const Communicator& present);
 
-// Stores EagerRequest::keep of each operation that has ended, until a caller takes the
-// pointer and releases its object. An EagerLane owns the object. Any thread may call
-// Take and any. TaskQueue::Finish calls the other functions.
+// Stores the pointer EagerRequest::keep of each ended operation, until a caller takes
+// the pointer and releases its target. Owned by an EagerLane. Any thread may call Take
+// and any. Only TaskQueue::Finish calls the other functions.
 class EndedTasks {
  public:
   // `mutex`: LaneState::mutex.
   explicit EndedTasks(std::mutex& mutex) : mutex_(mutex) {}
 
-  // Returns the stored pointers. The caller must release their objects.
+  // Returns the stored pointers, except those whose memory a device may still use. The
+  // caller must release their targets.
   std::vector<void*> Take();
   // Returns whether Take may return a pointer. Needs no lock, so it is cheap.
   bool any() const { return has_ended_.load(std::memory_order_acquire); }
 
-  // The caller of all following functions holds mutex_.
+  // The caller of each of the following functions must hold mutex_.
   void Reserve(size_t more) { ended_.reserve(ended_.size() + more); }  // before Add
   void Add(void* keep) { ended_.push_back(keep); }
-  // Adds the pointer of a work whose memory a device may still use.
+  // Adds the pointer `keep` of an operation whose memory a device may still use.
   void AddEnqueued(const std::shared_ptr<Work>& work, void* keep) {
     enqueued_.emplace_back(work, keep);
   }
@@ -58,33 +59,33 @@ class EndedTasks {
  private:
   std::mutex& mutex_;  // guards all below
   std::vector<void*> ended_;
-  // Works whose memory a device may still use, with their EagerRequest::keep, in the
-  // order of the device's work.
+  // The Work and EagerRequest::keep of each operation whose memory a device may still
+  // use, in the order in which the device runs the operations.
   std::deque<std::pair<std::shared_ptr<Work>, void*>> enqueued_;
   std::atomic<bool> has_ended_{false};
 };
 
-// The operations that continue in the next epoch.
+// The tasks, and the join if there is one, that continue in the next epoch.
 struct PendingTasks {
   std::vector<TaskPtr> tasks;  // sorted by Task::order
   bool joins = false;
   uint64_t join_epoch_index = 0;  // the epoch of the Join
 };
 
-// An EagerLane owns the object.
+// The tasks of this rank that have not ended. Owned by an EagerLane.
 class TaskQueue {
  public:
   TaskQueue(LaneState& state, EndedTasks& ended_tasks);
 
-  // The gate at which threads wait for the works of the lane.
+  // The mutex and condition variable on which threads wait for operations of the lane.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   // -- for any thread that holds LaneState::mutex ------------------------------------
 
-  // Puts the task into the queue for the holder. `backend` is the backend that recorded
-  // Task::mark, or null.
+  // Adds a task to the queue. `backend` is the backend that recorded Task::mark, or
+  // null for host tensors.
   Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
-  // Puts a join into the queue. `present`: the communicator of the caller's epoch.
+  // Adds a join to the queue. `present` is the communicator of the caller's epoch.
   Status EnlistJoin(const std::shared_ptr<Work>& work, const Communicator& present);
   // Whether an operation or a join of this rank has not ended.
   bool pending() const { return !active_.empty() || joined_; }
@@ -97,18 +98,19 @@ class TaskQueue {
   // Moves the new tasks to `*taken`, which must be empty. Returns whether there is a
   // new join.
   bool Take(std::vector<TaskPtr>* taken);
-  // Completes tasks, all with one status. `outputs` has the outputs of each task, or is
-  // null. `end` is the point at which the device has finished their work, or null.
+  // Completes all `tasks` with `status`. `outputs` is null or has the outputs of each
+  // task. `end` is the point at which the device has finished the tasks, or null
+  // without a device.
   void Finish(const std::vector<TaskPtr>& tasks, const Status& status,
               std::vector<std::vector<Output>>* outputs,
               const std::shared_ptr<DevicePoint>& end = nullptr);
   void FinishJoin(const Status& status, int last_joined);
-  // Returns the tasks that have not ended. All later tasks fail with `cause`.
+  // Makes every later Enlist fail with `cause`. Returns the tasks that have not ended.
   std::vector<TaskPtr> Fail(const Status& cause);
 
-  // For the lane's own thread, which also holds LaneState::mutex. Returns the pending
-  // tasks, and the pending join, that were submitted in an epoch up to `epoch_index`,
-  // the epoch that begins.
+  // Returns the tasks and the join that are still pending when epoch `epoch_index`
+  // begins, except those of a later epoch. Called by the lane's own thread, which also
+  // holds LaneState::mutex.
   PendingTasks CollectPending(uint64_t epoch_index);
 
  private:

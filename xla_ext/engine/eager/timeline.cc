@@ -1,4 +1,5 @@
-// Events as lines of JSON, and the thread that appends them. See timeline.h.
+// Implements Timeline: formats events as lines of JSON, which a writer thread appends
+// to the file. See timeline.h.
 #include "engine/eager/timeline.h"
 
 #include <stdio_ext.h>
@@ -17,9 +18,9 @@ namespace {
 // The closing bracket is written after every batch and overwritten by the next batch,
 // so that the file is complete JSON at any time.
 constexpr char kClose[] = "\n]\n";
-// An entry in the list of events that marks the begin of the next file.
+// An entry in the list of events that tells the writer thread to begin the next file.
 constexpr char kNext[] = "";
-// The event of a file without other events. The first batch overwrites it.
+// The placeholder event of a file without events. The first batch overwrites it.
 constexpr char kEmpty[] =
     ",\n{\"ph\":\"i\",\"name\":\"NOTHING YET: this rank has ended no collective while "
     "the timeline was open. Only rank 0 writes one, of the operations that it takes "
@@ -120,8 +121,8 @@ void Timeline::EndRow(const Row& row, const std::string& arguments) {
   state->phase = Phase::kIdle;
 }
 
-// Ignores operations of eager lanes, which the lanes report themselves with the marks
-// of all ranks, and calls that began before the timeline was opened.
+// Adds a call of a compiled program. Ignores operations of eager lanes, which the lanes
+// report by the functions above, and calls that began before the timeline was opened.
 void Timeline::OnEvent(const Event& event) {
   if (event.named || event.entered < start_) return;
   const std::lock_guard lock(mutex_);
@@ -196,8 +197,7 @@ void Timeline::Add(std::string event) {
     Push(kNext);
     for (auto& [title, state] : rows_) {
       NameRow(title, state);
-      // The new file has no begin event of this phase, so it must not have an end
-      // event.
+      // The new file has no begin event of this phase, so it must not get an end event.
       state.phase = Phase::kIdle;
     }
   }
@@ -226,7 +226,7 @@ void Timeline::Write() {
 }
 
 void Timeline::BeginFile() {
-  // Viewers use this time to lay traces of several programs over each other.
+  // Viewers use this time to align the traces of several programs.
   std::fprintf(
       file_,
       "[\n{\"ph\":\"M\",\"name\":\"start_time_since_epoch_in_micros\",\"pid\":0,"
@@ -256,7 +256,8 @@ void Timeline::Append(const std::vector<std::string>& batch) {
     std::fputs(kClose, file_);
     std::fflush(file_);
   }
-  // kEmpty may be longer than the batch that has overwritten it.
+  // Cut off the rest of kEmpty, which may be longer than the batch that has overwritten
+  // it.
   [[maybe_unused]] const int cut = ftruncate(fileno(file_), std::ftell(file_));
 }
 

@@ -6,12 +6,12 @@
 // ranks have submitted the operation, with a mark for each rank. ALLREDUCE follows
 // while the operation runs. The eager lanes report their operations while the
 // operations run. The recorder reports each call of a compiled program after the call
-// has ended, and knows only the mark of this rank. A separate thread writes the file,
+// has ended, and shows only the mark of this rank. A separate thread writes the file,
 // so a reporting thread only takes a lock. Times are microseconds since the timeline
 // was opened.
 //
-// The newest events are always kept: a full file is renamed to end in ".1", which
-// replaces an older file of that name, and a new file begins.
+// The newest events are always kept: when the file is full, it is renamed to end in
+// ".1", replacing an older file of that name, and a new file begins.
 //
 // Trace Event Format:
 // https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -38,16 +38,17 @@ class Timeline final : public Listener {
  public:
   using Clock = Event::Clock;
 
-  // Limit for both files together, because chrome://tracing cannot open larger files.
+  // The most bytes of the current and the renamed file together, because
+  // chrome://tracing cannot open larger files.
   static constexpr uint64_t kMaxBytes = uint64_t{256} << 20;
 
-  // Opens a timeline and replaces the file at `path`. Fails with kInternal and the
-  // system's reason.
+  // Opens a timeline and replaces the file at `path`. If the file cannot be written,
+  // fails with kInternal and the error of the operating system.
   static Result<std::shared_ptr<Timeline>> Open(const std::string& path,
                                                 bool mark_rounds,
                                                 uint64_t most_bytes = kMaxBytes);
   ~Timeline() override;
-  // Writes all events reported so far; later reports are ignored.
+  // Writes all events reported so far. Events reported later are ignored.
   void Close();
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
@@ -68,7 +69,7 @@ class Timeline final : public Listener {
 
  private:
   enum class Phase { kIdle, kNegotiating, kRunning };
-  // A row of the file: its number, and the last phase that the file shows.
+  // A row of the timeline: its process id in the trace, and its last phase in the file.
   struct RowState {
     int number = 0;
     Phase phase = Phase::kIdle;

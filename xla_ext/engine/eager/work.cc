@@ -1,4 +1,4 @@
-// Waiting for a work. See work.h.
+// Implements waiting for a Work, by a thread and by a device stream. See work.h.
 #include "engine/eager/work.h"
 
 #include <sched.h>
@@ -15,7 +15,7 @@ Status Work::Wait() {
     return Status(Code::kFailedPrecondition,
                   "a signal handler waits for an operation that its own thread must do "
                   "after it; submit it there, and wait for it later");
-  // Yields before it sleeps, because a sleep and a wake-up take longer than most short
+  // Yield before sleeping, because a sleep and a wake-up take longer than most short
   // operations.
   const auto until = Clock::now() + std::chrono::duration<double>(gate_->spin_seconds);
   while (!done() && Clock::now() < until) sched_yield();

@@ -1,6 +1,6 @@
-// Work: the outcome of a submission. Any thread may poll it or wait for it. PyTorch's
-// c10d uses this name; Horovod says handle. The holder of the lane's progress lock
-// completes a work once.
+// Work: the handle with which any thread polls or waits for the outcome of a submitted
+// operation. PyTorch's c10d uses the name Work; Horovod says handle. The thread that
+// holds the progress lock of the eager lane completes each Work once.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace ringjax {
 
-// A point in the work of a stream on some kind of device.
+// A point in the work of a device stream, like a CUDA event.
 class DevicePoint {
  public:
   virtual ~DevicePoint() = default;
@@ -25,12 +25,14 @@ class DevicePoint {
   virtual bool passed() const = 0;
   // Whether the work before the point has failed. The device still reaches the point.
   virtual bool failed() const = 0;
-  // Makes later work of `stream` wait for the point. Fails if failed().
+  // Makes work that is enqueued on `stream` later wait for the point. Fails if
+  // failed().
   virtual Status Delay(uint64_t stream) = 0;
 };
 using DevicePointPtr = std::shared_ptr<DevicePoint>;
 
-// A result in memory of the core, because its size is known only after the negotiation.
+// A result in memory that the core has allocated, because the size of the result was
+// known only after the negotiation.
 struct Output {
   std::shared_ptr<void> memory;
   DType dtype = DType::kF32;
@@ -44,8 +46,8 @@ struct Gate {
   std::condition_variable ended;
   double spin_seconds = 0;  // how long a thread yields before it sleeps
 
-  // A Driver marks its thread, while the object lives, as a caller that does the work
-  // of the lane (EagerLane::Drive).
+  // While a Driver exists, its thread is marked as a caller that runs the lane
+  // (EagerLane::Drive).
   class Driver {
    public:
     explicit Driver(const Gate* gate) { driven = gate; }
@@ -67,16 +69,17 @@ class Work {
       : gate_(std::move(gate)), stream_(stream) {}
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Waits for the outcome. Fails with kCancelled if this process was interrupted, but
-  // the work continues. Fails with kFailedPrecondition in a signal handler that has
-  // interrupted a Driver, because the work could never end.
+  // Waits for the outcome. Fails with kCancelled if a signal interrupted this process;
+  // the operation continues. Fails with kFailedPrecondition in a signal handler that
+  // has interrupted a Driver, because only its own thread could complete the operation.
   Status Wait();
 
   // Whether the work has ended, also on the device if there is one.
   bool passed() const { return done() && (!end_ || end_->passed()); }
-  // Whether there is nothing left to wait for.
+  // Whether the work has ended or failed, so that there is nothing left to wait for.
   bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
-  // Makes later work of `stream` wait for the results. Must be called once done.
+  // Makes later work of `stream` wait for the results. Must not be called before
+  // done().
   Status Follow(uint64_t stream);
   // Whether the stream of the submitter already waits for the end of the work, so that
   // later work of that stream may reuse the memory of the operation.

@@ -1,4 +1,5 @@
-// The ring buffer, the totals, and the file at the end of a job. See recorder.h.
+// Implements Recorder: keeps the latest events and the totals, and writes the file at
+// the end of a job. See recorder.h.
 #include "engine/recorder/recorder.h"
 
 #include <algorithm>
@@ -36,7 +37,7 @@ void AddUncounted(Event::Clock::time_point from, Event::Clock::time_point to,
 
 bool IsSet(Event::Clock::time_point when) { return when != Event::Clock::time_point(); }
 
-// Returns the seconds from `zero` to `when` as JSON; "null" if `when` is not set.
+// Returns the seconds from `zero` to `when` as JSON, or "null" if `when` is not set.
 std::string JsonSeconds(Event::Clock::time_point when, Event::Clock::time_point zero) {
   if (!IsSet(when)) return "null";
   char text[32];

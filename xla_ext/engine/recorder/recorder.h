@@ -1,5 +1,5 @@
-// Recorder: the latest calls of a process, and totals of all its calls. It is always
-// on, and no result of a call depends on it.
+// Recorder: keeps the latest calls of a process and totals of all its calls. The
+// recorder is always on, and does not influence the results of calls.
 //
 // Each call has three instants on the clock of this process: when it was entered, when
 // all ranks had agreed, and when it was done. Up to the second instant the call waits
@@ -38,7 +38,7 @@ struct Event {
   Code outcome = Code::kOk;
   uint8_t length = 0;  // bytes of `name`
   char name[kMaxName];
-  int set = 0;  // number of the process set
+  int set = 0;  // id of the process set
   uint32_t epoch = 0;
   uint64_t sequence = 0;                    // seq of the call that moved the data
   uint64_t bytes = 0;                       // size of the tensors
@@ -53,7 +53,7 @@ struct Event {
 
 // Totals of one collective in one lane of one process set.
 struct Totals {
-  // Numbers of calls by duration. Bucket 0 counts calls below 1 us, and bucket b calls
+  // Counts of calls by duration. Bucket 0 counts calls below 1 us, and bucket b calls
   // from 2^(b-1) us to below 2^b us. The last bucket also counts all longer calls.
   static constexpr size_t kBuckets = 26;
   using Histogram = std::array<uint64_t, kBuckets>;
@@ -85,8 +85,9 @@ class Recorder {
  public:
   using Key = std::tuple<int, bool, Collective>;  // set, named, op
 
-  // Keeps the latest `capacity` events. `who` names the process in texts, such as
-  // "rank 3". `path` is the file that Dump writes; if it is empty, Dump writes no file.
+  // Keeps the latest `capacity` events. `who` names the process in messages, such as
+  // "rank 3". `path` is the file that Dump writes; if `path` is empty, Dump writes no
+  // file.
   Recorder(size_t capacity, std::string who, std::string path);
 
   void Add(const Event& event);
@@ -98,21 +99,23 @@ class Recorder {
   // Keeps the latest `capacity` events from now on.
   void SetCapacity(size_t capacity);
   // Returns the events after the first `*seen` that are still stored, oldest first, and
-  // sets `*seen` to count(). `*lost` receives the number of those no longer stored.
+  // sets `*seen` to count(). `*lost` receives the number of these events that are no
+  // longer stored.
   std::vector<Event> Since(uint64_t* seen, uint64_t* lost = nullptr) const;
-  // Returns these events as lines of JSON, whose times are seconds of Event::Clock.
+  // Like Since, but returns the events as lines of JSON, with times in seconds of
+  // Event::Clock.
   std::string LinesSince(uint64_t* seen, uint64_t* lost) const;
-  // Replaces the listener; null removes it.
+  // Replaces the listener. Pass null to remove it.
   void SetListener(std::shared_ptr<Listener> listener);
   std::map<Key, Totals> totals() const;
   Busy busy() const;
   uint64_t count() const;  // number of all events ever added
 
-  // Writes the stored events to the file, as lines of JSON, and the path to standard
-  // error. For the end of a job: later calls do nothing. Does nothing without events or
-  // without a path.
+  // Writes the stored events as lines of JSON to `path`, and prints the path to
+  // standard error. Only the first call has an effect. Does nothing if there are no
+  // events or no path.
   void Dump(const std::string& reason);
-  // The path of the file that Dump has written; empty if there is none.
+  // The path of the file that Dump has written, or empty if Dump has written none.
   std::string dumped() const;
 
  private:
