@@ -347,7 +347,7 @@ def ending(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table, as nccl-tests prints them."""
     marks = dict.fromkeys("".join(mark(r, rows[:i]) for i, r in enumerate(rows)))
     lines = [f"# {sign}: {MARKS[sign]}" for sign in marks]
-    # There is no wrong value, because `check` raises an error for it.
+    # All values are right here, because `check` raises an error for a wrong value.
     lines.append("# Out of bounds values : 0 OK")
     rates = [row["busbw"] for row in rows if row["busbw"] is not None]
     if rates:

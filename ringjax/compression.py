@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WireDtype:
-    """A compression that sends floats in another dtype."""
+    """A compression of collectives: the dtype in which they send floats."""
 
     name: str  # the name in `Compression`
     wire: str | None  # the core's name of the dtype; None without compression

@@ -33,7 +33,7 @@ def _plain(text: str) -> str:
 
 
 def _points(body: str, line: str) -> Iterator[str]:
-    """Yields the list items of a section of which `line` contains all quoted words."""
+    """Yields those list items of a section whose quoted words all occur in `line`."""
     for point in _POINT.findall(body):
         words = _WORDS.findall(point.partition(":")[0] or point)
         if words and all(word in line for word in words):

@@ -371,7 +371,7 @@ def _check_parameters(
     config: Config,
     name: str,
 ) -> jax.Array:
-    """Adds the periodic comparison of parameters before the call of the gradients.
+    """Adds a periodic comparison of parameters before the gradients are reduced.
 
     The check compares the parameters whose gradients are sent, and the arguments
     `value` and `grad` of the update: the optimizers after this transformation decide by

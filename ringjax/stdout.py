@@ -1,4 +1,4 @@
-"""Commands print to pipes whose reader may close early, such as `| head`."""
+"""Lets commands print to a pipe whose reader may end early, such as `| head`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def until_closed() -> Iterator[None]:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        # Without this, writing the rest of the buffer would fail again at the exit.
+        # Replace the pipe, because Python writes the rest of the buffer at the exit.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -124,7 +124,7 @@ class _Selection:
 
 
 class _Shard(Generic[_T]):
-    """This rank's elements of an iterable: one element of each round of all ranks."""
+    """The elements of this rank: one of every `count` elements of an iterable."""
 
     def __init__(
         self, dataset: Iterable[_T], count: int, index: int, uneven: Uneven

@@ -68,8 +68,7 @@ def even_steps(
     has_any = batch is not _NOTHING
     length = _length(batches)
     members = process_set.ranks
-    # A rank outside of `process_set` uses 0: the allreduce below raises the error for
-    # it.
+    # For a rank outside of `process_set`, the allreduce below raises an error.
     position = members.index(runtime.rank()) if runtime.rank() in members else 0
     # In an elastic job, the rank with the most batches may be lost, so the number of
     # steps is unknown. `first_here` is largest on the first rank that has a batch.

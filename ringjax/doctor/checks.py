@@ -25,7 +25,7 @@ OfJob = Callable[[JobContext], Iterator[tuple[str, Finding]]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table: the name of a check, and its functions for hosts and jobs."""
+    """A row of the table: a check's name, its host function and its job function."""
 
     name: str
     of_host: OfHost | None = None

@@ -1,4 +1,4 @@
-"""The names that Horovod's API has for every framework.
+"""Imports the functions and classes that Horovod offers for every framework.
 
 The framework packages import all of these names, so that a script needs one import.
 """

@@ -98,7 +98,7 @@ class Console:
             self._files[name, stream] = (place / stream).open("wb", buffering=0)
 
     def add(self, worker: int, rank: int) -> None:
-        """Prepares the output of a worker of an elastic job, whose rank is `rank`.
+        """Adds the output of a worker of an elastic job, whose rank is `rank`.
 
         The output of the first `size` workers is copied to rank.N, and the output of
         later workers to worker.N.

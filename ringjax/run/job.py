@@ -390,8 +390,7 @@ class Job:
                 if self._table.count_members():
                     self.console.note(text)
             case ["stop", text]:
-                # A rank of a static job may have reported an error, which explains
-                # more.
+                # If a rank of a static job has reported an error, show that error.
                 if self._policy is not None or not self._table.with_report():
                     self._give_up(text)
             case [_, int(number), *text]:

@@ -21,7 +21,7 @@ from ringjax.run.hosts import slots as places
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.job import Job
 
-# Rank 0 of this program prints one table for all ranks, so the table needs no prefix.
+# Rank 0 of ringjax.bench prints one table for all ranks, so it needs no prefix.
 _RINGJAX_BENCH = ("-m", "ringjax.bench")
 
 

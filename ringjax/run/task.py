@@ -1,4 +1,4 @@
-"""The program that each rank of `ringjax.run(fn)` runs: calls one function.
+"""The program of each rank of `ringjax.run(fn)`, which calls the function `fn`.
 
 `python -m ringjax.run.task FD` reads the function from standard input and writes the
 function's result to the descriptor FD. Unpickling is safe, because the agent has opened

@@ -178,7 +178,7 @@ class WorkerTable:
         return worker
 
     def get_or_add(self, number: int) -> Worker:
-        """Returns a worker. Adds the worker if its host has not joined this ringrun."""
+        """Returns a worker. Adds a worker whose host has not joined this ringrun."""
         if number not in self.workers:
             self.adopt(number, WorkerSlot("", number, number, number))
         return self.workers[number]

@@ -55,7 +55,7 @@ def has_run_solo() -> bool:
 
 
 def solo_mode() -> contextlib.AbstractContextManager[None]:
-    """Makes a context in which a newcomer can compile, without other ranks.
+    """Makes a context in which a newcomer's collectives run alone, for compilation.
 
     Outside of the context a newcomer's collectives also run on this rank alone, but
     then `has_run_solo` is true. Entering the context raises RingjaxError on a member.
@@ -165,7 +165,7 @@ def leave_at_next_pause() -> None:
 
 
 def last_contributors() -> tuple[int, ...]:
-    """Returns the workers whose values are in the last finished collective of all."""
+    """Returns the workers whose values are in the last collective of all ranks."""
     if not elastic():
         return epoch_info().workers
     return _world("last_contributors").last_contributors()

@@ -1,4 +1,4 @@
-"""Functions about groups of processes for programs. world/groups.py explains groups."""
+"""The public functions about groups of processes, which world/groups.py explains."""
 
 from __future__ import annotations
 

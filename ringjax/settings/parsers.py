@@ -96,7 +96,7 @@ def if_true(value: object) -> Parser:
 
 
 def hexadecimal(digits: int, *, exactly: bool) -> Parser:
-    """Returns a parser of texts with exactly, or at least, that many hex digits."""
+    """Returns a parser of texts with exactly (or at least) `digits` hex digits."""
     size = f"{digits}" if exactly else f"at least {digits}"
 
     def parse(text: str) -> str:

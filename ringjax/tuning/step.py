@@ -1,4 +1,4 @@
-"""autotune: compiles a training step of JAX for its fastest setting."""
+"""autotune: finds the fastest communication setting of a JAX training step."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class CommunicatorTable:
     active: dict[int, _native.Communicator] = field(default_factory=dict)
 
     def retain(self, numbers: Iterable[int]) -> dict[int, _native.ResilientComm]:
-        """Keeps these resilient communicators. Returns all others, which must end."""
+        """Keeps the resilient communicators `numbers`. Returns those that must end."""
         kept, before = set(numbers), self.resilient
         self.resilient = {n: r for n, r in before.items() if n in kept}
         return {n: r for n, r in before.items() if n not in kept}

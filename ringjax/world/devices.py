@@ -90,7 +90,7 @@ def shares_gpu() -> bool:
 
 
 def large_memory_fraction() -> str:
-    """Returns the fraction of GPU memory that JAX preallocates, or "" below 0.9."""
+    """Returns JAX's preallocated fraction of GPU memory, or "" if it is below 0.9."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
         return ""
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):

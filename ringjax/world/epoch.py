@@ -177,7 +177,7 @@ class Epoch:
         name: str,
         mesh_factory: MeshFactory | None = None,
     ) -> Config:
-        """Connects ranks as `link` does, with small buffers. Returns these settings."""
+        """Connects ranks like `link`, with small buffers. Returns `open`'s settings."""
         mesh_factory = mesh_factory or self.mesh_factory
         if mesh_factory is None:
             self.link(number, ranks, name)

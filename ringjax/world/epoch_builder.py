@@ -1,4 +1,4 @@
-"""Builds an epoch on this rank: connects the members that a directive lists.
+"""Builds an epoch on this rank: connects the members that the coordinator lists.
 
 epoch_sequence.py puts the new epoch in force and closes the previous epoch.
 """

@@ -71,7 +71,7 @@ class Group:
             )
 
     def reserve_port(self, worker: int) -> dict[str, int]:
-        """Reserves a port if this process is the first of its group, for its hello."""
+        """Reserves a port for JAX's coordinator, in the first process of a group."""
         if self.size == 1 or worker % self.size:
             return {}
         self._port = _bind_free_port()

@@ -47,7 +47,7 @@ class PartFile:
         self._file: io.FileIO | None = _create(path)
 
     def write_header(self, **values: object) -> None:
-        """Writes a line, which also begins each file that follows this one."""
+        """Writes a header line, which is repeated at the start of each later file."""
         line = json.dumps(values).encode() + b"\n"
         with self._lock:
             self._header += line

@@ -54,7 +54,7 @@ class ProfileSource(Protocol):
 
 
 def clock_id() -> str:
-    """Returns an id of the clock of `time.monotonic`, equal if the clock is shared."""
+    """Returns an id of the monotonic clock; processes with one id share the clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -268,7 +268,7 @@ class JaxTrace:
             setattr(owner, name, self._end_before(original))
 
     def _end_before(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wraps a function that starts a trace, so that this trace ends before."""
+        """Wraps a function that starts a trace, so that it ends this trace first."""
 
         @functools.wraps(function)
         def start(*args: _P.args, **kwargs: _P.kwargs) -> _T:

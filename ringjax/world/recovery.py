@@ -222,7 +222,7 @@ class Recovery:
         except EpochRevoked:
             pass
         except OutOfDescriptors:
-            # The next epoch would need as many descriptors. End this rank, so that the
+            # The next epoch would need as many descriptors, too. End this rank, so that
             # other ranks can continue.
             raise
         except (PeerLost, StartupError) as error:

@@ -268,7 +268,7 @@ class StackSampler:
 def _gc_callback(
     method: weakref.WeakMethod[Callable[[str], None]],
 ) -> Callable[[str, dict[str, int]], None]:
-    """Returns a callback for `gc` that unregisters itself without its sampler."""
+    """Returns a callback for `gc` that unregisters itself if its sampler is gone."""
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
         del info

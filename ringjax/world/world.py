@@ -283,7 +283,7 @@ class World(EpochSequence):
 
     @property
     def device_share(self) -> tuple[int, ...] | None:
-        """The devices of this rank, or None if the ranks of its host divide no devices.
+        """This rank's devices if the ranks of its host divide them, otherwise None.
 
         The value is computed once, and does not change when the rank changes.
         """
@@ -350,7 +350,7 @@ class World(EpochSequence):
             kept = {epoch_info.workers[rank] for rank in ranks}
             ranks = [r for r, w in enumerate(self.epoch_info.workers) if w in kept]
         included = self.rank in self.sets[number]
-        # The recovery connects the set if another rank has reported it. Wait for that.
+        # If another rank has reported the set, wait until the recovery connects it.
         self.wait(lambda: number in self.comm_table.active or not included)
 
     def _add(self, epoch: Epoch, number: int, ranks: Sequence[int], what: str) -> None:
@@ -466,7 +466,7 @@ class World(EpochSequence):
         self._epoch = self._listener = self._joined_job = self.recovery = None
 
     def _final_progress(self) -> dict[int, CallProgress]:
-        """Returns the progress of this rank, for ranks that are still in a call."""
+        """Returns how many calls this rank has completed, for ranks still in a call."""
         if self.restart_pending or not self.elastic:
             return {}
         try:

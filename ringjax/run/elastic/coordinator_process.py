@@ -81,7 +81,7 @@ class LivenessProbe:
         self._allowed = max(limit, _FIRST_REPLY_TIMEOUT)
 
     def should_ask(self, now: float) -> bool:
-        """Updates the time without a reply. Returns whether to send a probe now."""
+        """Updates how long the process is silent. Returns whether to send a probe."""
         passed = min(now - self._last_tick, _MAX_STEP)
         self._last_tick = now
         if self._silence is not None:

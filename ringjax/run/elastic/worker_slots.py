@@ -1,4 +1,4 @@
-"""The slots of an elastic job and a blacklist of hosts; decides when to fill a slot.
+"""Decides when a free slot of an elastic job gets a worker, and blacklists hosts.
 
 After a failure another worker starts in the slot immediately. If the workers of a slot
 keep failing soon after they have joined, the next workers start after 1, 2, 4 … 30 s.
@@ -83,7 +83,7 @@ class Blacklist:
         return record is not None and record.until > now
 
     def take_announcement(self, host: str, now: float) -> float | None:
-        """Returns the seconds until the host is usable, once for each new entry."""
+        """Returns, once for each new entry, how long the host stays on the list."""
         record = self._records.get(host)
         if record is None or record.announced:
             return None

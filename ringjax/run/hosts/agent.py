@@ -299,7 +299,7 @@ class Agent:
             if number is None:
                 continue  # the process is an orphan that this agent has adopted
             process = self._children[number].process
-            # Popen must not wait for the process, which `reap` has collected.
+            # `reap` has collected this process, so Popen must not wait for it again.
             process.returncode = code
             self._send({"is": "exited", "id": number, "code": code})
 

@@ -65,7 +65,7 @@ def dispatch(
     selector: selectors.BaseSelector,
     events: Iterable[tuple[selectors.SelectorKey, int]],
 ) -> None:
-    """Calls the callback of each ready descriptor, which its selector key holds."""
+    """Calls the callback of each ready descriptor: the `data` of its selector key."""
     for key, _ in events:
         # An earlier callback may have closed this descriptor, and another file may have
         # been registered under the same descriptor.

@@ -42,7 +42,7 @@ class LocalCommands:
         return command is not None
 
     def record_exit(self, number: int, code: int, text: str) -> bool:
-        """Records an exit. Returns False if the process is no such command."""
+        """Records an exit. Returns False if the process is no registered command."""
         command = self._running.get(number)
         if command is not None:
             command.code, command.text = code, text

@@ -54,7 +54,7 @@ class TelemetryRelay:
         self.address = ""
 
     def start_listening(self) -> str:
-        """Starts to listen in the first call. Returns the name of the socket.
+        """Returns the name of the relay's socket. Opens the socket in the first call.
 
         Returns "" if the relay cannot listen. Then the job runs without telemetry from
         this host.

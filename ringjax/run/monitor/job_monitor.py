@@ -205,7 +205,7 @@ class JobMonitor:
         return view.make_view(self._aggregator, window, now, self._interval)
 
     def _is_late(self, now: float) -> bool:
-        """Returns True once, when no sample has arrived for a long time."""
+        """Returns True once if no sample has arrived for a long time."""
         late = not self._first_sample_time and now - self._start_time > _LATE_AFTER
         first = late and not self._noted_late
         self._noted_late = self._noted_late or late
