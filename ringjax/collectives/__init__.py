@@ -1,7 +1,7 @@
-"""The collectives of JAX arrays. Importing this package registers all of them.
+"""The collectives of JAX arrays. Importing this package registers their primitives.
 
-A new collective is a file here, with its function, its rules and its primitive, and an
-import below.
+To add a collective, add a file to this package, with a function, rules and a primitive,
+and an import below.
 """
 
 from ringjax.collectives.allgather import allgather, grouped_allgather

@@ -29,15 +29,15 @@ def allgather(
     """Concatenates the tensors of all ranks along dimension 0.
 
     Outside of jit the number of rows may differ between ranks: the ranks first exchange
-    their numbers of rows, in a small allgather. A traced tensor (jit, vmap, scan) must
-    have the same number of rows on all ranks; otherwise all ranks raise an error when
-    the program runs.
+    their row counts, in a small allgather. A traced tensor (jit, vmap, scan) must have
+    the same number of rows on all ranks; otherwise all ranks raise an error when the
+    program runs.
 
     Args:
         tensor: an array, a number, or a tree of these. A 0-d array counts as one row.
             All dimensions except the first must be equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
+        name: names the operation in error messages.
 
     Returns:
         An array or tree whose first dimension is the sum over the ranks.
@@ -45,9 +45,9 @@ def allgather(
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
-            Raised when the result is used. `errors.translated` raises a RingjaxError
-            instead.
+        jax.errors.JaxRuntimeError, ValueError: the ranks' calls differ, or a rank is
+            lost. Raised when the result is used. `errors.translated` raises a
+            RingjaxError instead.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -111,13 +111,13 @@ def _allgather(
 def exchange_rows(
     own: Sequence[int], size: int, call: dict[str, Any]
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns for each number of `own` the numbers of all ranks.
+    """Returns, for each row count of this rank in `own`, the row counts of all ranks.
 
-    A number is sent as two 32-bit words, because JAX has no 64-bit arrays unless
+    A count is sent as two 32-bit words, because JAX has no 64-bit arrays unless
     jax_enable_x64 is set.
     """
     words = np.array([[[n >> 32, n & 0xFFFFFFFF] for n in own]], np.uint32)
-    # Allow the transfer of this array, even if the program forbids its own transfers.
+    # Allow this transfer to the device, even if the program has forbidden transfers.
     with jax.transfer_guard("allow"):
         (gathered,) = primitive.bind(
             "allgather",

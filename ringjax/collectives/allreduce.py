@@ -1,12 +1,11 @@
 """allreduce: each rank receives the elementwise reduction of all ranks' tensors.
 
-`allreduce_grads` does not use this module: `xla/gradient_allreduce.py` reduces
-gradients.
+`allreduce_grads` does not use this module, but `xla/gradient_allreduce.py`.
 
 The derivatives of allreduce and of all other collectives are defined as follows. P
-programs compute ``y_r = f_r(x_1, …, x_P)``. Each rank has its own loss, and the loss of
-the world is the sum of the losses of all ranks. A cotangent is the derivative of that
-sum.
+programs compute ``y_r = f_r(x_1, …, x_P)``. Each rank has its own loss, and the total
+loss is the sum of the losses of all ranks. A cotangent is the derivative of the total
+loss.
 """
 
 from __future__ import annotations
@@ -60,16 +59,16 @@ def allreduce(
         tensor: an array, a number, or a tree of these; equal shapes on all ranks.
         op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
             toward zero. For bool, Sum and Max mean "or", Min and Product mean "and".
-            Sums of integers wrap around in their dtype, as in NumPy, also if Average
-            divides them afterwards: convert `tensor` to a wider dtype if sums may not
-            fit. Adasum needs floats, CPUs and a power of two of ranks; see below.
+            Sums of integers wrap around in their dtype, as in NumPy, even if Average
+            divides the sums afterwards: convert `tensor` to a wider dtype if sums may
+            not fit. Adasum needs floats, CPUs and 2**n ranks; see below.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
-        compression: `Compression.fp16` or `Compression.bf16`: float32 and float64
+        name: names the operation in error messages.
+        compression: with `Compression.fp16` or `Compression.bf16`, float32 and float64
             tensors are sent in this dtype, and sums are computed in float32. Adasum
-            refuses it.
+            does not support compression.
 
     Returns:
         The reduced tensor or tree, with the shapes and dtypes of `tensor`.
@@ -77,9 +76,9 @@ def allreduce(
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
-            Raised when the result is used. `errors.translated` raises a RingjaxError
-            instead.
+        jax.errors.JaxRuntimeError, ValueError: the ranks' calls differ, or a rank is
+            lost. Raised when the result is used. `errors.translated` raises a
+            RingjaxError instead.
 
     Example:
         >>> import jax, jax.numpy as jnp, ringjax
@@ -95,11 +94,11 @@ def allreduce(
     follows the product rule, also if elements are zero. Adasum has neither derivative
     nor vmap: `grad` and `vmap` raise a TypeError.
 
-    Adasum adds orthogonal gradients and averages parallel gradients. It combines the
-    tensors a and b of two ranks into ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``,
-    then combines the results of two pairs in the same way, and so on. Each tensor
-    (leaf) has its own dot products, which are summed in double precision. If ``|a|²``
-    is 0, or underflows, the factor of a is 1.
+    Adasum adds orthogonal gradients and averages parallel gradients. Adasum combines
+    the tensors a and b of two ranks into ``(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b``,
+    then combines the results of two pairs of ranks in the same way, and so on. Each
+    tensor (leaf) has its own dot products, which are summed in double precision. If
+    ``|a|²`` is 0, or underflows, the factor of a is 1.
 
     References:
         P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
@@ -213,8 +212,8 @@ def _extreme_tangents(
 ) -> list[Traced]:
     """Returns ``dy = Σ_s m_s dx_s / k`` for Min and Max.
 
-    m_s is 1 for the elements of rank s that are extreme, and k = Σ_s m_s. Both are
-    constant almost everywhere. The formula is a Sum, whose transpose JAX derives: rank
+    m_s is 1 for the elements of rank s that are extreme, and k = Σ_s m_s. m_s and k are
+    constant almost everywhere. The formula is a Sum, so JAX derives the transpose: rank
     r's cotangent is ``m_r / k · Σ_s ct_s``.
     """
     before, after = params["prescale"], params["postscale"]
@@ -246,8 +245,8 @@ def _product_tangents(
 ) -> list[Traced]:
     """Returns ``dy = Σ_s dx_s Π_{u≠s} x_u`` for Product, from the factors of all ranks.
 
-    A division of the product by one factor would fail at zeros. The allgather of all
-    factors takes P times the memory, and is right for derivatives of each order.
+    Dividing the product by a factor would fail at zeros. The allgather of all factors
+    needs P times the memory, but is correct at zeros and for derivatives of any order.
     """
     del ys
     size = params["ranks"]

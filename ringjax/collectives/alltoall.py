@@ -1,6 +1,6 @@
-"""alltoall: each rank sends a part of its rows to each rank.
+"""alltoall: each rank sends some of its rows to every rank.
 
-The parts may have different sizes (`splits`).
+The argument `splits` says how many rows each rank receives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Splits = Sequence[int] | ArrayLike | None
 
-_UNKNOWN = 2**62  # stands for splits that the program has not passed
+_UNKNOWN = 2**62  # sent in place of `received_splits` that the program has not passed
 
 
 def alltoall(
@@ -44,13 +44,13 @@ def alltoall(
         tensor: an array or a tree of arrays with at least one dimension. All dimensions
             except the first must be equal on all ranks.
         splits: the number of rows for each rank: integers that are known while tracing,
-            whose sum is the number of rows of each array in `tensor`. If it is None,
-            all parts are equal.
+            whose sum is the number of rows of each array in `tensor`. With None, all
+            ranks receive equally many rows.
         received_splits: the number of rows from each rank. While tracing (jit, vmap,
-            scan), `splits` needs `received_splits`, because a result must have a known
-            shape. Outside of a trace, the ranks exchange their splits.
+            scan), pass `received_splits` with `splits`, because a result must have a
+            known shape. Outside of a trace, the ranks exchange their splits.
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
+        name: names the operation in error messages.
 
     Returns:
         The received rows, in the order of the ranks. With `splits`, a pair: the rows,
@@ -59,9 +59,9 @@ def alltoall(
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
-            Raised when the result is used. `errors.translated` raises a RingjaxError
-            instead.
+        jax.errors.JaxRuntimeError, ValueError: the ranks' calls differ, or a rank is
+            lost. Raised when the result is used. `errors.translated` raises a
+            RingjaxError instead.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -129,7 +129,7 @@ def _alltoall(
         if eager:
             rows = _received(what, sent, rows, communicator, call)
         counts = (sent + rows,) * len(leaves.arrays)
-        # Allow the transfer of this array, even if the program forbids its own.
+        # Allow this transfer to the device, even if the program forbids transfers.
         with jax.transfer_guard("allow"):
             received = jnp.asarray(np.array(rows, np.int32))
     out = tree
@@ -165,7 +165,7 @@ def _splits(
     communicator: Communicator,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Checks both splits; the second are () if the ranks must exchange them."""
+    """Checks both splits. Returns () for received splits that ranks must exchange."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):
@@ -200,10 +200,10 @@ def _received(
     communicator: Communicator,
     call: dict[str, Any],
 ) -> tuple[int, ...]:
-    """Exchanges the splits of all ranks and returns the rows that this rank receives.
+    """Exchanges the splits of all ranks, and returns this rank's received splits.
 
-    Each rank also sends the received splits that it expects, so that all ranks raise
-    one error if a rank expects other rows.
+    Each rank also sends the `received_splits` that its program has passed, so that all
+    ranks raise an error if these are wrong on one rank.
     """
     size = communicator.size
     if size == 1:

@@ -1,8 +1,8 @@
-"""Checks and converts the arguments of all collectives, before anything is sent.
+"""Checks and converts the arguments of all collectives, before any data are sent.
 
-Converts trees to arrays and back; checks dtypes, reduce ops, factors, roots and splits.
-Errors name the function, the argument and the value. In this module `what` is the name
-of the function, for errors.
+The module converts trees to arrays and back, and checks dtypes, reduce ops, factors,
+roots and splits. Errors name the function, the argument and the value. In this module,
+`what` is the name of the collective's function, for errors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class FlatArguments(NamedTuple):
-    """A tree as a list of arrays that can be sent.
+    """The leaves of a tree, converted to arrays that can be sent.
 
     Attributes:
         names: the path of each array in the tree, for errors.
@@ -55,15 +55,15 @@ def flatten(
     moves: bool = False,
     whole: bool = False,
 ) -> FlatArguments:
-    """Converts the leaves of `tree` into arrays of dtypes that the core knows.
+    """Converts the leaves of `tree` to arrays of dtypes that the native core supports.
 
     Args:
         elementwise: True if results have the shapes of the tensors. Leaves of dtype
-            float0 (gradients of integers, which have no value) then pass unchanged.
-        moves: True if the collective computes nothing. Keys of jax.random and dtypes
-            without arithmetic in the core can then be sent, too: see `to_sendable`.
-        whole: True if a result is the whole tensor of one rank. Sparse arrays can then
-            be sent, too.
+            float0 (gradients of integers, which have no value) are then not sent.
+        moves: True if the collective does no arithmetic. Then keys of jax.random and
+            dtypes without arithmetic in the native core can be sent, see `to_sendable`.
+        whole: True if a result is the whole tensor of one rank. Then sparse arrays can
+            be sent.
     """
     if not whole:
         _refuse_sparse(what, tree)
@@ -92,16 +92,16 @@ def flatten(
 def to_sendable(
     array: Traced, *, rows: bool = False
 ) -> tuple[Traced, Callable[[Traced], Traced]] | None:
-    """Converts an array of a dtype that the core does not know.
+    """Converts an array of a dtype that the native core does not support.
 
-    Floats of 8 or fewer bits are sent as bfloat16, which has all of their values and a
-    derivative. A key of jax.random is sent as its data.
-
-    If `rows`, a key without dimensions becomes one row.
+    Floats of 8 or fewer bits are sent as bfloat16, which represents all their values
+    and has derivatives. A key of jax.random is sent as its data.
+    If `rows` is true, a key without dimensions becomes one row.
 
     Returns:
-        An array with all values of `array`, and a function that converts back. None if
-        the core knows the dtype, or if no dtype of the core has all of its values.
+        An array with the values of `array`, and a function that converts back. Returns
+        None if the native core supports the dtype, or if no supported dtype can
+        represent all values.
     """
     dtype = array.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -114,7 +114,7 @@ def to_sendable(
         return None
     if jnp.issubdtype(dtype, jnp.integer):
         sent: Any = jnp.int8
-    # In bfloat16 the least value of this dtype would be denormal, so send the bits.
+    # In bfloat16 the least value of float8_e8m0fnu is denormal, so send the bits.
     elif dtype.name == "float8_e8m0fnu":
         return jax.lax.bitcast_convert_type(array, jnp.uint8), (
             lambda out: jax.lax.bitcast_convert_type(out, dtype)
@@ -127,14 +127,14 @@ def to_sendable(
 
 
 def is_float0(leaf: object) -> bool:
-    """Returns True for a gradient of an integer, which has no value."""
+    """Returns True if `leaf` is the gradient of an integer, which has no value."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
 def _refuse_sparse(what: str, tree: PyTree) -> None:
-    """Refuses sparse arrays: the sum of the indices of several ranks has no meaning."""
+    """Refuses sparse arrays, because adding indices of several ranks has no meaning."""
     sparse = sys.modules.get("jax.experimental.sparse")
-    # The program has not imported jax.experimental.sparse, so it has no sparse arrays.
+    # A program that has not imported jax.experimental.sparse has no sparse arrays.
     if sparse is None:
         return
 
@@ -180,7 +180,7 @@ def _array(what: str, leaf: Any, name: str) -> Traced:
 def _check_truncation(what: str, leaf: Any, label: str) -> None:
     """Refuses 64-bit integers that do not fit into 32 bits if JAX has only 32 bits.
 
-    JAX would keep the lower half of each number.
+    JAX would silently keep only the lower half of each integer.
     """
     narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
     if narrow == leaf.dtype or not leaf.size:
@@ -199,8 +199,8 @@ def outside_mesh(
 ) -> Callable[Concatenate[str, PyTree, P], T]:
     """Decorates an operation that changes shapes, so that it runs outside of a mesh.
 
-    Under `jax.set_mesh` JAX would put a number or a numpy array on all devices of the
-    mesh, over which such an operation has no meaning.
+    Under `jax.set_mesh`, JAX would put a number or a numpy array on all devices of the
+    mesh, and an operation that changes shapes cannot run over several devices.
     """
 
     @functools.wraps(call)
@@ -220,7 +220,7 @@ def outside_mesh(
 def require_rows(
     what: str, leaves: FlatArguments, *, scalars: bool = False
 ) -> FlatArguments:
-    """Refuses 0-d arrays, or converts them to one row if `scalars` is True."""
+    """Refuses 0-d arrays, or converts 0-d arrays to one row if `scalars` is True."""
     for array, name in zip(leaves.arrays, leaves.names, strict=True):
         if array.ndim == 0 and not scalars:
             raise ValueError(
@@ -235,7 +235,7 @@ def require_rows(
 def reduce_op(
     what: str, op: Any, arrays: Sequence[Traced], *, adasum_ranks: int = 0
 ) -> ReduceOp:
-    """Returns `op` as a `ReduceOp` that is defined for the dtypes of all `arrays`.
+    """Converts `op` to a `ReduceOp`, and checks that it suits the dtypes of `arrays`.
 
     `adasum_ranks` is the number of ranks, or 0 if the function does not allow Adasum.
     """
@@ -284,7 +284,7 @@ def _check_adasum(what: str, arrays: Sequence[Traced], ranks: int) -> None:
 
 
 def factor(what: str, argument: str, value: Any, arrays: Sequence[Traced]) -> float:
-    """Returns a scaling factor, which must be known while tracing, as a float."""
+    """Converts a scaling factor, which must be known while tracing, to float."""
     concrete = isinstance(value, numbers.Real | np.number) or (
         getattr(value, "ndim", None) == 0 and not isinstance(value, jax.core.Tracer)
     )
@@ -305,7 +305,7 @@ def factor(what: str, argument: str, value: Any, arrays: Sequence[Traced]) -> fl
 
 
 def wire_dtype(what: str, compression: WireDtype, op: int) -> int:
-    """Returns the number of the wire dtype; -1 without compression."""
+    """Returns the native core's code of the wire dtype, or -1 without compression."""
     if not isinstance(compression, WireDtype):
         raise TypeError(
             f"ringjax.{what}: `compression` is {compression!r}, expected "
@@ -332,7 +332,7 @@ def reduction(
     name: str | None,
     adasum_ranks: int = 0,
 ) -> dict[str, Any]:
-    """Checks and returns the parameters that all reductions have."""
+    """Checks the arguments that all reductions have, and returns them as parameters."""
     chosen = reduce_op(what, op, leaves.arrays, adasum_ranks=adasum_ranks)
     return {
         "reduce_op": int(chosen),
@@ -345,7 +345,7 @@ def reduction(
 
 
 def root_in_set(what: str, root_rank: object, process_set: ProcessSet) -> int:
-    """Returns the rank within the process set of world rank `root_rank`."""
+    """Converts the world rank `root_rank` to the rank within the process set."""
     if isinstance(root_rank, jax.core.Tracer):
         raise TypeError(
             f"ringjax.{what}: `root_rank` must be known while tracing, got {root_rank}"
@@ -354,7 +354,7 @@ def root_in_set(what: str, root_rank: object, process_set: ProcessSet) -> int:
 
 
 def splits(what: str, argument: str, value: Any, size: int) -> tuple[int, ...]:
-    """Returns the rows for each rank: `size` integers from 0, known while tracing."""
+    """Checks splits: `size` integers from 0 that are known while tracing."""
     try:
         if any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves(value)):
             raise TypeError("it is traced; pass a tuple or a numpy array")

@@ -24,12 +24,12 @@ def barrier(
 ) -> None:
     """Waits until every rank of `process_set` has called `barrier`.
 
-    Outside of jit the function itself waits. Inside a compiled program the barrier is
-    an operation, in order with the other collectives of the program.
+    Outside of jit the function itself waits. Inside a compiled program, the program
+    waits, in order with the other collectives of the program.
 
     Args:
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
+        name: names the operation in error messages.
 
     Raises:
         NotInitialized: before ringjax.init().

@@ -1,6 +1,6 @@
 """broadcast: each rank receives the tensor of one rank, the root.
 
-`sync.py` builds the broadcasts of parameters and of objects from it.
+`sync.py` broadcasts parameters and Python objects by this collective.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def broadcast(
     Args:
         tensor: an array, a number, or a tree of these. Only the values of the root are
             sent, but all ranks must pass the same shapes and dtypes.
-        root_rank: the sender's rank *in the world*, also if a process set is given. The
-            sender must be in that set. Equal on all ranks.
+        root_rank: the sender's rank *in the world*, even if a process set is given. The
+            sender must be in the process set. Equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
+        name: names the operation in error messages.
 
     Returns:
         The root's tensor or tree.
@@ -46,9 +46,9 @@ def broadcast(
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
-            Raised when the result is used. `errors.translated` raises a RingjaxError
-            instead.
+        jax.errors.JaxRuntimeError, ValueError: the ranks' calls differ, or a rank is
+            lost. Raised when the result is used. `errors.translated` raises a
+            RingjaxError instead.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -56,9 +56,9 @@ def broadcast(
         >>> ringjax.broadcast(jnp.arange(3), root_rank=0).tolist()
         [0, 1, 2]
 
-    Derivatives: the tangent is the broadcast of the tangents. All results hold the
-    root's tensor, so its cotangent is the sum of all cotangents. No result holds the
-    tensor of another rank, so the cotangents of all other tensors are zero.
+    Derivatives: the tangent is the broadcast of the tangents. All results are the
+    root's tensor, so the root's cotangent is the sum of all cotangents. No result
+    depends on the tensors of other ranks, so their cotangents are zero.
     """
     return _broadcast("broadcast", tensor, root_rank, process_set, name)
 
@@ -106,8 +106,8 @@ def _broadcast(
 def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Traced]:
     """Returns ``ct_x_r = [r = root] Σ_s ct_y_s``, as ``y_s = x_root`` for all s.
 
-    After an elastic restart a compiled program may serve another rank. So the program
-    computes its rank when it runs, by a reducescatter.
+    After an elastic restart, this process may have another rank but use the same
+    compiled program. So the program computes the rank when it runs, by a reducescatter.
     """
     del avals
     call = {k: params[k] for k in ("comm", "timeout", "name")}

@@ -1,6 +1,6 @@
-"""reducescatter: reduces the tensors of all ranks; each rank receives its rows.
+"""reducescatter: each rank receives some rows of the reduction of all ranks' tensors.
 
-It is the first half of an allreduce; the second half is `allgather`.
+A reducescatter followed by an allgather is an allreduce.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def reducescatter(
     name: str | None = None,
     compression: WireDtype = Compression.none,
 ) -> PyTree[Shaped[Array, "?own_rows *?row"], Tree]:
-    """Reduces `tensor` over all ranks; each rank receives its part of the rows.
+    """Reduces `tensor` over all ranks; each rank receives some rows of the result.
 
     The rows (dimension 0) are divided as evenly as possible. If they cannot be divided
     evenly, the first ranks receive one row more, so shapes differ between ranks.
@@ -52,7 +52,7 @@ def reducescatter(
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be among them.
-        name: stands for the operation in error messages.
+        name: names the operation in error messages.
         compression: as in `allreduce`.
 
     Returns:
@@ -61,9 +61,9 @@ def reducescatter(
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        jax.errors.JaxRuntimeError, ValueError: the ranks disagree, or a rank is lost.
-            Raised when the result is used. `errors.translated` raises a RingjaxError
-            instead.
+        jax.errors.JaxRuntimeError, ValueError: the ranks' calls differ, or a rank is
+            lost. Raised when the result is used. `errors.translated` raises a
+            RingjaxError instead.
 
     Example:
         >>> import jax.numpy as jnp, ringjax
@@ -144,7 +144,7 @@ def _reducescatter(
 
 
 def split_rows(rows: int, size: int) -> tuple[int, ...]:
-    """Returns the rows of each rank; the first ranks take the remainder."""
+    """Returns the row count of each rank; the first ranks have one row more."""
     each, rest = divmod(rows, size)
     return tuple(each + (rank < rest) for rank in range(size))
 
@@ -175,8 +175,8 @@ def _extreme_tangents(
     """Returns the tangents of Min and Max, after an allgather of all extreme elements.
 
     ``dy_r = (Σ_s m_s dx_s / k)_r``. m_s is 1 for the elements of rank s that are
-    extreme, and k = Σ_s m_s. The formula is a reducescatter with Sum, whose transpose
-    JAX derives.
+    extreme, and k = Σ_s m_s. The formula is a reducescatter with Sum, so JAX derives
+    the transpose.
     """
     before, after = params["prescale"], params["postscale"]
     exact = {**params, "prescale": 1.0, "postscale": 1.0, "wire": -1}
@@ -200,8 +200,8 @@ def _product_tangents(
 ) -> list[Traced]:
     """Returns ``dy_r = Σ_s (dx_s)_r Π_{u≠s} (x_u)_r`` for Product.
 
-    An alltoall sends each rank the factors of its rows. The formula is right at zeros,
-    and for derivatives of each order.
+    An alltoall sends each rank the factors of its rows. The formula is correct at zeros
+    and for derivatives of any order.
     """
     del ys
     size, rows = params["size"], params["rows"]
@@ -237,7 +237,7 @@ def _transpose(cts: list[Traced], avals: list[Aval], params: Params) -> list[Tra
 
 
 def _without_rows(params: Params, *, counts: bool = True) -> Params:
-    """Returns the parameters of a collective that only moves these rows."""
+    """Returns the parameters for an allgather (`counts`) or allreduce of these rows."""
     kept: tuple[str, ...] = ("comm", "timeout", "name", "names")
     kept += ("size", "counts") if counts else ()
     return {k: params[k] for k in kept}

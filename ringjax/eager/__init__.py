@@ -1,10 +1,10 @@
 """Named operations on arrays of any framework, outside of compiled programs.
 
-Each rank submits its tensors by name, in any order and from any thread. The core runs
-an operation when all ranks have submitted it. The ranks may use different frameworks: a
-JAX array on one rank and a PyTorch tensor on another are one operation if they have the
-same name, also if one array came through `ringjax.torch`. This package imports no
-framework.
+Each rank submits its tensors by name, in any order and from any thread. The native core
+runs an operation when all ranks have submitted the operation. The ranks may use
+different frameworks: a JAX array on one rank and a PyTorch tensor on another are one
+operation if they have the same name, even if one rank uses `ringjax.torch`. This
+package imports no framework.
 """
 
 from __future__ import annotations

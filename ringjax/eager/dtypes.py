@@ -1,4 +1,4 @@
-"""Element types: the names that numpy, JAX and PyTorch share, and the core's numbers.
+"""Maps the dtype names that numpy, JAX and PyTorch share to the native core's codes.
 
 The adapters of all frameworks use this module, so it imports no framework. Wire dtypes
 are in `compression.py`.
@@ -27,4 +27,4 @@ _SHORT = {
 }
 
 NUMBERS = {name: _native.DTYPES[short] for name, short in _SHORT.items()}
-"""The core's number of each element type that can be sent."""
+"""The native core's code of each dtype that can be sent, by name."""

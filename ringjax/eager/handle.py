@@ -1,4 +1,4 @@
-"""Handle of an eager operation: polls the operation, and waits for its result.
+"""The handle of an eager operation, to poll the operation or wait for its result.
 
 `lane.py` submits operations.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from ringjax import _native, errors
 
-# A function that makes the caller's result from the native work of an ended operation.
+# A function that makes the caller's result when the native `Work` has ended.
 Finish = Callable[[_native.Work], Any]
 
 
@@ -18,7 +18,7 @@ class Handle:
     """An operation in progress, for `poll` and `synchronize`.
 
     If a program drops the handle, the operation continues, and its tensors stay alive
-    until it ends.
+    until the operation ends.
     """
 
     __slots__ = ("_finish", "_work")
@@ -35,10 +35,11 @@ class Handle:
         """Waits until the operation has ended.
 
         Returns:
-            The result. A second call returns None: the handle keeps no result.
+            The result. A second call returns None, because the handle keeps no result.
 
         Raises:
-            Mismatch: the ranks do not agree about the operation. All ranks raise it.
+            Mismatch: the ranks have submitted different operations under this name. All
+                ranks raise this error.
             Stalled: some ranks have not submitted the operation in time.
             PeerLost: a rank is lost.
         """
@@ -50,8 +51,8 @@ class Handle:
         except _native.StatusError as error:
             self._work = None
             raise errors.from_status(error) from None
-        # `finish` refers to the tensors. A program may keep the handle for a long time,
-        # so drop `finish` and the tensors before the result is made.
+        # `finish` keeps the tensors alive, and a program may keep the handle for a long
+        # time. So drop `finish` before making the result.
         self._work = self._finish = None
         return finish(work)
 

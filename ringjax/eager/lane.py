@@ -1,8 +1,8 @@
-"""Submits named operations to the eager lanes.
+"""Submits named operations to the eager lanes of process sets.
 
-Each rank may submit its operations in another order. Compiled programs use another
-lane. This module uses addresses, dtypes and shapes, but no framework: `operands.py` and
-the adapter packages turn arrays into addresses, dtypes and shapes.
+Each rank may submit its operations in another order. Compiled programs use the jit
+lane instead. This module uses addresses, dtypes and shapes, but no framework:
+`operands.py` and the adapter packages convert arrays.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ringjax import _native, errors, runtime
 from ringjax.eager.handle import Finish, Handle
 from ringjax.ops import Average, ReduceOp, Sum
 
-# (address, number of the dtype, shape) of a tensor; its memory is C-contiguous.
+# The address, the dtype code (`dtypes.NUMBERS`) and the shape of a C-contiguous tensor.
 TensorRef = tuple[int, int, tuple[int, ...]]
 
 COLLECTIVES = _native.COLLECTIVES
 _DTYPE_NAMES = {number: name for name, number in _native.DTYPES.items()}
 _global = runtime.global_process_set
-# The numbers of operations without a name, by process set and operation.
+# Counters of the operations without a name, by process set and operation.
 _counters: dict[tuple[int | None, str], Iterator[int]] = {}
 runtime.on_init(_counters.clear)
-# A rank that joins an elastic job counts from 1, so all other ranks begin at 1 again.
+# A rank that joins an elastic job counts from 1, so the other ranks restart at 1, too.
 runtime.on_fresh_start(_counters.clear)
 
 
@@ -35,18 +35,18 @@ class LaneOptions(TypedDict, total=False):
     """Optional properties of an operation.
 
     Attributes:
-        reduce_op: a number of `ringjax.ops.ReduceOp`.
-        prescale: a factor of each rank's tensor before the reduction.
-        postscale: a factor of the result.
+        reduce_op: a value of `ringjax.ops.ReduceOp`.
+        prescale: multiplies each rank's tensor before the reduction.
+        postscale: multiplies the result.
         root: the sender's rank within the process set.
         splits: for alltoall, the rows for each rank, tensor by tensor. If `splits` is
             empty, all parts are equal.
         cuda: True if the addresses are on a CUDA device.
-        stream: a stream of that device.
+        stream: the CUDA stream on which the tensors are computed.
         waits: True if the caller waits for the operation immediately. The caller's
             thread may then do the work of the lane.
-        rooms: for allgather and alltoall, the bytes at each address of `outs`. The core
-            puts a result of another size into its own memory.
+        rooms: for allgather and alltoall, the bytes at each address of `outs`. The
+            native core stores a result of another size in its own memory.
     """
 
     reduce_op: int
@@ -78,18 +78,18 @@ def submit(
 
     Args:
         op: a key of `_native.COLLECTIVES`.
-        name: equal on all ranks. An operation without a name gets a number, which is
-            equal on all ranks if all ranks submit their unnamed operations in the same
-            order.
-        outs: the addresses of the results. Empty for barrier, and for an allgather or
-            alltoall whose results the core allocates.
-        finish: makes the caller's result from the native work.
+        name: equal on all ranks. An operation without a name is named by a counter,
+            which is equal on all ranks if all ranks submit their unnamed operations in
+            the same order.
+        outs: the addresses of the results; empty for barrier, and for an allgather or
+            alltoall whose results the native core allocates.
+        finish: makes the caller's result when the operation has ended.
         keep: an object that the lane keeps alive until the operation has ended.
 
     Raises:
         PeerLost: a rank is lost.
-        InvalidArgument: the core refuses the operation, or another operation of this
-            name is in progress.
+        InvalidArgument: the native core refuses the operation, or another operation of
+            this name is in progress.
     """
     lane = runtime.lane(process_set, op)
     name = check_name(op, name) or next_name(op, process_set)
@@ -120,8 +120,8 @@ def run(
 ) -> None:
     """Submits an operation on one host tensor and waits until the operation has ended.
 
-    Only for allreduce, broadcast and reducescatter, and only with the options
-    `reduce_op`, `root`, `prescale` and `postscale`. One native call takes 0.5
+    Works only for allreduce, broadcast and reducescatter, and only with the options
+    `reduce_op`, `root`, `prescale` and `postscale`. This single native call takes 0.5
     microseconds less than `submit` and a handle, about 8 % of a short operation.
     """
     lane = runtime.lane(process_set, op)
@@ -145,10 +145,10 @@ def run(
 
 @contextlib.contextmanager
 def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None]:
-    """Sends all operations that the block submits in one round of negotiation.
+    """Negotiates all operations that the `with` block submits in one round.
 
-    This saves rounds and makes messages larger. The operations begin before the end of
-    the block if a thread waits for one of them there, or another rank begins a round.
+    This saves rounds and makes messages larger. The operations begin before the block
+    ends if a thread waits for one of the operations, or if another rank begins a round.
     """
     lane = runtime.lane(process_set, "submission_group")
     lane.hold()
@@ -159,12 +159,12 @@ def submission_group(process_set: runtime.ProcessSet = _global) -> Iterator[None
 
 
 def join(process_set: runtime.ProcessSet = _global) -> int:
-    """Reports that this rank submits no more, and waits until all ranks report that.
+    """Waits until all ranks have called `join`. Meanwhile this rank submits nothing.
 
     Until then this rank takes part in the operations of the other ranks: it contributes
     zeros (or the value that does not change the result) to reductions, and no rows to
-    allgather and alltoall. After `join`, the numbers of operations without a name begin
-    at 1 again.
+    allgather and alltoall. After `join`, the counter that names operations without a
+    name restarts at 1.
 
     Args:
         process_set: the ranks that take part; this rank must be among them.
@@ -188,15 +188,15 @@ def join(process_set: runtime.ProcessSet = _global) -> int:
     except _native.StatusError as error:
         raise errors.from_status(error) from None
     last: int = Handle(work, operator.attrgetter("last_joined")).wait()
-    # Each rank has submitted another number of unnamed operations before it joined, so
-    # the counters differ. Restart all counters of the process set.
+    # Ranks may have submitted different numbers of unnamed operations before `join`, so
+    # restart all counters of the process set.
     for key in [k for k in _counters if k[0] == process_set.process_set_id]:
         _counters.pop(key, None)
     return process_set.ranks[last]
 
 
 def check_name(op: str, name: object) -> str | None:
-    """Returns `name`, or None if it is empty; raises TypeError if it is not a str."""
+    """Returns `name`, or None if empty. Raises TypeError if `name` is not a str."""
     if not name:
         return None
     if not isinstance(name, str):
@@ -205,12 +205,12 @@ def check_name(op: str, name: object) -> str | None:
 
 
 def next_name(op: str, process_set: runtime.ProcessSet) -> str:
-    """Returns the name of the next operation to which the program gives no name."""
+    """Makes a name for an operation that has none: "noname." and a counter."""
     return f"noname.{next_number(op, process_set)}"
 
 
 def next_number(counter: str, process_set: runtime.ProcessSet) -> int:
-    """Returns 1, 2, 3, …; begins at 1 again after an init, a restart or a `join`."""
+    """Returns 1, 2, 3, …; restarts at 1 after an init, a fresh start or a `join`."""
     key = (process_set.process_set_id, counter)
     numbers = _counters.get(key) or _counters.setdefault(key, itertools.count(1))
     return next(numbers)
@@ -220,7 +220,7 @@ def next_number(counter: str, process_set: runtime.ProcessSet) -> int:
 
 
 def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
-    """Returns the title of an operation: ``ringjax.allreduce 'grad' (f32[8])``."""
+    """Names an operation in errors: ``ringjax.allreduce 'grad' (f32[8])``."""
     shapes = [
         f"{_DTYPE_NAMES[dtype]}[{','.join(map(str, shape))}]"
         for _, dtype, shape in refs
@@ -230,7 +230,7 @@ def title(op: str, name: str | None, refs: Sequence[TensorRef] = ()) -> str:
 
 
 def root_in_set(op: str, root_rank: object, process_set: runtime.ProcessSet) -> int:
-    """Returns the rank within the process set of world rank `root_rank`."""
+    """Converts the world rank `root_rank` to the rank within the process set."""
     if isinstance(root_rank, bool) or not hasattr(root_rank, "__index__"):
         raise TypeError(
             f"ringjax.{op}: root_rank must be an int, got {root_rank!r} of type "
@@ -259,7 +259,7 @@ def scattered_shape(
 
 
 def require_rows(op: str, name: str | None, ref: TensorRef) -> TensorRef:
-    """Returns `ref`; raises ValueError for a tensor without dimensions."""
+    """Returns `ref`. Raises ValueError if the tensor has no dimensions."""
     if not ref[2]:
         raise ValueError(
             f"{title(op, name, [ref])}: a tensor without dimensions has no rows"
@@ -268,7 +268,7 @@ def require_rows(op: str, name: str | None, ref: TensorRef) -> TensorRef:
 
 
 def parse_splits(op: str, name: str | None, splits: Any) -> list[int]:
-    """Returns the rows for each rank from a list, a tuple, an array or a tensor."""
+    """Converts the argument `splits`, a list, tuple, array or tensor, to a list."""
     given = splits.tolist() if hasattr(splits, "tolist") else splits
     if not isinstance(given, list | tuple) or not all(type(n) is int for n in given):
         raise ValueError(
@@ -281,13 +281,13 @@ def parse_splits(op: str, name: str | None, splits: Any) -> list[int]:
 def op_or_average(
     average: bool | None, op: int | None, stacklevel: int = 2
 ) -> ReduceOp | int:
-    """Returns the reduction that Horovod's arguments `average` and `op` mean.
+    """Returns the reduction that Horovod's arguments `average` and `op` select.
 
-    `average` is Horovod's former argument: True means Average, and False means Sum.
-    Without both arguments the reduction is Average.
+    `average` is Horovod's former argument: True means Average, and False means Sum. If
+    both arguments are None, the reduction is Average.
 
     Args:
-        stacklevel: as in `warnings.warn`, counted from the caller.
+        stacklevel: as in `warnings.warn`, counted from the caller of this function.
 
     Raises:
         ValueError: both arguments are given.
@@ -302,8 +302,8 @@ def op_or_average(
 
 
 def reduce_op(op: str, value: object) -> int:
-    """Returns the number of a reduction; the core checks that it suits the dtype."""
-    # The usual type comes first, because the other checks would slow down a short call.
+    """Checks a reduction. Whether it suits the dtype, the native core checks later."""
+    # Check the usual type first, because the other checks slow down short operations.
     if type(value) is ReduceOp:
         return value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 5:
@@ -317,7 +317,7 @@ def reduce_op(op: str, value: object) -> int:
 def reduction_options(
     op: str, value: object, prescale: float, postscale: float
 ) -> LaneOptions:
-    """Checks the reduction `value` and its factors, and returns them as options."""
+    """Checks the reduction `value` and both factors, and returns all as options."""
     if type(prescale) is not float or type(postscale) is not float:
         prescale = as_float(op, "prescale_factor", prescale)
         postscale = as_float(op, "postscale_factor", postscale)
@@ -329,7 +329,7 @@ def reduction_options(
 
 
 def as_float(op: str, argument: str, value: SupportsFloat | str) -> float:
-    """Returns a scaling factor as a float; raises TypeError if it is not a number."""
+    """Converts a scaling factor to float. Raises TypeError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

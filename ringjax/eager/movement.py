@@ -47,8 +47,8 @@ def allgather(
             differ between ranks; all other dimensions must be equal.
         name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
-        out: receives the result, as for `allreduce`. It must have as many rows as all
-            ranks have together, and must not share memory with `tensor`.
+        out: receives the result, as for `allreduce`. `out` must have as many rows as
+            all ranks have together, and must not share memory with `tensor`.
 
     Raises: as `allreduce`; ValueError also if `out` has another number of rows than the
         result.
@@ -147,10 +147,10 @@ def broadcast(
     Args:
         tensor: as for `allreduce`. Only the values of the root are sent, but all ranks
             must pass the same dtype and shape.
-        root_rank: the sender's rank in the world, also if a process set is given.
+        root_rank: the sender's rank in the world, even if a process set is given.
         name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
-        out: receives the result, as for `allreduce`. It may be `tensor` itself.
+        out: receives the result, as for `allreduce`. `out` may be `tensor` itself.
 
     Raises: as `allreduce`.
 
@@ -214,8 +214,8 @@ def alltoall(
 
     Args:
         tensor: as for `allgather`.
-        splits: the number of rows for each rank, in the order of the ranks. If it is
-            None, each rank gets the same number.
+        splits: the number of rows for each rank, in the order of the ranks. With None,
+            all ranks receive equally many rows.
         name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
         out: receives the result, as for `allgather`.

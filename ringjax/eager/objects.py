@@ -1,7 +1,7 @@
-"""Exchange of Python objects between ranks over the eager lane.
+"""Sends Python objects between ranks over the eager lane.
 
 `ringjax.control.objects` encodes objects without pickle. `ringjax.sync` has functions
-with the same names and meanings, which use the jit lane.
+with equal names and meanings, which use the jit lane.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def broadcast_object(
         name: the name of the operation, equal on all ranks.
         process_set: the ranks that take part; this rank must be among them.
         allow_pickle: whether objects of other types are sent as pickles; equal on all
-            ranks. To read a pickle is to run code that the sender has chosen.
+            ranks. Loading a pickle runs code that the sender has chosen.
 
     Raises:
         NotInitialized: before ringjax.init().
         PeerLost: a rank is lost.
-        TypeError: the root's object cannot be sent. All ranks raise it.
+        TypeError: the root's object cannot be sent. All ranks raise this error.
         ValueError: the root has sent a pickle, but this rank has not set
             `allow_pickle`.
 
@@ -74,7 +74,7 @@ def broadcast_object(
 def broadcast_pickled(
     obj: object, root_rank: int, name: str | None, process_set: runtime.ProcessSet
 ) -> Any:
-    """Sends any object, as in Horovod; the root returns its own object."""
+    """Broadcasts any object by pickle, as in Horovod. The root returns `obj` itself."""
     sent = broadcast_object(obj, root_rank, name, process_set, allow_pickle=True)
     return obj if runtime.rank() == root_rank else sent
 

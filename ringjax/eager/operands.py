@@ -1,8 +1,8 @@
-"""Converts arrays of any framework to memory of this host, and results back.
+"""Converts arrays of any framework to host memory, and results back.
 
-This module imports no framework: an argument can belong only to a framework that the
-program has imported. The adapters do not use this module, because they work in place on
-tensors of their own framework.
+This module imports no framework, because an argument can belong only to a framework
+that the program has imported. The adapters `ringjax.torch` and so on do not use this
+module: they work in place on tensors of their own framework.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AnyArray = Any
 
 
 class Operand(NamedTuple):
-    """An argument as memory of this process.
+    """An array argument, converted to memory of this process.
 
     Attributes:
-        array: the contiguous memory. If numpy has no such dtype, the array has another
-            dtype of equal size.
-        dtype: the core's number of the dtype.
-        restore: converts an array like `array` into the caller's type of array.
+        array: the contiguous memory. If numpy lacks the dtype of the argument, `array`
+            has another dtype of equal size.
+        dtype: the native core's code of the argument's dtype.
+        restore: converts a result of the type of `array` to the caller's type of array.
     """
 
     array: Array
@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
     @property
     def ref(self) -> TensorRef:
-        """The tensor as `lane.submit` needs it."""
+        """The address, dtype code and shape, for `lane.submit`."""
         return self.array.ctypes.data, self.dtype, self.array.shape
 
     def new_array(self, shape: tuple[int, ...]) -> Array:
@@ -47,7 +47,7 @@ class Operand(NamedTuple):
         return np.empty(shape, self.array.dtype)
 
     def from_core_memory(self, memory: Any, rows: int) -> object:
-        """Returns `rows` rows in memory of the core as the caller's type of array."""
+        """Returns `rows` rows that the native core has stored, as the caller's type."""
         shape = (rows, *self.array.shape[1:])
         if not math.prod(shape):
             return self.restore(self.new_array(shape))
@@ -58,8 +58,9 @@ def to_operand(op: str, name: str | None, value: AnyArray) -> Operand:
     """Converts an argument, which is an array of any framework or a number.
 
     Raises:
-        TypeError: `value` is not an array, or the core does not know its dtype.
-        ValueError: `value` is spread over several devices.
+        TypeError: `value` is not an array, or the native core does not support its
+            dtype.
+        ValueError: `value` is sharded over several devices.
     """
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -95,9 +96,9 @@ def output_array(
     """Checks an argument `out` and returns its memory as a numpy array.
 
     Args:
-        given: the argument from which the result is made.
-        shape: the shape of the result; None for a dimension that this rank does not
-            know.
+        given: the tensor argument of the operation.
+        shape: the shape of the result, with None for each dimension that this rank does
+            not know.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor) and out.device.type == "cpu":
@@ -163,8 +164,8 @@ def _from_jax(op: str, name: str | None, value: AnyArray, jax: ModuleType) -> Op
             "expected an array on one device"
         )
     (device,) = devices
-    # np.asarray waits until the array is computed. On CPUs the result shares memory
-    # with the JAX array, which is immutable: the core only reads it.
+    # np.asarray waits until the array is computed. On CPUs the result shares the memory
+    # of the immutable JAX array, which the native core only reads.
     return _from_numpy(
         op, name, np.asarray(value), lambda out: jax.device_put(out, device)
     )
@@ -180,7 +181,7 @@ def _from_torch(
         return Operand(
             tensor.numpy(), number, lambda out: torch.from_numpy(out).to(device)
         )
-    # numpy has no bfloat16: pass the bits as int16.
+    # numpy has no bfloat16, so pass the bits as int16.
     return Operand(
         tensor.view(torch.int16).numpy(),
         number,

@@ -1,8 +1,8 @@
-"""Runs eager operations: turns arguments into memory, and memory into results.
+"""Runs eager operations: converts arguments to memory, and memory to results.
 
-The public functions are in `reductions.py` and `movement.py`. The core checks the
-properties that one rank can check (`CheckSubmission`), and negotiation checks that the
-ranks agree.
+The public functions are in `reductions.py` and `movement.py`. The native core checks
+the arguments of this rank (`CheckSubmission`), and negotiation checks that the
+arguments of all ranks match.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
 
 Outs = Sequence[AnyArray] | None
-# A function that makes the result of an operation from the results of its tensors.
+# A function that makes an operation's result from the list of its result tensors.
 Pick = Callable[[list[AnyArray]], AnyArray]
 
 
@@ -29,12 +29,12 @@ def first(results: list[AnyArray]) -> AnyArray:
 
 
 def as_list(out: AnyArray) -> Outs:
-    """Returns the argument `out` of an operation on one array as a list, or None."""
+    """Wraps the argument `out` of an operation on one array in a list; keeps None."""
     return None if out is None else [out]
 
 
 def operands(op: str, name: str | None, tensors: Sequence[AnyArray]) -> list[Operand]:
-    """Converts the tensors of an operation."""
+    """Converts the tensors of an operation. Raises ValueError if there are none."""
     if not isinstance(tensors, list | tuple) or not tensors:
         raise ValueError(
             f"{lane.title(op, name)}: expected a list or tuple of tensors, not empty"
@@ -55,18 +55,17 @@ def run_if_plain(
 ) -> Array | None:
     """Runs an operation on a contiguous numpy array by one native call.
 
-    A handle, with the objects that belong to a handle, would take longer than a short
-    operation.
+    The usual way by a handle takes longer than a short operation.
 
     Returns:
         The result. If `tensor` or `out` is not a contiguous numpy array, this function
-        submits nothing and returns None, and the caller submits the operation.
+        submits nothing and returns None, and the caller must submit the operation.
     """
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
-    # Each call of next_name uses up a number. So the core calls next_name, and only if
-    # it submits the operation.
+    # Each call of next_name advances a counter. So pass next_name to the native core,
+    # which calls it only if it submits the operation.
     given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
         shape = tensor.shape
@@ -130,7 +129,7 @@ def submit_reduction(
     pick: Pick = list,
 ) -> Handle:
     """Submits an allreduce or reducescatter."""
-    # Raise an error before init, and on ranks outside of the process set.
+    # Raises an error before init, and on ranks outside of the process set.
     runtime.lane(process_set, collective)
     given = operands(collective, name, tensors)
     shapes = [
@@ -157,7 +156,7 @@ def submit(
 ) -> Handle:
     """Submits an operation whose results have known shapes.
 
-    Without `outs`, the results are in new memory.
+    If `outs` is None, this function allocates memory for the results.
     """
     memory = _output_arrays(op, name, given, shapes, outs)
     if memory is None:
@@ -191,13 +190,13 @@ def submit_ragged(
     splits: Sequence[int] = (),
     waits: bool = False,
 ) -> Handle:
-    """Submits an allgather or alltoall, whose rows all ranks together determine.
+    """Submits an allgather or alltoall, whose result has an unknown number of rows.
 
-    Without `outs`, the results are in memory of the core.
+    If `outs` is None, the native core allocates memory for the results.
 
     Args:
-        pick: makes the caller's result from the arrays and, for each array, the number
-            of rows from each rank.
+        pick: makes the caller's result from the result arrays and, for each array, the
+            number of rows from each rank.
     """
     refs = [lane.require_rows(op, name, g.ref) for g in given]
     shapes = [(None, *g.array.shape[1:]) for g in given]

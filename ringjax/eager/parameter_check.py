@@ -1,8 +1,8 @@
-"""Compares parameters between ranks in some steps, outside of XLA's programs.
+"""Compares model parameters between ranks in some steps, outside of XLA's programs.
 
-Optimizers that run eagerly and graphs of TensorFlow use this module.
-`xla/parameter_check.py` serves steps that XLA compiles. In both cases the native core
-decides when a comparison is due, compares hashes and writes the text of the warning.
+Optimizers that run eagerly and graphs of TensorFlow use this module; steps that XLA
+compiles use `xla/parameter_check.py`. In both cases the native core decides when a
+comparison is due, compares hashes and writes the text of the warning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringjax.eager import lane, reductions
 from ringjax.ops import ReduceOp
 
 AFTER_FIRST_STEP = 1
-"""The first step to compare in Horovod's programs, which broadcast after step 0."""
+"""The argument `first` for Horovod's programs, which broadcast after step 0."""
 
 # The (process set, `whose`) keys whose last comparison has found a difference.
 _differing: set[tuple[int | None, str]] = set()
@@ -35,7 +35,7 @@ def check(
     whose: str = "",
     first: int = 0,
 ) -> None:
-    """Compares parameters between ranks if a comparison is due; prints a warning.
+    """Compares parameters between ranks if due, and prints a warning if they differ.
 
     All ranks call `check` in every step. Most calls only count the step.
 
@@ -44,9 +44,9 @@ def check(
         memory: yields the name, the address and the bytes of each parameter, in an
             order that is equal on all ranks. The memory of a parameter is read before
             the next parameter is yielded.
-        whose: the key of the counter of steps on this rank, see `identity_key`. If
-            `whose` is empty, the title is the key.
-        first: the first step to compare.
+        whose: identifies the step counter on this rank, see `identity_key`. Pass "" to
+            identify the counter by the title.
+        first: the index of the first step to compare.
     """
     whose = whose or title
     step = due_step(whose, process_set, first)
@@ -60,7 +60,7 @@ def check(
 
 
 def due_step(whose: str, process_set: runtime.ProcessSet, first: int) -> int:
-    """Counts a step and returns its number if a comparison is due, else -1."""
+    """Counts a step. Returns the index of the step if a comparison is due, else -1."""
     every = runtime.config().check_parameters
     if not every:
         return -1
@@ -77,7 +77,7 @@ def compare(
     process_set: runtime.ProcessSet,
     whose: str,
 ) -> None:
-    """Compares hashes with the other ranks; the first rank prints the warning.
+    """Compares hashes between ranks. If any differ, the first rank prints a warning.
 
     `step` and the names of the parameters appear in the warning.
     """
@@ -96,7 +96,7 @@ def compare(
     lines = "\n".join(name.replace("\n", " ") for name in names)
     found = _native.difference(hashes, lines, ranks, rank, maximum)
     key = process_set.process_set_id, whose
-    # Warn once, not at each comparison, until the parameters have been equal again.
+    # Warn only once until a later comparison finds equal parameters.
     if found and rank == 0 and key not in _differing:
         stderr.line(
             f"[ringjax {ranks[0]}/{len(ranks)}] warning: the ranks' parameters differ "
@@ -108,8 +108,8 @@ def compare(
 def identity_key(objects: Iterable[object]) -> str:
     """Returns a text that identifies these objects, in this order, in this process.
 
-    A name cannot be the key of a counter of steps, because a program creates a new tape
-    in each step, and several models may have one name. The objects are not kept alive.
+    A name could not identify a step counter, because several models may have one name.
+    The objects are not kept alive.
 
     Example:
         >>> one, other = {1}, {1}
@@ -120,8 +120,8 @@ def identity_key(objects: Iterable[object]) -> str:
     """
     numbers = []
     for each in objects:
-        # Python may reuse the id of an object that has died, so map ids to numbers that
-        # are never reused.
+        # Python may reuse the id of a deleted object, so map each id to a counter value
+        # that is never reused.
         address = id(each)
         if address not in _numbers:
             _numbers[address] = next(_fresh)

@@ -51,30 +51,31 @@ def allreduce(
 
     Args:
         tensor: an array of numpy, JAX or PyTorch, a number, or any object in the memory
-            of this host with ``__dlpack__`` or a buffer. It is not modified. All ranks
-            must pass the same dtype and shape; their frameworks may differ.
+            of this host with ``__dlpack__`` or a buffer. `tensor` is not modified. All
+            ranks must pass the same dtype and shape; their frameworks may differ.
         op: Average, Sum, Min, Max, Product or Adasum. Average of integers truncates
             toward zero. For bool, Sum and Max mean "or", Min and Product mean "and".
-            Sums of integers wrap around in their dtype, as in NumPy, also if Average
-            divides them afterwards: convert `tensor` to a wider dtype if sums may not
-            fit.
+            Sums of integers wrap around in their dtype, as in NumPy, even if Average
+            divides the sums afterwards: convert `tensor` to a wider dtype if sums may
+            not fit.
         name: the name of the operation, equal on all ranks. Each rank may submit its
-            operations in any order. An operation without a name receives a number, in
-            the order of the calls.
+            operations in any order. Operations without a name are matched in the order
+            of the calls.
         prescale_factor: multiplies each rank's tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part; this rank must be among them.
         out: receives the result: a contiguous numpy array, or a PyTorch tensor on the
-            CPU, of the dtype and shape of the result. It may be `tensor` itself. For a
-            large result, new memory costs more time than the operation.
+            CPU, of the dtype and shape of the result. `out` may be `tensor` itself. For
+            a large result, allocating new memory takes longer than the operation.
 
     Returns:
-        The reduced tensor, of the framework of `tensor`; `out` if it is given.
+        The reduced tensor, as an array of the framework of `tensor`; `out` if given.
 
     Raises:
         NotInitialized: before ringjax.init().
         TypeError, ValueError: an argument is wrong; nothing was sent.
-        Mismatch: the ranks disagree. All ranks raise it, and the job continues.
+        Mismatch: the ranks have passed different dtypes, shapes or ops. All ranks raise
+            this error, and the job continues.
         Stalled: a rank has not submitted the operation in time.
         PeerLost: a rank is lost.
 
@@ -124,9 +125,8 @@ def grouped_allreduce(
     """Reduces several tensors as one operation; see `allreduce`.
 
     Args:
-        tensors: a list or tuple of tensors, which may differ in dtype and shape. They
-            are reduced together.
-        out: one array for each tensor.
+        tensors: a list or tuple of tensors, which may differ in dtype and shape.
+        out: a list of arrays that receive the results, one for each tensor.
 
     Other arguments, Raises: as `allreduce`.
 
@@ -175,17 +175,17 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     out: AnyArray = None,
 ) -> AnyArray:
-    """Reduces `tensor` as `allreduce` does; each rank receives its share of the rows.
+    """Reduces `tensor` as `allreduce` does, but each rank receives only some rows.
 
     Args:
         tensor: as for `allreduce`, with at least one dimension.
-        out: as for `allreduce`; it must not share memory with `tensor`.
+        out: as for `allreduce`, but `out` must not share memory with `tensor`.
 
     Other arguments, Raises: as `allreduce`.
 
     Returns:
-        This rank's rows of the result. The rows are divided in the order of the ranks;
-        if they cannot be divided evenly, the first ranks receive one row more.
+        This rank's rows of the result. The rows are divided in the order of the ranks.
+        If the rows cannot be divided evenly, the first ranks receive one row more.
 
     Example:
         >>> import numpy as np, ringjax

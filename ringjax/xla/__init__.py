@@ -1,4 +1,4 @@
-"""Collectives as JAX primitives: lowering, order, buckets, JAX's private names.
+"""Implements collectives as JAX primitives: lowering, call order, gradient buckets.
 
 The operations themselves are in `ringjax.collectives`.
 """

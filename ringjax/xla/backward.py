@@ -1,12 +1,11 @@
-"""Positions of STARTs in the backward pass of a step that is lowered for a GPU.
+"""Inserts STARTs of gradient buckets into the backward pass, in programs for GPUs.
 
 XLA schedules for the least memory. If weight gradients are not smaller than the
-activations that they free, XLA computes all weight gradients last, and every START with
-the last weight gradients. So this module inserts a START right after the operation that
-completes its bucket. One value that the next bucket still needs passes through an
-optimization barrier together with the START's order value: XLA must then launch the
-START first. Nothing is copied, and nothing is computed twice. This module uses MLIR,
-but no buckets or calls.
+activations that they free, XLA computes all weight gradients last, and runs every START
+only then. So this module inserts a START right after the operation that completes its
+bucket. One value that the next bucket still needs passes through an optimization
+barrier together with the START's order value, so that XLA must launch the START first.
+No value is copied or computed twice. This module knows MLIR, but no buckets or calls.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ ir = mlir.ir
 
 
 class BackwardPass:
-    """The operations of the block that is lowered, before a START is inserted.
+    """The operations of the MLIR block that is lowered, before a START is inserted.
 
-    The STARTs will take `leaves`, and the first START comes behind the values `after`.
+    `leaves` are the operands of the STARTs. The first START follows the values `after`.
     """
 
     def __init__(self, leaves: Sequence[IrValue], after: Sequence[IrValue]) -> None:
@@ -37,7 +36,7 @@ class BackwardPass:
         self._last = max((self._position(value) for value in after), default=-1)
 
     def _position(self, value: IrValue) -> int:
-        """Returns -1 for arguments of the block, and for values outside the block."""
+        """Returns the position in the block, or -1 for arguments and other blocks."""
         if isinstance(value.owner, ir.Block):
             return -1
         return self._positions.get(value.owner.operation, -1)
@@ -55,8 +54,7 @@ class BackwardPass:
     def delay(self, order: IrValue, waiting: Sequence[IrValue]) -> IrValue:
         """Delays the computation of `waiting` until `order` exists.
 
-        Call this method inside `insert_after`. It returns the value to use in place of
-        `order`.
+        Call `delay` inside `insert_after`. Returns the value to use instead of `order`.
         """
         newest = self._newest_input(waiting)
         if newest is None:
@@ -68,12 +66,12 @@ class BackwardPass:
             position = self._positions.get(operation, -1)
             if position > self._last:
                 operation.operands[number] = results[0]
-                # The hash of an operation covers its operands, which have changed.
+                # The hash of an operation depends on its operands, which have changed.
                 self._positions[operation] = position
         return results[1]
 
     def _newest_input(self, waiting: Sequence[IrValue]) -> IrValue | None:
-        """Returns the last computed value that `waiting` still needs: a cotangent."""
+        """Returns the last computed value, a cotangent, that `waiting` still needs."""
         todo: list[Any] = [x.owner for x in waiting if self._leaves[x] > self._last]
         seen, found = set(), {}
         while todo:
@@ -91,7 +89,7 @@ class BackwardPass:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Returns True for a tensor of floats that is computed and not a constant."""
+    """Returns True if `value` is a tensor of floats and not a constant."""
     constant = ("stablehlo.constant", "stablehlo.broadcast_in_dim", "stablehlo.iota")
     return (
         isinstance(value.type, ir.RankedTensorType)

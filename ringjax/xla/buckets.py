@@ -1,6 +1,7 @@
 """Plans which gradients are sent together, and which are in flight at the same time.
 
-The plans depend on sizes only. This module uses neither JAX nor communication, so it
+A *leaf* is one gradient of the model's tree, a *bucket* the leaves that one call sends.
+The plans depend only on sizes. This module uses neither JAX nor communication, so it
 can be tested and simulated anywhere. `optim.py` finds out the order in which gradients
 become ready. The native core copies leaves into the memory of a bucket.
 
@@ -24,8 +25,8 @@ Cuts = tuple[tuple[int, ...], ...]
 
 # The alignment of each leaf in the memory of a bucket, as in the native core.
 ALIGNMENT = 64
-# `refine` does not cut buckets below these bytes: the latency of the calls would cost
-# more than overlap gains.
+# The least limit of bytes at which `refine` cuts a bucket: with smaller buckets, the
+# latency of the calls would cost more than overlap gains.
 MIN_CUT_BYTES = 1 << 18
 # The most tensors of one call. XLA's compile time grows with the square of the number
 # of tensors in a call, but is still short for a few hundred, as in most models.
@@ -42,9 +43,9 @@ def plan(
     Args:
         avals: the (shape, dtype) of each leaf.
         bucket_bytes: the most bytes of a bucket that has more than one leaf.
-        order: the indices of the leaves, first ready first. If it is None, the order is
-            the reverse order of the leaves, because the backward pass reaches the last
-            layer first.
+        order: the indices of the leaves in the order in which they become ready. With
+            None, the last leaf is ready first, because the backward pass reaches the
+            last layer first.
 
     Returns:
         The indices of the leaves of each bucket. Each leaf is in one bucket, and a
@@ -76,8 +77,9 @@ def _plan(
     bucket_bytes: int,
     order: tuple[int, ...],
 ) -> Cuts:
-    # Keep one open bucket for each dtype. In models whose dtypes alternate (weights in
-    # bfloat16, norms in float32) each leaf would otherwise be a bucket of its own.
+    # Fill one bucket for each dtype at the same time. With a single open bucket, models
+    # with alternating dtypes (weights in bfloat16, norms in float32) would have one
+    # bucket per leaf.
     done: list[tuple[int, list[int]]] = []
     filling: dict[np.dtype[Any], tuple[int, int, list[int]]] = {}
     for position, index in enumerate(order):
@@ -96,11 +98,11 @@ def _plan(
 
 
 def refine(cuts: Cuts, sizes: Sequence[int], most: int) -> Cuts:
-    """Cuts buckets that cross a slow wire into buckets that become smaller and smaller.
+    """Cuts buckets, for a slow network, into buckets that become smaller and smaller.
 
-    No computation remains that could hide the last bucket. So a bucket holds at most a
-    quarter of the bytes that are not sent yet, and at most `most` bytes if it has more
-    than one leaf.
+    After the last bucket, no computation remains that could hide its transfer. So a
+    bucket with more than one leaf has at most a quarter of the bytes that are not sent
+    yet, and at most `most` bytes.
 
     Example:
         >>> refine(((0, 1, 2, 3, 4, 5),), [4 << 20] * 5 + [1 << 20], 8 << 20)
@@ -130,10 +132,10 @@ def packed_bytes(sizes: Sequence[int]) -> int:
 def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], int]:
     """Orders the calls of overlapped buckets so that `memory` suffices.
 
-    A bucket is in flight from its START to its DONE, and occupies its entry of `needs`,
-    in bytes. The DONE of the oldest bucket is as late as possible: when the next bucket
-    does not fit into the memory, or, always with infinite memory, at the end. A bucket
-    that alone needs more than `memory` is reduced in place by a RUN, which waits.
+    Bucket i is in flight from its START to its DONE, and then needs ``needs[i]`` bytes.
+    The DONE of the oldest bucket is as late as possible: at the end, or before the
+    START of a bucket that does not fit into the memory. A bucket that alone needs more
+    than `memory` is reduced in place by a RUN, a call that waits.
 
     Returns:
         The (call, bucket) pairs in order, and the most bytes in flight at one time.
@@ -161,7 +163,7 @@ def window(needs: Sequence[int], memory: float) -> tuple[list[tuple[str, int]], 
 
 
 def split_evenly(count: int, most: int = MAX_TENSORS) -> Cuts:
-    """Splits the indices below `count` into few even parts of at most `most` indices.
+    """Splits the indices below `count` into few, equal parts of at most `most` each.
 
     Example:
         >>> split_evenly(5, most=2), split_evenly(0)
@@ -185,11 +187,12 @@ def plan_calls(
         sizes: the bytes of each leaf.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
         memory: the most bytes in flight; infinity for a CUDA device.
-        elastic_memory: the most bytes for buckets in an elastic job; None if the job is
-            not elastic. After a loss all buckets run again, over the remaining ranks.
-            So all STARTs come before all DONEs, and each bucket needs two copies, its
-            input and its sum. If the bytes do not suffice, there is one call.
-        overlapped: if it is False, the calls work in place, one after another.
+        elastic_memory: the most bytes for buckets in an elastic job; pass None if the
+            job is not elastic. After a loss, all buckets run again, over the remaining
+            ranks. So all STARTs come before all DONEs, and each bucket needs two
+            copies, its input and its sum. If `elastic_memory` is too small, one RUN
+            replaces all calls.
+        overlapped: if False, the calls are RUNs in place, one after another.
 
     Returns:
         The buckets; the (call, bucket) pairs in order; the most bytes in flight; and

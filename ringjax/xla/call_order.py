@@ -1,10 +1,10 @@
-"""Order of the calls of one program: each call depends on the previous call.
+"""Orders the calls of a program, by making each call depend on the previous call.
 
-XLA runs calls that share no value in any order, and ranks would make their calls in
-different orders. So each call takes the last ringjax value of its MLIR block, its
-*order value*, as one more operand, which the handler ignores. This module remembers
-that value while a module is lowered. It also converts JAX's token into a number and
-back, for programs that cannot take tokens.
+XLA runs calls that share no value in any order, so ranks would make their calls in
+different orders. Therefore each call takes the last result of the previous call in its
+MLIR block, the *order value*, as an additional operand, which the handler ignores. This
+module remembers the order value of each block while an MLIR module is lowered. The
+module also converts JAX's token to an array and back, for programs without tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OrderValue = tuple[IrValue, jax.core.AbstractValue]
 
 
 class _CallOrder(threading.local):
-    """The last ringjax value of each block of the module that this thread lowers."""
+    """The order value of each block in the MLIR module that this thread lowers."""
 
     module: mlir.ir.Module | None = None
     values: dict[mlir.ir.Block, OrderValue]
@@ -33,8 +33,8 @@ class _CallOrder(threading.local):
     enabled = True
 
     def of(self, module: mlir.ir.Module) -> dict[mlir.ir.Block, OrderValue]:
-        # The reference to the module keeps its blocks alive. Otherwise a later block
-        # could have the address, and thus the entry, of an earlier block.
+        # The reference to the module keeps its blocks alive. Without it, a later block
+        # could have the address, and so the dict entry, of an earlier block.
         if self.module is not module:
             self.module, self.values, self.chains = module, {}, 0
         return self.values
@@ -48,14 +48,14 @@ def release_module() -> None:
 
 
 def chain_number(ctx: Context) -> int:
-    """Returns a number for a chain of overlapped calls, unique within the module."""
+    """Returns an id for a chain of overlapped calls, unique within the MLIR module."""
     _order.of(ctx.module_context.module)
     number, _order.chains = _order.chains, _order.chains + 1
     return number
 
 
 def previous_value(ctx: Context) -> list[OrderValue]:
-    """Returns the order value of the previous call of this block, or nothing."""
+    """Returns a list with the order value of this block's last call, or []."""
     values = _order.of(ctx.module_context.module)
     block = mlir.ir.InsertionPoint.current.block
     return [values[block]] if _order.enabled and block in values else []
@@ -90,7 +90,7 @@ def order_of_token(ctx: Context) -> OrderValue:
 
 
 def token_of_order(ctx: Context, order: IrValue, aval: jax.core.AbstractValue) -> None:
-    """Makes JAX's token, and the next call, depend on the order value `order`."""
+    """Makes JAX's token and the next call depend on the order value `order`."""
     set_token(ctx, _convert(ctx, [(order, aval)], tokens.ABSTRACT))
     set_previous_value(ctx, order, aval)
 
@@ -106,6 +106,6 @@ def _convert(
 
 
 def set_token(ctx: Context, token: IrValue) -> None:
-    """Sets JAX's token of `CollectiveTokenEffect`; tokens of other effects stay."""
+    """Sets JAX's token of `CollectiveTokenEffect`, and keeps other effects' tokens."""
     after = mlir.TokenSet({tokens.EFFECT: token})
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(after))

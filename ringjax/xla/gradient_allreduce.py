@@ -1,7 +1,7 @@
-"""The allreduce of gradients: a primitive that has a sequence number and no effect.
+"""The allreduce of gradients, a primitive that is ordered by a sequence number.
 
 `optim.py` decides which gradients are sent together and when, and `buckets.py` plans
-the calls. `primitive.py` has the parts that all collectives share.
+the calls. `primitive.py` has the functions that all collectives share.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ def bucketed_allreduce(
     name: str,
     names: tuple[str, ...],
 ) -> tuple[list[Traced], Traced]:
-    """Allreduces all `leaves` in one chain that begins and ends with a sequence number.
+    """Allreduces the gradients `leaves` by a chain of calls, which `seq` orders.
 
-    The primitive has no effect of JAX, so its programs keep JAX's fast dispatch, and a
-    failure does not make later programs fail.
+    Other collectives use a JAX effect for their order. The gradients need no effect, so
+    programs keep JAX's fast dispatch, and a failure does not make later programs fail.
 
     Args:
-        seq: uint32[1], the result of the previous call of the chain.
-        wire: the number of the wire dtype; -1 without compression.
+        seq: uint32[1], the sequence number that the previous step has returned.
+        wire: the native core's code of the wire dtype; -1 without compression.
         timeout: seconds to wait for other ranks.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
         overlapped: if True, each bucket has one START as soon as its leaves exist, and
             one DONE as late as possible, see `buckets.plan_calls`. If False, one call
-            works in place. If the settings of the ranks differ, the error names the
-            calls of each rank.
-        overlapped_on_device: the value of `overlapped` for CUDA devices, because only
-            the lowering knows the device. None means `overlapped`.
+            works in place. Must be equal on all ranks; otherwise all ranks raise an
+            error that names their calls.
+        overlapped_on_device: the value of `overlapped` for CUDA devices; only the
+            lowering knows which device is used. None means `overlapped`.
         memory: RINGJAX_OVERLAP_MEMORY, in bytes.
         elastic_memory: RINGJAX_ELASTIC_OVERLAP_MEMORY, in bytes; None if the job is not
             elastic.
-        name: stands for the call in error messages.
-        names: for error messages, a name for each leaf, or none.
+        name: names the call in error messages.
+        names: names the leaves in error messages; may be empty.
 
     Returns:
         The reduced leaves, and ``seq + 1``.
@@ -124,7 +124,7 @@ def bucketed_allreduce(
         }
         *ys, seq = _gradients_p.bind(*(leaves[i] for i in cut), before, **alone)
         out += ys
-        # Each program increments `seq`, but all programs together are one step.
+        # Each program increments `seq`, but all programs together must add only 1.
         before = seq - jnp.uint32(1)
     return out, seq
 
@@ -146,10 +146,11 @@ def _gradients_lower(
         primitive.refuse_adasum(what, params["reduce_op"], primitive.NO_SHARDS)
     if on_device := program.platform == "cuda":
         primitive.check_nccl(what, avals, params)
-        # XLA puts sums over several devices at the end of the backward pass, so no
-        # bucket could start earlier.
+        # XLA puts sums over several devices at the end of the backward pass, so with
+        # several devices no bucket could start earlier.
         overlapped, memory = overlapped_on_device and not devices, math.inf
-    # In a shard_map a leaf is the part of one device. The core aligns each shard.
+    # In a shard_map, the aval of a leaf has the shape of one device's part. The native
+    # core aligns each shard.
     sizes = [
         math.prod(aval.shape) * aval.dtype.itemsize * (devices if program.mesh else 1)
         + buckets.ALIGNMENT * devices
@@ -175,8 +176,8 @@ def _gradients_lower(
     ]
     emit = multi_device.lower_chain if devices else _emit_chain
     *out, seq = emit(ctx, program, operands, calls)
-    # The handlers of a CUDA device cannot read `seq`: it only orders the calls, and the
-    # program increments it.
+    # On CUDA devices, handlers cannot read `seq`, which only orders the calls. So the
+    # program increments `seq`.
     return [*out, jax_private.increment(seq, seq_aval) if on_device else seq]
 
 
@@ -186,7 +187,7 @@ def _emit_chain(
     operands: Sequence[IrValue],
     calls: multi_device.Calls,
 ) -> list[IrValue]:
-    """Emits a chain on one device; for several see `multi_device.lower_chain`."""
+    """Emits the chain of calls of a program on one device."""
     *leaves, seq = operands
     *avals, seq_aval = jax_private.avals_in(ctx)
 
@@ -226,7 +227,7 @@ def _emit_chain(
 def _gradients_batch(
     args: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches an ensemble: one call sends all members, which have equal `seq`."""
+    """Batches over an ensemble of models: one call sends all models, with one `seq`."""
     primitive.refuse_adasum("allreduce_grads", params["reduce_op"], primitive.NO_VMAP)
     *leaves, seq = args
     *leaf_dims, seq_dim = dims
@@ -236,7 +237,7 @@ def _gradients_batch(
 
 
 def _gradients_jvp(args: Sequence[Traced], ts: Sequence[Tangent], **params: Any) -> Jvp:
-    """Sends tangents by the stand-alone allreduce, which has all derivative rules."""
+    """Reduces tangents by `ringjax.allreduce`, which has all derivative rules."""
 
     def tangents(
         _xs: list[Traced], live: list[Traced], _ys: list[Traced], kw: Params
@@ -250,7 +251,7 @@ def _gradients_jvp(args: Sequence[Traced], ts: Sequence[Tangent], **params: Any)
             )
         return primitive.bind("allreduce", live, **kept)
 
-    # `seq` is an integer. Its tangent becomes a symbolic zero, which is not sent.
+    # The tangent of the integer `seq` becomes a symbolic zero, which is not sent.
     symbolic = [
         t if _is_live(t) else jax_private.zero_tangent(x)
         for x, t in zip(args, ts, strict=True)

@@ -1,4 +1,4 @@
-"""Initialisation of jax.distributed for the process group of this rank.
+"""Initializes jax.distributed for the process group of this rank.
 
 In a job of groups, JAX's programs span all processes of a group (`world/groups.py`).
 `ringjax.init` calls this module when the members of the group, and the address of its
@@ -16,17 +16,17 @@ from ringjax.errors import StartupError
 from ringjax.world import groups
 from ringjax.world.world import World
 
-# gRPC reads the addresses of proxies from these variables, and from the next two the
-# hosts that it reaches without a proxy.
+# gRPC reads the addresses of proxies from _PROXY_VARIABLES, and the hosts to reach
+# without a proxy from the other two variables.
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY, _NO_PROXY_OF_ALL = "no_grpc_proxy", "no_proxy"
 
 
 def initialize_group(world: World, started: bool, *, place: int) -> None:
-    """Calls ``jax.distributed.initialize`` in a job of groups; called at each init.
+    """Calls ``jax.distributed.initialize`` in a job of groups; runs at each init.
 
     `started` says whether JAX's backends have been started already, and `place` is the
-    number of this process in its group.
+    index of this process in its group.
     """
     if not world.group.members:
         return
@@ -48,14 +48,14 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             where,
             size,
             place,
-            # JAX's coordinator does not authenticate its clients: do not let it listen
-            # on other interfaces.
+            # JAX's coordinator does not authenticate its clients, so let it listen on
+            # this address only.
             coordinator_bind_address=where if place == 0 else None,
             initialization_timeout=max(1, int(world.config.start_timeout)),
             cluster_detection_method="deactivate",
         )
-    # JAX raises errors of its own classes, and built-in errors: a version of JAX that
-    # lacks one of these arguments raises TypeError.
+    # Catch all errors: JAX raises its own and built-in errors, for example TypeError if
+    # this version of JAX lacks one of the arguments.
     except Exception as error:
         names = ", ".join(str(world.rank - place + i) for i in range(size))
         raise StartupError(
@@ -74,7 +74,8 @@ def _bypass_proxy(host: str) -> None:
 
 def _configure_jax() -> None:
     settings: Any = jax.config
-    # ringjax and the program handle SIGTERM. JAX's preemption service would catch it.
+    # Disable JAX's preemption service, which would catch SIGTERM: ringjax or the
+    # program handles this signal.
     if "jax_enable_preemption_service" in settings.values:
         settings.update("jax_enable_preemption_service", False)
     if settings.values.get("jax_cpu_collectives_implementation") in (None, "", "none"):
@@ -82,7 +83,7 @@ def _configure_jax() -> None:
 
 
 def _check_initialized(size: int, place: int) -> None:
-    """Checks that the program has initialised jax.distributed for the same group."""
+    """Raises StartupError if jax.distributed was initialised for another group."""
     found = jax.process_count(), jax.process_index()
     if found != (size, place):
         raise StartupError(

@@ -1,8 +1,8 @@
-"""Access to JAX's private and moving names: primitives, tracers, custom calls.
+"""Wraps JAX's private names, which change between versions of JAX.
 
 Only this file and `tokens.py` may import ``jax._src``. The tests run both files with
-the oldest and the newest supported JAX. This module emits calls and orders them; the
-meaning of collectives is in `primitive.py` and `collectives/`.
+the oldest and the newest supported JAX. This module emits and orders calls;
+`primitive.py` and `collectives/` define what each collective means.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Zero = ad.Zero
 def new_primitive(name: str) -> Primitive:
     """Returns a primitive with several results that also works outside of jit.
 
-    XLA and jax.profiler name its operations ``ringjax.<name>``.
+    XLA and jax.profiler show operations of the primitive as ``ringjax.<name>``.
     """
     primitive = jax.extend.core.Primitive(f"ringjax.{name}")
     primitive.multiple_results = True
     primitive.def_impl(partial(_apply, primitive))
-    # Results may hold NaNs of other ranks. This entry makes checkify check them.
+    # Make checkify check the results, which may contain NaNs of other ranks.
     check = partial(_checkify.nan_error_check, primitive)
     _checkify.error_checks[primitive] = check
     _dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -69,9 +69,9 @@ def _apply(primitive: Primitive, *values: Traced, **params: Any) -> Any:
     """Runs a primitive outside of jit.
 
     With jax_debug_nans, JAX runs a program that has returned a NaN again, operation by
-    operation, inside the handler of its own exception. Other ranks may have no NaN and
-    not make the call again. So the second call has another name: the ranks then
-    disagree, and the error says why.
+    operation, inside the handler of its own exception. Other ranks may have no NaN, and
+    then do not repeat the call. So the repeated call has another name, which causes a
+    mismatch between the ranks, with an error that mentions jax_debug_nans.
     """
     if not isinstance(sys.exc_info()[1], InternalFloatingPointError):
         return _dispatch.apply_primitive(primitive, *values, **params)
@@ -92,10 +92,10 @@ def _apply(primitive: Primitive, *values: Traced, **params: Any) -> Any:
 def set_shape_rule(
     primitive: Primitive, rule: Callable[..., Sequence[Aval]], *, ordered: bool
 ) -> None:
-    """Installs the rule ``(*avals, **params) -> avals of the results``.
+    """Sets the shape rule of a primitive, ``(*avals, **params) -> avals of results``.
 
-    If `ordered`, the primitive has the ordered effect, so that JAX keeps its calls in
-    the order of the program.
+    If `ordered` is true, the primitive has the ordered effect, so that JAX keeps its
+    calls in the order of the program.
     """
     if ordered:
         primitive.def_effectful_abstract_eval(
@@ -112,7 +112,7 @@ def set_rules(
     jvp: Rule | None,
     transpose: Rule | None,
 ) -> None:
-    """Installs the rules of vmap and of derivatives; None if a rule does not exist."""
+    """Sets the rules of a primitive for vmap and derivatives. Pass None for no rule."""
     if batch is not None:
         batching.primitive_batchers[primitive] = batch
     if jvp is not None:
@@ -131,7 +131,7 @@ def _apply_transpose(rule: Rule, *values: Any, **params: Any) -> Any:
 
 
 def with_rows(aval: Aval, rows: int) -> Aval:
-    """Returns `aval` with another first dimension; its dtype and mesh axes stay."""
+    """Returns `aval` with another first dimension, but equal dtype and mesh axes."""
     result: Aval = aval.update(shape=(rows, *aval.shape[1:]), weak_type=False)
     return result
 
@@ -145,18 +145,18 @@ def zero_cotangent(linear: Any) -> Zero:
 
 
 def is_linear(value: object) -> bool:
-    """Returns True if a transpose rule must return the cotangent of this operand."""
+    """Returns True if a transpose rule must return a cotangent for this operand."""
     return bool(ad.is_undefined_primal(value))
 
 
 def is_eager(values: Sequence[object]) -> bool:
-    """Returns True if a collective that is bound now runs now, on these values."""
+    """Returns True if a collective of these values, bound now, is executed at once."""
     concrete = all(_core.is_concrete(v) for v in values)
     return concrete and not _core.unsafe_am_i_under_a_jit()
 
 
 def device_count(value: object) -> int:
-    """Returns the number of devices that hold `value`; 1 if it is not known yet."""
+    """Returns the number of devices that hold `value`, or 1 for a tracer."""
     concrete = _core.to_concrete_value(value)
     if isinstance(concrete, jax.Array) and not isinstance(concrete, _core.Tracer):
         return len(concrete.sharding.device_set)
@@ -164,13 +164,13 @@ def device_count(value: object) -> int:
 
 
 def producers(values: Sequence[Any]) -> list[int]:
-    """Returns the position, in the trace, of the equation that makes each value.
+    """Returns the position, in the trace, of the equation that computes each value.
 
     The position of an input of the program is -1.
 
     Raises:
         AttributeError, TypeError: the values are not traced together, or this version
-            of JAX keeps its equations elsewhere.
+            of JAX stores its equations in another attribute.
     """
     if len({id(v._trace) for v in values}) != 1:
         raise TypeError("values of several traces, or of none")
@@ -186,9 +186,9 @@ def has_collective(
     arguments: Sequence[object],
     named: Mapping[str, object],
 ) -> bool | None:
-    """Traces `function` and returns whether it calls a collective; None if this fails.
+    """Traces `function`, and returns whether it calls a collective.
 
-    Only the arguments that `function` takes are passed.
+    Returns None if tracing fails. Passes only the arguments that `function` accepts.
     """
     try:
         parameters = list(inspect.signature(function).parameters)
@@ -197,26 +197,26 @@ def has_collective(
         jaxpr = jax.make_jaxpr(lambda *args: function(*args, **options))(
             *arguments[: len(positional)]
         )
-    # The optimizer calls `function` later, which then raises its error.
+    # Ignore the error: the optimizer calls `function` later, which raises it again.
     except Exception:
         return None
     return tokens.EFFECT in jaxpr.effects
 
 
 def has_transposed_collective(values: Sequence[object]) -> bool:
-    """Returns True if gradients were derived through a collective of this program.
+    """Returns True if this program derives the gradients `values` through a collective.
 
     Such gradients already contain cotangents of all ranks. For gradients that another
-    program has computed see `may_have_transposed_collective`.
+    program has computed, see `may_have_transposed_collective`.
     """
     return any(map(_is_transposed, _upstream(values)))
 
 
 def may_have_transposed_collective(values: Sequence[object]) -> bool:
-    """Returns True if another program may have derived gradients through a collective.
+    """Returns True if another program may have derived `values` through a collective.
 
-    That is the case if some gradients are inputs of this program, and this process has
-    taken a derivative through a collective before.
+    That is so if some values are inputs of this program, and this process has taken a
+    derivative through a collective before.
     """
     return _has_transposed and any(next(_upstream([v]), None) is None for v in values)
 
@@ -231,7 +231,7 @@ def is_computed_locally(value: object) -> bool:
 
 
 def _upstream(values: Sequence[object]) -> Iterator[Any]:
-    """Yields the equations of this program that compute traced values."""
+    """Yields the equations of this program on which traced values depend."""
     seen: set[int] = set()
     equations = [getattr(v, "parent", None) for v in values]
     while equations:
@@ -247,8 +247,8 @@ def _upstream(values: Sequence[object]) -> Iterator[Any]:
 def _is_transposed(equation: Any, inside_transpose: bool = False) -> bool:
     if tokens.EFFECT not in equation.effects:
         return False
-    # Only the outermost equation names the transposition: the operations inside a
-    # transposed jax.checkpoint do not.
+    # Only the outermost equation has "transpose(" in its name stack: operations inside
+    # a transposed jax.checkpoint do not.
     inside_transpose |= "transpose(" in str(equation.source_info.name_stack)
     if equation.primitive.name.startswith("ringjax."):
         return inside_transpose
@@ -257,7 +257,7 @@ def _is_transposed(equation: Any, inside_transpose: bool = False) -> bool:
 
 
 def in_mesh() -> bool:
-    """Returns True outside of a trace if `jax.set_mesh` has set a mesh."""
+    """Returns True if `jax.set_mesh` has set a mesh and no trace is running."""
     return _core.trace_state_clean() and not jax.sharding.get_abstract_mesh().empty
 
 
@@ -265,7 +265,7 @@ def in_mesh() -> bool:
 
 
 def avals_in(ctx: Context) -> list[Aval]:
-    """Returns the avals of the operands of a primitive, all of which are arrays."""
+    """Returns the avals of a primitive's operands, without tokens."""
     return [aval for aval in ctx.avals_in if isinstance(aval, jax.core.ShapedArray)]
 
 
@@ -287,12 +287,13 @@ def emit(
     Args:
         target: the name of the native handler.
         aliases: maps an operand to the result that may use the memory of the operand.
-            This function drops an alias that would cost a copy, and all aliases in an
-            elastic job, where a call that a loss interrupts is repeated.
-        tie: makes the call depend on the previous call of the block (`call_order.py`).
-        inside: True if XLA requests the call of one device while it compiles, on a
-            thread of XLA. This function then stores nothing in the thread, and the
-            caller provides aliases and order.
+            This function drops an alias that would cost a copy, and, in an elastic job,
+            all aliases, because a call that a loss interrupts is repeated.
+        tie: whether the call depends on the previous call of the block, see
+            `call_order.py`.
+        inside: True if XLA requests the call of one device while compiling, on a thread
+            of XLA. This function then stores nothing in the thread, and uses `aliases`
+            and `operands` unchanged.
     """
     kept = () if inside else unaliasable(program, operands)
     previous = call_order.previous_value(ctx) if tie and not inside else []
@@ -313,7 +314,7 @@ def emit(
 
 
 def unaliasable(program: Program, values: Sequence[IrValue]) -> tuple[int, ...]:
-    """Returns the positions of values whose memory a result must not use."""
+    """Returns the positions of the values whose memory no result may use."""
     return tuple(
         i
         for i, value in enumerate(values)
@@ -325,11 +326,11 @@ def _is_undonated_argument(value: Any) -> bool:
     """Returns True for an argument of the whole program that its caller keeps.
 
     XLA must not write to an argument that is not donated. For a result that aliases the
-    argument, XLA would first copy it, which is one more pass over memory. The function
-    returns False for arguments of an inner jit or a loop, which it cannot check; in a
-    training step, gradients are temporaries.
+    argument, XLA would first copy the argument, which is one more pass over memory. The
+    function returns False for arguments of an inner jit or a loop, which it cannot
+    check; in a training step, gradients are usually no arguments.
     """
-    # A reshape uses the memory of its operand.
+    # Look through reshapes, because a reshape uses the memory of its operand.
     while isinstance(value.owner, stablehlo.ReshapeOp):
         value = value.owner.operands[0]
     block = value.owner
@@ -357,9 +358,9 @@ def emit_ordered(
 ) -> list[IrValue]:
     """Emits calls whose order value is JAX's token of `CollectiveTokenEffect`.
 
-    Each of `calls` has the positions of its operands, and its attributes. Together the
-    calls have all operands, in order. If `in_place`, results may use the memory of the
-    operands.
+    Each of `calls` is a pair of the positions of its operands, and its attributes.
+    Together the calls have all operands, in order. If `in_place` is true, results may
+    use the memory of the operands.
     """
     out: list[IrValue] = []
     token = ctx.tokens_in.get(tokens.EFFECT)
@@ -386,7 +387,7 @@ def lower_function(
     operand_avals: Sequence[AnyAval],
     result_avals: Sequence[AnyAval],
 ) -> list[IrValue]:
-    """Traces ``function(*operands)``, which has no effects, and emits the result."""
+    """Traces ``function(*operands)``, which has no effects; emits its operations."""
     local = ctx.replace(
         avals_in=list(operand_avals),
         avals_out=list(result_avals),
@@ -399,7 +400,7 @@ def lower_function(
 
 @contextlib.contextmanager
 def named_axes(mesh: Mesh) -> Iterator[None]:
-    """Lets functions that `lower_function` traces name the axes of `mesh`."""
+    """Lets functions that `lower_function` traces use the axis names of `mesh`."""
     with _core.extend_axis_env_nd(mesh.shape.items()):
         yield
 
@@ -409,8 +410,8 @@ def tiled_sharding(
 ) -> Sharding:
     """Returns a sharding that cuts a tensor into tiles, one for each device.
 
-    `assignment` has, at the position of each tile in the tensor, the position of the
-    tile's device in `devices`.
+    `assignment` has the shape of the grid of tiles. Each entry is the index in
+    `devices` of the device that holds the tile.
     """
     tiles = np.ascontiguousarray(assignment, np.int64)
     hlo = _client.HloSharding.subgroup_with_device_ordering(tiles)
@@ -422,7 +423,7 @@ def without_mesh(aval: Aval) -> Aval:
 
 
 def varying_axes(aval: Aval) -> frozenset[str] | None:
-    """Returns the mesh axes over which a value in shard_map differs, or None."""
+    """Returns the mesh axes over which a value in shard_map differs; None: unknown."""
     # Some versions of JAX have the axes in `aval.mat`, others in `aval`.
     kind: Any = getattr(aval, "mat", aval)
     axes: frozenset[str] | None = getattr(kind, "varying", getattr(kind, "vma", None))
@@ -432,7 +433,7 @@ def varying_axes(aval: Aval) -> frozenset[str] | None:
 def checks_varying() -> bool:
     """Returns True if the shard_map that is lowered tracks varying axes (check_vma).
 
-    Without check_vma, JAX reports no varying axis for any value.
+    Without check_vma, JAX reports that no value varies over any axis.
     """
     return bool(_config._check_vma.value)
 
@@ -462,8 +463,8 @@ def _wait_for_programs() -> None:
         return  # no program has run, or JAX's exit function has run before
     arrays = jax.live_arrays()
     for wait in [tokens.wait_for_programs, *(a.block_until_ready for a in arrays)]:
-        # A program that uses the result of a failed program raises its error. Here the
-        # error would only stop the wait for the other programs.
+        # Suppress errors of failed programs, which the users of their results raise. An
+        # error here would only end the wait for the other programs.
         with contextlib.suppress(Exception):
             wait()
 
@@ -474,7 +475,7 @@ _rank_and_size: tuple[int, int] | None = None
 def _clear_stale_programs() -> None:
     """Clears JAX's caches if the rank or the size has changed since the last init.
 
-    Shapes in compiled programs depend on both.
+    Shapes in compiled programs depend on both the rank and the size.
     """
     global _rank_and_size
     current = (runtime.rank(), runtime.size())
@@ -488,7 +489,7 @@ def _init_arguments() -> tuple[World, bool]:
     return runtime.current("init"), _bridge.backends_are_initialized()
 
 
-# First the group, because JAX must join a group before it searches for its devices.
+# Initialize the group first, because JAX must join a group before it finds its devices.
 runtime.on_init(
     lambda: jax_distributed.initialize_group(
         *_init_arguments(), place=runtime.group_rank()
@@ -496,5 +497,5 @@ runtime.on_init(
 )
 runtime.on_init(_clear_stale_programs)
 runtime.on_shutdown(_wait_for_programs)
-# Last the devices, because opening them may raise an error.
+# Open the devices last, because opening devices may raise an error.
 runtime.on_init(lambda: placement.open_devices(*_init_arguments()))

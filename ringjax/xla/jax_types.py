@@ -1,4 +1,4 @@
-"""Names for JAX's types in annotations.
+"""Short names for JAX's types, for annotations.
 
 Aval: shape and dtype of a value, as JAX traces it.
 Context: the state of a lowering: module, avals, tokens.

@@ -1,6 +1,6 @@
-"""Registration of lowering rules for CPU and CUDA devices, and of the native handlers.
+"""Registers lowering rules for CPU and CUDA devices, and the native handlers.
 
-`program.py` describes the program that is lowered; `jax_private.py` holds JAX's private
+`program.py` describes the program that is lowered. `jax_private.py` wraps JAX's private
 names.
 """
 
@@ -25,12 +25,12 @@ LoweringRule = Callable[..., Sequence[IrValue]]
 def register(primitive: Primitive, rule: LoweringRule) -> None:
     """Lowers `primitive` on CPU and CUDA devices by `rule`; refuses other platforms.
 
-    The rule is ``(ctx, program, *operands, **params) -> results``. The parameter
-    `elastic` of the primitive, if it has one, becomes part of `program`.
+    The rule is ``(ctx, program, *operands, **params) -> results``. If the primitive has
+    the parameter `elastic`, its value becomes ``program.elastic``.
 
     ``cacheable=False`` is essential. By default JAX lowers each equation into a
-    function of its own. No two calls would then share a block, and nothing would order
-    them.
+    separate function. Then no two calls would share a block, so `call_order.py` could
+    not order them.
     """
     name = primitive.name.removeprefix("ringjax.")
 
@@ -39,8 +39,8 @@ def register(primitive: Primitive, rule: LoweringRule) -> None:
             ctx: Context, *operands: IrValue, elastic: bool = False, **params: Any
         ) -> Sequence[IrValue]:
             program = program_of(ctx, name, platform)._replace(elastic=elastic)
-            # The primitive of one device (`multi_device._part_p`) has no "comm". Its
-            # program was checked when the whole call was lowered.
+            # `multi_device._part_p`, the part of a call on one device, has no "comm":
+            # its program was checked when the whole call was lowered.
             if platform == "cuda" and "comm" in params:
                 devices = runtime.current(name).devices
                 program = program._replace(joined=devices.numbers)
@@ -95,9 +95,9 @@ _registered: set[str] = set()
 
 
 def _register_handlers(platform: str) -> None:
-    # Do not register handlers at import: JAX checks a handler that is registered before
-    # its backend exists only when the backend starts, and a handler that it refuses
-    # then stops the backend.
+    # Do not register handlers at import. JAX checks handlers that are registered before
+    # a backend exists when the backend starts, and if JAX then refuses a handler, the
+    # backend does not start.
     with _registration:
         if platform in _registered:
             return

@@ -1,10 +1,10 @@
-"""Lowering of calls in a program over several devices of this process.
+"""Lowers calls in a program over several devices of this process.
 
-Each device calls with its shard of each tensor (`shards.py`), on CUDA with a share of a
-replicated tensor (`shares.py`). In `jit`, XLA decides long after the lowering how
-tensors are sharded. It then requests the call of one device through JAX's
-custom_partitioning, whose rule here allows every sharding. Inside shard_map the tensors
-are sharded already.
+Each device makes a call with its shard of each tensor (`shards.py`), or, on CUDA, with
+a share of a replicated tensor (`shares.py`). In `jit`, XLA decides long after the
+lowering how tensors are sharded. Then XLA requests the call of one device through JAX's
+custom_partitioning, with a rule that allows every sharding. Inside shard_map the
+tensors are sharded already.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from ringjax.xla.program import Program
 _AXIS = "devices"  # the mesh axis of a program that XLA partitions
 _NO_MESH = AbstractMesh((), ())
 
-# A call has the positions of its operands, its attributes for tensors that are not
-# sharded, and its kind: "run", "start", "done" or "check".
+# A call: the positions of its operands, its attributes as if no tensor was sharded, and
+# its kind, "run", "start", "done" or "check".
 Call = tuple[tuple[int, ...], Mapping[str, Any], str]
 Calls = Sequence[Call]
-# The handlers on CPUs. On CUDA devices each device uses the handlers of one device.
+# The handlers on CPUs, which combine the calls of all devices. On CUDA, each device
+# uses the handlers of programs on one device.
 _TARGETS = {
     "run": "ringjax_meet",
     "start": "ringjax_meet_start",
@@ -49,10 +50,11 @@ def lower_chain(
     *,
     reads: bool = False,
 ) -> list[IrValue]:
-    """Lowers calls in one chain; the last operand and result is its order value.
+    """Lowers a chain of calls. The last operand and the last result are order values.
 
-    If `reads`, the calls only read their tensors, and the only result is the order
-    value. `avals` are those of the operands, if the primitive orders them otherwise.
+    If `reads` is true, the calls only read their tensors, and the only result is the
+    order value. Pass the avals of the operands as `avals` if they are in another order
+    than the operands of the primitive.
     """
     avals = avals or jax_private.avals_in(ctx)
     if program.mesh is not None:
@@ -75,13 +77,13 @@ def lower_ordered(
 ) -> list[IrValue]:
     """Lowers calls that JAX's token orders.
 
-    Each of `wholes` has the positions of the operands of a call, and its attributes for
-    tensors that are not sharded.
+    Each of `wholes` is a pair: the positions of the operands of a call, and its
+    attributes as if no tensor was sharded.
     """
     calls = [(cut, whole, "run") for cut, whole in wholes]
     if program.mesh is not None:
         return _emit_ordered_manual(ctx, program, operands, calls, in_place=in_place)
-    # A function that XLA partitions cannot take a token, so pass a number instead.
+    # A function that XLA partitions cannot take a token, so pass an array instead.
     order, aval = call_order.order_of_token(ctx)
     avals = [*jax_private.avals_in(ctx), call_order.ORDER]
     *out, order = _lower_partitioned(ctx, program, [*operands, order], avals, calls, [])
@@ -119,7 +121,7 @@ def _emit_manual(
     *,
     reads: bool,
 ) -> list[IrValue]:
-    """Emits a chain inside a shard_map. Calls that only read send whole values."""
+    """Emits a chain inside a shard_map. If `reads` is true, sends values unsliced."""
     *tensors, order = avals
     inside = shares.ManualShares(ctx, program, [] if reads else tensors)
     varying = shares.varying_axes(tensors) if reads else inside.varying
@@ -140,10 +142,10 @@ def _emit_ordered_manual(
     *,
     in_place: bool,
 ) -> list[IrValue]:
-    """Emits calls inside a shard_map that JAX's token orders.
+    """Emits calls inside a shard_map, which JAX's token orders.
 
-    A collective that changes shapes sends whole values: its shares would not be parts
-    of its results.
+    A collective that changes shapes sends whole values, because results of shares of
+    its operands would not be shares of its results.
     """
     avals = jax_private.avals_in(ctx)
     inside = shares.ManualShares(ctx, program, avals if in_place else [])
@@ -177,8 +179,8 @@ def _emit(
     """Emits the calls of one device; each takes the order value of the previous call.
 
     Args:
-        kept: the positions of tensors whose memory results must not use.
-        after: more values on which the first call depends.
+        kept: the positions of tensors whose memory no result may use.
+        after: additional values on which the first call depends.
         inside: as for `jax_private.emit`.
         reads: True if the calls only read their tensors. The only result of such calls
             is the order value.
@@ -218,11 +220,11 @@ def _lower_partitioned(
     *,
     reads: bool = False,
 ) -> list[IrValue]:
-    """Lowers calls in a program that XLA will partition; `after`, `reads` as `_emit`.
+    """Lowers calls in a program that XLA will partition; for `reads` see `_emit`.
 
     XLA requests the calls of one device when it partitions the program. XLA caches
     programs by their text, which does not contain the calls. So a digest of the calls
-    is one more operand. Tensors that calls only read keep their shardings.
+    is an additional operand. Tensors that calls only read keep their shardings.
     """
     # The number of tensors; the last operand is the order value.
     count = len(operands) - 1
@@ -231,8 +233,8 @@ def _lower_partitioned(
     mesh = jax.sharding.Mesh(np.array(program.devices), (_AXIS,))
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    # XLA may call `partition` on its own thread, whose Python state ends with the
-    # thread. So `partition` must not store anything in a threading.local.
+    # XLA may call `partition` on a thread of XLA. So `partition` must not use a
+    # threading.local, whose values in that thread are lost when the thread ends.
     def partition(
         _mesh: Mesh, args: Sequence[Any], results: Sequence[Any]
     ) -> tuple[Any, ...]:
@@ -260,8 +262,8 @@ def _lower_partitioned(
             (*placed, *(replicated for _ in after), replicated),
         )
 
-    # Every dimension of every tensor may be sharded, and a result has the sharding of
-    # its operand.
+    # The rule says that every dimension of every tensor may be sharded, and that a
+    # result has the sharding of its operand.
     def rule(_mesh: Mesh, operands: Sequence[Any], _results: Sequence[Any]) -> str:
         numbers = itertools.count()
         sides = [" ".join(f"i{next(numbers)}" for _ in t.shape) for t in operands]
@@ -290,9 +292,9 @@ def _device_part(
     """Binds the calls of one device, with its shares of the tensors in `cut`.
 
     XLA requests these calls while it compiles; with jax 0.12, on the thread where
-    `jax.set_mesh` is in effect. This function hides that mesh: with explicit axes JAX
-    would add shardings to values that are on one device already, and the passes of XLA
-    that remove shardings have run before.
+    `jax.set_mesh` is in effect. This function hides that mesh, because with explicit
+    axes JAX would add shardings to values that are on one device already, and the
+    passes of XLA that remove shardings have already run.
     """
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         position = jax.lax.axis_index(_AXIS)
@@ -301,7 +303,7 @@ def _device_part(
 
 
 def _is_even(sharding: Sharding | None, shape: Sequence[int]) -> bool:
-    """Returns True if all shards have one shape, so that no shard is padded."""
+    """Returns True if all shards have equal shapes, so that no shard is padded."""
     if sharding is None:
         return False
     try:

@@ -1,10 +1,11 @@
-"""Compares parameters between ranks in some compiled steps.
+"""Compares model parameters between ranks in some compiled steps.
 
-The comparison is a native call in the chain of `seq`, before the call of the gradients.
-In most steps the call returns immediately. The handler (`ffi/check.cc`) decides when a
-comparison is due, compares hashes, and prints the warning. On CUDA devices handlers
-must not wait for the device, so there the program contains no comparison. Its lowering
-only warns about values that the program visibly computes without a collective.
+The comparison is a native call, before the allreduce of the gradients, and the sequence
+number `seq` orders both. In most steps the call returns immediately. The handler
+(`ffi/check.cc`) decides when a comparison is due, compares hashes, and prints the
+warning. Programs for CUDA devices contain no comparison, because their handlers must
+not wait for the device. For these programs, the lowering only warns about parameters
+that the program visibly computes without a collective.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ def check(
     first: int = -1,
     own: Sequence[str] = (),
 ) -> Traced:
-    """Adds a comparison of parameters to a program; returns a `seq` that depends on it.
+    """Adds a comparison of parameters to a program.
 
-    If parameters differ between ranks, the first rank prints a warning.
+    Returns a copy of `seq` that depends on the comparison. If parameters differ between
+    ranks, the first rank prints a warning.
 
     Args:
-        seq: uint32[1], the number of the step.
+        seq: uint32[1], the index of the step.
         params: the parameters. Values that are not arrays of numbers are ignored.
         every: the number of steps from one comparison to the next.
-        name: stands for the call in error messages.
+        name: names the call in error messages.
         timeout: seconds to wait for other ranks.
-        first: -1 if `seq` is the number of the step. Otherwise the handler counts its
-            calls, and `first`, from 0 on, is the number of the first call that
-            compares. In elastic jobs no call compares if `first` is given.
+        first: -1 if `seq` is the index of the step. Otherwise the handler counts its
+            calls, and `first`, from 0 on, is the index of the first call that
+            compares. In elastic jobs no call compares unless `first` is -1.
         own: the names of the parameters that this rank computes without a collective.
-            They may still be equal on all ranks, so on CPUs they are compared like the
-            other parameters. On CUDA devices each of them causes a warning.
+            Such parameters may still be equal on all ranks, so on CPUs they are
+            compared like the others. On CUDA devices each of them causes a warning.
     """
     chosen: list[tuple[Any, str]] = [
         (x, n)
@@ -81,8 +83,8 @@ def _lower(
         return [seq]
     whole = _attributes(**params)
     if program.devices:
-        # Each shard is compared with the shard of its position on the other ranks. The
-        # order value `seq` is the last operand of a call.
+        # Each shard is compared with the shard at the same position on other ranks. The
+        # order value, here `seq`, must be the last operand of a call.
         seq_aval, *avals = jax_private.avals_in(ctx)
         return multi_device.lower_chain(
             ctx,
@@ -128,7 +130,7 @@ def _attributes(
 def _batch(
     args: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches an ensemble: one call with one `seq` compares all members."""
+    """Batches over an ensemble of models: one call with one `seq` compares all."""
     seq, *leaves = args
     if dims[0] is not None:
         seq = seq[(slice(None),) * dims[0] + (0,)]

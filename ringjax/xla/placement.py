@@ -1,9 +1,9 @@
 """Assigns the CUDA devices of a host to its ranks, during `ringjax.init`.
 
 Unless the user has chosen devices, each rank receives one device, or
-RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which knows no framework, builds
-the device communicators. CPU devices need none. This module uses public names of JAX
-only.
+RINGJAX_DEVICES_PER_RANK devices. `world/devices.py`, which imports no framework, builds
+the device communicators. CPU devices need no device communicator. This module uses only
+public names of JAX.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VISIBLE = "jax_cuda_visible_devices"
 
 
 def open_devices(world: World, started: bool) -> None:
-    """Builds the device communicators if any rank can have one; called at each init.
+    """Builds the device communicators if any rank can have one; runs at each init.
 
-    A query for JAX's devices starts its backends. So if no rank has a CUDA driver, this
-    function does not query. NCCL is opened after the query, because JAX has then loaded
-    its own copy of NCCL, which JAX and ringjax use. `started` says whether the backends
-    have been started already.
+    Querying JAX's devices starts JAX's backends, so this function does not query if no
+    rank has a CUDA driver. NCCL is opened after the query, when JAX has loaded its own
+    copy of NCCL, which ringjax uses, too. `started` says whether the backends have been
+    started already.
     """
     if not world.devices.possible:
         if world.config.devices_per_rank != 1 and world.rank == 0:
@@ -60,10 +60,10 @@ def restrict_visible_devices(
 
 
 def cuda_devices(each: int = 1) -> tuple[Sequence[int], str]:
-    """Returns the driver's numbers of the CUDA devices that JAX computes on.
+    """Returns the CUDA driver's indices of the devices that JAX computes on.
 
-    If `each` is 1, the only number is that of JAX's default device. The second result
-    is the reason if there is no number, else empty.
+    If `each` is 1, returns only the index of JAX's default device. The second result is
+    the reason why there is no device, or "".
     """
     settings: Any = jax.config
     platforms = settings.jax_platforms

@@ -1,7 +1,7 @@
-"""Makes JAX primitives of collectives: shapes, batching, derivatives, native calls.
+"""Defines collectives as JAX primitives: shapes, batching, derivatives, native calls.
 
-A collective takes any number of operands and is one native call. `collectives/<op>.py`
-defines each collective with the functions of this module, and
+A collective takes any number of operands and is usually one native call. Each
+`collectives/<op>.py` defines a collective with the functions of this module, and
 `collectives/arguments.py` checks arguments. The allreduce of gradients is in
 `gradient_allreduce.py`.
 """
@@ -42,9 +42,9 @@ TangentRule = Callable[
 
 LINEAR = (ReduceOp.Average, ReduceOp.Sum)
 
-# All collectives have these parameters, so that one lowering serves all of them.
-# `counts` and `names` have one entry for each operand: the rows (dimension 0) of each
-# rank, and a name for errors.
+# The parameters of all collectives, so that one lowering rule serves all collectives.
+# `counts` and `names` have one entry for each operand: the row counts (dimension 0) of
+# all ranks, and the name of the operand in errors.
 DEFAULTS: dict[str, Any] = {
     "comm": 0,
     "reduce_op": int(ReduceOp.Sum),
@@ -80,10 +80,10 @@ def define_collective(
             the memory of the operands.
         batch: JAX's batching rule, with the primitive as an additional first argument.
         jvp: JAX's rule of forward derivatives, with the primitive as an additional
-            first argument. If it is None, the collective has no derivative.
-        transpose: ``(cotangents, avals, params) -> cotangents of the operands``. It
-            receives only operands whose cotangent is not zero. If it is None, the
-            collective is not linear.
+            first argument. Pass None for a collective without derivatives.
+        transpose: ``(cotangents, avals, params) -> cotangents of the operands``, called
+            only for operands whose cotangent is not zero. Pass None for a collective
+            that is not linear.
     """
     primitive = jax_private.new_primitive(name)
     jax_private.set_shape_rule(primitive, lambda *a, **kw: shape(a, **kw), ordered=True)
@@ -101,8 +101,8 @@ def define_collective(
             refuse_adasum(name, params["reduce_op"], NO_SHARDS)
         if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
             check_nccl(name, jax_private.avals_in(ctx), params)
-        # An elastic job repeats an operation as one call, and NCCL has no handler whose
-        # compile time grows with the number of tensors: do not split.
+        # Do not split in an elastic job, which repeats an operation as one call, and on
+        # CUDA, where compile time does not grow with the number of tensors.
         whole = program.elastic or program.platform == "cuda"
         count = len(operands)
         pieces = buckets.split_evenly(
@@ -133,10 +133,10 @@ def define_collective(
 def bind(
     collective: str, operands: Sequence[ArrayLike], /, **params: Any
 ) -> list[Traced]:
-    """Binds a collective; parameters that are not given have their defaults.
+    """Binds a collective, with `DEFAULTS` for parameters that are not given.
 
-    The collective is a name and not a primitive, because the derivatives of collectives
-    use each other.
+    `collective` is a name and not a primitive, because collectives use each other in
+    their derivatives.
     """
     elastic = runtime.elastic()
     primitive = _primitives[collective]
@@ -162,8 +162,8 @@ def bind(
 def read_result(result: Traced) -> np.ndarray[Any, Any]:
     """Returns the result of a collective outside of jit as a numpy array.
 
-    On a CUDA device a call is enqueued before the ranks have compared their calls. If
-    the calls differ, the result has wrong values, which the host must not use.
+    On a CUDA device, a call is enqueued before the ranks have compared their calls. If
+    the calls differ, the result is wrong. So this function waits for the comparison.
     """
     array = np.asarray(result)
     confirm()
@@ -171,7 +171,7 @@ def read_result(result: Traced) -> np.ndarray[Any, Any]:
 
 
 def confirm() -> None:
-    """Waits until the ranks have compared all calls on their devices; raises errors."""
+    """Waits until all ranks have compared their device calls. Raises on a mismatch."""
     try:
         runtime.confirm()
     except errors.RingjaxError as error:
@@ -180,11 +180,11 @@ def confirm() -> None:
 
 
 def split_programs(operands: Sequence[ArrayLike], elastic: bool) -> buckets.Cuts:
-    """Returns the positions of the operands of each program.
+    """Splits the operands of an operation into programs; returns operand positions.
 
-    Outside of jit an operation on many tensors is several programs, because the time to
-    compile grows faster than the program. In an elastic job the operation is one
-    program, so that no rank can be lost between its parts.
+    Outside of jit, an operation on many tensors is several programs, because compile
+    time grows faster than the number of tensors. In an elastic job, the operation is
+    one program, so that no rank can be lost in the middle of the operation.
     """
     count = len(operands)
     many = count > buckets.MAX_TENSORS and not elastic
@@ -195,10 +195,10 @@ def split_programs(operands: Sequence[ArrayLike], elastic: bool) -> buckets.Cuts
 def call_attributes(op: str, params: Params, **extra: int) -> dict[str, Any]:
     """Returns the attributes of a native call.
 
-    Rank and size are attributes only if a shape depends on them, because a compiled
-    program may serve another rank after an elastic restart. All calls have equally many
-    attributes, and one more if they have their own timeout: the core counts the
-    attributes to detect it.
+    Rank and size are attributes only if a shape depends on them, because this process
+    may have another rank after an elastic restart but use the same compiled program.
+    All calls have equally many attributes, and one more attribute if a timeout is
+    given: the native core counts the attributes to detect a timeout.
     """
     out = {k: v for k, v in params.items() if k in DEFAULTS}
     if out["timeout"] < 0:
@@ -210,7 +210,7 @@ def call_attributes(op: str, params: Params, **extra: int) -> dict[str, Any]:
 
 
 def check_nccl(what: str, avals: Sequence[Aval], params: Params) -> None:
-    """Refuses reductions that only the CPU engine can do, before JAX compiles."""
+    """Refuses reductions that NCCL does not support, before JAX compiles."""
     op = ReduceOp(params["reduce_op"])
     if op is ReduceOp.Adasum:
         raise ValueError(
@@ -246,14 +246,14 @@ def same_shape(avals: Sequence[Aval], **params: Any) -> list[Aval]:
 
 
 def scale(x: Traced, factor: float) -> Traced:
-    """Returns ``factor * x`` in the dtype of x; x itself if the factor is 1."""
+    """Returns ``factor * x`` in the dtype of x, or x itself if the factor is 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 def product_tangents(
     factors: Sequence[Traced], tangents: Sequence[Traced], scaling: float
 ) -> list[Traced]:
-    """Returns the tangents of products over the first dimension, times `scaling`."""
+    """Returns the tangents of the products over dimension 0, times `scaling`."""
     return [
         scale(jax.jvp(lambda g: jnp.prod(g, axis=0), (f,), (t,))[1], scaling)
         for f, t in zip(factors, tangents, strict=True)
@@ -261,9 +261,9 @@ def product_tangents(
 
 
 def refuse_adasum(what: str, op: int, lacks: str) -> None:
-    """Refuses Adasum where a rule holds only for elementwise reductions.
+    """Raises TypeError for Adasum, in rules that hold only for elementwise reductions.
 
-    Adasum weights whole tensors by dot products of their values.
+    Adasum is not elementwise: it weights tensors by the dot products of whole tensors.
     """
     if op == ReduceOp.Adasum:
         raise TypeError(f"ringjax.{what}: op=Adasum has {lacks}")
@@ -282,16 +282,16 @@ NO_VMAP = (
 def batch_elementwise(
     p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches elementwise collectives: batch dimensions keep their positions."""
+    """Batches an elementwise collective. Batch dimensions keep their positions."""
     return p.bind(*xs, **params), list(dims)
 
 
 def batch_rows(
     p: Primitive, xs: Sequence[Traced], dims: Sequence[int | None], **params: Any
 ) -> Batched:
-    """Batches collectives that divide dimension 0 between the ranks.
+    """Batches a collective that divides dimension 0 between the ranks.
 
-    The batch dimension moves to position 1.
+    So the batch dimension moves to position 1.
     """
     xs = [
         x if d is None else jnp.moveaxis(x, d, 1) for x, d in zip(xs, dims, strict=True)
@@ -302,7 +302,7 @@ def batch_rows(
 def linear_jvp(
     p: Primitive, xs: Sequence[Traced], ts: Sequence[Tangent], **params: Any
 ) -> Jvp:
-    """Differentiates a linear collective: returns the collective of the tangents."""
+    """Differentiates a linear collective, by running the collective on the tangents."""
     return sparse_jvp(p, xs, ts, params, lambda _x, live, _y, kw: p.bind(*live, **kw))
 
 
@@ -313,10 +313,11 @@ def sparse_jvp(
     params: Params,
     tangents: TangentRule,
 ) -> Jvp:
-    """Returns results and tangents; tangents that are symbolic zeros are not sent.
+    """Returns results and tangents. Does not send tangents that are symbolic zeros.
 
-    The program decides whether a tangent is a symbolic zero, so all ranks agree.
-    `tangents` computes the other tangents from their operands, tangents and results.
+    Which tangents are symbolic zeros depends only on the program, which is equal on all
+    ranks. `tangents` computes all other tangents of results from their operands,
+    tangents and results.
     """
     ys: list[Any] = p.bind(*xs, **params)
     out: list[Any] = [jax_private.zero_tangent(y) for y in ys]

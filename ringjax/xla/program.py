@@ -1,4 +1,4 @@
-"""The program for which a primitive is lowered: its platform, its devices, its mesh."""
+"""Describes the program for which a primitive is lowered: platform, devices, mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Program(NamedTuple):
 
     Attributes:
         platform: "cpu" or "cuda".
-        devices: the devices of the program in its order, also of other processes. Empty
-            if the program runs on one device.
-        mesh: the mesh of a shard_map, in which the program is already the part of one
-            device. None if XLA will partition the program, or if the program runs on
-            one device.
-        elastic: True if ranks may be lost; a call that a loss interrupts is repeated.
-        joined: the numbers of the CUDA devices that have a communicator with the other
-            ranks.
+        devices: the devices of the program, in its order, including devices of other
+            processes; empty if the program runs on one device.
+        mesh: the mesh of the shard_map that contains the primitive. None if XLA will
+            partition the program, or if the program runs on one device.
+        elastic: True if ranks may be lost. Then a call that a loss interrupts is
+            repeated, so its operands must stay unchanged.
+        joined: the driver's indices of the CUDA devices that have a communicator with
+            the other ranks.
     """
 
     platform: str
@@ -39,9 +39,10 @@ class Program(NamedTuple):
 
 
 def program_of(ctx: Context, name: str, platform: str) -> Program:
-    """Returns the program for which a rule lowers the collective `name`.
+    """Returns the program for which the collective `name` is lowered.
 
-    Refuses a shard_map that leaves some axes of its mesh to JAX, or has no devices yet.
+    Raises ValueError inside a shard_map that leaves some axes of its mesh to JAX, or
+    whose mesh has no devices yet.
     """
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
@@ -66,10 +67,10 @@ def program_of(ctx: Context, name: str, platform: str) -> Program:
 
 
 def check_processes(program: Program, name: str, params: Params) -> None:
-    """Checks that processes of one program exchange their shards by the replica set.
+    """Raises ValueError if a program over several processes uses a wrong process set.
 
-    The processes of a group hold different shards of a tensor. A collective of another
-    process set would reduce shards of different positions.
+    The processes of a group hold different shards of a tensor. Only collectives of
+    `ringjax.replica_set()` combine shards of equal positions.
     """
     if params.get("comm", REPLICA_SET) == REPLICA_SET:
         return
@@ -83,9 +84,9 @@ def check_processes(program: Program, name: str, params: Params) -> None:
 
 
 def check_joined_devices(name: str, problem: str, program: Program) -> None:
-    """Checks that all CUDA devices of the program have a communicator.
+    """Raises ValueError unless all CUDA devices of the program have a communicator.
 
-    `problem` says why this rank has no device communicator, and is empty if it has one.
+    `problem` is the reason why this rank has no device communicator, or "".
     """
     wanted = [device.local_hardware_id for device in program.local_devices]
     if not problem and not set(wanted) <= set(program.joined):

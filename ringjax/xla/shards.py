@@ -1,9 +1,9 @@
-"""The shards of the tensors of a call, in a program over several devices.
+"""Describes which device holds which shard of a call's tensors.
 
-On CPUs the calls of all devices of a process become one call, in a device rendezvous
+On CPUs, the calls of all devices of a process become one call, in a device rendezvous
 (`engine/communicator/device_rendezvous.h`). Each CUDA device makes its own call with
-the devices of the same position on the other ranks, which must hold the same shards.
-`multi_device.py` lowers both.
+the devices at the same position on the other ranks, which must hold the same shards.
+`multi_device.py` lowers both kinds of calls.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ringjax.xla.program import Program
 
 
 class Shards(NamedTuple):
-    """The devices that hold the shards of a call's tensors.
+    """Which local device holds which shard of each tensor of a call.
 
     Attributes:
-        devices: the numbers of the local devices: on CPUs XLA's numbers, on CUDA the
-            positions among the devices that have a communicator.
-        names: a text that is equal on ranks with equal devices.
-        of: for each tensor, for each device, the number of the shard that it holds.
-        parts: for each tensor, the position of each shard in it, such as "[0:4,2:8]".
+        devices: the ids of the local devices: on CPUs XLA's ids, on CUDA the positions
+            among the devices that have a communicator.
+        names: a text about the devices, to compare between ranks.
+        of: for each tensor and each device, the index in `parts` of the device's shard.
+        parts: for each tensor, the position of each shard, such as "[0:4,2:8]".
     """
 
     devices: tuple[int, ...]
@@ -45,8 +45,8 @@ class Shards(NamedTuple):
     def merged_attributes(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of calls that become one call of all devices.
 
-        `whole` has the attributes for tensors that are not sharded. An attribute with
-        one entry for each tensor then has one entry for each shard.
+        `whole` has the attributes of a call without shards. In the result, attributes
+        with one entry for each tensor have one entry for each shard.
         """
         count = [len(parts) for parts in self.parts]
         names = whole["names"].split("\n") if whole["names"] else [""] * len(count)
@@ -55,7 +55,7 @@ class Shards(NamedTuple):
             rows = rows.reshape(len(count), -1)
         cut = "\n".join(" ".join(parts) for parts in self.parts)
         digest = hashlib.sha256(cut.encode()).hexdigest()
-        # A handler refuses attributes that it does not read: add no "counts".
+        # Add no "counts" to calls without, because handlers refuse unknown attributes.
         rest = {"counts": np.repeat(rows, count, axis=0)} if "counts" in whole else {}
         return {
             **whole,
@@ -73,8 +73,8 @@ class Shards(NamedTuple):
     def attributes_per_device(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the attributes of calls that each device makes on its own.
 
-        The attribute `partition` makes ranks disagree if their devices hold different
-        shards.
+        The attribute `partition` causes a mismatch error if the devices of other ranks
+        hold different shards.
         """
         lines = [
             f"{device}: "
@@ -90,7 +90,7 @@ def _numbers(program: Program) -> tuple[tuple[int, ...], str]:
     local = [device.local_hardware_id for device in program.local_devices]
     ids = tuple(int(device.id) for device in program.local_devices)
     if program.platform == "cuda":
-        # `without_device` lowers for devices that are not joined.
+        # In tests (`lowering.without_device`), the devices have no communicator.
         if set(local) <= set(program.joined):
             ids = tuple(map(program.joined.index, local))
         local = list(ids)
@@ -104,9 +104,10 @@ def of_shardings(
     shardings: Sequence[Sharding],
     cut: Sequence[shares.Replicas | None] | None = None,
 ) -> Shards:
-    """Returns the shards of tensors, numbered by their positions in the tensor.
+    """Returns the shards of tensors with these shapes and shardings.
 
-    `cut` has for each tensor the replicas of which each device holds a share, or None.
+    For a tensor that is cut into shares (`shares.py`), `cut` has its replicas, else
+    None.
     """
     of, parts, here = [], [], program.local_devices
     position = {device: i for i, device in enumerate(program.devices)}
@@ -139,8 +140,8 @@ def of_shardings(
 def of_mesh(program: Program, varying: Sequence[frozenset[str] | None]) -> Shards:
     """Returns the shards of values inside a shard_map, named by positions in the mesh.
 
-    `varying` has for each value the axes over which the value differs, or None if it
-    may differ over all axes.
+    `varying` has for each value the mesh axes over which the value differs, or None if
+    the value may differ over all axes.
     """
     mesh = program.mesh
     assert mesh is not None

@@ -1,12 +1,12 @@
-"""Shares of tensors that several devices of one process replicate.
+"""Divides tensors that several devices of one process replicate into shares.
 
 Each CUDA device has its own communicator with the other ranks. If each device sent its
 replica of a tensor, the ranks would send as many copies as there are devices, and the
 results might differ in their last bits, because NCCL may add in a different order on
-each device. So each device sends a share of the tensor, and XLA gathers the shares in
-the process afterwards: a hierarchical allreduce.
+each device. So each device sends only a share of the tensor, and XLA gathers the shares
+in the process afterwards, as in a hierarchical allreduce.
 
-A large tensor has a finer sharding, so that XLA can fuse the sum over the devices with
+A large tensor gets a finer sharding, so that XLA can fuse the sum over the devices with
 the division into shares. A small tensor, or a tensor that cannot be divided evenly, is
 flattened and sliced by this module.
 """
@@ -26,7 +26,7 @@ from ringjax.xla import jax_private
 from ringjax.xla.jax_types import Aval, Context, IrValue, Traced
 from ringjax.xla.program import Program
 
-# Bytes of a shard below which this module slices the shard, not XLA.
+# Shards with fewer bytes are sliced by this module and not by XLA.
 MIN_SHARDED_BYTES = 1 << 16
 
 
@@ -36,12 +36,12 @@ def splits_replicas(platform: str) -> bool:
 
 
 class Replicas(NamedTuple):
-    """For each shard of a tensor, the devices that hold it.
+    """Which devices hold a replica of each shard of a tensor.
 
     Attributes:
-        groups: for each shard, the positions of its devices in the program. All groups
-            have the same length.
-        tiles: for each shard, its position in the grid of shards.
+        groups: for each shard, the positions in the program of the devices that hold
+            the shard. All groups have the same length.
+        tiles: for each shard, the position of the shard in the grid of shards.
         grid: the number of shards along each dimension of the tensor.
     """
 
@@ -51,12 +51,12 @@ class Replicas(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """The number of devices that hold one shard."""
+        """The number of devices that hold each shard."""
         return len(self.groups[0])
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of the share that each device of the program sends."""
+        """The index of the share that each device of the program sends."""
         out = [0] * sum(map(len, self.groups))
         for group in self.groups:
             for number, place in enumerate(group):
@@ -67,7 +67,7 @@ class Replicas(NamedTuple):
 def replicas_of(
     devices: Sequence[jax.Device], shape: Sequence[int], sharding: Sharding
 ) -> Replicas:
-    """Returns the replicas of a tensor whose shards have equal shapes."""
+    """Finds the replicas of each shard of a tensor. All shards have equal shapes."""
     part = sharding.shard_shape(tuple(shape))
     grid = tuple(n // max(1, m) for n, m in zip(shape, part, strict=True))
     where = sharding.devices_indices_map(tuple(shape))
@@ -83,10 +83,10 @@ def replicas_of(
 def finer_sharding(
     devices: Sequence[jax.Device], shape: Sequence[int], width: int, same: Replicas
 ) -> Sharding | None:
-    """Returns a sharding that gives each device of a group another part of the shard.
+    """Returns a sharding that divides each shard among the devices that replicate it.
 
-    Returns None if the tensor is small, or if no dimension can be divided evenly.
-    `width` is the bytes of an element.
+    Returns None if the shard is small, or if no dimension can be divided evenly.
+    `width` is the size of an element in bytes.
     """
     part = [n // m for n, m in zip(shape, same.grid, strict=True)]
     if math.prod(part) * width < MIN_SHARDED_BYTES:
@@ -110,8 +110,8 @@ def assign_shares(
 ) -> tuple[list[Sharding], list[Replicas | None]]:
     """Assigns a share of each replicated tensor to each device of a program.
 
-    Returns for each tensor a sharding, which is a finer one where that suffices, and
-    the replicas if `slice_all` must slice the tensor, else None.
+    Returns for each tensor the sharding to use, which is finer than before if possible,
+    and the replicas if `slice_all` must slice the tensor, else None.
     """
     chosen: list[Sharding] = []
     cut: list[Replicas | None] = []
@@ -128,7 +128,7 @@ def assign_shares(
 def slice_all(
     values: Sequence[Traced], cut: Sequence[Replicas | None], position: Traced
 ) -> list[Traced]:
-    """Replaces each value that has replicas in `cut` by the share of one device.
+    """Replaces each value that has an entry in `cut` by the share of one device.
 
     `position` is the position of the device in the program.
     """
@@ -146,9 +146,9 @@ def gather_all(
     cut: Sequence[Replicas | None],
     axis: str,
 ) -> list[Traced]:
-    """Gathers the shares of all devices along a named axis: the inverse of `slice_all`.
+    """Gathers the shares of all devices along the mesh axis `axis`, after `slice_all`.
 
-    `values` are the values before `slice_all`, of which only the shapes are used.
+    `values` are the values before `slice_all`; only their shapes are used.
     """
     out = list(shares)
     for i, same in enumerate(cut):
@@ -177,10 +177,10 @@ def gather_share(
     axis: str | Sequence[str],
     groups: Sequence[Sequence[int]] | None,
 ) -> Traced:
-    """Gathers the shares of all devices along a named axis: inverse of `slice_share`.
+    """Gathers the shares of all devices along mesh axes, after `slice_share`.
 
-    Each of `groups` has the positions on the axis of the devices that hold the shares
-    of one tensor. Without groups, all devices hold shares of one tensor.
+    Each of `groups` has the positions, along the axes, of the devices that hold the
+    shares of one tensor. With None, all devices hold shares of one tensor.
     """
     flat: Traced = jax.lax.all_gather(share, axis, axis_index_groups=groups, tiled=True)
     return flat[: math.prod(shape)].reshape(shape)
@@ -190,7 +190,7 @@ def gather_share(
 
 
 def varying_axes(avals: Sequence[Aval]) -> list[frozenset[str] | None]:
-    """Returns the axes over which each value differs; None if JAX does not know."""
+    """Returns the mesh axes over which each value differs, or None if unknown."""
     known = jax_private.checks_varying()
     return [jax_private.varying_axes(aval) if known else None for aval in avals]
 
@@ -198,12 +198,12 @@ def varying_axes(avals: Sequence[Aval]) -> list[frozenset[str] | None]:
 class ManualShares:
     """Shares of values inside a shard_map, whose mesh axes are manual.
 
-    A value that does not differ over some axes is replicated along them: each device
-    sends a share of the value. Other values are sent whole.
+    A value that does not differ over some mesh axes is replicated along these axes, so
+    each device sends a share of the value. Other values are sent whole.
 
     Attributes:
-        avals: the avals of the operands that are sent.
-        varying: for each operand that is sent, the axes over which it differs; None if
+        avals: the avals of the shares and whole values that are sent.
+        varying: for each of them, the axes over which the sent value differs; None if
             it may differ over all axes.
     """
 

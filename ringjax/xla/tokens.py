@@ -1,7 +1,7 @@
-"""JAX's ordered effect and its tokens, which order the collectives without a `seq`.
+"""Defines the JAX effect whose tokens order all collectives except gradients.
 
 Like `jax_private.py`, this module uses private names of JAX. It defines the effect of a
-stand-alone collective, and changes JAX as follows:
+collective, and changes JAX as follows:
 
 * the token of one program is not placed again on the device of the next program;
 * a finished lane of a vmapped loop keeps its values if the condition has a collective;
@@ -32,11 +32,11 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
 
 ABSTRACT = _core.abstract_token
-Tokens = dict[Any, Any]  # keys: effects, or devices for the results of programs
+Tokens = dict[Any, Any]  # tokens by effect, or output tokens of programs by device
 
 
 class CollectiveTokenEffect(_effects.Effect):
-    """The effect of a collective: JAX passes one token through all calls that have it.
+    """The effect of a collective. JAX passes one token through all calls with it.
 
     Instances are equal and have the same hash, the hash of the type's name, because JAX
     puts instances into the keys of its caches.
@@ -62,8 +62,8 @@ for _allowed in (
     _effects.ordered_effects,
 ):
     _allowed.add_type(CollectiveTokenEffect)
-# Otherwise JAX would refuse a program over several devices before program.py can refuse
-# it with a better text.
+# Allow programs over several devices here, so that not JAX but program.py refuses wrong
+# programs, with better error texts.
 _effects.shardable_ordered_effects.add_type(CollectiveTokenEffect)
 
 
@@ -71,9 +71,9 @@ def _skip_token_placement() -> None:
     """Removes the most expensive part of the dispatch of a program with ordered calls.
 
     JAX places the token of the previous program on the devices of the next program,
-    even if the token is on the devices already. That takes 100 of the 170 microseconds
-    of a dispatch. Only the placement is left out: JAX still waits for the token and
-    raises its error.
+    even if the token is on these devices already. The placement takes 100 of the 170
+    microseconds of a dispatch. Only the placement is skipped: JAX still waits for the
+    token and raises its error.
     """
     store: Any = _dispatch.RuntimeTokenSet
     place = getattr(store, "get_token_input", None)
@@ -105,7 +105,7 @@ def _freeze_finished_vmap_lanes() -> None:
 
     A vmapped loop runs until all lanes are finished. In each iteration JAX restores the
     values of the finished lanes, but not if the condition has an ordered effect. So
-    this rule computes the condition in the body, and the loop carries its value.
+    this rule computes the condition in the loop's body, and carries its value.
     """
     rules: Any = _batching.fancy_primitive_batchers
     plain_rule = rules[_loops.while_p]
@@ -163,10 +163,11 @@ def _create_first_token_in_program() -> None:
     """Makes a program on the only CPU device create its first token itself.
 
     JAX passes a token into and out of each program with ordered calls, and therefore
-    calls the program from Python, which takes 90 microseconds. XLA's CPU client runs
-    the programs of one thread in the order of their calls anyway. So inside the program
-    JAX passes the token as usual, but the program neither takes nor returns a token,
-    and JAX calls it from C++ like a program without effects.
+    calls the program from Python, which takes 90 microseconds. But XLA's CPU client
+    runs the programs of one thread in the order of their calls without tokens. So this
+    function makes the program neither take nor return a token; only inside of the
+    program, JAX passes a token as usual. JAX then calls the program from C++ like a
+    program without effects.
     """
     lowering: Any = _mlir
     lower_module = lowering.lower_jaxpr_to_module
@@ -176,8 +177,8 @@ def _create_first_token_in_program() -> None:
         effects = options["ordered_effects"]
         before = _tokenless_program.jaxpr
         if EFFECT in effects and _is_ordered_by_xla(jaxpr, options):
-            # The caller keeps this list, and later reads from it how to call the
-            # program.
+            # The caller keeps the list `effects`, and later calls the program without
+            # the tokens of removed effects.
             effects.remove(EFFECT)
             _tokenless_program.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             _has_tokenless_programs.set()
@@ -200,13 +201,13 @@ def _create_first_token_in_program() -> None:
 
 
 def _is_ordered_by_xla(jaxpr: Any, options: Any) -> bool:
-    """Returns True if XLA orders the calls, and if a failure shows in a result."""
+    """Returns True if XLA orders the calls, and a failure is visible in a result."""
     return bool(
         tuple(options["platforms"]) == ("cpu",)
         and options["num_partitions"] == 1
         and options["backend"] is not None
         and options["backend"].local_device_count() == 1
-        # Without a result only the token would show a failure.
+        # If a program has no result, only a token can show its failure.
         and jaxpr.out_avals
     )
 
@@ -215,13 +216,13 @@ _create_first_token_in_program()
 
 
 def wait_for_programs() -> None:
-    """Waits for all programs that this thread has called, also without live results.
+    """Waits for all programs that this thread has called, even without live results.
 
     Raises:
         JaxRuntimeError: a program that takes a token has failed.
     """
     if _has_tokenless_programs.is_set():
-        # XLA runs the programs of a thread in order: wait for one more program.
+        # XLA runs the programs of a thread in order, so wait for one more program.
         device = jax.local_devices(backend="cpu")[0]
         _add_one(jax.device_put(np.uint32(0), device)).block_until_ready()
     jax.effects_barrier()
@@ -231,9 +232,9 @@ _add_one = jax.jit(lambda x: x + 1)
 
 
 def _disable_fast_call_with_tokens() -> None:
-    """Keeps programs that take a token off the C++ call of `lower().compile()`.
+    """Makes `lower().compile()` call programs with tokens from Python, not from C++.
 
-    That call would not pass the token.
+    The call from C++ would not pass the token.
     """
     executable: Any = _pxla.MeshExecutable
     create = executable.create_cpp_call
@@ -250,10 +251,10 @@ _disable_fast_call_with_tokens()
 
 
 def _keep_multi_device_tokens_out_of_cache() -> None:
-    """Keeps programs out of JAX's persistent cache that jaxlib cannot write to it.
+    """Keeps programs over several devices that take a token out of the disk cache.
 
-    jaxlib saves the layouts of arguments, but a token has no layout: for a program over
-    several devices the process would end by SIGSEGV.
+    jaxlib saves the layouts of arguments, but a token has no layout, so the process
+    would end by SIGSEGV.
     """
     cache: Any = _cache
     put = cache.put_executable_and_time
@@ -274,11 +275,11 @@ _keep_multi_device_tokens_out_of_cache()
 
 
 def drop_failed_tokens() -> None:
-    """Drops the tokens of a failed program: each later program would fail with them.
+    """Drops the tokens of a failed program, with which every later program would fail.
 
-    The core calls this function on the main thread as soon as a handler has failed. A
-    small program runs inside its own dispatch, so JAX stores its failed token only
-    after this function has returned. A thread therefore looks again, twice.
+    The native core calls this function on the main thread as soon as a handler has
+    failed. A small program runs inside its own dispatch, so JAX stores its failed token
+    only after this function has returned. So a thread drops failed tokens twice more.
     """
     tokens = _dispatch.runtime_tokens
     stores = (tokens.current_tokens, tokens.output_runtime_tokens)
@@ -308,11 +309,11 @@ def _drop_failed(stores: Sequence[Tokens], mark: str = "") -> None:
 
 @atexit.register
 def _drop_failed_at_exit() -> None:
-    """Drops failed tokens at exit: JAX waits for tokens then, and would raise again.
+    """Drops failed tokens at exit, because JAX's exit function raises their errors.
 
-    atexit calls the functions in reverse order. JAX registered its function before, so
-    JAX's function runs after this function. ringjax.shutdown(), which ends all calls
-    that still wait, was registered later, so shutdown has already run.
+    atexit calls functions in the reverse order of their registration. JAX registered
+    its function before, so JAX's function runs after this function. ringjax.shutdown(),
+    which ends all calls that still wait, was registered later, so it has already run.
     """
     tokens = _dispatch.runtime_tokens
     _drop_failed((tokens.current_tokens, tokens.output_runtime_tokens), "RINGJAX[")

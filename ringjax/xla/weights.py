@@ -1,4 +1,4 @@
-"""Averages of gradients that are weighted by the number of samples of each rank.
+"""Averages gradients with weights, such as the number of samples of each rank.
 
 The average is ``Σ w·g / Σ w``. One call sums the products ``w·g`` and the weights `w`,
 so that both sums are over the same ranks even if a rank is lost.
@@ -25,11 +25,11 @@ def check_weight(
     *,
     compressed: bool,
 ) -> Traced:
-    """Checks the weight of this rank; returns it as a 0-d array of the widest dtype.
+    """Checks the weight of this rank, and converts it to a 0-d array.
 
-    `what` is the name of the function, for errors. If `compressed`, gradients are sent
-    in another dtype. The weight is then a complex number, because complex numbers are
-    never compressed.
+    `what` is the name of the function, for errors. If `compressed` is true, gradients
+    are sent in a narrower dtype. The weight is then a complex number, because complex
+    numbers are never compressed.
     """
     if op != ReduceOp.Average:
         raise ValueError(
@@ -50,7 +50,8 @@ def check_weight(
         raise _bad_weight(what, weight)
     if not isinstance(own, jax.core.Tracer) and not 0 <= float(own) < float("inf"):
         raise _bad_weight(what, weight)
-    # Convert here, because a program may have forbidden JAX's promotion of dtypes.
+    # Convert the weight explicitly, because a program may have forbidden JAX's implicit
+    # promotion of dtypes.
     is_double = any(jnp.finfo(array.dtype).bits == 64 for array in arrays)
     kind = jnp.float64 if is_double else jnp.float32
     if compressed:
@@ -67,7 +68,7 @@ def _bad_weight(what: str, weight: object) -> ValueError:
 
 
 def weight_arrays(arrays: Sequence[Traced], weight: Traced) -> list[Traced]:
-    """Returns the arrays to sum: ``w·g`` of each gradient, and w.
+    """Returns the arrays to sum over all ranks: ``w·g`` of each gradient, and w.
 
     If w is 0, the products are 0 even if a gradient is NaN.
     """
@@ -75,7 +76,7 @@ def weight_arrays(arrays: Sequence[Traced], weight: Traced) -> list[Traced]:
 
 
 def divide_by_total(sums: Sequence[Traced]) -> list[Traced]:
-    """Returns the averages from the sums of `weight_arrays`; 0 if all weights are 0."""
+    """Returns the averages from the sums of `weight_arrays`, or 0 if all w are 0."""
     *sums, total = sums
     return [_scaled(x, operator.truediv, total.real) for x in sums]
 
@@ -83,7 +84,7 @@ def divide_by_total(sums: Sequence[Traced]) -> list[Traced]:
 def _scaled(
     array: Traced, by: Callable[[Traced, Traced], Traced], weight: Traced
 ) -> Traced:
-    """Returns ``by(array, weight)``, computed in float32 or wider; 0 for weight 0."""
+    """Returns ``by(array, weight)``, in float32 or wider; 0 if the weight is 0."""
     is_narrow = jnp.finfo(array.dtype).bits < 32
     wide = array.astype(jnp.float32) if is_narrow else array
     out = by(wide, weight.astype(wide.dtype))
